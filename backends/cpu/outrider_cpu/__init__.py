@@ -1,0 +1,1 @@
+"""The reference backend: the same contract as a device, executed at once on the host."""

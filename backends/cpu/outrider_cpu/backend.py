@@ -1,0 +1,102 @@
+"""Streams, events and memory of the host: each operation has finished when its call returns."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.device import (
+    Backend,
+    Capabilities,
+    Event,
+    KernelSet,
+    MemoryInfo,
+    SpeculativeSync,
+    Stream,
+)
+
+CAPABILITIES = Capabilities(dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}))
+
+
+class CpuStream(Stream):
+    """Work placed here has run by the time the call returns, so waits hold already."""
+
+    @property
+    def native(self) -> Any:
+        """Its name: there is no object behind it."""
+        return self.name
+
+    def _record(self, event: Event) -> None:
+        """Everything before has run: the generation is complete when the seam has counted it."""
+
+    def _wait(self, event: Event) -> None:
+        """The seam has checked that the generation was recorded, so it's complete."""
+
+    def _synchronize(self) -> None:
+        """Nothing is ever pending."""
+
+    def _query(self) -> bool:
+        return True
+
+
+class CpuEvent(Event):
+    """Complete as soon as it's recorded."""
+
+    def _query(self) -> bool:
+        return True
+
+    def _synchronize(self) -> None:
+        """Complete since its record."""
+
+
+class CpuBackend(Backend):
+    """The reference backend."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", torch.device("cpu"))
+        self._kernels = KernelSet()
+        self._sync = SpeculativeSync(self)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Synchronous, one order, every floating dtype."""
+        return CAPABILITIES
+
+    @property
+    def kernels(self) -> KernelSet:
+        """The torch references."""
+        return self._kernels
+
+    @property
+    def speculative_sync(self) -> SpeculativeSync:
+        """The default policy."""
+        return self._sync
+
+    @contextmanager
+    def _on(self, stream: Stream) -> Generator[None]:
+        del stream  # the host has one order: there is no place to choose
+        yield
+
+    def _create_stream(self, name: str, priority: int) -> Stream:
+        return CpuStream(self, name, priority)
+
+    def _create_event(self, name: str, timing: bool) -> Event:
+        return CpuEvent(self, name, timing)
+
+    def _synchronize(self) -> None:
+        """Nothing is ever pending."""
+
+    def _empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        # All memory of the host can be reached without a detour.
+        return tensor.device.type == "cpu"
+
+    def memory_info(self) -> MemoryInfo:
+        """No limit is declared."""
+        return MemoryInfo(total=0, free=0, allocated=0)

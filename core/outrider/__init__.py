@@ -1,0 +1,36 @@
+"""Outrider: overlapped speculative decoding of LLMs behind a small hardware-backend interface.
+
+Importing this package touches no accelerator, imports no vendor package and not even torch: the public names load
+on first use (PEP 562), so that ``outrider doctor`` still runs where ``import torch`` itself fails.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outrider.device.errors import OutriderError
+    from outrider.engine.config import EngineConfig
+    from outrider.engine.engine import Engine
+    from outrider.engine.request import SamplingParams, StepOutput
+    from outrider.registry import get_backend
+
+_HOMES = {
+    "Engine": "outrider.engine.engine",
+    "EngineConfig": "outrider.engine.config",
+    "OutriderError": "outrider.device.errors",
+    "SamplingParams": "outrider.engine.request",
+    "StepOutput": "outrider.engine.request",
+    "get_backend": "outrider.registry",
+}
+
+__all__ = ["Engine", "EngineConfig", "OutriderError", "SamplingParams", "StepOutput", "get_backend"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'outrider' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

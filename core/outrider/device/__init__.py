@@ -1,0 +1,120 @@
+"""The seam: everything that a backend plugin imports from Outrider, and nothing else.
+
+Version 1. Each member's docstring states its ordering, lifetime, threads, capture rules and errors; the conformance kit
+checks them.
+"""
+
+from outrider.device.backend import Backend
+from outrider.device.capabilities import Capabilities
+from outrider.device.errors import (
+    AmbiguousBackend,
+    BackendError,
+    BackendLoadError,
+    BackendNotFound,
+    CapabilityError,
+    CaptureError,
+    CheckpointError,
+    ConfigError,
+    DeadlockError,
+    DeviceError,
+    DeviceFault,
+    DeviceLost,
+    OutOfDeviceMemory,
+    OutriderError,
+    PluginContractError,
+    RequestError,
+    SeamError,
+    StaleBufferError,
+    StreamOrderError,
+    SynchronousCopyError,
+)
+from outrider.device.graph import (
+    ActiveCapture,
+    CaptureContext,
+    EagerGraph,
+    Graph,
+    GraphCallable,
+    GraphPool,
+    HostParam,
+    Scalar,
+)
+from outrider.device.kernels import ROW_ACCESS, AttentionMetadata, KernelSet, RowResolver
+from outrider.device.memory import KeepAlive, MemoryInfo, PinnedBuffer
+from outrider.device.plugin import (
+    ENTRY_POINT_GROUP,
+    SEAM_VERSION,
+    BackendHooks,
+    BackendInfo,
+    CiDeclaration,
+    hookimpl,
+    hookspec,
+)
+from outrider.device.stream import Event, Flag, Stream
+from outrider.device.sync import EventFence, Fence, JoinedPlan, Recompute, SpeculativeSync, StepMode, Waiter
+from outrider.device.tools import Access, ControllableDevice, Observer, Operation
+from outrider.device.torch_backend import TorchDeviceBackend, TorchEvent, TorchGraph, TorchStream
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "ROW_ACCESS",
+    "SEAM_VERSION",
+    "Access",
+    "ActiveCapture",
+    "AmbiguousBackend",
+    "AttentionMetadata",
+    "Backend",
+    "BackendError",
+    "BackendHooks",
+    "BackendInfo",
+    "BackendLoadError",
+    "BackendNotFound",
+    "Capabilities",
+    "CapabilityError",
+    "CaptureContext",
+    "CaptureError",
+    "CheckpointError",
+    "CiDeclaration",
+    "ConfigError",
+    "ControllableDevice",
+    "DeadlockError",
+    "DeviceError",
+    "DeviceFault",
+    "DeviceLost",
+    "EagerGraph",
+    "Event",
+    "EventFence",
+    "Fence",
+    "Flag",
+    "Graph",
+    "GraphCallable",
+    "GraphPool",
+    "HostParam",
+    "JoinedPlan",
+    "KeepAlive",
+    "KernelSet",
+    "MemoryInfo",
+    "Observer",
+    "Operation",
+    "OutOfDeviceMemory",
+    "OutriderError",
+    "PinnedBuffer",
+    "PluginContractError",
+    "Recompute",
+    "RequestError",
+    "RowResolver",
+    "Scalar",
+    "SeamError",
+    "SpeculativeSync",
+    "StaleBufferError",
+    "StepMode",
+    "Stream",
+    "StreamOrderError",
+    "SynchronousCopyError",
+    "TorchDeviceBackend",
+    "TorchEvent",
+    "TorchGraph",
+    "TorchStream",
+    "Waiter",
+    "hookimpl",
+    "hookspec",
+]

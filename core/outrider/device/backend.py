@@ -1,0 +1,394 @@
+"""Backend: one device, as the core sees it."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from outrider.device.capabilities import Capabilities
+from outrider.device.errors import (
+    CapabilityError,
+    CaptureError,
+    DeviceError,
+    OutriderError,
+    SeamError,
+    StreamOrderError,
+    SynchronousCopyError,
+)
+from outrider.device.graph import (
+    ActiveCapture,
+    CaptureContext,
+    EagerGraph,
+    Graph,
+    GraphCallable,
+    GraphPool,
+    HostParam,
+    Scalar,
+)
+from outrider.device.memory import KeepAlive, MemoryInfo, PinnedBuffer
+from outrider.device.stream import Event, Flag, Stream
+from outrider.device.sync import SpeculativeSync
+from outrider.device.tools import ControllableDevice, Observer
+
+if TYPE_CHECKING:
+    from outrider.device.kernels import KernelSet
+
+
+class Backend(ABC):
+    """One device. A vendor subclasses it (or ``TorchDeviceBackend``) and implements the underscored verbs.
+
+    The public methods check the rules and report to an attached observer, then call the vendor's verb. Two backend
+    objects for one device share nothing: streams, events and graphs belong to the object that made them.
+
+    *Threads.* Every method may be called from any thread. ``on`` scopes and captures belong to the thread that opened
+    them.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self.device = device
+        self.observer: Observer | None = None
+        self._local = threading.local()
+        self._keep_alive = KeepAlive()
+        self._streams: list[Stream] = []
+
+    # -- what it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        """Name and device for messages: ``backend 'sim' (sim:0)``."""
+        return f"backend {self.name!r} ({self.device})"
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What the device can do. Constant over the backend's life."""
+
+    @property
+    @abstractmethod
+    def kernels(self) -> KernelSet:
+        """The kernels of this device; constant over the backend's life."""
+
+    @property
+    @abstractmethod
+    def speculative_sync(self) -> SpeculativeSync:
+        """The policy of this device; constant over the backend's life."""
+
+    @property
+    def control(self) -> ControllableDevice | None:
+        """The handle by which a tool decides the schedule; None where the device decides itself."""
+        return None
+
+    def versions(self) -> Mapping[str, str]:
+        """Versions that a report of a run should carry: driver, runtime, device name."""
+        return {"torch": torch.__version__}
+
+    # -- placement -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def on(self, stream: Stream) -> Generator[None]:
+        """Place the calling thread's torch work on ``stream``, and make this the current device.
+
+        The only way to place work. Scopes nest; leaving one restores the one around it, also after an exception. A
+        tensor made, cast or filled inside a scope belongs to that scope's stream. Entering orders nothing.
+
+        In a capture, a scope of another stream than the captured one needs ``forks_in_capture``.
+        """
+        if stream.backend is not self:
+            raise StreamOrderError(f"{stream!r} isn't a stream of {self.label}")
+        capture = self.active_capture
+        if capture is not None and not self.capabilities.forks_in_capture and stream is not self._local.capture_stream:
+            raise CapabilityError(
+                f"a scope of {stream!r} was opened while capturing on {self._local.capture_stream!r}: {self.label} doesn't "
+                "declare forks_in_capture"
+            )
+        observer = self.observer
+        with self._on(stream):
+            if observer is not None:
+                observer.scope_entered(stream)
+            try:
+                yield
+            finally:
+                if observer is not None:
+                    observer.scope_left(stream)
+
+    def create_stream(self, name: str, *, priority: int = 0) -> Stream:
+        """A new stream. ``name`` is for reports and schedules, unique among the backend's streams.
+
+        A lower ``priority`` is more urgent; other values than 0 need ``stream_priorities``.
+        """
+        if priority != 0 and not self.capabilities.stream_priorities:
+            raise CapabilityError(f"{self.label} doesn't declare stream_priorities; create {name!r} with priority=0")
+        taken = {stream.name for stream in self._streams}
+        unique, number = name, 1
+        while unique in taken:
+            number += 1
+            unique = f"{name}.{number}"
+        stream = self._create_stream(unique, priority)
+        self._streams.append(stream)
+        if self.observer is not None:
+            self.observer.stream_created(stream)
+        return stream
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        """Every stream made so far, in order."""
+        return tuple(self._streams)
+
+    def create_event(self, name: str, *, timing: bool = False) -> Event:
+        """A new event, at generation 0. ``timing=True`` needs ``event_timing``."""
+        if timing and not self.capabilities.event_timing:
+            raise CapabilityError(f"{self.label} doesn't declare event_timing; create {name!r} without timing")
+        return self._create_event(name, timing)
+
+    def create_flag(self, name: str) -> Flag:
+        """A new flag, down. Needs ``flags``."""
+        if not self.capabilities.flags:
+            raise CapabilityError(f"{self.label} doesn't declare flags; {name!r} can't be made: use an event")
+        return self._create_flag(name)
+
+    def synchronize(self) -> None:
+        """Block the calling thread until every stream is empty. Errors of queued work surface here, typed."""
+        self.check_not_capturing("synchronize the device")
+        with self.guard("synchronizing the device"):
+            self._synchronize()
+        if self.observer is not None:
+            self.observer.device_synchronized()
+
+    def delay(self, stream: Stream, cycles: int) -> None:
+        """Keep ``stream`` busy for about ``cycles`` device clocks. Needs ``perturbs_timing``; for tests."""
+        if not self.capabilities.perturbs_timing:
+            raise CapabilityError(f"{self.label} doesn't declare perturbs_timing")
+        self._delay(stream, cycles)
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def empty_pinned(self, owner: str, shape: Sequence[int], dtype: torch.dtype) -> PinnedBuffer:
+        """Page-locked host memory with undefined contents. ``owner`` names it in reports."""
+        return PinnedBuffer(self, owner, self._empty_pinned(tuple(shape), dtype))
+
+    def copy_async(self, destination: Tensor, source: Tensor, *, stream: Stream) -> None:
+        """Copy on ``stream`` without blocking the host: device to device, pinned host to device, or back.
+
+        *Ordering.* The bytes of the source are read, and those of the destination written, in stream order: the host
+        must not touch its side until a fence says so.
+
+        Raises :class:`SeamError` unless shape and dtype agree (a cast is a kernel: write it where it belongs), and
+        :class:`SynchronousCopyError` where the device would silently make the copy synchronous: a host side that isn't
+        pinned by this backend, or not contiguous.
+        """
+        if destination.shape != source.shape or destination.dtype != source.dtype:
+            raise SeamError(
+                f"copy_async on {stream.name!r}: destination {tuple(destination.shape)} {destination.dtype} and source "
+                f"{tuple(source.shape)} {source.dtype} differ; cast or reshape in the scope of the stream that owns it"
+            )
+        for side, tensor, other in (("destination", destination, source), ("source", source, destination)):
+            if not self.is_host(tensor):
+                continue
+            if not self.is_pinned(tensor):
+                raise SynchronousCopyError(
+                    f"copy_async on {stream.name!r}: the {side} is pageable host memory, so the copy would block the "
+                    "host; use memory from empty_pinned"
+                )
+            if not tensor.is_contiguous() or not other.is_contiguous():
+                raise SynchronousCopyError(
+                    f"copy_async on {stream.name!r}: a side isn't contiguous (strides {tuple(tensor.stride())} and "
+                    f"{tuple(other.stride())}), so the copy would go through pageable memory and block the host; copy "
+                    "a contiguous slice"
+                )
+        with self.on(stream), self.guard(f"copying on {stream.name!r}"):
+            self._copy_async(destination, source)
+
+    def is_host(self, tensor: Tensor) -> bool:
+        """Whether the tensor is host memory as this device sees it."""
+        return tensor.device.type == "cpu" and self.device.type != "cpu"
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a host tensor (or a slice of one) is page-locked for this device."""
+        return self._is_pinned(tensor)
+
+    def keep_alive(self, objects: Sequence[object], *, until: Event) -> None:
+        """Hold references until the generation of ``until`` that is visible now has completed.
+
+        The way to hand memory to another stream: the allocator can't reuse it while it's held. ``until`` must have been
+        recorded, and always on the same stream. Holds are dropped by :meth:`release_finished`.
+        """
+        until._check_recorded("nothing can be kept alive until then")
+        self._keep_alive.hold(objects, until)
+
+    def release_finished(self) -> int:
+        """Drop every hold whose event has completed; returns how many remain. Never blocks; call it once an iteration."""
+        return self._keep_alive.release_finished()
+
+    @abstractmethod
+    def memory_info(self) -> MemoryInfo:
+        """Bytes of device memory now."""
+
+    # -- graphs ----------------------------------------------------------------------------------------------------
+
+    def create_graph_pool(self, name: str) -> GraphPool:
+        """Memory for graphs that never run at the same time."""
+        return GraphPool(self, name)
+
+    def capture(
+        self,
+        name: str,
+        fn: GraphCallable,
+        *,
+        stream: Stream,
+        inputs: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor],
+        scalars: Mapping[str, Scalar] | None = None,
+        params: Mapping[str, Sequence[int]] | None = None,
+        pool: GraphPool | None = None,
+    ) -> Graph:
+        """Capture the device work of ``fn(context)`` on ``stream`` as a graph.
+
+        ``inputs`` and ``outputs`` are static device tensors, allocated by the caller before the capture and written in
+        place; ``scalars`` are frozen; ``params`` name host integers that ``Graph.update_params`` can rebind. A device
+        may run ``fn`` before capturing it, to warm up, so it must do no harm with the contents that the inputs have
+        now. It must not synchronise, allocate pinned memory or replay another graph. Where the backend doesn't declare
+        ``captures_graphs`` the result runs ``fn`` eagerly at each replay.
+
+        *Ordering.* The caller has ordered ``stream`` after the allocation of inputs and outputs. Other streams of the
+        device may be busy: capture is thread-local, and a query by another thread doesn't break it.
+
+        Raises :class:`CaptureError`, with the cause, when ``fn`` or the device fails; streams, pools and the ambient
+        stream are then as they were. A :class:`DeviceError` passes through unchanged.
+        """
+        if self.active_capture is not None:
+            raise CaptureError(f"graph {name!r} can't be captured while another capture is open on this thread")
+        context = CaptureContext(
+            inputs=MappingProxyType(dict(inputs)),
+            outputs=MappingProxyType(dict(outputs)),
+            scalars=MappingProxyType(dict(scalars or {})),
+            params=MappingProxyType({key: HostParam(key, value) for key, value in (params or {}).items()}),
+        )
+        for kind, tensors in (("input", context.inputs), ("output", context.outputs)):
+            for key, tensor in tensors.items():
+                if tensor.device != self.device:
+                    raise CaptureError(
+                        f"{kind} {key!r} of graph {name!r} is on {tensor.device}, expected {self.device}: static buffers "
+                        "live on the device"
+                    )
+        if not self.capabilities.captures_graphs:
+            return EagerGraph(self, name, context, fn)
+        try:
+            with self.guard(f"capturing graph {name!r}"):
+                return self._capture(name, fn, context, stream, pool)
+        except (DeviceError, CaptureError):
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"capturing graph {name!r} on stream {stream.name!r} of {self.label} failed: {error}; the streams are "
+                "as they were, run the callable eagerly to find the operation that can't be captured"
+            ) from error
+
+    @property
+    def active_capture(self) -> ActiveCapture | None:
+        """The capture that the calling thread has open."""
+        return getattr(self._local, "capture", None)
+
+    @contextmanager
+    def capturing(self, graph: Graph, stream: Stream) -> Generator[ActiveCapture]:
+        """Mark the calling thread as capturing; a plugin's ``_capture`` opens this around the vendor's capture."""
+        capture = ActiveCapture(self, graph.context)
+        self._local.capture = capture
+        self._local.capture_stream = stream
+        if self.observer is not None:
+            self.observer.capture_began(graph, stream)
+        failed = True
+        try:
+            yield capture
+            failed = False
+        finally:
+            self._local.capture = None
+            self._local.capture_stream = None
+            if self.observer is not None:
+                self.observer.capture_ended(graph, failed)
+
+    def check_not_capturing(self, action: str) -> None:
+        """Raise :class:`StreamOrderError` when the calling thread has a capture open."""
+        if self.active_capture is not None:
+            raise StreamOrderError(f"can't {action} while capturing on {self.label}: nothing runs during a capture")
+
+    # -- errors and tools ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def guard(self, doing: str) -> Generator[None]:
+        """Turn the device's own exceptions into typed ones that say what was running."""
+        try:
+            yield
+        except OutriderError:
+            raise
+        except Exception as error:
+            translated = self.translate_error(error, doing)
+            if translated is None:
+                raise
+            raise translated from error
+
+    def translate_error(self, error: Exception, doing: str) -> DeviceError | None:
+        """The typed error for a device exception, or None for one that isn't the device's."""
+        del error, doing
+        return None
+
+    def attach(self, observer: Observer) -> None:
+        """Report to ``observer`` from now on, on every thread. One observer at a time."""
+        if self.observer is not None:
+            raise SeamError(f"{self.label} already reports to {self.observer!r}; detach it first")
+        self.observer = observer
+        for stream in self._streams:
+            observer.stream_created(stream)
+
+    def detach(self) -> None:
+        """Report to nobody from now on."""
+        self.observer = None
+
+    # -- what a vendor implements ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _on(self, stream: Stream) -> AbstractContextManager[None]:
+        """Vendor's verb for :meth:`on`: device and stream, restored on exit also after an exception."""
+
+    @abstractmethod
+    def _create_stream(self, name: str, priority: int) -> Stream:
+        """Vendor's verb for :meth:`create_stream`: a stream of its own, never one out of a recycled pool."""
+
+    @abstractmethod
+    def _create_event(self, name: str, timing: bool) -> Event:
+        """Vendor's verb for :meth:`create_event`."""
+
+    def _create_flag(self, name: str) -> Flag:
+        raise CapabilityError(f"{self.label} declares flags but its plugin makes none ({name!r})")
+
+    @abstractmethod
+    def _synchronize(self) -> None:
+        """Vendor's verb for :meth:`synchronize`."""
+
+    def _delay(self, stream: Stream, cycles: int) -> None:
+        raise CapabilityError(f"{self.label} declares perturbs_timing but can't delay {stream.name!r} by {cycles}")
+
+    @abstractmethod
+    def _empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Vendor's verb for :meth:`empty_pinned`."""
+
+    @abstractmethod
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        """Vendor's verb for :meth:`is_pinned`."""
+
+    def _copy_async(self, destination: Tensor, source: Tensor) -> None:
+        """Vendor's verb for :meth:`copy_async`; runs inside the stream's scope."""
+        destination.copy_(source, non_blocking=True)
+
+    def _capture(
+        self, name: str, fn: GraphCallable, context: CaptureContext, stream: Stream, pool: GraphPool | None
+    ) -> Graph:
+        del fn, context, stream, pool
+        raise CapabilityError(f"{self.label} declares captures_graphs but its plugin captures nothing ({name!r})")

@@ -1,0 +1,64 @@
+"""What a backend can do, as frozen data with conservative defaults."""
+
+from dataclasses import dataclass, fields
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """Behaviours of a device. Each default is the answer that is safe for a device of which nothing is known.
+
+    Fields describe behaviour, never libraries or vendors. Core may read one to choose a shape, a bucket or a step
+    mode; it never forks the step on one. Declaring an ability that doesn't work, and working without declaring it,
+    are both failures of conformance.
+    """
+
+    asynchronous: bool = False
+    """Work returns to the host before it has run. False: each operation has finished when its call returns."""
+
+    concurrent_streams: bool = False
+    """Two streams may run at the same time, in any order that the waits allow."""
+
+    stream_priorities: bool = False
+    """``create_stream(priority=…)`` takes other values than 0; a lower number is more urgent."""
+
+    event_timing: bool = False
+    """Events made with ``timing=True`` measure device time between two records."""
+
+    flags: bool = False
+    """``create_flag`` works: resettable flags, for which a wait may be enqueued before its set."""
+
+    captures_graphs: bool = False
+    """``capture`` records device work once and ``replay`` launches it without running the callable again.
+    Without it a capture replays eagerly, with the same meaning."""
+
+    updates_graph_params: bool = False
+    """Host parameters of captured operations can be rebound between replays (``Graph.update_params``)."""
+
+    forks_in_capture: bool = False
+    """The callable may place work on other streams, joined by events, and they become branches of the graph."""
+
+    waits_inside_graphs: bool = False
+    """A captured graph may wait for, or record, an event that lives outside it."""
+
+    perturbs_timing: bool = False
+    """``delay(stream, cycles)`` keeps a stream busy, so that tests can provoke other interleavings."""
+
+    reports_accesses: bool = False
+    """The backend tells an attached observer each operation's memory accesses itself."""
+
+    row_exact_accesses: bool = False
+    """Reported accesses of operations that index by data name the rows really touched."""
+
+    memory_limit: bool = False
+    """``memory_info`` reports a real limit of device memory."""
+
+    dtypes: frozenset[torch.dtype] = frozenset({torch.float32})
+    """Floating dtypes in which every kernel of the backend's KernelSet works."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Fields by name, dtypes as sorted strings: what ``outrider backends --json`` prints."""
+        values: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["dtypes"] = sorted(str(d).removeprefix("torch.") for d in self.dtypes)
+        return values

@@ -1,0 +1,113 @@
+"""The error tree.
+
+Every error that Outrider raises on purpose is an :class:`OutriderError`; its text says what happened, where, what was
+expected and what to do. The command line prints that text without a traceback.
+
+    OutriderError
+    ├── ConfigError               a value that can't be used, or an option that doesn't exist (also a ValueError)
+    ├── BackendError              finding, loading or choosing a plugin
+    │   ├── BackendNotFound       no plugin of that name
+    │   ├── BackendLoadError      installed, but can't be loaded or can't run here
+    │   ├── AmbiguousBackend      two equal candidates
+    │   └── PluginContractError   hooks missing, wrong signature, interface version out of range
+    ├── SeamError                 the seam was used against its rules
+    │   ├── CapabilityError       asked for an ability that the backend doesn't declare
+    │   ├── StreamOrderError      a wait that can't be meant: never recorded, foreign, captured elsewhere
+    │   ├── SynchronousCopyError  an asynchronous copy that the device would make synchronous
+    │   ├── StaleBufferError      a pinned buffer was read after it had been renewed
+    │   └── CaptureError          a capture failed; streams and pools are as they were before
+    ├── DeviceError               the device reported a failure; ``device_lost`` tells the two kinds apart
+    │   ├── OutOfDeviceMemory     recoverable: the device lives on
+    │   ├── DeviceFault           recoverable: this operation failed, the device lives on
+    │   └── DeviceLost            sticky: nothing that is queued will finish, and no further call will work
+    ├── DeadlockError             nothing that is queued can ever run
+    ├── CheckpointError           a checkpoint that is truncated, incomplete, of the wrong shape or unknown
+    └── RequestError              a request that can't be served: empty, too long, unknown id
+"""
+
+
+class OutriderError(Exception):
+    """Base of every error that Outrider raises on purpose."""
+
+
+class ConfigError(OutriderError, ValueError):
+    """A configuration value that can't be used, or an option that doesn't exist."""
+
+
+class BackendError(OutriderError):
+    """Finding, loading or choosing a backend failed."""
+
+
+class BackendNotFound(BackendError):
+    """No installed plugin has the name that was asked for."""
+
+
+class BackendLoadError(BackendError):
+    """The plugin is installed but can't be loaded, or can't run on this machine."""
+
+
+class AmbiguousBackend(BackendError):
+    """Two candidates have the same priority; a name must be given."""
+
+
+class PluginContractError(BackendError):
+    """A plugin breaks the contract of the hooks or of the interface version."""
+
+
+class SeamError(OutriderError):
+    """The seam was used against its rules."""
+
+
+class CapabilityError(SeamError):
+    """An ability was asked for that the backend doesn't declare."""
+
+
+class StreamOrderError(SeamError):
+    """A wait or record that can't be meant, such as a wait on an event that was never recorded."""
+
+
+class SynchronousCopyError(SeamError):
+    """An asynchronous copy was asked for that the device would silently make synchronous."""
+
+
+class StaleBufferError(SeamError):
+    """A pinned buffer was read under a generation that is over."""
+
+
+class CaptureError(SeamError):
+    """A capture failed. Streams, pools and the ambient stream are as they were before it."""
+
+
+class DeviceError(OutriderError):
+    """The device reported a failure.
+
+    ``device_lost`` is True when the failure is sticky: queued work is gone and every later call fails.
+    """
+
+    device_lost: bool = False
+
+
+class OutOfDeviceMemory(DeviceError):
+    """An allocation didn't fit. The device lives on; queued work isn't affected."""
+
+
+class DeviceFault(DeviceError):
+    """One operation failed. The device lives on; the results of that operation are undefined."""
+
+
+class DeviceLost(DeviceError):
+    """A sticky fault: nothing that is queued will finish. The process must make a new backend, or end."""
+
+    device_lost = True
+
+
+class DeadlockError(OutriderError):
+    """Nothing that is queued can ever run; the text lists who waits for what."""
+
+
+class CheckpointError(OutriderError):
+    """A checkpoint that is truncated, incomplete, of the wrong shape or of an unknown kind."""
+
+
+class RequestError(OutriderError):
+    """A request that can't be served: empty, too long for the context, or of an unknown id."""

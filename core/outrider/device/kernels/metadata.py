@@ -1,0 +1,36 @@
+"""What an attention kernel is told about the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from outrider.device.graph import HostParam
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """A ragged batch of B sequences with T new tokens in all, over a paged cache.
+
+    ``query_start`` int32 [B+1]: offsets of each sequence's new tokens in the flat token dimension; tokens past the last
+    offset are padding. ``kv_lens`` int32 [B]: cached tokens of each sequence, its new ones included. ``block_table``
+    int32 [B, pages]: pages in order of position; unused entries are 0, the reserved page. ``max_query`` and ``max_kv``:
+    host upper bounds of new tokens and cached tokens per sequence (``max_kv`` a bound, not the maximum: the host runs
+    ahead of the device).
+
+    ``tree_mask`` bool [T, max_query], or None for a causal batch: whether new token t sees new token j of its own
+    sequence. Every new token sees all cached tokens before the new ones.
+
+    ``host_kv_lens``: the exact lengths as a host parameter, only where the backend's policy declares
+    ``exact_host_lengths``. ``plan``: what ``KernelSet.plan_attention`` made of this batch, if the library plans.
+    """
+
+    query_start: Tensor
+    kv_lens: Tensor
+    block_table: Tensor
+    max_query: int
+    max_kv: int
+    tree_mask: Tensor | None = None
+    host_kv_lens: HostParam | None = None
+    plan: object | None = None

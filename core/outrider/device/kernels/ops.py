@@ -1,0 +1,98 @@
+"""The kernels as torch custom operators in the namespace ``outrider``.
+
+A schema says what an operator reads and what it writes; the sanitizer believes it. An operator whose accesses are
+decided by data also says which rows it touches (:data:`ROW_ACCESS`). The references are registered for every device at
+once; a plugin adds its own kernel under its own dispatch key or overrides the method of its KernelSet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.device.kernels import reference
+
+# torch unregisters an operator when its Library is collected, so this module must own it.
+_LIBRARY = torch.library.Library("outrider", "DEF")
+
+
+def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"outrider::{name}", fake, lib=_LIBRARY)
+
+
+_define(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
+    reference.rms_norm,
+    lambda x, weight, eps: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
+_define(
+    "add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> Tensor",
+    reference.add_rms_norm,
+    lambda x, residual, weight, eps: torch.empty_like(residual, memory_format=torch.contiguous_format),
+)
+_define(
+    "silu_mul(Tensor gate_up) -> Tensor",
+    reference.silu_mul,
+    lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+)
+_define(
+    "rope_write_cache(Tensor(a!) q, Tensor(b!) k, Tensor v, Tensor cos, Tensor sin, Tensor(c!) k_cache, "
+    "Tensor(d!) v_cache, Tensor slots) -> ()",
+    reference.rope_write_cache,
+    lambda q, k, v, cos, sin, k_cache, v_cache, slots: None,
+)
+_define(
+    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor kv_lens, Tensor block_table, "
+    "Tensor? tree_mask, int max_query, int max_kv, float scale, int window) -> Tensor",
+    reference.paged_attention,
+    lambda q, *rest: q.new_empty(q.shape),
+)
+_define(
+    "sample(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, int lane) -> Tensor",
+    reference.sample,
+    lambda logits, temperature, seeds, positions, lane: logits.new_empty(logits.shape[:-1], dtype=torch.int64),
+)
+_define(
+    "verify_chain(Tensor target_logits, Tensor draft_tokens, Tensor? draft_probs, Tensor temperature, Tensor seeds, "
+    "Tensor positions) -> (Tensor, Tensor)",
+    reference.verify_chain,
+    lambda target_logits, draft_tokens, draft_probs, temperature, seeds, positions: (
+        draft_tokens.new_empty((draft_tokens.shape[0], draft_tokens.shape[1] + 1)),
+        draft_tokens.new_empty((draft_tokens.shape[0],)),
+    ),
+)
+
+
+def _rows_of_slots(arguments: Mapping[str, Any]) -> Tensor:
+    """Cache rows (page * page size + offset) that a write touches."""
+    slots: Tensor = arguments["slots"]
+    return slots.flatten()
+
+
+def _rows_of_pages(arguments: Mapping[str, Any]) -> Tensor:
+    """Cache rows that attention reads: the rows of each sequence's pages below its length."""
+    table: Tensor = arguments["block_table"]
+    lens: Tensor = arguments["kv_lens"]
+    page_size = arguments["k_cache"].shape[1]
+    offset = torch.arange(table.shape[1] * page_size, device=table.device)
+    rows = table.to(torch.int64).repeat_interleave(page_size, dim=1) * page_size + offset % page_size
+    return torch.masked_select(rows, offset < lens.to(torch.int64).unsqueeze(1))
+
+
+RowResolver = Callable[[Mapping[str, Any]], Tensor]
+
+ROW_ACCESS: Mapping[str, Mapping[str, RowResolver]] = MappingProxyType(
+    {
+        "outrider::rope_write_cache": MappingProxyType({"k_cache": _rows_of_slots, "v_cache": _rows_of_slots}),
+        "outrider::paged_attention": MappingProxyType({"k_cache": _rows_of_pages, "v_cache": _rows_of_pages}),
+    }
+)
+"""Operator → operand → resolver. A resolver takes the call's arguments by schema name (host tensors with the values at
+run time) and returns int64 row numbers; a row is one index of the operand's first two dimensions flattened."""

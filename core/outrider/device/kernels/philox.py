@@ -1,0 +1,54 @@
+"""Philox4x32-10 on torch tensors: randomness that depends on a key and a counter alone.
+
+Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011; constants and known-answer vectors as in Random123.
+Integers live in int64 tensors and are kept below 2**32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_ROUND_0, _ROUND_1 = 0xD2511F53, 0xCD9E8D57
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+
+
+def _multiply(constant: int, value: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of ``constant * value``, without leaving int64."""
+    low_half = value & 0xFFFF
+    high_half = value >> 16
+    low = constant * low_half  # < 2**48
+    middle = constant * high_half + (low >> 16)  # < 2**49
+    return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Four 32-bit words per counter. All arguments are int64 tensors below 2**32 that broadcast together."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        high_0, low_0 = _multiply(_ROUND_0, c0)
+        high_1, low_1 = _multiply(_ROUND_1, c2)
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        k0, k1 = (k0 + _WEYL_0) & _MASK, (k1 + _WEYL_1) & _MASK
+    return c0, c1, c2, c3
+
+
+def uniforms(seeds: Tensor, positions: Tensor, lane: int, count: int) -> Tensor:
+    """Uniform float32 in (0, 1), shape ``seeds.shape + (count,)``.
+
+    ``seeds`` (any int64) and ``positions`` (non-negative) have one shape; ``lane`` tells draws for different purposes at one
+    position apart. The value at index i depends on the seed, the position, the lane and i, and on nothing else.
+    """
+    blocks = torch.arange((count + 3) // 4, dtype=torch.int64, device=seeds.device)
+    seed = seeds.to(torch.int64).unsqueeze(-1)
+    position = positions.to(torch.int64).unsqueeze(-1)
+    words = philox(
+        (blocks, position & _MASK, (position >> 32) & _MASK, torch.full_like(blocks, lane)),
+        (seed & _MASK, (seed >> 32) & _MASK),
+    )
+    flat = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., :count]
+    # 24 bits keep the quotient exact in float32 and away from both ends.
+    return ((flat >> 8).to(torch.float32) + 0.5) * (1.0 / (1 << 24))

@@ -1,0 +1,153 @@
+"""Torch references of the kernels: plain, vectorised, without a read back to the host.
+
+They define what a kernel must compute. Shapes: T new tokens, B sequences, Hq query heads, Hkv key heads, D head size,
+H hidden size, V vocabulary, K draft tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.device.kernels.philox import uniforms
+
+LANE_SAMPLE, LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL = 0, 1, 2, 3
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, statistics in float32 or wider (Zhang and Sennrich 2019)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``residual += x`` in place, then the norm of it."""
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """SwiGLU: ``silu(gate) * up`` of the two halves of the last dimension."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rope_write_cache(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+) -> None:
+    """Rotate q and k in place (halves, as Hugging Face lays them out), then write k and v into the cache."""
+    for x in (q, k):
+        half = x.shape[-1] // 2
+        rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+        x.copy_(x * cos.unsqueeze(1) + rotated * sin.unsqueeze(1))
+    page_size = k_cache.shape[1]
+    page, offset = slots // page_size, slots % page_size
+    k_cache[page, offset] = k
+    v_cache[page, offset] = v
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    kv_lens: Tensor,
+    block_table: Tensor,
+    tree_mask: Tensor | None,
+    max_query: int,
+    max_kv: int,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """Attention of the new tokens over each sequence's pages; padding tokens give zeros."""
+    tokens, heads, head_size = q.shape
+    batch = kv_lens.shape[0]
+    page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
+    pages = min((max_kv + page_size - 1) // page_size, block_table.shape[1])
+    span = pages * page_size
+    device = q.device
+
+    start = query_start[:-1].to(torch.int64)
+    query_lens = query_start[1:].to(torch.int64) - start
+    lane = torch.arange(max_query, device=device)
+    flat = (start.unsqueeze(1) + lane).clamp_(max=tokens - 1)  # [B, max_query]
+    queries = q[flat].transpose(1, 2)  # [B, Hq, max_query, D]
+
+    table = block_table[:, :pages].to(torch.int64)
+    keys = k_cache[table].reshape(batch, span, kv_heads, head_size).transpose(1, 2)
+    values = v_cache[table].reshape(batch, span, kv_heads, head_size).transpose(1, 2)
+
+    context = (kv_lens.to(torch.int64) - query_lens).view(batch, 1, 1)
+    position = torch.arange(span, device=device).view(1, 1, span)
+    new_index = position - context  # index among the new tokens; negative in the context
+    if tree_mask is None:
+        visible = new_index <= lane.view(1, max_query, 1)
+    else:
+        index = new_index.clamp(0, max_query - 1).expand(batch, max_query, span)
+        visible = (new_index < 0) | tree_mask[flat].gather(2, index)
+    visible = visible & (position < kv_lens.to(torch.int64).view(batch, 1, 1))
+    if window > 0:
+        visible = visible & (new_index > lane.view(1, max_query, 1) - window)
+    real = (lane.view(1, max_query) < query_lens.view(batch, 1)).unsqueeze(-1)
+    visible = visible | ~real  # a row that sees nothing would be NaN
+
+    out = F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=visible.unsqueeze(1), scale=scale, enable_gqa=heads != kv_heads
+    )
+    result = q.new_zeros(tokens + 1, heads, head_size)  # the last row takes what padding lanes would write
+    target = torch.where(real.squeeze(-1), flat, tokens)
+    result[target.flatten()] = out.transpose(1, 2).reshape(batch * max_query, heads, head_size)
+    return result[:tokens]
+
+
+def _gumbel(seeds: Tensor, positions: Tensor, lane: int, count: int) -> Tensor:
+    return -torch.log(-torch.log(uniforms(seeds, positions, lane, count)))
+
+
+def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, lane: int) -> Tensor:
+    """One token a row: argmax at temperature 0, else a draw from softmax(logits / temperature) by Gumbel-max."""
+    hot = temperature > 0
+    scaled = logits.float() / torch.where(hot, temperature, 1.0).unsqueeze(-1)
+    noisy = scaled + _gumbel(seeds, positions, lane, logits.shape[-1])
+    return torch.where(hot, noisy.argmax(-1), logits.argmax(-1))
+
+
+def verify_chain(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Accept a prefix of each chain and draw the token after it (Leviathan et al. 2023, Chen et al. 2023)."""
+    batch, drafted = draft_tokens.shape
+    vocabulary = target_logits.shape[-1]
+    choice = target_logits.argmax(-1)  # [B, K+1]
+    accept = choice[:, :drafted] == draft_tokens
+    following = choice
+    if draft_probs is not None:
+        hot = (temperature > 0).unsqueeze(-1)
+        steps = torch.arange(drafted + 1, device=positions.device)
+        where = positions.unsqueeze(-1) + steps  # position of the token that is decided
+        seed = seeds.unsqueeze(-1).expand(batch, drafted + 1)
+        scale = torch.where(temperature > 0, temperature, 1.0).view(batch, 1, 1)
+        target_probs = torch.softmax(target_logits.float() / scale, dim=-1)
+        p = target_probs[:, :drafted].gather(2, draft_tokens.unsqueeze(-1)).squeeze(-1)
+        q = draft_probs.gather(2, draft_tokens.unsqueeze(-1)).squeeze(-1)
+        coin = uniforms(seed[:, :drafted], where[:, :drafted], LANE_ACCEPT, 1).squeeze(-1)
+        accept = torch.where(hot, coin * q < p, accept)
+        padding = draft_probs.new_zeros(batch, 1, vocabulary)
+        residual = (target_probs - torch.cat((draft_probs, padding), dim=1)).clamp_(min=0)
+        # p == q leaves an empty residual, which is reached only through rounding: draw from p then.
+        residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_probs)
+        drawn = (residual.log() + _gumbel(seed, where, LANE_RESIDUAL, vocabulary)).argmax(-1)
+        following = torch.where(hot, drawn, choice)
+    accepted = accept.to(torch.int64).cumprod(dim=1).sum(dim=1)  # [B]
+    lane = torch.arange(drafted + 1, device=draft_tokens.device).unsqueeze(0)
+    drafts = torch.cat((draft_tokens, draft_tokens.new_zeros(batch, 1)), dim=1)
+    last = following.gather(1, accepted.unsqueeze(1))
+    tokens = torch.where(lane < accepted.unsqueeze(1), drafts, torch.where(lane == accepted.unsqueeze(1), last, -1))
+    return tokens, accepted

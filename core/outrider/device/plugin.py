@@ -1,0 +1,74 @@
+"""What a plugin package offers: two hooks, and a record that describes it without importing anything heavy.
+
+A plugin is a module named by an entry point of the group ``outrider.backends``. Its name there is the name that people
+type. The module's top level must not import the vendor's package: it is loaded just to be described.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from outrider.device.backend import Backend
+
+ENTRY_POINT_GROUP = "outrider.backends"
+SEAM_VERSION = 1
+"""Version of this interface. It rises when a plugin that was right could become wrong."""
+
+hookspec = pluggy.HookspecMarker("outrider")
+hookimpl = pluggy.HookimplMarker("outrider")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CiDeclaration:
+    """How a CI runs this backend; ``outrider ci-matrix`` turns it into a matrix row."""
+
+    runner_labels: tuple[str, ...] = ("ubuntu-latest",)
+    container: str | None = None
+    torch: str | None = None
+    markers: tuple[str, ...] = ()
+    level: str = "L4"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendInfo:
+    """What a plugin says about itself before anything is created.
+
+    ``seam_min`` and ``seam_max`` are the interface versions that it supports. ``priority`` decides probing: the highest
+    usable one wins ``auto``, and a negative one is never chosen unless named. ``usable`` is False, with ``reason`` and
+    ``advice``, where the plugin knows that it can't run on this machine; finding that out must be cheap, start no
+    device and import no vendor package.
+    """
+
+    name: str
+    description: str
+    seam_min: int = SEAM_VERSION
+    seam_max: int = SEAM_VERSION
+    priority: int = 0
+    usable: bool = True
+    reason: str = ""
+    advice: str = ""
+    device_count: int | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    ci: CiDeclaration = field(default_factory=CiDeclaration)
+
+
+class BackendHooks:
+    """The hooks. pluggy is the cold path alone: after ``create_backend`` everything is a plain method call."""
+
+    @hookspec
+    def backend_info(self) -> BackendInfo:  # type: ignore[empty-body]
+        """Describe the plugin. Cheap, repeatable, without side effects."""
+
+    @hookspec
+    def create_backend(self, ordinal: int, options: Mapping[str, str]) -> Backend:  # type: ignore[empty-body]
+        """Make the backend for device ``ordinal``.
+
+        ``options`` are the ``key=value`` pairs of the name that was asked for (``sim:seed=7``), as strings. Raise
+        :class:`~outrider.device.errors.ConfigError` for one that doesn't exist or can't be used, and
+        :class:`~outrider.device.errors.BackendLoadError` with the reason where the device can't be had.
+        """

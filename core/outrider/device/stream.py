@@ -1,0 +1,278 @@
+"""Streams, events and flags.
+
+The classes here check the rules, count generations and tell the observer; a vendor implements the underscored verbs.
+Core passes streams explicitly and never asks which one is current.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from outrider.device.errors import CapabilityError, StreamOrderError
+
+if TYPE_CHECKING:
+    from outrider.device.backend import Backend
+
+
+class Stream(ABC):
+    """A queue of device work that runs in the order in which it was enqueued.
+
+    *Ordering.* Work on one stream runs in order. Nothing orders two streams but a record on one and a wait on the
+    other. A new stream is not ordered after work that other streams hold.
+
+    *Lifetime.* A stream lives as long as its backend; dropping the object neither cancels nor waits for its work.
+
+    *Threads.* Any thread may use any stream; enqueueing on one stream from two threads at a time needs a lock of the
+    caller's, or the order of the two is undefined.
+
+    *Capture.* While this thread captures, ``record`` and ``wait`` become edges of the graph; ``synchronize`` and
+    ``query`` raise :class:`StreamOrderError`.
+    """
+
+    def __init__(self, backend: Backend, name: str, priority: int = 0) -> None:
+        self.backend = backend
+        self.name = name
+        self.priority = priority
+
+    def record(self, event: Event) -> int:
+        """Complete a new generation of ``event`` after everything that was enqueued on this stream so far.
+
+        Returns the generation, counted from 1. An event may be recorded again at any time, on any stream; waits that
+        were enqueued before keep the generation that they took. Never blocks. In a capture the record is an edge of
+        the graph, makes no generation and returns 0; such an event can't be used outside that capture.
+
+        Raises :class:`StreamOrderError` for an event of another backend, or one that is an edge of a graph.
+        """
+        self._check_ours(event)
+        capture = self.backend.active_capture
+        if capture is not None:
+            capture.check_edge_record(event)
+            self._record(event)
+            event._captured_by = capture
+            return 0
+        event._check_not_captured()
+        self._record(event)
+        event._generation += 1
+        observer = self.backend.observer
+        if observer is not None:
+            observer.recorded(self, event, event._generation)
+        return event._generation
+
+    def wait(self, event: Event) -> None:
+        """Run what is enqueued on this stream from now on after the event's generation that is visible now.
+
+        Never blocks the host. A record after this call doesn't change what is waited for.
+
+        Raises :class:`StreamOrderError` when the event was never recorded (a wait for nothing is a bug in the caller,
+        even where a driver lets it pass), for an event of another backend, and in a capture for an event recorded
+        outside it unless the backend declares ``waits_inside_graphs``.
+        """
+        self._check_ours(event)
+        capture = self.backend.active_capture
+        if capture is not None:
+            capture.check_edge_wait(event)
+            self._wait(event)
+            return
+        event._check_not_captured()
+        event._check_recorded(f"stream {self.name!r} can't wait for it")
+        self._wait(event)
+        observer = self.backend.observer
+        if observer is not None:
+            observer.waited(self, event, event._generation)
+
+    def synchronize(self) -> None:
+        """Block the calling thread until everything enqueued on this stream so far has run.
+
+        Orders this thread, and only this one, after that work. Errors of queued work surface here, typed.
+        """
+        self.backend.check_not_capturing(f"synchronize stream {self.name!r}")
+        with self.backend.guard(f"synchronizing stream {self.name!r}"):
+            self._synchronize()
+        observer = self.backend.observer
+        if observer is not None:
+            observer.stream_synchronized(self)
+
+    def query(self) -> bool:
+        """Whether everything enqueued on this stream so far has run. Never blocks."""
+        self.backend.check_not_capturing(f"query stream {self.name!r}")
+        done = self._query()
+        observer = self.backend.observer
+        if observer is not None:
+            observer.stream_queried(self, done)
+        return done
+
+    def _check_ours(self, event: Event) -> None:
+        if event.backend is not self.backend:
+            raise StreamOrderError(
+                f"event {event.name!r} belongs to {event.backend.label}, stream {self.name!r} to {self.backend.label}: "
+                "events order streams of one backend object; create the event with the same backend"
+            )
+
+    @property
+    @abstractmethod
+    def native(self) -> Any:
+        """The vendor's stream object, for kernels that are launched by handle. Core never touches it."""
+
+    @abstractmethod
+    def _record(self, event: Event) -> None:
+        """Vendor's verb for :meth:`record`; in a capture, an edge."""
+
+    @abstractmethod
+    def _wait(self, event: Event) -> None:
+        """Vendor's verb for :meth:`wait`; takes the generation that is visible now."""
+
+    @abstractmethod
+    def _synchronize(self) -> None:
+        """Vendor's verb for :meth:`synchronize`."""
+
+    @abstractmethod
+    def _query(self) -> bool:
+        """Vendor's verb for :meth:`query`."""
+
+    def __repr__(self) -> str:
+        return f"<Stream {self.name!r} of {self.backend.label}>"
+
+
+class Event(ABC):
+    """A point in a stream's order that other streams and the host can wait for, again and again.
+
+    Each record is a *generation*: 0 before the first, then counted up. The event completes generation by generation;
+    ``query`` and ``synchronize`` speak of the latest.
+
+    *Lifetime.* A wait that is enqueued stays valid when the Python object is dropped.
+    *Threads.* Any thread may wait, query or synchronize.
+    """
+
+    def __init__(self, backend: Backend, name: str, timing: bool) -> None:
+        self.backend = backend
+        self.name = name
+        self.timing = timing
+        self._generation = 0
+        self._captured_by: object | None = None
+
+    @property
+    def generation(self) -> int:
+        """How often the event was recorded outside captures."""
+        return self._generation
+
+    def query(self) -> bool:
+        """Whether the latest generation has completed. Never blocks.
+
+        Raises :class:`StreamOrderError` when the event was never recorded, or in a capture.
+        """
+        self.backend.check_not_capturing(f"query event {self.name!r}")
+        self._check_not_captured()
+        self._check_recorded("there is nothing to query")
+        done = self._query()
+        observer = self.backend.observer
+        if observer is not None:
+            observer.event_queried(self, self._generation, done)
+        return done
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the latest generation has completed.
+
+        Orders this thread, and only this one, after what the record covers. Errors of queued work surface here, typed.
+        Raises :class:`StreamOrderError` when the event was never recorded, or in a capture.
+        """
+        self.backend.check_not_capturing(f"synchronize event {self.name!r}")
+        self._check_not_captured()
+        self._check_recorded("the host can't wait for it")
+        generation = self._generation
+        with self.backend.guard(f"waiting for event {self.name!r}"):
+            self._synchronize()
+        observer = self.backend.observer
+        if observer is not None:
+            observer.event_synchronized(self, generation)
+
+    def elapsed_ms(self, end: Event) -> float:
+        """Device milliseconds between the latest generations of this event and of ``end``; both have completed.
+
+        Raises :class:`CapabilityError` unless both were made with ``timing=True`` on a backend with ``event_timing``.
+        """
+        if not (self.timing and end.timing):
+            raise CapabilityError(
+                f"events {self.name!r} and {end.name!r} can't measure time: create both with timing=True on a backend "
+                "that declares event_timing"
+            )
+        return self._elapsed_ms(end)
+
+    def _check_recorded(self, consequence: str) -> None:
+        if self._generation == 0:
+            raise StreamOrderError(
+                f"event {self.name!r} was never recorded: {consequence}; record it on the producing stream first"
+            )
+
+    def _check_not_captured(self) -> None:
+        if self._captured_by is not None:
+            raise StreamOrderError(
+                f"event {self.name!r} is an edge inside a captured graph and has no generation outside it; "
+                "use another event around the replay"
+            )
+
+    @abstractmethod
+    def _query(self) -> bool:
+        """Vendor's verb for :meth:`query`."""
+
+    @abstractmethod
+    def _synchronize(self) -> None:
+        """Vendor's verb for :meth:`synchronize`."""
+
+    def _elapsed_ms(self, end: Event) -> float:
+        raise CapabilityError(f"{self.backend.label} measures no device time between {self.name!r} and {end.name!r}")
+
+    def __repr__(self) -> str:
+        return f"<Event {self.name!r} generation {self._generation} of {self.backend.label}>"
+
+
+class Flag(ABC):
+    """A resettable flag on the device: not an event, since a wait may be enqueued before the set that it consumes.
+
+    ``set``, ``wait`` and ``reset`` are device operations in the order of their stream. A wait passes when the flag is
+    up at the time it runs. A set of a flag that is already up is lost. A reset while a waiter has yet to see the flag
+    makes that waiter wait for the next set: order each reset after the waits of its round.
+
+    *Lifetime.* The object must outlive every operation enqueued on it.
+    *Capture.* All three may be captured where the backend declares ``flags`` and ``captures_graphs``.
+    """
+
+    def __init__(self, backend: Backend, name: str) -> None:
+        self.backend = backend
+        self.name = name
+
+    def set(self, stream: Stream) -> None:
+        """Raise the flag after everything enqueued on ``stream`` so far; lost if it's up by then."""
+        self._set(stream)
+        observer = self.backend.observer
+        if observer is not None:
+            observer.flag_set(stream, self)
+
+    def wait(self, stream: Stream) -> None:
+        """Hold ``stream`` until the flag is up. Never blocks the host; may hang the stream if nobody sets it."""
+        self._wait(stream)
+        observer = self.backend.observer
+        if observer is not None:
+            observer.flag_waited(stream, self)
+
+    def reset(self, stream: Stream) -> None:
+        """Lower the flag, in the order of ``stream``."""
+        self._reset(stream)
+        observer = self.backend.observer
+        if observer is not None:
+            observer.flag_reset(stream, self)
+
+    @abstractmethod
+    def _set(self, stream: Stream) -> None:
+        """Vendor's verb for :meth:`set`."""
+
+    @abstractmethod
+    def _wait(self, stream: Stream) -> None:
+        """Vendor's verb for :meth:`wait`."""
+
+    @abstractmethod
+    def _reset(self, stream: Stream) -> None:
+        """Vendor's verb for :meth:`reset`."""
+
+    def __repr__(self) -> str:
+        return f"<Flag {self.name!r} of {self.backend.label}>"

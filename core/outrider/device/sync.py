@@ -1,0 +1,167 @@
+"""SpeculativeSync: how one device orders an overlapped iteration of speculative decoding.
+
+Core names every edge that crosses streams (the table in ``outrider.engine.fences``); a backend's SpeculativeSync supplies
+the mechanism of each, and declares what else its device needs between plan and replay. This is the policy that other
+engines scatter as ``if is_<vendor>`` over scheduler and workers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from outrider.device.backend import Backend
+    from outrider.device.stream import Event, Stream
+
+
+class StepMode(StrEnum):
+    """How an iteration is launched."""
+
+    STAGED = "staged"
+    """Stages on their own streams, ordered by fences; graphs per stage."""
+    FUSED = "fused"
+    """The whole iteration, draft to stash, is one captured callable; all per-request state lives on the device."""
+
+
+class Waiter(StrEnum):
+    """Who waits at a fence that the consumer could wait for on its stream or on the host."""
+
+    STREAM = "stream"
+    HOST = "host"
+
+
+class Recompute(StrEnum):
+    """What may have to be computed again, from source, after the plan stream has joined."""
+
+    MROPE_POSITIONS = "mrope_positions"
+
+
+class Fence(ABC):
+    """The mechanism behind one named edge.
+
+    ``signal`` comes first; a ``wait`` takes the generation that is visible when it is enqueued. A fence that frees
+    something which is free at the start is signalled once when the engine is built, so that no wait is conditional.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    @abstractmethod
+    def mechanism(self) -> str:
+        """What ``outrider fences`` prints: ``event``, ``flag``, …"""
+
+    @abstractmethod
+    def signal(self, stream: Stream) -> None:
+        """Open a new generation after everything enqueued on ``stream`` so far."""
+
+    @abstractmethod
+    def wait(self, stream: Stream) -> None:
+        """Hold what is enqueued on ``stream`` from now on until the visible generation."""
+
+    @abstractmethod
+    def wait_host(self) -> None:
+        """Block the calling thread until the visible generation."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the visible generation is over. Never blocks."""
+
+
+class EventFence(Fence):
+    """A fence made of one event: the mechanism of every device whose events have generations."""
+
+    def __init__(self, name: str, event: Event) -> None:
+        super().__init__(name)
+        self.event = event
+
+    @property
+    def mechanism(self) -> str:
+        """Always ``event``."""
+        return "event"
+
+    def signal(self, stream: Stream) -> None:
+        """Record the event."""
+        stream.record(self.event)
+
+    def wait(self, stream: Stream) -> None:
+        """Wait for the event's latest record."""
+        stream.wait(self.event)
+
+    def wait_host(self) -> None:
+        """Synchronize with the event's latest record."""
+        self.event.synchronize()
+
+    def done(self) -> bool:
+        """Query the event."""
+        return self.event.query()
+
+
+class JoinedPlan(Protocol):
+    """What core offers after the plan stream has joined; each action may be done twice without changing anything."""
+
+    @property
+    def idle(self) -> bool:
+        """The batch has no request: there is nothing to recompute."""
+
+    def recompute(self, what: Recompute) -> None:
+        """Compute ``what`` again, from source, on the stream that joined. Nothing happens where the model has no such
+        thing (text positions in one dimension, say).
+        """
+
+    def refresh(self, buffer: str) -> None:
+        """Copy ``buffer`` into the graph's static input again. Nothing happens where no graph is used."""
+
+
+class SpeculativeSync:
+    """The policy of one backend. The defaults suit a device whose stream waits are cheap and whose events have generations.
+
+    Every attribute is a declaration that core reads when the engine is built. ``create_fence`` and ``after_join`` are
+    called by the step itself: keep them short, and never block in them.
+    """
+
+    step_modes: frozenset[StepMode] = frozenset({StepMode.STAGED})
+    """The modes that are right on this device."""
+
+    published_waiter: Waiter = Waiter.STREAM
+    """Who waits for the lengths that a verify published: the schedule stream, or the host where a stream wait costs more
+    than a host wait."""
+
+    exact_host_lengths: bool = False
+    """Planning reads exact lengths on the host (attention that takes host integers), behind *lengths on host*."""
+
+    results_on_forward: bool = False
+    """Results are copied out on the forward stream, where a copy stream isn't safe or not faster."""
+
+    fused_host_wait: bool = False
+    """Fused mode is right only if the host waits for the iteration before."""
+
+    recompute_after_join: frozenset[Recompute] = frozenset()
+    """What is computed again after the plan stream has joined and before the replay."""
+
+    refresh_before_replay: frozenset[str] = frozenset()
+    """Static graph inputs that are copied again before the replay, by name."""
+
+    rebind_params: bool = False
+    """Captured graphs hold host parameters that are rebound for each replay."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def create_fence(self, name: str) -> Fence:
+        """The mechanism of the fence ``name``; called once per fence and engine."""
+        return EventFence(name, self.backend.create_event(name))
+
+    def after_join(self, plan: JoinedPlan) -> None:
+        """Do what this device needs between the join and the replay. Idempotent; called on the joining stream's scope.
+
+        The default carries out ``recompute_after_join`` and ``refresh_before_replay`` unless the batch is idle.
+        """
+        if plan.idle:
+            return
+        for what in sorted(self.recompute_after_join):
+            plan.recompute(what)
+        for buffer in sorted(self.refresh_before_replay):
+            plan.refresh(buffer)

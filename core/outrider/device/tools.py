@@ -1,0 +1,148 @@
+"""What tools see of a device: the observer, and the records that it is handed.
+
+A tool (the sanitizer, a tracer) subclasses :class:`Observer` and attaches it with ``Backend.attach``. The seam's own
+classes report streams, events, flags, scopes, captures and host synchronisation on every backend. Memory accesses are
+reported by the backend itself where it declares ``reports_accesses``; elsewhere a tool derives them from torch's
+dispatcher and the operators' schemas.
+
+Callbacks run on the host thread that made the call, after the call's arguments were checked and, for operations that
+are queued, in the order in which they were enqueued. A callback must not enqueue device work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from outrider.device.graph import Graph
+    from outrider.device.stream import Event, Flag, Stream
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One access of an operation to one storage.
+
+    ``storage`` identifies the memory for as long as it lives (a backend never uses a number twice). ``start`` and
+    ``end`` are byte offsets into it, end exclusive. ``shape``, ``stride`` (in bytes) describe the strided region inside
+    that interval when it isn't dense, so that two interleaved regions can be told apart; None when dense.
+    ``argument`` is the operand's name in the operator's schema, or ``"out"``.
+    """
+
+    storage: int
+    start: int
+    end: int
+    write: bool
+    shape: tuple[int, ...] | None = None
+    stride: tuple[int, ...] | None = None
+    argument: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One enqueued operation.
+
+    ``stream`` is the stream's name and ``index`` its position among that stream's operations, so that
+    ``(stream, index)`` is the same in every schedule of one program. ``location`` is ``file:line`` of the Python call
+    (the innermost frame outside torch and Outrider), or empty where it wasn't taken.
+    """
+
+    name: str
+    stream: str
+    index: int
+    accesses: tuple[Access, ...]
+    location: str = ""
+
+
+class Observer:
+    """Receives what happens on a device. Every method does nothing unless a tool overrides it."""
+
+    def stream_created(self, stream: Stream) -> None:
+        """A stream exists. Streams that existed before the observer was attached are announced on attach."""
+
+    def scope_entered(self, stream: Stream) -> None:
+        """The calling thread places its torch work on ``stream`` from here."""
+
+    def scope_left(self, stream: Stream) -> None:
+        """The calling thread left the scope; the scope around it, if any, holds again."""
+
+    def launched(self, operation: Operation) -> None:
+        """An operation was enqueued. Its data-dependent rows aren't known yet (see :meth:`rows_touched`)."""
+
+    def rows_touched(self, operation: Operation, accesses: tuple[Access, ...]) -> None:
+        """The rows that an operation, launched before with an access to the whole operand, really touched."""
+
+    def recorded(self, stream: Stream, event: Event, generation: int) -> None:
+        """``stream`` will complete ``generation`` of ``event`` after everything enqueued on it so far."""
+
+    def waited(self, stream: Stream, event: Event, generation: int) -> None:
+        """Work enqueued on ``stream`` from here runs after ``generation`` of ``event``."""
+
+    def event_synchronized(self, event: Event, generation: int) -> None:
+        """The calling thread was blocked until ``generation`` had completed."""
+
+    def event_queried(self, event: Event, generation: int, done: bool) -> None:
+        """The calling thread asked; when ``done``, it's ordered after the record like a synchronise."""
+
+    def stream_synchronized(self, stream: Stream) -> None:
+        """The calling thread was blocked until everything enqueued on ``stream`` had run."""
+
+    def stream_queried(self, stream: Stream, done: bool) -> None:
+        """The calling thread asked whether ``stream`` is empty; when ``done``, it's ordered after it."""
+
+    def device_synchronized(self) -> None:
+        """The calling thread was blocked until every stream was empty."""
+
+    def flag_set(self, stream: Stream, flag: Flag) -> None:
+        """A set was enqueued."""
+
+    def flag_waited(self, stream: Stream, flag: Flag) -> None:
+        """A wait was enqueued; it may precede the set that it consumes."""
+
+    def flag_reset(self, stream: Stream, flag: Flag) -> None:
+        """A reset was enqueued."""
+
+    def allocated(self, storage: int, nbytes: int, stream: str, location: str) -> None:
+        """Memory was handed out, in the order of ``stream``; host memory has the stream ``"host"``."""
+
+    def freed(self, storage: int, stream: str) -> None:
+        """The last reference went; the memory may be handed out again in the order of ``stream``."""
+
+    def address_reused(self, storage: int, previous: int) -> None:
+        """``storage`` lies where ``previous`` lay: their accesses conflict unless something orders them."""
+
+    def host_accessed(self, access: Access, location: str) -> None:
+        """The calling thread read or wrote pinned memory directly."""
+
+    def capture_began(self, graph: Graph, stream: Stream) -> None:
+        """Operations from here to :meth:`capture_ended` on this thread belong to ``graph``; none of them runs."""
+
+    def capture_ended(self, graph: Graph, failed: bool) -> None:
+        """The capture is over; when ``failed``, the graph will never be replayed."""
+
+    def replayed(self, graph: Graph, stream: Stream, generation: int) -> None:
+        """The accesses of ``graph`` happen again, on ``stream``."""
+
+    def params_updated(self, graph: Graph, stream: Stream, params: Mapping[str, tuple[int, ...]]) -> None:
+        """Host parameters were rebound, in the order of ``stream``."""
+
+    def renewed(self, owner: str, storage: int, generation: int) -> None:
+        """A pinned buffer starts a new generation: what was read under the old one is over."""
+
+
+@runtime_checkable
+class ControllableDevice(Protocol):
+    """A device whose schedule a tool decides. A backend that has it offers it as ``Backend.control``."""
+
+    def set_schedule(self, schedule: str) -> None:
+        """Replay the decisions in ``schedule`` (the string that :meth:`schedule` printed)."""
+
+    def schedule(self) -> str:
+        """The decisions taken since the last reset, as a short string that replays them exactly."""
+
+    def reset(self) -> None:
+        """Drain the device, then forget decisions, streams' indices and virtual time; memory stays."""
+
+    def virtual_time(self) -> float:
+        """Seconds of simulated device time since the last reset."""

@@ -1,0 +1,204 @@
+"""TorchDeviceBackend: the base for devices that torch already drives.
+
+A device with a torch module (``torch.get_device_module``) that has streams, events and graphs in torch's usual form needs
+little more than its capabilities: the device type arrives as data. Plugins override what differs.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from outrider.device.backend import Backend
+from outrider.device.errors import (
+    BackendLoadError,
+    CapabilityError,
+    DeviceError,
+    DeviceLost,
+    OutOfDeviceMemory,
+)
+from outrider.device.graph import CaptureContext, Graph, GraphCallable, GraphPool
+from outrider.device.memory import MemoryInfo
+from outrider.device.stream import Event, Stream
+
+_POOL_DRAWS = 64
+
+
+class TorchStream(Stream):
+    """A stream made by the device's torch module."""
+
+    def __init__(self, backend: Backend, name: str, priority: int, native: Any) -> None:
+        super().__init__(backend, name, priority)
+        self._native = native
+
+    @property
+    def native(self) -> Any:
+        """The torch stream."""
+        return self._native
+
+    def _record(self, event: Event) -> None:
+        cast(TorchEvent, event).native.record(self._native)
+
+    def _wait(self, event: Event) -> None:
+        self._native.wait_event(cast(TorchEvent, event).native)
+
+    def _synchronize(self) -> None:
+        self._native.synchronize()
+
+    def _query(self) -> bool:
+        return bool(self._native.query())
+
+
+class TorchEvent(Event):
+    """An event made by the device's torch module."""
+
+    def __init__(self, backend: Backend, name: str, timing: bool, native: Any) -> None:
+        super().__init__(backend, name, timing)
+        self.native = native
+
+    def _query(self) -> bool:
+        return bool(self.native.query())
+
+    def _synchronize(self) -> None:
+        self.native.synchronize()
+
+    def _elapsed_ms(self, end: Event) -> float:
+        return float(self.native.elapsed_time(cast(TorchEvent, end).native))
+
+
+class TorchGraph(Graph):
+    """A graph object of torch's usual form: ``capture_begin``, ``capture_end``, ``replay``, ``reset``."""
+
+    def __init__(self, backend: Backend, name: str, context: CaptureContext, native: Any) -> None:
+        super().__init__(backend, name, context)
+        self.native = native
+
+    def _replay(self, stream: Stream) -> None:
+        with self.backend.on(stream):
+            self.native.replay()
+
+
+class TorchDeviceBackend(Backend):
+    """A backend on a torch device module. Subclasses give capabilities, kernels and policy.
+
+    ``warmup_runs``: how often a callable is run before its capture, so that lazy initialisation (library handles, kernel
+    compilation) stays out of the graph.
+    """
+
+    warmup_runs = 1
+
+    def __init__(self, name: str, device_type: str, ordinal: int) -> None:
+        super().__init__(name, torch.device(device_type, ordinal))
+        self.module: Any = torch.get_device_module(device_type)
+        if not self.module.is_available():
+            raise BackendLoadError(
+                f"backend {name!r}: torch {torch.__version__} sees no {device_type} device; install a torch build for it, "
+                "and check that the driver shows the device"
+            )
+        count = int(self.module.device_count())
+        if ordinal >= count:
+            raise BackendLoadError(f"backend {name!r}: device {ordinal} was asked for, this machine has {count}")
+
+    # -- placement -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _on(self, stream: Stream) -> Generator[None]:
+        with self.module.device(self.device.index), self.module.stream(stream.native):
+            yield
+
+    def _create_stream(self, name: str, priority: int) -> Stream:
+        # torch hands streams out of a small pool in turn: draw until this one aliases none of ours.
+        taken = {stream.native for stream in self._streams}
+        drawn = []
+        for _ in range(_POOL_DRAWS):
+            native = self.module.Stream(device=self.device, priority=priority)
+            if native not in taken:
+                return TorchStream(self, name, priority, native)
+            drawn.append(native)
+        raise CapabilityError(f"{self.label} has no stream left that is distinct from the {len(taken)} in use")
+
+    def _create_event(self, name: str, timing: bool) -> Event:
+        return TorchEvent(self, name, timing, self.module.Event(enable_timing=timing))
+
+    def _synchronize(self) -> None:
+        self.module.synchronize(self.device)
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def _empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.is_pinned()
+
+    def memory_info(self) -> MemoryInfo:
+        """Bytes as the device module reports them."""
+        free, total = self.module.mem_get_info(self.device)
+        return MemoryInfo(total=int(total), free=int(free), allocated=int(self.module.memory_allocated(self.device)))
+
+    # -- graphs ----------------------------------------------------------------------------------------------------
+
+    def _new_graph(self) -> Any:
+        """A fresh graph object of the device's torch module."""
+        factory = getattr(getattr(torch, "accelerator", None), "Graph", None)
+        if factory is None:
+            raise CapabilityError(
+                f"{self.label}: torch {torch.__version__} has no torch.accelerator.Graph; the plugin must override _new_graph"
+            )
+        return factory()
+
+    @abstractmethod
+    def _new_pool(self) -> Any:
+        """A fresh memory pool handle for graphs."""
+
+    def create_graph_pool(self, name: str) -> GraphPool:
+        """Memory for graphs that never run at the same time."""
+        return GraphPool(self, name, self._new_pool())
+
+    def _capture(
+        self, name: str, fn: GraphCallable, context: CaptureContext, stream: Stream, pool: GraphPool | None
+    ) -> Graph:
+        with self.on(stream):
+            for _ in range(self.warmup_runs):
+                fn(context)
+        stream.synchronize()
+        native = self._new_graph()
+        graph = TorchGraph(self, name, context, native)
+        arguments: dict[str, Any] = {"capture_error_mode": "thread_local"}
+        if pool is not None:
+            arguments["pool"] = pool.native
+        with self._on(stream):
+            native.capture_begin(**arguments)
+            try:
+                with self.capturing(graph, stream):
+                    fn(context)
+            except BaseException:
+                # End the broken capture, or the stream stays in capture mode; the first error is the one to report.
+                with suppress(Exception):
+                    native.capture_end()
+                with suppress(Exception):
+                    native.reset()
+                raise
+            native.capture_end()
+        return graph
+
+    # -- errors and versions ---------------------------------------------------------------------------------------
+
+    def translate_error(self, error: Exception, doing: str) -> DeviceError | None:
+        """Torch's own error classes, told apart: out of memory lives on, an accelerator error is sticky."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return OutOfDeviceMemory(
+                f"out of memory on {self.device} while {doing}: {error}; use a smaller batch, cache or bucket"
+            )
+        if isinstance(error, torch.AcceleratorError):
+            return DeviceLost(f"{self.device} failed while {doing}: {error}; start a new process")
+        return None
+
+    def versions(self) -> Mapping[str, str]:
+        """Torch's version and the device's name."""
+        return {**super().versions(), "device": str(self.module.get_device_name(self.device))}
