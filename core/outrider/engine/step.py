@@ -214,7 +214,7 @@ class Step:
         fences.plan_ready.wait(streams.forward)
         fences.step_reads_done.signal(streams.forward)
         with backend.on(streams.forward):
-            self._sync.after_join(_Join())
+            self._sync.after_join(_TextJoin())
             flat = ForwardInput(verify.tokens, verify.positions, verify.slots, attention)
             hidden = parts.model.forward(flat, parts.cache)
             logits = parts.model.logits(hidden).view(count, self._width, -1)
