@@ -249,6 +249,7 @@ class Engine:
         others: list[StepOutput] = []
         while not all(request.finished for request in requests):
             others += (output for output in self.step() if output.request_id not in ours)
+        self.drain()
         self._pending[:0] = others
         return [request.completion() for request in requests]
 
@@ -270,6 +271,7 @@ class Engine:
             if not request.finished:
                 self.abort(request.id)
                 self._pending = [output for output in self._pending if output.request_id != request.id]
+            self.drain()
             self._pending[:0] = others
 
     def drain(self) -> None:

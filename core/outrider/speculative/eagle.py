@@ -46,7 +46,7 @@ class EagleProposer(Proposer):
         config = self._head.config
         return (
             RelaySpec("token", (), torch.int64),
-            RelaySpec("hidden", (config.hidden_size,), self._head.dtype),
+            RelaySpec("hidden", (config.hidden_size,), self._head.target.dtype),
             RelaySpec("probs", (self._head.target.config.vocab_size,), torch.float32),
         )
 
@@ -60,7 +60,7 @@ class EagleProposer(Proposer):
             config.head_size,
             pages=pages,
             page_size=page_size,
-            dtype=self._head.dtype,
+            dtype=self._head.target.dtype,
             device=backend.device,
         )
 
