@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from outrider_cpu.backend import CpuBackend
 
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from model.tiny import FAMILIES, write_checkpoint
 from safetensors.torch import load_file, save_file
 
+from model.tiny import FAMILIES, write_checkpoint
 from outrider.device import CapabilityError, CheckpointError
 from outrider.model import ModelConfig, load_decoder
 
@@ -122,7 +122,7 @@ def test_index_places_a_tensor_wrongly(tmp_path, backend):
 def test_index_promises_a_tensor_that_is_nowhere(tmp_path, backend):
     write_checkpoint(tmp_path, "llama", shards=3)
     edit_map(tmp_path, lambda where: where.update({"model.ghost": where[KEY]}))
-    with pytest.raises(CheckpointError, match="says that 'model.ghost' is in"):
+    with pytest.raises(CheckpointError, match=r"says that 'model\.ghost' is in"):
         load(tmp_path, backend)
 
 
@@ -215,7 +215,7 @@ def test_generation_config_decides_the_end(tmp_path):
 
 def test_dtype(tmp_path, backend):
     write_checkpoint(tmp_path, "llama")
-    with pytest.raises(CapabilityError, match="can't run a model in torch.int8; it declares bfloat16, float16"):
+    with pytest.raises(CapabilityError, match=r"can't run a model in torch\.int8; it declares bfloat16, float16"):
         load(tmp_path, backend, torch.int8)
 
 

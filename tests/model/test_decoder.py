@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+
 from model.harness import Driver
 from model.tiny import FAMILIES, ROPES, write_checkpoint
-
 from outrider.device import ConfigError
 from outrider.model import load_decoder
 

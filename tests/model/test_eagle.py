@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from model.harness import Driver
 from model.tiny import tiny_config, write_checkpoint, write_eagle
-
 from outrider.device import CheckpointError
 from outrider.model import load_decoder, load_eagle
 
@@ -96,7 +96,7 @@ def test_dtype_must_be_the_targets(tmp_path, backend):
     write_checkpoint(tmp_path / "target", "llama")
     write_eagle(tmp_path / "head")
     target = load_decoder(tmp_path / "target", backend=backend, dtype=torch.float32)
-    with pytest.raises(CheckpointError, match="can't be loaded as torch.bfloat16"):
+    with pytest.raises(CheckpointError, match=r"can't be loaded as torch\.bfloat16"):
         load_eagle(tmp_path / "head", target=target, backend=backend, dtype=torch.bfloat16)
 
 

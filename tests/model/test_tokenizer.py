@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from model.tiny import TEXT, byte_level_tokenizer, sentencepiece_tokenizer
 
+from model.tiny import TEXT, byte_level_tokenizer, sentencepiece_tokenizer
 from outrider.device import CheckpointError
 from outrider.model import Tokenizer
 

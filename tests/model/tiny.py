@@ -122,7 +122,7 @@ def write_eagle(directory, *, hidden_size=32, seed=1, bias=True, input_norm=Fals
     return state
 
 
-TEXT = ["the cat sat on the mat", "naïve café – déjà vu", "日本語のテキスト", "smile 🙂 and 👩‍👩‍👧", "a  b   c\n\td"]
+TEXT = ["the cat sat on the mat", "naïve café, déjà vu", "日本語のテキスト", "smile 🙂 and 👩‍👩‍👧", "a  b   c\n\td"]
 
 
 def byte_level_tokenizer(size=300):
