@@ -53,10 +53,8 @@ def mutable_state(source: str) -> list[str]:
             tables.add(name)
             if not name.isupper() and not (name.startswith("__") and name.endswith("__")):
                 found.append(f"{node.lineno}: {name} is a mutable module-level value")
-    for node in ast.walk(tree):
-        if (name := _mutated(node)) and name in tables:
-            found.append(f"{node.lineno}: {name} is changed")
-    return found
+    changed = [(node.lineno, _mutated(node)) for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)]
+    return found + [f"{line}: {name} is changed" for line, name in changed if name in tables]
 
 
 def _mutable(value: ast.expr | None) -> bool:
