@@ -75,7 +75,7 @@ class Candidate:
 def parse_spec(text: str) -> BackendSpec:
     """Take a backend name apart; raises :class:`ConfigError` saying which part can't be read."""
     name, colon, rest = text.strip().partition(":")
-    expected = "expected NAME, NAME:DEVICE or NAME:key=value,… such as 'cpu', 'sim:0' or 'sim:seed=7,like=npu'"
+    expected = "expected NAME, NAME:DEVICE or NAME:key=value,… such as 'cpu', 'cpu:0' or 'sim:seed=7'"
     if not name or not all(c.isalnum() or c in "_-" for c in name):
         raise ConfigError(f"backend {text!r}: {name!r} isn't a name; {expected}")
     if colon and not rest:
