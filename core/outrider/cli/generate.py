@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
@@ -19,7 +19,7 @@ from outrider.device.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
-    from outrider.engine.request import SamplingParams
+    from outrider.engine.request import SamplingParams, StepOutput
 
 
 def generate(
@@ -103,7 +103,8 @@ class _Run:
         started = time.perf_counter()
         try:
             # Closed here, not by the garbage collector: an interrupted stream must end its request now.
-            with closing(engine.stream(tokenizer.encode(self.prompt), params)) as outputs:
+            outputs = cast("Generator[StepOutput]", engine.stream(tokenizer.encode(self.prompt), params))
+            with closing(outputs):
                 for output in outputs:
                     self.tokens.extend(output.tokens)
                     self._say("".join(decoder.push(token) for token in output.tokens), write)
@@ -116,7 +117,7 @@ class _Run:
             self.iterations = after.request_iterations - before.request_iterations
             verified = after.verified_tokens - before.verified_tokens
             self.acceptance_length = verified / self.iterations if self.iterations else 0.0
-            if write is not None:
+            if write is not None and self.text:
                 write("\n")
                 sys.stdout.flush()
 
