@@ -86,6 +86,39 @@ def write_checkpoint(directory, name, *, shards=1, seed=0, **overrides):
     return model.eval()
 
 
+VISION_TOKENS = {"vision_start_token_id": 90, "vision_end_token_id": 91, "image_token_id": 92, "video_token_id": 93}
+
+VISION_FAMILIES = {
+    "qwen2_vl": {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
+    "qwen2_5_vl": {
+        "depth": 2,
+        "hidden_size": 24,
+        "out_hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 40,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+        "tokens_per_second": 3,
+    },
+}
+
+
+def write_vision_checkpoint(directory, family, *, shards=1, seed=0, rope=None, tie=False):
+    """Write a tiny vision-language checkpoint with its image processor; returns transformers' model."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    text = SHAPE | {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [1, 1, 2]}}
+    text["rope_parameters"] |= rope or {}
+    vision = VISION_FAMILIES[family] | {"patch_size": 4, "initializer_range": 0.2}
+    config = CONFIG_MAPPING[family](text_config=text, vision_config=vision, tie_word_embeddings=tie, **VISION_TOKENS)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    model.save_pretrained(directory, max_shard_size=size if shards == 1 else size // shards)
+    Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1600}).save_pretrained(directory)
+    return model.eval()
+
+
 def write_eagle(directory, *, hidden_size=32, seed=1, bias=True, input_norm=False, embedding=True, fmt="safetensors"):
     """Write a random EAGLE head in its published format; returns its tensors."""
     torch.manual_seed(seed)
