@@ -169,17 +169,19 @@ def _rope(hf: HfConfig, *, mrope: bool) -> RopeConfig:
 
 
 def _original_context(hf: HfConfig) -> int:
+    if hf.rope_parameters.get("rope_type") == "dynamic":  # the one kind for which transformers ignores the field
+        return int(hf.max_position_embeddings)
     return int(hf.rope_parameters.get("original_max_position_embeddings") or hf.max_position_embeddings)
 
 
 def _context(hf: HfConfig) -> int:
     """The longest sequence that the config promises.
 
-    yarn states both the original context and the factor, and published configs leave max_position_embeddings at the
-    original; for the other kinds max_position_embeddings is the promise.
+    yarn and dynamic state the original context and the factor, and published configs leave max_position_embeddings at
+    the original; for the other kinds max_position_embeddings is the promise.
     """
     declared = int(hf.max_position_embeddings)
-    if hf.rope_parameters.get("rope_type") == "yarn":
+    if hf.rope_parameters.get("rope_type") in ("yarn", "dynamic"):
         return max(declared, int(_original_context(hf) * hf.rope_parameters.get("factor", 1.0)))
     return declared
 

@@ -15,7 +15,7 @@ from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 from outrider.model.layer import DecoderLayer, LayerWeights
-from outrider.model.rope import RotaryTable
+from outrider.model.rotary import rotary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,9 +39,7 @@ class Decoder:
         self.config = config
         self.weights = weights
         self.kernels = kernels
-        self._rotary = RotaryTable(
-            config.rope, config.head_size, config.max_context, dtype=self.dtype, device=weights.norm.device
-        )
+        self._rotary = rotary(config.rope, config.head_size, config.max_context, dtype=self.dtype, device=weights.norm.device)
         self._layers = tuple(
             DecoderLayer(config, layer, kernels, window=window)
             for layer, window in zip(weights.layers, config.windows, strict=True)
@@ -76,7 +74,7 @@ class Decoder:
         if beyond:
             raise ConfigError(f"there are no layers {beyond} to capture, the decoder has {len(self._layers)}")
         entering: dict[int, Tensor] = {}
-        cos_sin = self._rotary.gather(inputs.positions)
+        cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         residual = self._embed_inputs(inputs)
         x: Tensor | None = None
         for index, (layer, pages) in enumerate(zip(self._layers, cache.layers, strict=True)):

@@ -15,7 +15,7 @@ from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder
 from outrider.model.inputs import ForwardInput
 from outrider.model.layer import DecoderLayer, LayerWeights
-from outrider.model.rope import RotaryTable
+from outrider.model.rotary import rotary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class EagleHead:
         self.target = target
         self.kernels = target.kernels
         context = max(config.max_context, target.config.max_context)
-        self._rotary = RotaryTable(config.rope, config.head_size, context, dtype=target.dtype, device=target.device)
+        self._rotary = rotary(config.rope, config.head_size, context, dtype=target.dtype, device=target.device)
         self._layers = tuple(
             DecoderLayer(config, layer, self.kernels, window=window)
             for layer, window in zip(weights.layers, config.windows, strict=True)
@@ -57,7 +57,7 @@ class EagleHead:
         ``inputs.tokens`` are one position ahead of ``hidden`` (see the class); ``inputs.positions`` are those of
         ``hidden``. ``cache`` is the head's own, with its layers and heads.
         """
-        cos_sin = self._rotary.gather(inputs.positions)
+        cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         embedded = self.kernels.embedding(inputs.tokens, self.weights.embedding)
         residual = self.kernels.linear(torch.cat((embedded, hidden), dim=-1), self.weights.fusion, self.weights.fusion_bias)
         x: Tensor | None = None
