@@ -155,6 +155,46 @@ def write_eagle(directory, *, hidden_size=32, seed=1, bias=True, input_norm=Fals
     return state
 
 
+def write_eagle3(directory, *, draft_vocab=40, seed=2, layers=(0, 1, 2), fmt="safetensors", vocab=96):
+    """Write a random EAGLE-3 head in its published format; returns its tensors. ``layers``: whose inputs it reads."""
+    torch.manual_seed(seed)
+    config = tiny_config("llama", num_hidden_layers=1)
+    hidden, inner, kv = config.hidden_size, config.intermediate_size, config.num_key_value_heads * config.head_dim
+    shapes = {
+        "fc.weight": (hidden, 3 * hidden),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (draft_vocab, hidden),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "midlayer.self_attn.q_proj.weight": (hidden, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (kv, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (kv, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, hidden),
+        "midlayer.mlp.gate_proj.weight": (inner, hidden),
+        "midlayer.mlp.up_proj.weight": (inner, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, inner),
+    }
+    state = {key: torch.randn(shape) * 0.3 for key, shape in shapes.items()}
+    kept = torch.randperm(vocab)[:draft_vocab].sort().values
+    state["d2t"] = kept - torch.arange(draft_vocab)
+    state["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, kept, True)
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config.architectures = ["LlamaForCausalLMEagle3"]
+    config.draft_vocab_size = draft_vocab
+    if layers is not None:
+        config.eagle_config = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]}
+    config.save_pretrained(directory)
+    if fmt == "safetensors":
+        from safetensors.torch import save_file
+
+        save_file(state, directory / "model.safetensors")
+    else:
+        torch.save(state, directory / "pytorch_model.bin")
+    return state
+
+
 TEXT = ["the cat sat on the mat", "naïve café, déjà vu", "日本語のテキスト", "smile 🙂 and 👩‍👩‍👧", "a  b   c\n\td"]
 
 

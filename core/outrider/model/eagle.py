@@ -51,6 +51,26 @@ class EagleHead:
             for layer, window in zip(weights.layers, config.windows, strict=True)
         )
 
+    @property
+    def capture_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose input the head reads: none."""
+        return ()
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Size of the vocabulary that drafts come from: the target's."""
+        return self.target.config.vocab_size
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """The target's id of each draft token; None, since they're the same."""
+        return None
+
+    def condition(self, final: Tensor, captured: tuple[Tensor, ...]) -> Tensor:
+        """What the head reads of the target [T, H]: its final hidden states."""
+        del captured
+        return final
+
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
         """Guessed hidden states [T, H] from ``inputs`` and ``hidden`` [T, H]; no final norm.
 
