@@ -50,7 +50,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         fields["tie_embeddings"] = bool(whole.tie_word_embeddings)  # a property of the whole, not of its text part
         if family in _VISION_FAMILIES:
             fields["vision"] = _vision(whole)
-        fields["eos_token_ids"], fields["bos_token_id"] = _special_tokens(directory, hf)
+        fields["eos_token_ids"], fields["bos_token_id"] = special_tokens(directory, hf)
         return ModelConfig(family=family, rope=_rope(hf, mrope=family in _VISION_FAMILIES), **fields)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
@@ -186,7 +186,7 @@ def _context(hf: HfConfig) -> int:
     return declared
 
 
-def _special_tokens(directory: Path, hf: HfConfig) -> tuple[tuple[int, ...], int | None]:
+def special_tokens(directory: Path, hf: HfConfig) -> tuple[tuple[int, ...], int | None]:
     """End and start tokens: generation_config.json decides where it's there, as in transformers' ``generate``."""
     path = directory / "generation_config.json"
     given = read_json(path) if path.exists() else {}

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
-from outrider.model.decoder import Decoder
 from outrider.model.inputs import ForwardInput
+from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.rotary import rotary
 
@@ -32,14 +32,14 @@ class EagleWeights:
 
 
 class EagleHead:
-    """Drafts one token at a time from the target's hidden states. Placement and capture as for :class:`Decoder`.
+    """Drafts one token at a time from the target's hidden states. Placement and capture as for :class:`LanguageModel`.
 
     At position i the head reads the hidden state of position i and the token of position i + 1, and what it returns
     stands for the hidden state of position i + 1: its keys and values at position i so depend on the token after it.
     ``config`` is the head's own, with the target's vocabulary and context.
     """
 
-    def __init__(self, config: ModelConfig, weights: EagleWeights, target: Decoder) -> None:
+    def __init__(self, config: ModelConfig, weights: EagleWeights, target: LanguageModel) -> None:
         self.config = config
         self.weights = weights
         self.target = target

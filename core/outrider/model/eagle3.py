@@ -13,8 +13,8 @@ from torch import Tensor
 from outrider.device import KernelSet
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
-from outrider.model.decoder import Decoder
 from outrider.model.inputs import ForwardInput
+from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.rotary import rotary
 
@@ -38,14 +38,14 @@ class Eagle3Weights:
 
 
 class Eagle3Head:
-    """Drafts from three intermediate states of the target. Placement and capture as for :class:`Decoder`.
+    """Drafts from three intermediate states of the target. Placement and capture as for :class:`LanguageModel`.
 
     Used as :class:`EagleHead` is, but what the target computed passes through :meth:`condition` first, and draft logits
     are over the head's own vocabulary. ``capture_layers`` are the target's layers whose input it reads.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Eagle3Weights, target: Decoder, *, capture_layers: tuple[int, ...]
+        self, config: ModelConfig, weights: Eagle3Weights, target: LanguageModel, *, capture_layers: tuple[int, ...]
     ) -> None:
         self.config = config
         self.weights = weights
@@ -67,7 +67,7 @@ class Eagle3Head:
         return self.weights.target_ids
 
     def condition(self, final: Tensor, captured: tuple[Tensor, ...]) -> Tensor:
-        """What the head reads of the target [T, H], from :meth:`Decoder.forward_captured`'s result."""
+        """What the head reads of the target [T, H], from :meth:`LanguageModel.forward_captured`'s result."""
         del final
         return self.kernels.linear(torch.cat(captured, dim=-1), self.weights.fusion)
 

@@ -12,17 +12,17 @@ from torch import Tensor
 from outrider.device import Backend, CheckpointError
 from outrider.model.checkpoint_config import read_json
 from outrider.model.config import ModelConfig
-from outrider.model.decoder import Decoder
 from outrider.model.eagle import EagleHead
 from outrider.model.eagle3 import Eagle3Head
 from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.head_mapping import eagle3_targets, eagle3_weights, eagle_targets, eagle_weights
+from outrider.model.language_model import LanguageModel
 from outrider.model.rope import RopeConfig
 from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
 
 
 def load_eagle(
-    directory: str | Path, *, target: Decoder, backend: Backend, dtype: torch.dtype, progress: Progress | None = None
+    directory: str | Path, *, target: LanguageModel, backend: Backend, dtype: torch.dtype, progress: Progress | None = None
 ) -> EagleHead:
     """Load an EAGLE head for ``target``: its published format, safetensors or ``pytorch_model.bin``.
 
@@ -37,11 +37,11 @@ def load_eagle(
     check_tensors(files, targets, optional=set())
     with placed(backend, dtype):
         weights = load_tensors(files, targets, dtype=dtype, device=backend.device, progress=progress)
-        return EagleHead(config, eagle_weights(config, weights, embedding=target.weights.embedding), target)
+        return EagleHead(config, eagle_weights(config, weights, embedding=target.embedding), target)
 
 
 def load_eagle3(
-    directory: str | Path, *, target: Decoder, backend: Backend, dtype: torch.dtype, progress: Progress | None = None
+    directory: str | Path, *, target: LanguageModel, backend: Backend, dtype: torch.dtype, progress: Progress | None = None
 ) -> Eagle3Head:
     """Load an EAGLE-3 head for ``target``: its published format, safetensors or ``pytorch_model.bin``.
 
@@ -61,11 +61,13 @@ def load_eagle3(
     with placed(backend, dtype):
         weights = load_tensors(files, targets, dtype=dtype, device=backend.device, progress=progress)
         ids = None if target_ids is None else target_ids.to(backend.device)
-        record = eagle3_weights(weights, embedding=target.weights.embedding, target_ids=ids)
+        record = eagle3_weights(weights, embedding=target.embedding, target_ids=ids)
         return Eagle3Head(config, record, target, capture_layers=layers)
 
 
-def _head_config(directory: Path, target: Decoder, dtype: torch.dtype, present: Container[str], layer: str) -> ModelConfig:
+def _head_config(
+    directory: Path, target: LanguageModel, dtype: torch.dtype, present: Container[str], layer: str
+) -> ModelConfig:
     """The head's config, made to go with its target and with the biases that its layer ``layer`` really has."""
     config = ModelConfig.from_checkpoint(directory)
     if config.vocab_size != target.config.vocab_size:
