@@ -13,14 +13,16 @@ class Scheduler:
     """First come, first served; continuous batching with chunked prefill.
 
     A request is admitted when a row and all pages that it can ever need are free, so it can't run out later. Every
-    admitted request whose prompt is done decodes in each iteration; prompts share ``prefill_chunk`` tokens.
+    admitted request whose prompt is done decodes in each iteration; prompts share ``prefill_chunk`` tokens. ``spare``: slots
+    that an iteration needs besides those of a request's tokens.
     """
 
-    def __init__(self, *, rows: FreeList, pages: FreeList, page_size: int, prefill_chunk: int) -> None:
+    def __init__(self, *, rows: FreeList, pages: FreeList, page_size: int, prefill_chunk: int, spare: int = 0) -> None:
         self.rows = rows
         self.pages = pages
         self._page_size = page_size
         self._prefill_chunk = prefill_chunk
+        self._spare = spare
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
 
@@ -47,8 +49,11 @@ class Scheduler:
 
     def pages_for(self, request: Request) -> int:
         """Pages that the request needs at its longest."""
-        tokens = len(request.prompt) + request.params.max_tokens
-        return -(-tokens // self._page_size)
+        return self.pages_of(len(request.prompt) + request.params.max_tokens)
+
+    def pages_of(self, tokens: int) -> int:
+        """Pages that ``tokens`` need, with the slots behind them that draft trees are scattered over."""
+        return -(-(tokens + self._spare) // self._page_size)
 
     def next_batch(self) -> Batch | None:
         """The next iteration, or None when there is nothing to do. Counts its requests as in flight."""
