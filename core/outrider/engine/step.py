@@ -69,6 +69,11 @@ class _TextJoin:
         """No graph is used."""
 
 
+def _along(state: Tensor, tree: TreeInputs | None) -> Tensor:
+    """Rows of verify that were accepted, of a tree; all rows of a chain."""
+    return state if tree is None else state.index_select(0, tree.gather)
+
+
 class Step:
     """Launches iterations."""
 
@@ -154,7 +159,7 @@ class Step:
             seeds = parts.rows.seeds.index_select(0, inputs.rows)
             attention = prefill_attention(inputs, tables)
             flat = ForwardInput(inputs.tokens, inputs.positions, inputs.slots, attention)
-            hidden, features = self._forward(flat)
+            hidden, captured = self._forward(flat)
             logits = parts.model.logits(hidden[inputs.last])
             first = kernels.sample(logits, temperature, seeds, inputs.ends)
             parts.results.write_prefill(first)
@@ -169,7 +174,8 @@ class Step:
                 relay = parts.proposer.extend(
                     ExtendInputs(
                         tokens=following,
-                        hidden=features,
+                        hidden=hidden,
+                        captured=captured,
                         positions=inputs.positions,
                         slots=inputs.slots,
                         attention=attention,
@@ -178,12 +184,15 @@ class Step:
                         temperature=temperature,
                         seeds=seeds,
                         sampling=sampling,
+                        relay=parts.future.resolve(inputs.rows).relay,
+                        continues=inputs.continues,
                         prompt=inputs.tokens,
                     )
                 )
             else:
                 relay = {}
-            parts.future.stash(rows, first, relay)
+            # A chunk that isn't the last stashes too, for the next one; its row isn't drafted for before that.
+            parts.future.stash(inputs.rows, first, relay)
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
@@ -220,7 +229,7 @@ class Step:
         with backend.on(streams.forward):
             self._sync.after_join(_TextJoin())
             flat = ForwardInput(verify.tokens, verify.positions, verify.slots, attention)
-            hidden, features = self._forward(flat)
+            hidden, captured = self._forward(flat)
             logits = parts.model.logits(hidden).view(count, self._width, -1)
             tokens, path, accepted = self._accept(logits, draft, verify, sampling)
             parts.future.publish(verify.rows, verify.lens + accepted + 1)
@@ -249,7 +258,8 @@ class Step:
                     proposer.extend(
                         ExtendInputs(
                             tokens=verify.extend_tokens,
-                            hidden=features if verify.tree is None else features.index_select(0, verify.tree.gather),
+                            hidden=_along(hidden, verify.tree),
+                            captured=tuple(_along(state, verify.tree) for state in captured),
                             positions=along.positions,
                             slots=along.slots,
                             attention=extend_attention,
@@ -258,6 +268,9 @@ class Step:
                             temperature=verify.temperature,
                             seeds=verify.seeds,
                             sampling=sampling,
+                            relay=private.relay,
+                            continues=torch.ones_like(accepted, dtype=torch.bool),
+                            prompt=None,
                         )
                     )
                 )
@@ -266,14 +279,9 @@ class Step:
             parts.results.write_decode(accepted, tokens)
         fences.verify_inputs_free.signal(streams.forward)
 
-    def _forward(self, flat: ForwardInput) -> tuple[Tensor, Tensor]:
-        """The target's final hidden states, and what the proposer wants to see of it (see ``ExtendInputs.hidden``)."""
-        model, cache, layers = self._parts.model, self._parts.cache, self._parts.proposer.capture_layers
-        if not layers:
-            hidden = model.forward(flat, cache)
-            return hidden, hidden
-        hidden, captured = model.forward_captured(flat, cache, layers)
-        return hidden, torch.cat(captured, dim=-1)
+    def _forward(self, flat: ForwardInput) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The target's final hidden states, and those of inner layers that the proposer wants to see."""
+        return self._parts.model.forward_captured(flat, self._parts.cache, self._parts.proposer.capture_layers)
 
     def _accept(
         self, logits: Tensor, draft: Draft, verify: VerifyInputs, sampling: bool

@@ -1,7 +1,7 @@
-"""EAGLE (Li et al. 2024): a head of one layer drafts on the target's features; as a chain or as a tree.
+"""EAGLE (Li et al. 2024, 2025): a head of one layer drafts on the target's features; as a chain or as a tree.
 
-The pair at position i is the target's hidden state at i and the token at i+1; its output predicts the hidden state at
-i+1, which an output head turns into a guess of the token at i+2. Draft-extend runs the accepted pairs with the target's
+The pair at position i is the target's hidden state at i (for EAGLE-3, three of its inner states, fused) and the token at
+i+1; its output stands for the hidden state at i+1, which an output head turns into a guess of the token at i+2. Draft-extend runs the accepted pairs with the target's
 true features and yields the first draft tokens of the next iteration, so a draft of depth D costs D passes.
 """
 
@@ -13,16 +13,19 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend, ConfigError
-from outrider.model import EagleHead, ForwardInput, KVCache
+from outrider.model import Eagle3Head, EagleHead, ForwardInput, KVCache
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Proposer, RelaySpec, draw
 from outrider.speculative.slots import slots_of
 from outrider.speculative.tree import Level, TreeShape
 
 
+DraftHead = EagleHead | Eagle3Head
+
+
 class _HeadProposer(Proposer):
     """What a chain and a tree of one head have in common: the head's cache, and draft-extend up to the hidden state."""
 
-    def __init__(self, head: EagleHead) -> None:
+    def __init__(self, head: DraftHead) -> None:
         self._head = head
         self._cache: KVCache | None = None
         self._page_size = 0
@@ -42,6 +45,16 @@ class _HeadProposer(Proposer):
         )
 
     @property
+    def head(self) -> DraftHead:
+        """The head that drafts."""
+        return self._head
+
+    @property
+    def capture_layers(self) -> tuple[int, ...]:
+        """Those that the head reads."""
+        return self._head.capture_layers
+
+    @property
     def cache(self) -> KVCache:
         """The head's cache; exists from :meth:`allocate` on."""
         if self._cache is None:
@@ -51,7 +64,13 @@ class _HeadProposer(Proposer):
     def _take_in(self, inputs: ExtendInputs) -> Tensor:
         """One pass over the accepted pairs; hidden states [B, H] behind the last ones."""
         flat = ForwardInput(inputs.tokens, inputs.positions, inputs.slots, inputs.attention)
-        return self._head.forward(flat, inputs.hidden, self.cache)[inputs.last]
+        hidden = self._head.condition(inputs.hidden, inputs.captured)
+        return self._head.forward(flat, hidden, self.cache)[inputs.last]
+
+    def _tokens(self, draft_ids: Tensor) -> Tensor:
+        """The target's ids of draft tokens, any shape."""
+        ids = self._head.target_ids
+        return draft_ids if ids is None else ids[draft_ids]
 
 
 class EagleProposer(_HeadProposer):
@@ -63,7 +82,7 @@ class EagleProposer(_HeadProposer):
 
     name = "eagle"
 
-    def __init__(self, head: EagleHead, *, draft_tokens: int) -> None:
+    def __init__(self, head: DraftHead, *, draft_tokens: int) -> None:
         if draft_tokens < 1:
             raise ConfigError(f"draft_tokens is {draft_tokens}; an EAGLE chain has at least 1 token")
         super().__init__(head)
@@ -81,7 +100,7 @@ class EagleProposer(_HeadProposer):
         return (
             RelaySpec("token", (), torch.int64),
             RelaySpec("hidden", (self._head.config.hidden_size,), target.dtype),
-            RelaySpec("probs", (target.config.vocab_size,), torch.float32),
+            RelaySpec("probs", (self._head.draft_vocab_size,), torch.float32),
         )
 
     def draft(self, inputs: DraftInputs) -> Draft:
@@ -102,19 +121,28 @@ class EagleProposer(_HeadProposer):
             slots = slots_of(positions.unsqueeze(1), inputs.tables, self._page_size).flatten()
             hidden = self._head.forward(ForwardInput(token, positions, slots, attention), hidden, self.cache)
             logits = self._head.logits(hidden)
-            token, drawn_from = draw(self._head.kernels, logits, inputs, inputs.lens + 1 + step)
+            drawn, drawn_from = draw(self._head.kernels, logits, inputs, inputs.lens + 1 + step)
+            token = self._tokens(drawn)
             tokens.append(token)
             probs.append(drawn_from)
-        return Draft(torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if inputs.sampling else None)
+        return Draft(torch.stack(tokens, dim=1), self._over_target(torch.stack(probs, dim=1)) if inputs.sampling else None)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """One pass over the accepted pairs."""
         hidden = self._take_in(inputs)
         token, probs = draw(self._head.kernels, self._head.logits(hidden), inputs, inputs.next_positions)
-        relay = {"token": token, "hidden": hidden}
+        relay = {"token": self._tokens(token), "hidden": hidden}
         if inputs.sampling:
             relay["probs"] = probs
         return relay
+
+    def _over_target(self, probs: Tensor) -> Tensor:
+        """Distributions [B, K, Vd] over the draft vocabulary, as ones over the target's [B, K, V]."""
+        ids = self._head.target_ids
+        if ids is None:
+            return probs
+        full = probs.new_zeros((*probs.shape[:-1], self._head.target.config.vocab_size))
+        return full.index_copy_(2, ids, probs)
 
 
 class EagleTreeProposer(_HeadProposer):
@@ -127,7 +155,7 @@ class EagleTreeProposer(_HeadProposer):
 
     name = "eagle"
 
-    def __init__(self, head: EagleHead, shape: TreeShape) -> None:
+    def __init__(self, head: DraftHead, shape: TreeShape) -> None:
         super().__init__(head)
         self._shape = shape
 
@@ -199,11 +227,12 @@ class EagleTreeProposer(_HeadProposer):
             outputs = hidden.view(batch, nodes, -1)
             return self._head.logits(outputs[:, -level.fresh :])
 
-        tokens, tree = self._shape.grow(inputs.relay["tokens"], inputs.relay["scores"], expand)
+        first, scores = inputs.relay["tokens"], inputs.relay["scores"]
+        tokens, tree = self._shape.grow(first, scores, expand, ids=self._head.target_ids)
         return Draft(tokens, None, tree)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """One pass over the accepted pairs."""
         hidden = self._take_in(inputs)
         first = torch.log_softmax(self._head.logits(hidden).float(), dim=-1).topk(self._shape.branches, dim=-1)
-        return {"tokens": first.indices, "scores": first.values, "hidden": hidden}
+        return {"tokens": self._tokens(first.indices), "scores": first.values, "hidden": hidden}

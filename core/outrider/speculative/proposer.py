@@ -64,16 +64,22 @@ class Draft:
 class ExtendInputs:
     """Newly accepted tokens, with the target's hidden states, for the draft to catch up with.
 
-    Flat over M tokens: ``tokens`` int64 [M], the token *after* each position; ``hidden`` [M, H], the target's hidden
-    state at it (or [M, C*H], its C captured states side by side, for a proposer with ``capture_layers``); ``positions``
-    and ``slots`` int64 [M]; ``attention`` over the draft's own cache. Per request: ``last`` int64 [B], the index into M of
-    its last valid token (what comes later is padding, never read); ``next_positions`` int64 [B], the position of the
-    token to draft. ``prompt`` int64 [M], the token *at* each position, where prompts are taken in; None when decoding,
-    where these are the tokens that earlier calls had in ``tokens``.
+    Flat over M tokens, as many of each request as its accepted path or its chunk of the prompt has, or more (then the rest
+    is padding): ``tokens`` int64 [M], the token *after* each position; ``hidden`` [M, H], the target's final hidden state
+    at it, and ``captured``, the states [M, H] that enter its layers ``capture_layers``; ``positions`` and ``slots`` int64
+    [M]; ``attention`` over the draft's own cache.
+
+    Per request: ``last`` int64 [B], the index into M of its last valid token (what comes later is padding, never read);
+    ``next_positions`` int64 [B], the position of the token to draft. ``relay``: what the call before relayed, each
+    [B, ...]; it means something only where ``continues`` bool [B] holds: the call before ended just where this one starts.
+
+    ``prompt`` int64 [M], the token *at* each position, where prompts are taken in; None when decoding, where these are
+    tokens that earlier calls had in ``tokens``.
     """
 
     tokens: Tensor
     hidden: Tensor
+    captured: tuple[Tensor, ...]
     positions: Tensor
     slots: Tensor
     attention: AttentionMetadata
@@ -82,7 +88,9 @@ class ExtendInputs:
     temperature: Tensor
     seeds: Tensor
     sampling: bool
-    prompt: Tensor | None = None
+    relay: Mapping[str, Tensor]
+    continues: Tensor
+    prompt: Tensor | None
 
 
 def draw(kernels: KernelSet, logits: Tensor, inputs: DraftInputs | ExtendInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,7 +139,7 @@ class Proposer(ABC):
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose input it wants to see in ``extend``, besides none: the final hidden state."""
+        """Layers of the target whose input it wants to see in ``extend``."""
         return ()
 
     @property
@@ -143,6 +151,11 @@ class Proposer(ABC):
     def extends(self) -> bool:
         """Whether it must see the accepted tokens (``extend``) before it can draft again."""
         return bool(self.relay)
+
+    @property
+    def lookahead(self) -> int:
+        """How many tokens after a position its cache entry depends on: a shared prefix must agree on those too."""
+        return 1 if self.extends else 0
 
     @abstractmethod
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:

@@ -89,10 +89,11 @@ class TreeShape(ABC):
         del device
 
     @abstractmethod
-    def grow(self, tokens: Tensor, scores: Tensor, expand: Expand) -> tuple[Tensor, Tree]:
+    def grow(self, tokens: Tensor, scores: Tensor, expand: Expand, *, ids: Tensor | None = None) -> tuple[Tensor, Tree]:
         """Tokens int64 [B, K] and the tree of N = K + 1 nodes.
 
         ``tokens`` int64 [B, T]: the likeliest first tokens, best first; ``scores`` float32 [B, T]: their log-probabilities.
+        ``ids`` int64 [V]: the token that each column of ``expand``'s logits stands for; None where it's the column.
         """
 
 
@@ -137,7 +138,7 @@ class DynamicTree(TreeShape):
         """T nodes of each level but the last."""
         return self._topk * (self._depth - 1)
 
-    def grow(self, tokens: Tensor, scores: Tensor, expand: Expand) -> tuple[Tensor, Tree]:
+    def grow(self, tokens: Tensor, scores: Tensor, expand: Expand, *, ids: Tensor | None = None) -> tuple[Tensor, Tree]:
         """Expand, then choose."""
         topk, batch, device = self._topk, tokens.shape[0], tokens.device
         # Every node seen, in order of level: its token, score, and parent's index among them.
@@ -153,7 +154,8 @@ class DynamicTree(TreeShape):
             logits = expand(Level(level_tokens, level_parents, shape.depths + 1, shape.mask, topk))
             likely = torch.log_softmax(logits.float(), dim=-1).topk(topk, dim=-1)  # [B, T, T]
             child_scores = (scores.unsqueeze(-1) + likely.values).flatten(1)
-            child_tokens = likely.indices.flatten(1)
+            columns = likely.indices.flatten(1)
+            child_tokens = columns if ids is None else ids[columns]
             seen_tokens.append(child_tokens)
             seen_scores.append(child_scores)
             seen_parents.append(chosen.repeat_interleave(topk, dim=1))
@@ -236,7 +238,7 @@ class FixedTree(TreeShape):
         index = {path: i + 1 for i, path in enumerate(self._paths)}
         self._parents = torch.tensor([-1, *(index.get(path[:-1], 0) for path in self._paths)], device=device)
 
-    def grow(self, tokens: Tensor, scores: Tensor, expand: Expand) -> tuple[Tensor, Tree]:
+    def grow(self, tokens: Tensor, scores: Tensor, expand: Expand, *, ids: Tensor | None = None) -> tuple[Tensor, Tree]:
         """Fill in the tokens, level by level."""
         del scores  # the shape doesn't depend on them
         batch = tokens.shape[0]
@@ -248,7 +250,8 @@ class FixedTree(TreeShape):
             tree = Tree.from_parents(parents, depth=len(level[0]) - 1)
             level_tokens = torch.stack([token_of[path] for path in expanded], dim=1)
             logits = expand(Level(level_tokens, parents, tree.depths + 1, tree.mask, len(level)))
-            ranked = logits.topk(self._branches, dim=-1).indices  # [B, fresh, T]
+            columns = logits.topk(self._branches, dim=-1).indices
+            ranked = columns if ids is None else ids[columns]  # [B, fresh, T]
             for i, path in enumerate(level):
                 token_of |= {child: ranked[:, i, child[-1]] for child in self._paths if child[:-1] == path}
         tree = Tree.from_parents(self._parents.expand(batch, -1), depth=self.depth)
