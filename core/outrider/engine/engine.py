@@ -70,6 +70,11 @@ class Engine:
         self.proposer = proposer = proposer or PlainProposer()
         self._tokenizer = tokenizer
         _check_policy(backend)
+        if config.batch_invariant and not model.kernels.row_invariant:
+            raise ConfigError(
+                "batch_invariant is set, but the model was made with kernels that aren't; use Engine.from_checkpoint, or "
+                "make the Decoder with backend.kernels.batch_invariant()"
+            )
         self.max_context = _max_context(config, model)
         width = proposer.draft_tokens + 1
         table_width = -(-self.max_context // config.page_size)
@@ -172,6 +177,8 @@ class Engine:
         if speculate not in SPECULATE:
             raise ConfigError(f"speculate is {speculate!r}; expected one of {', '.join(SPECULATE)}")
         model = load_decoder(model_dir, backend=backend, dtype=config.torch_dtype, progress=progress)
+        if config.batch_invariant:
+            model = Decoder(model.config, model.weights, backend.kernels.batch_invariant())
         proposer: Proposer = PlainProposer()
         if speculate == "eagle":
             if draft_dir is None:
