@@ -169,6 +169,26 @@ def test_samples_are_requests_with_seeds_of_their_own(bundle64, prompt_tokens):
     assert results[3].token_ids == bundle64.plain(other, 20).token_ids[:4]
 
 
+@pytest.mark.parametrize(("prefix_cache", "abort_first"), [(True, False), (True, True), (False, False)])
+def test_samples_share_the_pages_of_the_prompt(bundle64, prompt_tokens, prefix_cache, abort_first):
+    prompt = prompt_tokens[0][:40]
+    engine = bundle64.engine(max_context=96, page_size=8, num_pages=20, max_requests=4, prefix_cache=prefix_cache)
+    pages = engine.free_pages
+    first = engine.add_request(prompt, SamplingParams(max_tokens=6, temperature=1.0, n=4))
+    if abort_first:
+        engine.abort(first)
+    least, tokens = pages, {}
+    while engine.has_unfinished:
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.tokens)
+        least = min(least, engine.free_pages)
+    assert [len(drawn) for drawn in tokens.values()] == [0 if abort_first else 6, 6, 6, 6]
+    if prefix_cache and not abort_first:
+        assert pages - least <= 4 + 4 * 3, "four pages are shared, each sample has a few of its own"
+    if not prefix_cache:
+        assert pages - least > 4 + 4 * 3, "the net catches"
+
+
 def test_derived_seeds():
     assert derived_seed(5, 0) == 5
     seeds = {derived_seed(seed, index) for seed in range(-50, 50) for index in range(50)}

@@ -24,7 +24,8 @@ class EngineConfig:
     the reserved one included; None: enough for every request at full context. ``max_context``: tokens of prompt and
     output together; None: the model's, at most 4096. ``prefill_chunk``: prompt tokens processed in an iteration.
     ``draft_tokens``: length of a draft chain. ``dtype``: of weights, activations and cache. ``overlap``: the host plans
-    an iteration while the one before runs, and reads its results one iteration later.
+    an iteration while the one before runs, and reads its results one iteration later. ``prefix_cache``: requests share
+    the pages of a common prefix.
 
     ``penalties``: hold token counts for repetition, presence and frequency penalties, 4 bytes for each request row and
     token of the vocabulary. ``max_logprobs``: the most likeliest tokens that a request may ask for.
@@ -40,6 +41,7 @@ class EngineConfig:
     draft_tokens: int = 4
     dtype: str = "float32"
     overlap: bool = False
+    prefix_cache: bool = True
     penalties: bool = True
     max_logprobs: int = 20
     batch_invariant: bool = False

@@ -13,13 +13,13 @@ from outrider.engine.config import EngineConfig
 from outrider.engine.fences import FenceSet
 from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.options import OptionTable
-from outrider.engine.pages import FreeList
+from outrider.engine.pages import FreeList, PagePool
 from outrider.engine.request import Completion, FinishReason, Request, StepOutput
 from outrider.engine.results import Results, Ticket
 from outrider.engine.rows import FutureMap, RowTable
 from outrider.engine.sampling import MAX_LOGIT_BIAS, SamplingParams
-from outrider.engine.scheduler import Scheduler
-from outrider.engine.staging import Staging, staging_capacity
+from outrider.engine.scheduler import OutOfPages, Scheduler, SchedulerLimits
+from outrider.engine.staging import Batch, Staging, staging_capacity
 from outrider.engine.step import Step, StepParts, Streams
 from outrider.engine.text import StopText
 from outrider.model import Decoder, KVCache, Tokenizer, load_decoder, load_eagle
@@ -127,9 +127,8 @@ class Engine:
         self._results = results
         self._scheduler = Scheduler(
             rows=FreeList("request row", config.max_requests + 1),
-            pages=FreeList("KV page", pages),
-            page_size=config.page_size,
-            prefill_chunk=config.prefill_chunk,
+            pages=PagePool(count=pages, page_size=config.page_size, ahead=proposer.lookahead, share=config.prefix_cache),
+            limits=SchedulerLimits(growth=width, slots=width, prefill_chunk=config.prefill_chunk),
         )
         self._step = Step(
             StepParts(
@@ -207,7 +206,7 @@ class Engine:
 
     @property
     def free_pages(self) -> int:
-        """KV pages that no request holds."""
+        """KV pages that no request holds; some of them may be cached prefixes."""
         return self._scheduler.pages.available
 
     @property
@@ -217,10 +216,13 @@ class Engine:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def add_request(self, tokens: Sequence[int], params: SamplingParams | None = None) -> int:
-        """Queue a request; returns its id. Raises :class:`RequestError` for one that can't be served.
+    def add_request(self, tokens: Sequence[int], params: SamplingParams | None = None, *, priority: int = 0) -> int:
+        """Queue a request; returns its id. A higher ``priority`` goes first and is preempted last.
 
-        With ``n`` samples, each is a request of its own; their ids follow each other and the first is returned.
+        With ``n`` samples, each is a request of its own; their ids follow each other and the first is returned. The others
+        start once the first one's prompt is on its way, and share its pages.
+
+        Raises :class:`RequestError` for a request that can't be served.
         """
         params = params or SamplingParams()
         prompt = tuple(int(token) for token in tokens)
@@ -229,15 +231,20 @@ class Engine:
         if not params.ignore_eos:
             stops.update(self.model.config.eos_token_ids)
         self._check_options(params, stops)
-        first = self._next_id
+        samples = []
         for index in range(params.n):
-            request = Request(self._next_id, prompt, params.sample(index), frozenset(stops))
+            request = Request(self._next_id, prompt, params.sample(index), frozenset(stops), priority)
             if params.stop:
                 request.stop_text = StopText(self.tokenizer.stream(), params.stop, overlook=params.min_tokens)
             self._next_id += 1
             self._requests[request.id] = request
-            self._scheduler.add(request)
-        return first
+            samples.append(request)
+        first = samples[0]
+        first.followers = samples[1:]
+        self._scheduler.add(first)
+        if not self.config.prefix_cache:
+            self._start_followers(first)
+        return first.id
 
     def abort(self, request_id: int) -> None:
         """End a request now. What it has produced so far stays valid; its last iteration, if one is in flight, is
@@ -249,6 +256,7 @@ class Engine:
         request.finish_reason = FinishReason.ABORT
         self._pending.append(StepOutput(request.id, (), FinishReason.ABORT, text=_text_of(request)))
         self._scheduler.drop_waiting(request)
+        self._start_followers(request)
         self._scheduler.retire()
 
     def step(self) -> list[StepOutput]:
@@ -257,10 +265,13 @@ class Engine:
         With ``overlap`` the iteration is launched, and the results are those of the one before.
         """
         with self.backend.guard("running an iteration"):
-            batch = self._scheduler.next_batch()
+            batch = self._next_batch()
             if batch is not None:
                 self._in_flight.append(self._step.launch(batch))
                 self._counts["iterations"] += 1
+                for chunk in batch.prefill:
+                    if chunk.final:
+                        self._start_followers(chunk.request)
             keep = 1 if self.config.overlap and batch is not None else 0
             while len(self._in_flight) > keep:
                 self._handle_oldest()
@@ -343,6 +354,21 @@ class Engine:
         if wrong is not None:
             raise RequestError(f"token {wrong} of the prompt is outside the model's vocabulary of {vocabulary}")
 
+    def _next_batch(self) -> Batch | None:
+        """The scheduler's next batch. Where it must preempt, what is in flight is handled first: that's rare."""
+        try:
+            return self._scheduler.next_batch()
+        except OutOfPages:
+            self.drain()
+            return self._scheduler.next_batch()
+
+    def _start_followers(self, request: Request) -> None:
+        """Queue the samples that waited for the prompt of ``request``, to share its pages."""
+        for follower in request.followers:
+            if not follower.finished:
+                self._scheduler.add(follower)
+        request.followers = []
+
     def _check_options(self, params: SamplingParams, stops: set[int]) -> None:
         vocabulary, listed = self.model.config.vocab_size, dict(params.biases)
         wrong = next((token for token in listed if token >= vocabulary), None)
@@ -400,6 +426,7 @@ class Engine:
                 request.finish_reason = FinishReason.LENGTH
                 break
         request.output.extend(taken)
+        self._scheduler.register(request, len(request.prompt) + len(request.output) - 1)
         self._counts["emitted_tokens"] += len(taken)
         request.logprobs.extend(logprobs[: len(taken)])
         text = _text_of(request)
