@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from outrider import SamplingParams
 from outrider.device import KernelSet, RequestError
 from outrider.engine.sampling import derived_seed
+from outrider.engine.scheduler import Scheduler
 
 NEW = 24
 
@@ -93,6 +94,22 @@ def test_options_equal_a_loop_by_hand(bundle64, reference, prompt_tokens, drawn,
     params = [SamplingParams(max_tokens=12, stop_token_ids=stops, ignore_eos=True, **given) for _, _, given in drawn]
     for prompt, chosen, result in zip(prompts, params, engine.generate(prompts, params), strict=True):
         assert result.token_ids == by_hand(reference, prompt, chosen, stops)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_preempted_request_keeps_its_history(bundle64, reference, prompt_tokens, overlap, monkeypatch):
+    preempted = []
+    preempt = Scheduler._preempt
+    monkeypatch.setattr(Scheduler, "_preempt", lambda self: preempted.append(preempt(self)))
+    engine = bundle64.engine(max_requests=3, page_size=4, num_pages=22, max_context=48, overlap=overlap)
+    prompts = [tokens[:12] for tokens in prompt_tokens[:4]]
+    params = SamplingParams(
+        max_tokens=NEW, repetition_penalty=1.2, frequency_penalty=0.8, min_tokens=20, stop_token_ids=(13,)
+    )
+    stops = {13, *bundle64.target.config.eos_token_ids}
+    for prompt, result in zip(prompts, engine.generate(prompts, params), strict=True):
+        assert result.token_ids == by_hand(reference, prompt, params, stops)
+    assert preempted
 
 
 def test_the_drafted_prefix_matters(bundle64, reference, prompt_tokens, monkeypatch):

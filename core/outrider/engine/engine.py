@@ -70,10 +70,10 @@ class Engine:
         self.proposer = proposer = proposer or PlainProposer()
         self._tokenizer = tokenizer
         _check_policy(backend)
-        if config.batch_invariant and not model.kernels.row_invariant:
+        if config.batch_invariant and not (model.native and model.kernels.row_invariant):
             raise ConfigError(
-                "batch_invariant is set, but the model was made with kernels that aren't; use Engine.from_checkpoint, or "
-                "make the Decoder with backend.kernels.batch_invariant()"
+                "batch_invariant is set, but the model doesn't run on kernels that are; use Engine.from_checkpoint with a "
+                "model of a supported family, or make the Decoder with backend.kernels.batch_invariant()"
             )
         self.max_context = _max_context(config, model)
         width = proposer.draft_tokens + 1
