@@ -6,7 +6,7 @@ import torch
 from outrider.device import AttentionMetadata, KernelSet
 from outrider.device.kernels.invariant import InvariantKernels
 
-EXACT = {"bias_logits", "penalize_logits", "count_tokens"}
+EXACT = {"bias_logits", "penalize_logits", "count_tokens", "move_cache"}
 """Single additions, products, quotients and copies: each is rounded once, whatever the shape of the call."""
 
 PLAIN, KERNELS = KernelSet(), KernelSet().batch_invariant()
@@ -47,6 +47,8 @@ def test_linear(dtype, tile, shape):
     kernels = InvariantKernels(PLAIN, tile=tile)
     assert same_in_any_company(lambda rows: kernels.linear(rows, weight, bias), x)
     torch.testing.assert_close(kernels.linear(x, weight, bias), PLAIN.linear(x, weight, bias), atol=2e-2, rtol=2e-2)
+    levels = x[:36].view(9, 4, wide)
+    assert torch.equal(kernels.linear(levels, weight, bias).flatten(0, 1), kernels.linear(x, weight, bias)[:36])
 
 
 def test_the_same_check_fails_plain_kernels():

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import ConfigError, KernelSet
-from outrider.speculative.eagle import EagleProposer
+from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import PlainProposer
+from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
 
 CONTEXT = 96
@@ -66,12 +67,12 @@ def run_in_company(make, prompt_tokens, prompt, params, *, others, arrival, **co
     return tuple(tokens), tuple(logprobs)
 
 
-def alone(make, prompt, params):
-    (result,) = make(max_context=CONTEXT, max_requests=1).generate([prompt], params)
+def alone(make, prompt, params, **config):
+    (result,) = make(max_context=CONTEXT, max_requests=1, **config).generate([prompt], params)
     return result.token_ids, result.logprobs
 
 
-@pytest.mark.parametrize("speculate", ["eagle", "none"])
+@pytest.mark.parametrize("speculate", ["eagle", "none", "tree"])
 @given(
     company=company,
     number=st.integers(0, 39),
@@ -127,13 +128,16 @@ def makers(bundle, *, invariant):
 
     def make(speculate, **config):
         config = EngineConfig(dtype="float32", batch_invariant=invariant, draft_tokens=3, **config)
-        proposer = EagleProposer(head, draft_tokens=3) if speculate == "eagle" else PlainProposer()
+        if speculate == "tree":
+            proposer = EagleTreeProposer(head, DynamicTree(topk=2, depth=3, nodes=5))
+        else:
+            proposer = EagleProposer(head, draft_tokens=3) if speculate == "eagle" else PlainProposer()
         return Engine(target, bundle.backend, proposer=proposer, config=config)
 
     return make
 
 
-@pytest.mark.parametrize("speculate", ["eagle", "none"])
+@pytest.mark.parametrize("speculate", ["eagle", "none", "tree"])
 @given(company=company, number=st.integers(0, 39), temperature=st.sampled_from([0.0, 1.0]))
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_bit_is_the_same_in_the_invariant_mode(bundle32, prompt_tokens, speculate, company, number, temperature):
@@ -144,7 +148,9 @@ def test_every_bit_is_the_same_in_the_invariant_mode(bundle32, prompt_tokens, sp
     def made(**config):
         return make(speculate, **config)
 
-    assert run_in_company(made, prompt_tokens, prompt, params, **company) == alone(made, prompt, params)
+    assert run_in_company(made, prompt_tokens, prompt, params, **company) == alone(
+        made, prompt, params, page_size=company["page_size"]
+    )
 
 
 def test_bits_differ_without_the_mode(bundle32, prompt_tokens):

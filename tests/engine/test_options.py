@@ -75,14 +75,15 @@ options = st.fixed_dictionaries(
 @given(
     drawn=st.lists(st.tuples(st.integers(0, 39), st.integers(1, 40), options), min_size=1, max_size=4),
     draft_tokens=st.integers(0, 4),
+    tree=st.booleans(),
     max_requests=st.integers(1, 3),
     overlap=st.booleans(),
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_options_equal_a_loop_by_hand(bundle64, reference, prompt_tokens, drawn, draft_tokens, max_requests, overlap):
-    """Rows are reused by requests with other options; chains of any length give the same tokens."""
+def test_options_equal_a_loop_by_hand(bundle64, reference, prompt_tokens, drawn, draft_tokens, tree, max_requests, overlap):
+    """Rows are reused by requests with other options; chains and trees of any length give the same tokens."""
     engine = bundle64.engine(
-        speculate="eagle" if draft_tokens else "none",
+        speculate="none" if draft_tokens == 0 else "tree" if tree else "eagle",
         draft_tokens=max(draft_tokens, 1),
         max_context=96,
         max_requests=max_requests,
@@ -143,7 +144,7 @@ def test_nothing_is_processed_without_options(bundle64, prompt_tokens, monkeypat
         engine.generate([prompt_tokens[0][:9]], SamplingParams(top_k=3, temperature=1.0))
 
 
-@pytest.mark.parametrize("speculate", ["eagle", "none"])
+@pytest.mark.parametrize("speculate", ["eagle", "none", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logprobs_are_those_of_the_model(bundle64, reference, prompt_tokens, speculate, temperature):
     engine = bundle64.engine(speculate=speculate, max_context=80, max_requests=3, overlap=True)

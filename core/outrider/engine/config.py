@@ -30,7 +30,7 @@ class EngineConfig:
     ``penalties``: hold token counts for repetition, presence and frequency penalties, 4 bytes for each request row and
     token of the vocabulary. ``max_logprobs``: the most likeliest tokens that a request may ask for.
     ``batch_invariant``: a request's output is bit for bit the same whatever else runs, with kernels that are slower; it
-    still depends on ``max_context``.
+    still depends on ``max_context`` and ``page_size``.
     """
 
     max_requests: int = 8

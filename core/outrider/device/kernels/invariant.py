@@ -29,7 +29,7 @@ class InvariantKernels(KernelSet):
     another. ``tile`` 1 needs only the first; the tests check both where they run.
 
     *Attention.* One token a call, over every page that its request's table has, with what it doesn't see masked: the length
-    of the call depends on the engine's ``max_context`` alone. The masked part has weight 0, which adds nothing.
+    of the call depends on the engine's ``max_context`` and page size alone. The masked part has weight 0, which adds nothing.
 
     *Cost.* Weights are read once a tile; attention costs the same for a short context as for the longest; and there are
     many more launches. The size of a batch is a host number, so nothing is read from the device, and a capture works.
@@ -48,11 +48,12 @@ class InvariantKernels(KernelSet):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """In tiles of one height."""
-        rows, tile = x.shape[0], self._tile
-        padded = F.pad(x, (0, 0, 0, -rows % tile))
+        flat = x.reshape(-1, x.shape[-1])  # a tree's levels come with a dimension more
+        rows, tile = flat.shape[0], self._tile
+        padded = F.pad(flat, (0, 0, 0, -rows % tile))
         # A slice may be aligned otherwise than its tile at another place, and libraries look at that: each is a copy.
         parts = [self._inner.linear(part.clone(), weight, bias) for part in padded.split(tile)]
-        return torch.cat(parts)[:rows]
+        return torch.cat(parts)[:rows].view(*x.shape[:-1], weight.shape[0])
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """A copy of rows."""
@@ -186,7 +187,28 @@ class InvariantKernels(KernelSet):
         """A request at a time."""
         return _each(self._inner.truncate_logits, logits, temperature, top_k, top_p, min_p)
 
-    # Biases, penalties and counts add, multiply and divide single numbers, which is exact whatever the shape.
+    def verify_tree(
+        self,
+        target_logits: Tensor,
+        tokens: Tensor,
+        parents: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        *,
+        depth: int,
+        sampling: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A request at a time."""
+        operands = (target_logits, tokens, parents, temperature, seeds, positions)
+        results = [
+            self._inner.verify_tree(*(operand[i : i + 1].clone() for operand in operands), depth=depth, sampling=sampling)
+            for i in range(tokens.shape[0])
+        ]
+        chosen, path, accepted = zip(*results, strict=True)
+        return torch.cat(chosen), torch.cat(path), torch.cat(accepted)
+
+    # Biases, penalties and counts add, multiply and divide single numbers, and a move copies them, whatever the shape is.
 
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """A request at a time."""

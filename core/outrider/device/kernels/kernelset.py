@@ -44,7 +44,7 @@ class KernelSet:
         return InvariantKernels(self)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x [T, in] @ weight[out, in].T + bias`` → [T, out]."""
+        """``x [..., in] @ weight[out, in].T + bias`` → [..., out]."""
         return F.linear(x, weight, bias)
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
