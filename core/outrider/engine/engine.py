@@ -66,7 +66,7 @@ class Engine:
         self.proposer = proposer = proposer or PlainProposer()
         self._tokenizer = tokenizer
         _check_policy(backend)
-        self.max_context = _max_context(config, model)
+        self.max_context = _max_context(config, model, proposer)
         _check_tree(model, proposer)
         # A tree's nodes are scattered over slots behind the cached tokens, and all of them count until they're moved.
         spare = max(proposer.slots - 2, 0) if proposer.is_tree else 0
@@ -379,10 +379,13 @@ def _check_tree(model: Decoder, proposer: Proposer) -> None:
         )
 
 
-def _max_context(config: EngineConfig, model: Decoder) -> int:
+def _max_context(config: EngineConfig, model: Decoder, proposer: Proposer) -> int:
     limit = model.config.max_context
+    if proposer.max_context is not None:
+        limit = min(limit, proposer.max_context)
     if config.max_context is None:
         return min(limit, DEFAULT_MAX_CONTEXT)
     if config.max_context > limit:
-        raise ConfigError(f"max_context is {config.max_context}, the model was made for {limit} at most")
+        what = "model was" if limit == model.config.max_context else f"proposer {proposer.name!r} was"
+        raise ConfigError(f"max_context is {config.max_context}, the {what} made for {limit} at most")
     return config.max_context

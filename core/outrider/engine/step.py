@@ -281,7 +281,10 @@ class Step:
 
     def _forward(self, flat: ForwardInput) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The target's final hidden states, and those of inner layers that the proposer wants to see."""
-        return self._parts.model.forward_captured(flat, self._parts.cache, self._parts.proposer.capture_layers)
+        parts, layers = self._parts, self._parts.proposer.capture_layers
+        if layers:
+            return parts.model.forward_captured(flat, parts.cache, layers)
+        return parts.model.forward(flat, parts.cache), ()
 
     def _accept(
         self, logits: Tensor, draft: Draft, verify: VerifyInputs, sampling: bool
