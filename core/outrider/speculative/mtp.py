@@ -35,7 +35,7 @@ class MtpProposer(CachedProposer):
         count = len(heads) if draft_tokens is None else min(draft_tokens, len(heads))
         if count < 1 or branches < 1:
             raise ConfigError(
-                f"multi-token prediction by {count} heads with {branches} tokens each can't be; at least 1 each"
+                f"multi-token prediction by {count} heads with {branches} tokens each can't be; both are at least 1"
             )
         self._heads = tuple(heads[:count])
         self._branches = branches
