@@ -23,7 +23,9 @@ class EngineConfig:
     ``max_requests``: requests that run at the same time. ``page_size``: tokens a KV page. ``num_pages``: pages in all,
     the reserved one included; None: enough for every request at full context. ``max_context``: tokens of prompt and
     output together; None: the model's, at most 4096. ``prefill_chunk``: prompt tokens processed in an iteration.
-    ``draft_tokens``: length of a draft chain. ``dtype``: of weights, activations and cache. ``overlap``: the host plans
+    ``draft_tokens``: length of a draft chain, or of a tree's longest path. ``draft_topk``: children of a node that a draft
+    tree looks at; 1: a chain. ``draft_nodes``: tokens of a draft tree in all; None: ``draft_tokens * draft_topk``.
+    ``dtype``: of weights, activations and cache. ``overlap``: the host plans
     an iteration while the one before runs, and reads its results one iteration later. ``prefix_cache``: requests share
     the pages of a common prefix.
 
@@ -39,6 +41,8 @@ class EngineConfig:
     max_context: int | None = None
     prefill_chunk: int = 256
     draft_tokens: int = 4
+    draft_topk: int = 1
+    draft_nodes: int | None = None
     dtype: str = "float32"
     overlap: bool = False
     prefix_cache: bool = True
@@ -52,10 +56,11 @@ class EngineConfig:
             ("page_size", 1),
             ("prefill_chunk", 1),
             ("draft_tokens", 1),
+            ("draft_topk", 1),
             ("max_logprobs", 0),
         ):
             _check_int(name, getattr(self, name), least)
-        for name, least in (("num_pages", 2), ("max_context", 2)):
+        for name, least in (("num_pages", 2), ("max_context", 2), ("draft_nodes", 1)):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), least)
         for name in ("overlap", "penalties", "batch_invariant"):

@@ -22,11 +22,10 @@ from outrider.engine.scheduler import OutOfPages, Scheduler, SchedulerLimits
 from outrider.engine.staging import Batch, Staging, staging_capacity
 from outrider.engine.step import Step, StepParts, Streams
 from outrider.engine.text import StopText
-from outrider.model import Decoder, KVCache, Tokenizer, load_decoder, load_eagle
-from outrider.speculative.eagle import EagleProposer
+from outrider.model import Decoder, KVCache, Tokenizer, load_decoder
+from outrider.speculative.build import BUILDERS, DraftOptions, build
 from outrider.speculative.proposer import PlainProposer, Proposer
 
-SPECULATE = ("eagle", "none")
 DEFAULT_MAX_CONTEXT = 4096
 
 Progress = Callable[[str, int, int], None]
@@ -75,7 +74,7 @@ class Engine:
                 "batch_invariant is set, but the model doesn't run on kernels that are; use Engine.from_checkpoint with a "
                 "model of a supported family, or make the Decoder with backend.kernels.batch_invariant()"
             )
-        self.max_context = _max_context(config, model)
+        self.max_context = _max_context(config, model, proposer)
         _check_tree(model, proposer)
         # A tree's nodes are scattered over slots behind the cached tokens, and all of them count until they're moved.
         spare = max(proposer.slots - 2, 0) if proposer.is_tree else 0
@@ -177,21 +176,27 @@ class Engine:
     ) -> Engine:
         """Load a checkpoint (and its draft) and build an engine for it.
 
-        ``speculate`` is ``eagle``, which needs ``draft_dir``, or ``none``. ``progress(file, done, total)`` is told of
-        each tensor loaded. Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
+        ``speculate`` names a proposer (:data:`outrider.speculative.build.BUILDERS`); ``draft_dir`` holds the checkpoint of
+        those that have one. ``progress(file, done, total)`` is told of each tensor loaded. Raises
+        :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
         config = config or EngineConfig()
-        if speculate not in SPECULATE:
-            raise ConfigError(f"speculate is {speculate!r}; expected one of {', '.join(SPECULATE)}")
+        if speculate not in BUILDERS:  # before anything is loaded
+            raise ConfigError(f"speculate is {speculate!r}; expected one of {', '.join(sorted(BUILDERS))}")
         model = load_decoder(model_dir, backend=backend, dtype=config.torch_dtype, progress=progress)
         if config.batch_invariant:
             model = Decoder(model.config, model.weights, backend.kernels.batch_invariant())
-        proposer: Proposer = PlainProposer()
-        if speculate == "eagle":
-            if draft_dir is None:
-                raise ConfigError("speculate='eagle' needs the directory of an EAGLE head; give draft_dir (--draft)")
-            head = load_eagle(draft_dir, target=model, backend=backend, dtype=config.torch_dtype, progress=progress)
-            proposer = EagleProposer(head, draft_tokens=config.draft_tokens)
+        options = DraftOptions(
+            target=model,
+            backend=backend,
+            dtype=config.torch_dtype,
+            directory=draft_dir,
+            draft_tokens=config.draft_tokens,
+            topk=config.draft_topk,
+            nodes=config.draft_nodes,
+            progress=progress,
+        )
+        proposer = build(speculate, options)
         tokenizer = Tokenizer.from_checkpoint(model_dir)
         return cls(model, backend, proposer=proposer, config=config, tokenizer=tokenizer)
 
@@ -477,10 +482,13 @@ def _check_tree(model: Decoder, proposer: Proposer) -> None:
         )
 
 
-def _max_context(config: EngineConfig, model: Decoder) -> int:
+def _max_context(config: EngineConfig, model: Decoder, proposer: Proposer) -> int:
     limit = model.config.max_context
+    if proposer.max_context is not None:
+        limit = min(limit, proposer.max_context)
     if config.max_context is None:
         return min(limit, DEFAULT_MAX_CONTEXT)
     if config.max_context > limit:
-        raise ConfigError(f"max_context is {config.max_context}, the model was made for {limit} at most")
+        what = "model was" if limit == model.config.max_context else f"proposer {proposer.name!r} was"
+        raise ConfigError(f"max_context is {config.max_context}, the {what} made for {limit} at most")
     return config.max_context

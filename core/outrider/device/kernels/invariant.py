@@ -163,43 +163,6 @@ class InvariantKernels(KernelSet):
         sampling: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """A request at a time."""
-        results = [
-            self._inner.verify_tree(
-                target_logits[i : i + 1].clone(),
-                tokens[i : i + 1],
-                parents[i : i + 1],
-                temperature[i : i + 1],
-                seeds[i : i + 1],
-                positions[i : i + 1],
-                depth=depth,
-                sampling=sampling,
-            )
-            for i in range(target_logits.shape[0])
-        ]
-        decided, path, accepted = zip(*results, strict=True)
-        return torch.cat(decided), torch.cat(path), torch.cat(accepted)
-
-    def move_cache(self, k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
-        """A copy of rows."""
-        self._inner.move_cache(k_cache, v_cache, sources, destinations)
-
-    def truncate_logits(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-        """A request at a time."""
-        return _each(self._inner.truncate_logits, logits, temperature, top_k, top_p, min_p)
-
-    def verify_tree(
-        self,
-        target_logits: Tensor,
-        tokens: Tensor,
-        parents: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-        *,
-        depth: int,
-        sampling: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """A request at a time."""
         operands = (target_logits, tokens, parents, temperature, seeds, positions)
         results = [
             self._inner.verify_tree(*(operand[i : i + 1].clone() for operand in operands), depth=depth, sampling=sampling)
