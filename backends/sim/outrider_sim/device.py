@@ -33,6 +33,7 @@ class Registered:
         self.name = name
         self.dispatcher = dispatcher
         self.module = module
+        self.backend: Any = None  # the one made last: torch calls outside any scope are its
         self._kept = kept
 
 

@@ -116,18 +116,22 @@ class Dispatcher:
             # A scalar travels with the launch: its value is taken now.
             key.append(("host scalar", value.dtype))
             return (value.plain(write=False) if isinstance(value, PinnedTensor) else value).detach().clone()
-        if info.takes_host_indices and value.device.type == "cpu":
-            moved = self.to_device(value, value.dtype, non_blocking=False)
-            key.append(moved._meta)
-            return moved._inner
         raise RuntimeError(
             f"{info.name}: expected all tensors to be on the same device, but found at least two devices, {self.device} and "
             f"{value.device}!"
         )
 
+    def _index(self, index: Tensor | None) -> Tensor | None:
+        """torch moves index tensors from the host to the device by itself."""
+        if index is None or isinstance(index, SimTensor):
+            return index
+        return self.to_device(index, index.dtype, non_blocking=False)
+
     # -- the common way ---------------------------------------------------------------------------------------------
 
     def _compute(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if info.takes_host_indices:
+            args = (args[0], [self._index(i) for i in args[1]], *args[2:])
         key: list[Any] = []
         inner: list[Any] = []
         for value in args:

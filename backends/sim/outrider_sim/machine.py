@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from outrider.device import DeadlockError, DeviceError, DeviceFault, DeviceLost, StreamOrderError
@@ -71,6 +72,7 @@ class Machine:
         self.tap: Tap | None = None
         self.lost: DeviceLost | None = None
         self.tracks = False  # operations carry their accesses
+        self.quiet: Callable[[], AbstractContextManager[Any]] = nullcontext  # opened around operations that run
         self._failed: DeviceError | None = None
         self._lock = threading.RLock()
         self._local = _Local()
@@ -336,7 +338,8 @@ class Machine:
         me.action, me.ready = action, ready
         me.waits_for = what
         try:
-            self._take_turns(me)
+            with self.quiet():
+                self._take_turns(me)
         except BaseException as error:
             # Whoever meets the failure, every other thread must end too: none of them can be picked any more.
             self.diverged = self.diverged or error

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import OutOfDeviceMemory
+from outrider_sim.source import python_line
 
 if TYPE_CHECKING:
     from outrider_sim.machine import Machine
@@ -40,8 +41,9 @@ class Block:
         self.stream = stream
         self.nbytes = nbytes
         self.address = address
-        bytes_ = torch.empty(nbytes, dtype=torch.uint8)
-        self.fill = bytes_.view(torch.int16)
+        with torch._C._InferenceMode(False):  # an inference tensor couldn't be written outside that mode
+            bytes_ = torch.empty(nbytes, dtype=torch.uint8)
+            self.fill = bytes_.view(torch.int16)
         self.typed: dict[torch.dtype, Tensor] = {torch.uint8: bytes_}
         # One tensor for each way in which the block was ever used: loops find theirs here.
         self.views: dict[Meta, Tensor] = {}
@@ -71,10 +73,11 @@ class Block:
 class Pool:
     """Free blocks by stream and size. `graph` names the graph whose private pool this is."""
 
-    __slots__ = ("free", "graph", "reserved")
+    __slots__ = ("dead", "free", "graph", "reserved")
 
     def __init__(self, graph: str = "") -> None:
         self.graph = graph
+        self.dead = False  # blocks that come back are dropped
         self.free: dict[tuple[int, int], list[Block]] = {}
         self.reserved = 0
 
@@ -82,7 +85,7 @@ class Pool:
 class Allocation:
     """One use of a block. Dropping the last reference frees it. `id` is never used twice."""
 
-    __slots__ = ("block", "id", "line", "machine_memory", "nbytes", "stream")
+    __slots__ = ("block", "id", "line", "machine_memory", "nbytes", "stream", "users")
 
     def __init__(self, memory: Memory, block: Block, ident: int, nbytes: int, stream: StreamQueue) -> None:
         self.machine_memory = memory
@@ -91,6 +94,13 @@ class Allocation:
         self.nbytes = nbytes
         self.stream = stream
         self.line: Any = None
+        self.users: list[tuple[StreamQueue, int]] | None = None
+
+    def used_by(self, stream: StreamQueue) -> None:
+        """Don't hand the memory out again before what `stream` holds now has run."""
+        if self.users is None:
+            self.users = []
+        self.users.append((stream, stream.issued))
 
     def __del__(self) -> None:
         self.machine_memory.release(self)
@@ -115,6 +125,8 @@ class Memory:
         self.peak = 0
         self.reserved = 0
         self._next = _BASE
+        # Blocks that were freed while a stream of `record_stream` still had work.
+        self._held: list[tuple[Block, list[tuple[StreamQueue, int]]]] = []
         self._ids = 0
         self._faults = frozenset(n for kind, n in options.faults if kind == "oom")
 
@@ -126,6 +138,8 @@ class Memory:
         self.count += 1
         if self.count in self._faults:
             raise OutOfDeviceMemory(f"allocation {self.count} of {nbytes} bytes failed on request (fault=oom@{self.count})")
+        if self._held:
+            self._return_held()
         size = _rounded(nbytes)
         capture = stream.capture
         pool = self.pool if capture is None else capture.pool
@@ -141,6 +155,7 @@ class Memory:
         made = Allocation(self, block, self._ids, nbytes, stream)
         tap = self.machine.tap
         if tap is not None:
+            made.line = python_line()
             tap.allocated(made, block.last)
         block.last = self._ids
         return made
@@ -148,11 +163,25 @@ class Memory:
     def release(self, allocation: Allocation) -> None:
         """Take a block back; the bytes are poisoned after what its stream holds now."""
         block = allocation.block
-        stream = block.stream
         self.allocated -= block.nbytes
         tap = self.machine.tap
         if tap is not None:
             tap.freed(allocation)
+        if allocation.users is not None and any(stream.done < issued for stream, issued in allocation.users):
+            self._held.append((block, allocation.users))
+        else:
+            self._give_back(block)
+
+    def _return_held(self) -> None:
+        held, self._held = self._held, []
+        for block, users in held:
+            if any(stream.done < issued for stream, issued in users):
+                self._held.append((block, users))
+            else:
+                self._give_back(block)
+
+    def _give_back(self, block: Block) -> None:
+        stream = block.stream
         if self.poison:
             if stream.capture is not None and block.pool is stream.capture.pool:
                 stream.capture.poison(block, stream)
@@ -160,15 +189,24 @@ class Memory:
                 stream.poison.append((stream.issued, block))
             else:
                 block.fill_poison()
-        block.pool.free.setdefault((stream.id, block.nbytes), []).append(block)
+        pool = block.pool
+        if pool.dead:
+            self.reserved -= block.nbytes
+            pool.reserved -= block.nbytes
+        else:
+            pool.free.setdefault((stream.id, block.nbytes), []).append(block)
 
     def empty_cache(self) -> None:
         """Give free blocks back. Nobody may have work in flight that touches them, as on a device."""
         self._drop(self.pool)
 
-    def drop_pool(self, pool: Pool) -> None:
-        """The graphs of a private pool are gone."""
-        self._drop(pool)
+    def start_over(self) -> None:
+        """Forget every free block, so that the next run finds memory as the first one did."""
+        self._drop(self.pool)
+        self.pool.dead = True
+        self.pool = Pool()
+        self.count = 0
+        self.peak = self.allocated
 
     def _drop(self, pool: Pool) -> None:
         for blocks in pool.free.values():

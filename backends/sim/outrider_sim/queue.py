@@ -117,6 +117,7 @@ class Op:
         "name",
         "order",
         "post",
+        "report",
         "rows",
         "seed",
         "seq",
@@ -147,13 +148,21 @@ class Op:
         self.host_time = 0.0
         self.accesses: tuple[Access, ...] = ()
         self.line: Any = None
+        self.report: Any = None  # what a tool made of it when it was enqueued
         self.rows: Any = None  # how to find the rows that it touches, from its operands when it runs
         self.seed: Any = None
 
     def again(self) -> Op:
         """A copy of this operation, for another issue of it."""
         op = Op(self.kind, self.name, self.fn, self.args, self.kwargs, self.post, self.target, self.cost)
-        op.order, op.accesses, op.line, op.rows, op.seed = self.order, self.accesses, self.line, self.rows, self.seed
+        op.order, op.accesses, op.line, op.rows, op.seed, op.report = (
+            self.order,
+            self.accesses,
+            self.line,
+            self.rows,
+            self.seed,
+            self.report,
+        )
         return op
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +18,28 @@ from outrider_sim.queue import Access, Action, Kind, Op, StreamQueue
 from outrider_sim.source import python_line
 
 
+def _quiet() -> AbstractContextManager[Any]:
+    """Run host kernels below everything that is ambient where they happen to run: modes, autocast, autograd."""
+    guard: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(_AMBIENT)
+    return guard
+
+
+_AMBIENT = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+)
+
+
 class Sim:
     """The state behind one backend object. Tensors keep the memory that they live in, whatever device is current."""
 
     def __init__(self, options: SimOptions) -> None:
         self.options = options
         self.machine = Machine(options)
+        self.machine.quiet = _quiet
         self.memory = Memory(self.machine)
         self.seeds = random.Random(options.seed)
 

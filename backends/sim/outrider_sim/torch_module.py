@@ -30,6 +30,7 @@ def make_module(name: str) -> ModuleType:
         "set_device": lambda device: None,
         "_is_in_bad_fork": lambda: False,
         "device": _DeviceScope,
+        "manual_seed_all": lambda seed: None,
     }
     for key, value in members.items():
         setattr(module, key, value)
