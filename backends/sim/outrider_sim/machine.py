@@ -116,7 +116,18 @@ class Machine:
 
     def schedule(self) -> Schedule:
         """The departures from the order of the program since the last reset."""
+        if not self._asks:
+            self._note_lazy(self.main, 1)
         return Schedule.of(self.delays)
+
+    def _note_lazy(self, me: HostThread, further: int) -> None:
+        """Where the host runs first nobody is asked, so note what that came to: what is queued now waited until here."""
+        step = me.step - 1 + further
+        if step >= 0:
+            after = Step(me.label, step)
+            for stream in self.streams:
+                if stream.queue:
+                    self.delays[Step(stream.label, stream.done)] = after
 
     def reset(self, strategy: Strategy | None = None) -> None:
         """Drain, then forget decisions, indices, virtual time and errors. Memory and streams stay.
@@ -316,6 +327,8 @@ class Machine:
         me = self._local.thread or self.main
         if self.lost is not None:
             raise self.lost_again()
+        if not self._asks:
+            self._note_lazy(me, 0)
         self._turns(me, Action("sync", target), ready, what)
         self._settle(me, target)
         if self.lost is not None:
