@@ -30,6 +30,7 @@ from outrider.device import (
     Waiter,
 )
 from outrider_sim.device import register
+from outrider_sim.exhaustive import Exhaustive
 from outrider_sim.graphs import Capture, Program
 from outrider_sim.memory import Pool
 from outrider_sim.options import SimOptions
@@ -305,7 +306,9 @@ class SimBackend(Backend):
         """See `SimControl.reset`."""
         machine = self.sim.machine
         machine.reset(strategy)
-        self.sim.memory.start_over()
+        floor = self.sim.memory.start_over(getattr(strategy, "floor", None))
+        if isinstance(strategy, Exhaustive):
+            strategy.floor = floor
         self.sim.manual_seed(self.sim.options.seed)
         # A stream that only these lists hold was made by a run that is over; its name is free again.
         held = [s for s in self._streams if s is self.default_stream or sys.getrefcount(s) > _ONLY_LISTED]

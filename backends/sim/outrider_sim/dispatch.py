@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import ROW_ACCESS, CaptureError
+from outrider.device import ROW_ACCESS, Access, CaptureError
 from outrider_sim import rows
 from outrider_sim.meta import Meta, Metas
 from outrider_sim.opinfo import OpInfo, Plan, Way
 from outrider_sim.pinned import PinnedTensor, alias
-from outrider_sim.queue import Access, Kind, Op, StreamQueue
+from outrider_sim.queue import Kind, Op, StreamQueue
 from outrider_sim.sim import Sim, host_extent
 from outrider_sim.source import python_line
 from outrider_sim.tensor import SimTensor, wrap
@@ -262,19 +262,21 @@ class Dispatcher:
             _note_access(accesses, name, value, info)
         accesses.extend(extent(made, True, "out") for made in outs if made is not None)
         op.accesses = tuple(accesses)
-        if self.current.machine.tap is not None:
+        machine = self.current.machine
+        if machine.tap is not None or machine.names is not None:
             op.line = python_line()
+        if machine.tap is not None:
             resolvers = ROW_ACCESS.get(info.name.partition(".")[0]) or rows.ATEN.get(info.name)
             if resolvers is not None:
                 bound = dict(zip(info.names, args, strict=False)) | dict(kwargs)
-                op.rows = rows.Resolver(resolvers, bound, info.writes, tuple(accesses), info.native)
+                op.rows = rows.Resolver(resolvers, bound, tuple(accesses), info.native)
 
     def note(self, op: Op, *accesses: Access) -> None:
         """Attach accesses and line to an operation that isn't a plain operator call."""
         machine = self.current.machine
         if machine.tracks:
             op.accesses = accesses
-            if machine.tap is not None:
+            if machine.tap is not None or machine.names is not None:
                 op.line = python_line()
 
     # -- views ------------------------------------------------------------------------------------------------------
@@ -333,7 +335,7 @@ class Dispatcher:
         return target
 
     def _become(self, target: SimTensor, inner: Tensor) -> None:
-        target._inner, target._meta = inner, self.metas.of(inner)
+        target._inner, target._meta, target._seen = inner, self.metas.of(inner), None
         with torch._C._DisableTorchDispatch():
             torch.ops.aten.as_strided_.default(target, inner.shape, inner.stride(), inner.storage_offset())
 
@@ -639,14 +641,18 @@ class Dispatcher:
 
 
 def extent(tensor: SimTensor, write: bool, argument: str) -> Access:
-    """The bytes of a device tensor."""
-    meta = tensor._meta
-    low = tensor._inner.storage_offset() * meta.itemsize
-    allocation = tensor._alloc
-    return Access(
-        allocation.id, allocation.block.address, low, low + meta.extent, write, argument, meta.shape, meta.stride,
-        meta.itemsize, meta.dense,
-    )  # fmt: skip
+    """The bytes of a device tensor; kept with the tensor, whose place never changes."""
+    seen = tensor._seen
+    if seen is None:
+        seen = tensor._seen = {}
+    found = seen.get((write, argument))
+    if found is None:
+        meta = tensor._meta
+        low = tensor._inner.storage_offset() * meta.itemsize
+        shape, stride = (None, None) if meta.dense else (meta.shape, meta.byte_stride)
+        found = Access(tensor._alloc.id, low, low + meta.extent, write, shape, stride, argument)
+        seen[write, argument] = found
+    return found
 
 
 class _Seeded:

@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from outrider.device import DeadlockError, DeviceError, DeviceFault, DeviceLost, StreamOrderError
+from outrider.device import Access, DeadlockError, DeviceError, DeviceFault, DeviceLost, StreamOrderError
 from outrider_sim.options import SimOptions
 from outrider_sim.queue import (
     ENQUEUE,
-    Access,
     Action,
     EventState,
     FlagState,
@@ -89,6 +88,8 @@ class Machine:
         self.runs = 0
         self.delays: dict[Step, Step] = {}
         self.diverged: BaseException | None = None
+        self.names: dict[str, str] | None = None  # where set, collects what each step was
+        self.bases: dict[int, int] = {}  # storage → address, while decisions look at accesses
         self._faults = {n: kind for kind, n in options.faults if kind != "oom"}
         self.queries = False
         self.strategy: Strategy
@@ -112,7 +113,8 @@ class Machine:
         # With one thread, the order of the program is: run whatever can run, oldest first.
         self._eager = type(self.strategy) is Strategy and alone and not self.options.late_copies
         self._asks = not (self.strategy.host_first and alone)
-        self.tracks = self.tap is not None or self.strategy.needs_accesses
+        self.tracks = self.tap is not None or self.strategy.needs_accesses or self.names is not None
+        self._sees_all = self.strategy.sees_all
 
     def schedule(self) -> Schedule:
         """The departures from the order of the program since the last reset."""
@@ -150,6 +152,7 @@ class Machine:
         self.seq = 0
         self.runs = 0
         self.queries = False
+        self.bases.clear()
         self._thread_count = 1
         for stream in self.streams:
             stream.issued = stream.done = stream.base_seq = 0
@@ -366,7 +369,7 @@ class Machine:
                     if me.finished:
                         return
                     raise self._deadlock()
-                pick = candidates[0] if len(candidates) == 1 else self._choose(candidates)
+                pick = candidates[0] if len(candidates) == 1 and not self._sees_all else self._choose(candidates)
                 if isinstance(pick, StreamQueue):
                     self._execute(pick)
                     continue
@@ -380,6 +383,8 @@ class Machine:
             me.ready = None
             if self._note is not None:
                 self._note(me.label, me.step)
+            if self.names is not None:
+                self.names[f"{me.label}.{me.step - 1}"] = f"the host: {action_text(me.action)}"
             return
 
     def _candidates(self) -> list[StreamQueue | HostThread]:
@@ -459,6 +464,8 @@ class Machine:
                 start = max(start, op.target.time)
         stream.clock = start + op.cost
         self.runs += 1
+        if self.names is not None:
+            self.names[f"{stream.label}.{index}"] = f"{op.name} at {op.line}" if op.line else op.name
         if stream.poison:
             self._poison(stream)
         if self._note is not None:
@@ -608,6 +615,13 @@ class Machine:
         if self.main.baton is not None:
             self.main.baton = threading.Semaphore(0)
         self.threads = [self.main]
+
+
+def action_text(action: Action) -> str:
+    """What a host thread did, in words."""
+    return {"enqueue": "enqueues", "query": "asks", "host": "touches pinned memory", "sync": "waits"}.get(
+        action.what, action.what
+    )
 
 
 def _can_run(op: Op) -> bool:

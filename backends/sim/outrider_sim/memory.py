@@ -93,7 +93,7 @@ class Allocation:
         self.id = ident
         self.nbytes = nbytes
         self.stream = stream
-        self.line: Any = None
+        self.line = ""
         self.users: list[tuple[StreamQueue, int]] | None = None
 
     def used_by(self, stream: StreamQueue) -> None:
@@ -157,8 +157,16 @@ class Memory:
         if tap is not None:
             made.line = python_line()
             tap.allocated(made, block.last)
+        if self.machine.tracks:
+            self.machine.bases[self._ids] = block.address
         block.last = self._ids
         return made
+
+    def take_address(self, nbytes: int) -> int:
+        """A range of simulated addresses, for memory that isn't a block (pinned host memory)."""
+        start = self._next
+        self._next += _rounded(nbytes) + _ALIGN
+        return start
 
     def release(self, allocation: Allocation) -> None:
         """Take a block back; the bytes are poisoned after what its stream holds now."""
@@ -200,13 +208,18 @@ class Memory:
         """Give free blocks back. Nobody may have work in flight that touches them, as on a device."""
         self._drop(self.pool)
 
-    def start_over(self) -> None:
-        """Forget every free block, so that the next run finds memory as the first one did."""
+    def start_over(self, floor: int | None) -> int:
+        """Forget every free block, so that the next run finds memory as the first one did; addresses start at `floor`
+        again, if one is given. Returns where they start.
+        """
         self._drop(self.pool)
         self.pool.dead = True
         self.pool = Pool()
         self.count = 0
         self.peak = self.allocated
+        if floor is not None:
+            self._next = floor
+        return self._next
 
     def _drop(self, pool: Pool) -> None:
         for blocks in pool.free.values():
@@ -223,8 +236,7 @@ class Memory:
                 f"{size} bytes don't fit: {self.reserved} of {self.limit} bytes are taken ({self.allocated} by tensors); "
                 "free tensors, or raise the option memory"
             )
-        block = Block(pool, stream, size, self._next, self.poison)
-        self._next += size + _ALIGN
+        block = Block(pool, stream, size, self.take_address(size), self.poison)
         self.reserved += size
         pool.reserved += size
         return block

@@ -11,7 +11,7 @@ from torch import Tensor
 class Meta:
     """What a tensor looks like, without its offset. Interned: equal metas are the same object."""
 
-    __slots__ = ("dense", "dtype", "extent", "itemsize", "nbytes", "numel", "shape", "stride")
+    __slots__ = ("byte_stride", "dense", "dtype", "extent", "itemsize", "nbytes", "numel", "shape", "stride")
 
     def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape = torch.Size(shape)
@@ -22,6 +22,7 @@ class Meta:
         # Bytes from the first to behind the last element.
         span = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1 if self.numel else 0
         self.extent = span * self.itemsize
+        self.byte_stride = tuple(s * self.itemsize for s in stride)
         self.nbytes = self.numel * self.itemsize
         self.dense = span == self.numel
 

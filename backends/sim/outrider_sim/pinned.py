@@ -23,7 +23,7 @@ class HostAllocation:
         storage = tensor.untyped_storage()
         self.address = self.id = storage.data_ptr()
         self.nbytes = storage.nbytes()
-        self.line: Any = None
+        self.line = ""
         self.release = release
 
     def __del__(self) -> None:

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+from outrider.device import Access
+
+
 class Kind(IntEnum):
     """What an operation does to the machine. Kinds up to COPY run a function, the others move events and flags."""
 
@@ -23,26 +26,6 @@ class Kind(IntEnum):
     FLAG_WAIT = 6
     FLAG_RESET = 7
     LAUNCH = 8
-
-
-class Access(NamedTuple):
-    """Bytes of one storage that an operation or the host reads or writes.
-
-    `storage` is the allocation's identity, `base` its address (two uses of one block have different identities and the
-    same address). `lo` and `hi` bound the bytes from the start, half open; `shape` and `stride` (elements) with `itemsize`
-    (bytes) say exactly which of them unless they are `dense`. `argument` is the operand's name in the schema.
-    """
-
-    storage: int
-    base: int
-    lo: int
-    hi: int
-    write: bool
-    argument: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    itemsize: int
-    dense: bool
 
 
 class Generation:
@@ -147,7 +130,7 @@ class Op:
         self.order = 0  # place in a graph
         self.host_time = 0.0
         self.accesses: tuple[Access, ...] = ()
-        self.line: Any = None
+        self.line = ""
         self.report: Any = None  # what a tool made of it when it was enqueued
         self.rows: Any = None  # how to find the rows that it touches, from its operands when it runs
         self.seed: Any = None

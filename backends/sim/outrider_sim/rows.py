@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider_sim.queue import Access
+from outrider.device import Access
 from outrider_sim.tensor import SimTensor
 
 
@@ -52,13 +52,12 @@ ATEN: Mapping[str, Mapping[str, Callable[[Mapping[str, Any]], Tensor | None]]] =
 class Resolver:
     """The operands of one queued operation, to be asked when it runs."""
 
-    __slots__ = ("_accesses", "_bound", "_flat_dims", "_resolvers", "_writes")
+    __slots__ = ("_accesses", "_bound", "_dims", "_looks", "_resolvers")
 
     def __init__(
         self,
         resolvers: Mapping[str, Callable[[Mapping[str, Any]], Tensor | None]],
         bound: Mapping[str, Any],
-        writes: frozenset[str],
         accesses: Sequence[Access],
         native: bool,
     ) -> None:
@@ -66,9 +65,13 @@ class Resolver:
         # Host tensors over the same bytes: the caller's wrappers may be gone by then.
         self._bound = {name: _inner(value) for name, value in bound.items()}
         self._accesses = {access.argument: access for access in accesses}
-        self._writes = writes
         # A row of torch's operators is one index of the first dimension, of the kernels' one of the first two.
-        self._flat_dims = 1 if native else 2
+        self._dims = 1 if native else 2
+        self._looks = {
+            name: (tuple(t.shape), tuple(s * t.element_size() for s in t.stride()), t.element_size())
+            for name, t in self._bound.items()
+            if name in resolvers and isinstance(t, Tensor)
+        }
 
     def __call__(self) -> tuple[Access, ...]:
         """The accesses, row by row (neighbours merged), of the operands that are indexed by data; the operand's whole
@@ -83,24 +86,24 @@ class Resolver:
             if rows is None:
                 found.append(whole)
             else:
-                found.extend(self._spread(whole, rows))
+                found.extend(self._spread(whole, rows, *self._looks[name]))
         return tuple(found)
 
-    def _spread(self, whole: Access, rows: Tensor) -> list[Access]:
-        dims = min(self._flat_dims, len(whole.shape))
-        tail_shape, tail_stride = whole.shape[dims:], whole.stride[dims:]
-        span = (sum((n - 1) * s for n, s in zip(tail_shape, tail_stride, strict=True)) + 1) * whole.itemsize
-        inner = whole.shape[dims - 1]
-        limit = whole.shape[0] if dims == 1 else whole.shape[0] * inner
-        spread: list[Access] = []
+    def _spread(
+        self, whole: Access, rows: Tensor, shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int
+    ) -> list[Access]:
+        dims = min(self._dims, len(shape))
+        tail = sum((n - 1) * s for n, s in zip(shape[dims:], stride[dims:], strict=True)) + itemsize
+        inner = shape[dims - 1]
+        limit = shape[0] if dims == 1 else shape[0] * inner
+        spans: list[tuple[int, int]] = []
         for row in sorted({int(r) for r in rows.tolist() if 0 <= int(r) < limit}):
-            place = row * whole.stride[0] if dims == 1 else row // inner * whole.stride[0] + row % inner * whole.stride[1]
-            low = whole.lo + place * whole.itemsize
-            if spread and spread[-1].hi == low:
-                spread[-1] = spread[-1]._replace(hi=low + span)
+            low = whole.start + (row * stride[0] if dims == 1 else row // inner * stride[0] + row % inner * stride[1])
+            if spans and spans[-1][1] == low:
+                spans[-1] = (spans[-1][0], low + tail)
             else:
-                spread.append(whole._replace(lo=low, hi=low + span, dense=True))
-        return spread
+                spans.append((low, low + tail))
+        return [Access(whole.storage, low, high, whole.write, None, None, whole.argument) for low, high in spans]
 
 
 def _inner(value: Any) -> Any:

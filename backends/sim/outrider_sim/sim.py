@@ -7,14 +7,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from outrider.device import CaptureError
+from outrider.device import Access, CaptureError
 from outrider_sim.machine import Machine
 from outrider_sim.memory import Memory
 from outrider_sim.options import SimOptions
 from outrider_sim.pinned import HostAllocation, PinnedTensor, pin
-from outrider_sim.queue import Access, Action, Kind, Op, StreamQueue
+from outrider_sim.queue import Action, StreamQueue
 from outrider_sim.source import python_line
 
 
@@ -66,6 +65,8 @@ class Sim:
             if self.options.poison:
                 plain.fill_(float("nan") if dtype.is_floating_point else 0x7F if dtype.itemsize == 1 else 0x7FFF)
         allocation = HostAllocation(plain, self._release_host)
+        if self.machine.tracks:
+            self.machine.bases[allocation.id] = self.memory.take_address(allocation.nbytes)
         tap = self.machine.tap
         if tap is not None:
             allocation.line = python_line()
@@ -89,16 +90,10 @@ class Sim:
 
 def host_extent(tensor: PinnedTensor, write: bool, argument: str = "") -> Access:
     """The bytes of a pinned tensor."""
-    shape, stride, size = tuple(tensor.shape), tensor.stride(), tensor.element_size()
-    span = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1 if tensor.numel() else 0
+    size = tensor.element_size()
     low = tensor.storage_offset() * size
-    allocation = tensor._alloc
-    dense = span == tensor.numel()
-    return Access(allocation.id, allocation.address, low, low + span * size, write, argument, shape, stride, size, dense)
-
-
-def copy_op(destination: Tensor, source: Tensor, cost: float) -> Op:
-    """A copy between host and device, on plain tensors."""
-    return Op(Kind.COPY, "copy", destination.copy_, (source,), cost=cost)
-
-
+    if tensor.is_contiguous():
+        return Access(tensor._alloc.id, low, low + tensor.numel() * size, write, None, None, argument)
+    shape, stride = tuple(tensor.shape), tuple(s * size for s in tensor.stride())
+    span = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + size if tensor.numel() else 0
+    return Access(tensor._alloc.id, low, low + span, write, shape, stride, argument)

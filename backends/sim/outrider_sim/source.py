@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 from types import CodeType
-from typing import NamedTuple
 
 import torch
 
@@ -13,26 +13,22 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
 
 
-class Line(NamedTuple):
-    """A place in a program, formatted only when somebody looks."""
-
-    file: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.number}"
-
-
+@cache
 def _inside(code: CodeType) -> bool:
     name = code.co_filename
     return name.startswith((_TORCH, _HERE, "<")) or f"{os.sep}outrider{os.sep}device{os.sep}" in name
 
 
-def python_line() -> Line | None:
-    """The line that is running now; None where every frame is inside."""
+@cache
+def _line(code: CodeType, number: int) -> str:
+    return f"{code.co_filename}:{number}"
+
+
+def python_line() -> str:
+    """`file:line` of what is running now; empty where every frame is inside."""
     frame = sys._getframe(1)
     while frame is not None:
         if not _inside(frame.f_code):
-            return Line(frame.f_code.co_filename, frame.f_lineno)
+            return _line(frame.f_code, frame.f_lineno)
         frame = frame.f_back  # type: ignore[assignment]
-    return None
+    return ""

@@ -41,6 +41,8 @@ class Strategy:
     """The host runs on whenever it can, so the machine needn't ask while the only thread enqueues."""
     needs_accesses = False
     """Decisions look at what operations read and write."""
+    sees_all = False
+    """Asked also where there is one candidate alone."""
 
     def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
         """Index of the candidate that goes next; there are at least two."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outrider.device import Access, Observer, Operation
-from outrider_sim import queue
 from outrider_sim.pinned import HostAllocation
 from outrider_sim.queue import Kind, Op, StreamQueue
 
@@ -26,7 +25,7 @@ class SeamTap:
         if op.kind > Kind.COPY:
             return
         op.report = Operation(
-            op.name, stream.name or stream.label, index, tuple(map(_access, op.accesses)), str(op.line) if op.line else ""
+            op.name, stream.name or stream.label, index, op.accesses, op.line
         )
         self._observer.launched(op.report)
 
@@ -43,12 +42,11 @@ class SeamTap:
 
     def allocated(self, allocation: Any, previous: int | None) -> None:
         """Memory was handed out."""
-        line = str(allocation.line) if allocation.line else ""
         if isinstance(allocation, HostAllocation):
-            self._observer.allocated(allocation.id, allocation.nbytes, "host", line)
+            self._observer.allocated(allocation.id, allocation.nbytes, "host", allocation.line)
             return
         stream = allocation.stream
-        self._observer.allocated(allocation.id, allocation.nbytes, stream.name or stream.label, line)
+        self._observer.allocated(allocation.id, allocation.nbytes, stream.name or stream.label, allocation.line)
         if previous is not None:
             self._observer.address_reused(allocation.id, previous)
 
@@ -57,20 +55,12 @@ class SeamTap:
         host = isinstance(allocation, HostAllocation)
         self._observer.freed(allocation.id, "host" if host else allocation.stream.name or allocation.stream.label)
 
-    def host_accessed(self, access: queue.Access, line: Any) -> None:
+    def host_accessed(self, access: Access, line: Any) -> None:
         """The host touched pinned memory."""
-        self._observer.host_accessed(_access(access), str(line) if line else "")
+        self._observer.host_accessed(access, line)
 
     def rows(self, op: Op, stream: StreamQueue, index: int) -> None:
         """The rows that an operation is about to touch."""
         del stream, index
         if op.report is not None:
-            self._observer.rows_touched(op.report, tuple(map(_access, op.rows())))
-
-
-def _access(access: queue.Access) -> Access:
-    if access.dense:
-        return Access(access.storage, access.lo, access.hi, access.write, None, None, access.argument)
-    size = access.itemsize
-    stride = tuple(s * size for s in access.stride)
-    return Access(access.storage, access.lo, access.hi, access.write, tuple(access.shape), stride, access.argument)
+            self._observer.rows_touched(op.report, op.rows())

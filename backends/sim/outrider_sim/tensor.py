@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from outrider.device import Access
     from outrider_sim.memory import Allocation
     from outrider_sim.meta import Meta
 
@@ -51,6 +52,7 @@ class SimTensor(Tensor):
     _inner: Tensor
     _alloc: Allocation
     _meta: Meta
+    _seen: dict[tuple[bool, str], Access] | None = None  # accesses, as tools were told them
 
     # torch calls the class, so the class has to know the device: set once, by the registration.
     _dispatch: ClassVar[Callable[..., Any]]
@@ -90,7 +92,7 @@ class SimTensor(Tensor):
         if not isinstance(value, SimTensor):
             raise RuntimeError(f"data of a tensor on {self.device} can't become a tensor on {value.device}")
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        self._inner, self._alloc, self._meta = value._inner, value._alloc, value._meta
+        self._inner, self._alloc, self._meta, self._seen = value._inner, value._alloc, value._meta, None
 
     def untyped_storage(self) -> Any:
         """Identity and size of the storage; its bytes can't be reached from the host."""
