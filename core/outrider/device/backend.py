@@ -35,7 +35,7 @@ from outrider.device.graph import (
 from outrider.device.memory import KeepAlive, MemoryInfo, PinnedBuffer
 from outrider.device.stream import Event, Flag, Stream
 from outrider.device.sync import SpeculativeSync
-from outrider.device.tools import ControllableDevice, Observer
+from outrider.device.tools import Access, ControllableDevice, Observer
 
 if TYPE_CHECKING:
     from outrider.device.kernels import KernelSet
@@ -55,6 +55,7 @@ class Backend(ABC):
         self.name = name
         self.device = device
         self.observer: Observer | None = None
+        self.replays = 0  # graph replays enqueued so far, for the age of tensor objects in reports
         self._local = threading.local()
         self._keep_alive = KeepAlive()
         self._streams: list[Stream] = []
@@ -350,6 +351,30 @@ class Backend(ABC):
     def detach(self) -> None:
         """Report to nobody from now on."""
         self.observer = None
+
+    def locate(self, tensor: Tensor) -> Access:
+        """Where a tensor lies, in the numbers that this backend reports accesses in.
+
+        For tools; a backend that declares ``reports_accesses`` implements it, for its pinned memory too.
+        """
+        raise CapabilityError(f"{self.label} doesn't report accesses, so it has no number for {tuple(tensor.shape)}")
+
+    def mark_over(self, tensor: Tensor, reason: str) -> None:
+        """Tell an attached tool that what ``tensor`` holds is over, say a padded input before it's filled for a new batch.
+
+        Whoever reads bytes of it that weren't written since reads stale data, ordered or not. Changes nothing itself.
+        """
+        if self.observer is not None:
+            self.observer.marked_over(tensor, reason)
+
+    def mark_mirror(self, mirror: Tensor | tuple[Graph, str], source: Tensor) -> None:
+        """Tell an attached tool that ``mirror`` is read as the present value of ``source``.
+
+        ``mirror`` is a tensor (host or device) or a host parameter of a graph, given as ``(graph, name)``. Reading it
+        after ``source`` was written again, and before it was itself refreshed, is stale. Changes nothing itself.
+        """
+        if self.observer is not None:
+            self.observer.marked_mirror(mirror, source)
 
     # -- what a vendor implements ----------------------------------------------------------------------------------
 

@@ -137,6 +137,7 @@ class Graph(ABC):
         self.backend.check_not_capturing(f"replay graph {self.name!r}")
         observer = self.backend.observer
         self._generation += 1
+        self.backend.replays += 1
         if observer is not None:
             observer.replayed(self, stream, self._generation)
         with self.backend.guard(f"replaying graph {self.name!r}"):

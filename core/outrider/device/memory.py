@@ -53,7 +53,7 @@ class PinnedBuffer:
         self._generation += 1
         observer = self._backend.observer
         if observer is not None:
-            observer.renewed(self.owner, self.tensor.untyped_storage().data_ptr(), self._generation)
+            observer.renewed(self.owner, self.tensor, self._generation)
         return self._generation
 
     def read(self, generation: int) -> Tensor:

@@ -50,6 +50,8 @@ class Stream(ABC):
             capture.check_edge_record(event)
             self._record(event)
             event._captured_by = capture
+            if self.backend.observer is not None:
+                self.backend.observer.recorded(self, event, 0)
             return 0
         event._check_not_captured()
         self._record(event)
@@ -73,6 +75,8 @@ class Stream(ABC):
         if capture is not None:
             capture.check_edge_wait(event)
             self._wait(event)
+            if self.backend.observer is not None:
+                self.backend.observer.waited(self, event, 0 if event._captured_by is capture else event._generation)
             return
         event._check_not_captured()
         event._check_recorded(f"stream {self.name!r} can't wait for it")

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from outrider.device.graph import Graph
     from outrider.device.stream import Event, Flag, Stream
 
@@ -28,6 +30,14 @@ class Access:
     ``end`` are byte offsets into it, end exclusive. ``shape``, ``stride`` (in bytes) describe the strided region inside
     that interval when it isn't dense, so that two interleaved regions can be told apart; None when dense.
     ``argument`` is the operand's name in the operator's schema, or ``"out"``.
+
+    ``by_rows``: which rows of the region are touched is decided by data. Where the backend declares
+    ``row_exact_accesses`` the rows follow through :meth:`Observer.rows_touched`; elsewhere the operation is taken to own
+    its rows, so two such accesses don't conflict.
+
+    ``born``: how many graph replays the backend had enqueued when the operand's tensor object was made
+    (``Backend.replays``), -1 where that isn't known. A view that is older than a replay, and whose memory the replay
+    overwrote, doesn't show what its maker saw.
     """
 
     storage: int
@@ -37,6 +47,8 @@ class Access:
     shape: tuple[int, ...] | None = None
     stride: tuple[int, ...] | None = None
     argument: str = ""
+    by_rows: bool = False
+    born: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +86,16 @@ class Observer:
         """The rows that an operation, launched before with an access to the whole operand, really touched."""
 
     def recorded(self, stream: Stream, event: Event, generation: int) -> None:
-        """``stream`` will complete ``generation`` of ``event`` after everything enqueued on it so far."""
+        """``stream`` will complete ``generation`` of ``event`` after everything enqueued on it so far.
+
+        In a capture the generation is 0 and the record is an edge of the graph.
+        """
 
     def waited(self, stream: Stream, event: Event, generation: int) -> None:
-        """Work enqueued on ``stream`` from here runs after ``generation`` of ``event``."""
+        """Work enqueued on ``stream`` from here runs after ``generation`` of ``event``.
+
+        In a capture the generation is 0 where the wait is an edge of the graph.
+        """
 
     def event_synchronized(self, event: Event, generation: int) -> None:
         """The calling thread was blocked until ``generation`` had completed."""
@@ -127,8 +145,20 @@ class Observer:
     def params_updated(self, graph: Graph, stream: Stream, params: Mapping[str, tuple[int, ...]]) -> None:
         """Host parameters were rebound, in the order of ``stream``."""
 
-    def renewed(self, owner: str, storage: int, generation: int) -> None:
+    def renewed(self, owner: str, tensor: Tensor, generation: int) -> None:
         """A pinned buffer starts a new generation: what was read under the old one is over."""
+
+    def marked_over(self, tensor: Tensor, reason: str) -> None:
+        """What ``tensor`` holds is over: bytes of it that are read before they are written again are stale."""
+
+    def marked_mirror(self, mirror: Tensor | tuple[Graph, str], source: Tensor) -> None:
+        """``mirror`` (memory, or a host parameter of a graph) is read as the present value of ``source``."""
+
+    def host_released(self, token: object) -> None:
+        """What the calling thread did so far comes before whatever a thread does after acquiring ``token``."""
+
+    def host_acquired(self, token: object) -> None:
+        """What the calling thread does from here comes after what was done before ``token`` was released."""
 
 
 @runtime_checkable

@@ -1,0 +1,101 @@
+"""Vector clocks with epochs, over streams and host threads.
+
+A clock maps an actor's number to how much of that actor is known to have happened. An access keeps its *epoch*: its
+actor's own entry at that time. It happened before whatever knows that entry or a later one, so one comparison decides
+(the epochs of FastTrack). An actor's entry grows only when it accesses memory after somebody took its clock; so a
+record that follows no new access brings nothing new, and a wait for it shows as redundant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from outrider.device import Operation
+
+Clock = Mapping[int, int]
+"""Never changed in place: an actor that learns something takes a new one, so records may keep the old."""
+
+NOTHING: Clock = {}
+
+
+class Actor:
+    """A stream, a branch of a graph, or a host thread."""
+
+    __slots__ = ("clock", "host", "launcher", "name", "number", "taken")
+
+    def __init__(self, number: int, name: str, *, host: bool) -> None:
+        self.number = number
+        self.name = name
+        self.host = host
+        self.clock: Clock = NOTHING
+        self.taken = True  # somebody may hold this clock, so the next access opens a new epoch
+        self.launcher: Clock = NOTHING  # the host clock that this stream joined last
+
+    def open_epoch(self) -> None:
+        """Let the next access be told apart from what others already know of this actor."""
+        clock = dict(self.clock)
+        clock[self.number] = clock.get(self.number, 0) + 1
+        self.clock = clock
+        self.taken = False
+
+    def join(self, other: Clock) -> bool:
+        """Know what ``other`` knows; whether that was anything new."""
+        mine = self.clock
+        new: dict[int, int] | None = None
+        for number, epoch in other.items():
+            if epoch > mine.get(number, 0):
+                if new is None:
+                    new = dict(mine)
+                new[number] = epoch
+        if new is None:
+            return False
+        self.clock = new
+        return True
+
+    def launched_by(self, thread: Actor) -> None:
+        """What this stream does next comes after what ``thread`` did so far."""
+        clock = thread.clock
+        if self.launcher is not clock:
+            self.join(clock)
+            self.launcher = clock
+        thread.taken = True
+
+    def release(self) -> Clock:
+        """What is known now, for somebody to join later."""
+        self.taken = True
+        return self.clock
+
+    def __repr__(self) -> str:
+        return f"<Actor {self.name!r} {dict(self.clock)}>"
+
+
+class Point:
+    """One operation, or one access of the host, with what it knew: shared by all its accesses."""
+
+    __slots__ = ("actor", "clock", "epoch", "graph", "location", "name", "operation", "replay", "sequence")
+
+    def __init__(
+        self,
+        actor: Actor,
+        name: str,
+        location: str,
+        sequence: int,
+        operation: Operation | None = None,
+        graph: str = "",
+        replay: int = 0,
+    ) -> None:
+        if actor.taken:
+            actor.open_epoch()
+        self.actor = actor
+        self.clock = actor.clock
+        self.epoch = actor.clock[actor.number]
+        self.name = name
+        self.location = location
+        self.sequence = sequence
+        self.operation = operation
+        self.graph = graph
+        self.replay = replay
+
+    def before(self, other: Point) -> bool:
+        """Whether this point happened before ``other``."""
+        return self.epoch <= other.clock.get(self.actor.number, 0)
