@@ -101,7 +101,9 @@ class SimEvent(Event):
         assert isinstance(end, SimEvent)
         first, last = self.state.latest, end.state.latest
         if first is None or last is None or not (first.done and last.done):
-            raise StreamOrderError(f"events {self.name!r} and {end.name!r} haven't both completed: synchronize with both first")
+            raise StreamOrderError(
+                f"events {self.name!r} and {end.name!r} haven't both completed: synchronize with both first"
+            )
         return (last.time - first.time) / 1000.0
 
 

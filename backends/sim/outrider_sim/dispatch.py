@@ -46,6 +46,9 @@ class Dispatcher:
             "aten::new_empty_strided": self._empty_like,
             "aten::detach": self._detach,
             "aten::record_stream": self._record_stream,
+            # Wrappers carry no lazy conjugate or negative bit, so these are computed: values agree, memory isn't shared.
+            "aten::_conj": lambda tensor: self(torch.ops.aten.conj_physical.default, (tensor,), None),
+            "aten::_neg_view": lambda tensor: self(torch.ops.aten.neg.default, (tensor,), None),
             "aten::is_pinned": lambda *_: False,
             "aten::repeat_interleave.Tensor": self._repeat_interleave,
         }
@@ -122,7 +125,7 @@ class Dispatcher:
         )
 
     def _index(self, index: Tensor | None) -> Tensor | None:
-        """torch moves index tensors from the host to the device by itself."""
+        """Torch moves index tensors from the host to the device by itself."""
         if index is None or isinstance(index, SimTensor):
             return index
         return self.to_device(index, index.dtype, non_blocking=False)
@@ -157,9 +160,7 @@ class Dispatcher:
         run, post = info.run, None
         if info.random and (not info.random_if or _probability(info, args, kwargs)):
             run = _Seeded(info, sim.next_seed(), named.pop("generator", None))
-        outs: list[SimTensor | None] = []
-        for meta in plan.outs:
-            outs.append(None if meta is None else self.allocate(sim, meta, stream))
+        outs = [None if meta is None else self.allocate(sim, meta, stream) for meta in plan.outs]
         if outs:
             if info.out is not None:
                 run = info.out
@@ -292,7 +293,7 @@ class Dispatcher:
             key.append(name)
             self._convert(value, key, info)
         looked_up = tuple(key)
-        plan = info.plans.get(looked_up)
+        plan: Any = info.plans.get(looked_up)
         if plan is None:
             result = info.run(inner, *rest, **kwargs)
             if info.name in _EXPLICIT_OFFSET or _odd_view(result, inner):
@@ -648,7 +649,7 @@ def extent(tensor: SimTensor, write: bool, argument: str) -> Access:
     found = seen.get((write, argument))
     if found is None:
         meta = tensor._meta
-        low = tensor._inner.storage_offset() * meta.itemsize
+        low = int(tensor._inner.storage_offset()) * meta.itemsize
         shape, stride = (None, None) if meta.dense else (meta.shape, meta.byte_stride)
         found = Access(tensor._alloc.id, low, low + meta.extent, write, shape, stride, argument)
         seen[write, argument] = found

@@ -396,9 +396,11 @@ class Machine:
         if len(heads) > 1:
             heads.sort(key=_age)
         found: list[StreamQueue | HostThread] = list(heads)
-        for thread in self.threads:
-            if not thread.finished and (thread.ready is None or thread.ready() or self.lost is not None):
-                found.append(thread)
+        found.extend(
+            thread
+            for thread in self.threads
+            if not thread.finished and (thread.ready is None or thread.ready() or self.lost is not None)
+        )
         if self.options.late_copies and len(found) > 1:
             prompt = [a for a in found if not (isinstance(a, StreamQueue) and a.queue[0].kind == Kind.COPY)]
             found = prompt or found

@@ -54,5 +54,3 @@ class Metas:
     def of(self, tensor: Tensor) -> Meta:
         """The meta of a host tensor."""
         return self.get(tensor.shape, tensor.stride(), tensor.dtype)
-
-

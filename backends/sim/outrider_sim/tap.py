@@ -24,9 +24,7 @@ class SeamTap:
         """Kernels and copies are operations; records, waits and launches have reports of their own."""
         if op.kind > Kind.COPY:
             return
-        op.report = Operation(
-            op.name, stream.name or stream.label, index, op.accesses, op.line
-        )
+        op.report = Operation(op.name, stream.name or stream.label, index, op.accesses, op.line)
         self._observer.launched(op.report)
 
     def ran(self, op: Op, stream: StreamQueue, index: int, start: float, end: float) -> None:
