@@ -152,6 +152,6 @@ def _factory(dispatcher: Dispatcher, func: Any) -> Any:
     info = OpInfo(func)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return dispatcher.factory(info, args, kwargs)
+        return dispatcher.creation.factory(info, args, kwargs)
 
     return kernel

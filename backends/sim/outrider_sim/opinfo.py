@@ -53,6 +53,10 @@ HOST_INDICES = frozenset(
 MATRIX = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::linear", "aten::matmul", "aten::baddbmm"})
 
 
+PLAN_LIMIT = 4096
+"""Plans kept for an overload; beyond, they are found again."""
+
+
 class Way(Enum):
     """How an operator is carried out."""
 
