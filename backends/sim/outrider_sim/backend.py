@@ -52,6 +52,7 @@ class SimStream(Stream):
     def __init__(self, backend: SimBackend, name: str, priority: int, queue: StreamQueue) -> None:
         super().__init__(backend, name, priority)
         self.queue_state = queue
+        self.epoch = backend.epoch
 
     @property
     def native(self) -> Any:
@@ -240,6 +241,7 @@ class SimBackend(Backend):
         registered = register(options.name, options)
         super().__init__("sim", registered.dispatcher.device)
         self.sim = Sim(options)
+        self.epoch = 0  # resets so far
         self._dispatcher = registered.dispatcher
         self._dispatcher.current = self.sim
         registered.backend = self
@@ -308,6 +310,7 @@ class SimBackend(Backend):
         """See `SimControl.reset`."""
         machine = self.sim.machine
         machine.reset(strategy)
+        self.epoch += 1
         floor = self.sim.memory.start_over(getattr(strategy, "floor", None))
         if isinstance(strategy, Exhaustive):
             strategy.floor = floor
@@ -319,6 +322,16 @@ class SimBackend(Backend):
         for stream in gone:
             assert isinstance(stream, SimStream)
             machine.drop_stream(stream.queue_state)
+
+    def create_stream(self, name: str, *, priority: int = 0) -> Stream:
+        """A new stream. Where one of an earlier run (before the last reset) still has the name, that one is renamed: a
+        program's streams are called the same in each of its runs, so that schedules stay valid.
+        """
+        for stream in self._streams:
+            if stream.name == name and isinstance(stream, SimStream) and stream.epoch < self.epoch:
+                stream.name = f"{name}~{stream.epoch}"
+                self.sim.machine.rename_stream(stream.queue_state, stream.name)
+        return super().create_stream(name, priority=priority)
 
     # -- verbs --------------------------------------------------------------------------------------------------------
 

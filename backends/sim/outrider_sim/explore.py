@@ -73,7 +73,7 @@ def run_once(backend: SimBackend, program: Program, strategy: Strategy) -> BaseE
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        # Frames would keep the run's streams and tensors, and their names and memory, from the next run.
+        # Frames would keep the run's tensors, and with them memory, from the next run.
         cause: BaseException | None = error
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)

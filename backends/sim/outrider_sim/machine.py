@@ -111,7 +111,7 @@ class Machine:
         if step >= 0:
             after = Step(me.label, step)
             for stream in self.streams:
-                if stream.queue:
+                if stream.queue and can_run(stream.queue[0]):
                     self.delays[Step(stream.label, stream.done)] = after
 
     def reset(self, strategy: Strategy | None = None) -> None:
@@ -143,6 +143,8 @@ class Machine:
             stream.capture = None
         self.main.step = 0
         self.main.clock = 0.0
+        if self.names is not None:
+            self.names.clear()
         if strategy is None:
             strategy = make_strategy(self.options.strategy, self.options.seed, self.options.strategy_options)
         self.use(strategy)
@@ -163,15 +165,22 @@ class Machine:
         while ident in used:
             ident += 1
         stream = StreamQueue(ident, name, priority)
-        label = base = safe_name(name) or f"s{ident}"
-        taken = {other.label for other in self.streams}
-        number = 1
-        while label in taken or label.startswith("host"):
-            number += 1
-            label = f"{base}.{number}" if not base.startswith("host") else f"s-{base}.{number}"
-        stream.label = label
         self.streams.append(stream)
+        self.rename_stream(stream, name)
         return stream
+
+    def rename_stream(self, stream: StreamQueue, name: str) -> None:
+        """Call the stream `name`, or something like it where another one is called so."""
+        stream.name = name
+        label = base = safe_name(name) or f"s{stream.id}"
+        if base.startswith("host"):  # that is what host threads are called
+            label = base = f"s-{base}"
+        taken = {other.label for other in self.streams if other is not stream}
+        number = 1
+        while label in taken:
+            number += 1
+            label = f"{base}.{number}"
+        stream.label = label
 
     def drop_stream(self, stream: StreamQueue) -> None:
         """Nobody enqueues on `stream` any more; it goes when it has run empty, and its number is free again."""
@@ -350,8 +359,6 @@ class Machine:
             with self._lock:
                 candidates = self._candidates()
                 if not candidates:
-                    if me.finished:
-                        return
                     raise deadlock(self)
                 pick = candidates[0] if len(candidates) == 1 and not self._sees_all else self._choose(candidates)
                 if isinstance(pick, StreamQueue):
@@ -445,9 +452,7 @@ class Machine:
             if op.fn is not None:
                 op.fn()
         else:
-            self._run_flag(kind, op.target, start)
-            if kind == Kind.FLAG_WAIT:
-                start = max(start, op.target.time)
+            start = op.target.run(kind, start)
         stream.clock = start + op.cost
         self.runs += 1
         if self.names is not None:
@@ -458,15 +463,6 @@ class Machine:
             self.note(stream.label, stream.done)
         if self.tap is not None:
             self.tap.ran(op, stream, index, start, stream.clock)
-
-    def _run_flag(self, kind: int, flag: FlagState, now: float) -> None:
-        if kind == Kind.FLAG_SET:
-            if flag.is_set:
-                flag.lost += 1  # the device remembers one set: this one is lost
-            flag.is_set = True
-            flag.time = now
-        elif kind == Kind.FLAG_RESET:
-            flag.is_set = False
 
     def _poison(self, stream: StreamQueue) -> None:
         pending = stream.poison

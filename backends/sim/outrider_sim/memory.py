@@ -145,6 +145,8 @@ class Memory:
         pool = self.pool if capture is None else capture.pool
         free = pool.free.get((stream.id, size))
         block = free.pop() if free else self._fresh(pool, stream, size)
+        if capture is not None and self.poison:
+            capture.poison(block, stream)
         self.allocated += size
         if self.allocated > self.peak:
             self.peak = self.allocated
@@ -188,8 +190,8 @@ class Memory:
     def _give_back(self, block: Block) -> None:
         stream = block.stream
         if self.poison:
-            if stream.capture is not None and block.pool is stream.capture.pool:
-                stream.capture.poison(block, stream)
+            if block.pool.graph:
+                pass  # private memory is poisoned where a capture takes it, and again by each replay
             elif stream.queue:
                 stream.poison.append((stream.issued, block))
             else:

@@ -75,6 +75,16 @@ class FlagState:
         self.lost = 0
         self.time = 0.0
 
+    def run(self, kind: int, now: float) -> float:
+        """A set, wait or reset runs at `now`; returns the virtual time after it."""
+        if kind == Kind.FLAG_WAIT:
+            return max(now, self.time)
+        if kind == Kind.FLAG_SET:
+            self.lost += self.is_set  # the device remembers one set: a second one is lost
+            self.time = now
+        self.is_set = kind == Kind.FLAG_SET
+        return now
+
     @property
     def label(self) -> str:
         """The name for people."""
