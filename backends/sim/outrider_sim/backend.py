@@ -126,7 +126,7 @@ class SimFlag(Flag):
     def _reset(self, stream: Stream) -> None:
         self._enqueue(Kind.FLAG_RESET, stream)
 
-    def _enqueue(self, kind: Kind, stream: Stream) -> None:
+    def _enqueue(self, kind: int, stream: Stream) -> None:
         assert isinstance(stream, SimStream)
         self.backend.sim.machine.flag(kind, self.state, stream.queue_state)
 

@@ -184,10 +184,12 @@ def explain(backend: SimBackend, program: Program, schedule: Schedule) -> list[s
     names: dict[str, str] = {}
     machine = backend.sim.machine
     machine.names = names
+    machine.update_mode()
     try:
         run_once(backend, program, Replay(schedule))
     finally:
         machine.names = None
+        machine.update_mode()
 
     def say(step: Step) -> str:
         return f"{step} ({names.get(str(step), 'not reached')})"

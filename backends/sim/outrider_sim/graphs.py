@@ -172,7 +172,7 @@ class Program:
         self.sim.machine.enqueue(Op(Kind.LAUNCH, f"rebind {self.name}", apply, cost=self.sim.machine.like.kernel_us), stream)
 
 
-def _edge(kind: Kind, generation: Generation, order: int) -> Op:
+def _edge(kind: int, generation: Generation, order: int) -> Op:
     op = Op(kind, "edge", target=generation)
     op.order = order
     return op

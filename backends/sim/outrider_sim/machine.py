@@ -53,6 +53,8 @@ class Machine:
         self.tap: Tap | None = None
         self.lost: DeviceLost | None = None
         self.tracks = False  # operations carry their accesses
+        self.tells = False  # … and the line that issued them
+        self.line = ""  # of the torch call that is being carried out
         self.quiet: Callable[[], AbstractContextManager[Any]] = nullcontext  # opened around operations that run
         self._failed: DeviceError | None = None
         self._lock = threading.RLock()
@@ -96,7 +98,8 @@ class Machine:
         # With one thread, the order of the program is: run whatever can run, oldest first.
         self._eager = type(self.strategy) is Strategy and alone and not self.options.late_copies
         self._asks = not (self.strategy.host_first and alone)
-        self.tracks = self.tap is not None or self.strategy.needs_accesses or self.names is not None
+        self.tells = self.tap is not None or self.names is not None
+        self.tracks = self.tells or self.strategy.needs_accesses
         self._sees_all = self.strategy.sees_all
 
     def schedule(self) -> Schedule:
@@ -278,7 +281,7 @@ class Machine:
         op = Op(Kind.WAIT, f"wait for {generation.event.label}", target=generation, cost=self.like.wait_us)
         self.enqueue(op, stream)
 
-    def flag(self, kind: Kind, flag: FlagState, stream: StreamQueue) -> None:
+    def flag(self, kind: int, flag: FlagState, stream: StreamQueue) -> None:
         """Enqueue a set, wait or reset of `flag`."""
         verb = {Kind.FLAG_SET: "set", Kind.FLAG_WAIT: "wait for", Kind.FLAG_RESET: "reset"}[kind]
         self.enqueue(Op(kind, f"{verb} {flag.label}", target=flag), stream)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from outrider.device import OutOfDeviceMemory
-from outrider_sim.source import python_line
 
 if TYPE_CHECKING:
     from outrider_sim.machine import Machine
@@ -154,7 +153,7 @@ class Memory:
         made = Allocation(self, block, self._ids, nbytes, stream)
         tap = self.machine.tap
         if tap is not None:
-            made.line = python_line()
+            made.line = self.machine.line
             tap.allocated(made, block.last)
         if self.machine.tracks:
             self.machine.bases[self._ids] = block.address

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 from outrider.device import Access
 
 
-class Kind(IntEnum):
-    """What an operation does to the machine. Kinds up to COPY run a function, the others move events and flags."""
+class Kind:
+    """What an operation does to the machine. Kinds up to POISON run a function, the others move events and flags.
+
+    Plain integers, since they are compared for every operation that runs.
+    """
 
     KERNEL = 0
     COPY = 1
