@@ -33,7 +33,7 @@ class Runs(NamedTuple):
         """Bytes from the first to behind the last."""
         return self.length + sum((count - 1) * stride for count, stride in self.dims)
 
-    def __iter__(self) -> Iterator[int]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[int]:
         """Where each run begins."""
         return self._starts(self.start, 0)
 
