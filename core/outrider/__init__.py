@@ -25,12 +25,12 @@ _HOMES = {
 
 __all__ = ["Engine", "EngineConfig", "OutriderError", "SamplingParams", "StepOutput", "get_backend"]
 
+if not TYPE_CHECKING:  # a type checker must see a misspelt name as an error
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'outrider' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            return getattr(import_module(_HOMES[name]), name)
+        raise AttributeError(f"module 'outrider' has no attribute {name!r}")
 
-
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__

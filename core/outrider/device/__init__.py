@@ -2,10 +2,14 @@
 
 Version 1. Each member's docstring states its ordering, lifetime, threads, capture rules and errors; the conformance kit
 checks them.
+
+Errors and hooks come at once and need no torch, so that a plugin can be described, and a broken torch explained, where
+``import torch`` itself fails. Everything else loads on first use (PEP 562).
 """
 
-from outrider.device.backend import Backend
-from outrider.device.capabilities import Capabilities
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from outrider.device.errors import (
     AmbiguousBackend,
     BackendError,
@@ -28,18 +32,6 @@ from outrider.device.errors import (
     StreamOrderError,
     SynchronousCopyError,
 )
-from outrider.device.graph import (
-    ActiveCapture,
-    CaptureContext,
-    EagerGraph,
-    Graph,
-    GraphCallable,
-    GraphPool,
-    HostParam,
-    Scalar,
-)
-from outrider.device.kernels import ROW_ACCESS, AttentionMetadata, KernelSet, RowResolver
-from outrider.device.memory import KeepAlive, MemoryInfo, PinnedBuffer
 from outrider.device.plugin import (
     ENTRY_POINT_GROUP,
     SEAM_VERSION,
@@ -49,10 +41,79 @@ from outrider.device.plugin import (
     hookimpl,
     hookspec,
 )
-from outrider.device.stream import Event, Flag, Stream
-from outrider.device.sync import EventFence, Fence, JoinedPlan, Recompute, SpeculativeSync, StepMode, Waiter
-from outrider.device.tools import Access, ControllableDevice, Observer, Operation
-from outrider.device.torch_backend import TorchDeviceBackend, TorchEvent, TorchGraph, TorchStream
+
+if TYPE_CHECKING:
+    from outrider.device.backend import Backend
+    from outrider.device.capabilities import Capabilities
+    from outrider.device.graph import (
+        ActiveCapture,
+        CaptureContext,
+        EagerGraph,
+        Graph,
+        GraphCallable,
+        GraphPool,
+        HostParam,
+        Scalar,
+    )
+    from outrider.device.kernels import ROW_ACCESS, AttentionMetadata, KernelSet, RowResolver
+    from outrider.device.memory import KeepAlive, MemoryInfo, PinnedBuffer
+    from outrider.device.stream import Event, Flag, Stream
+    from outrider.device.sync import EventFence, Fence, JoinedPlan, Recompute, SpeculativeSync, StepMode, Waiter
+    from outrider.device.tools import Access, ControllableDevice, Observer, Operation
+    from outrider.device.torch_backend import TorchDeviceBackend, TorchEvent, TorchGraph, TorchStream
+
+# The same names as above, once more for the run time; tests/arch holds the two together.
+_HOMES = {
+    "backend": ("Backend",),
+    "capabilities": ("Capabilities",),
+    "graph": (
+        "ActiveCapture",
+        "CaptureContext",
+        "EagerGraph",
+        "Graph",
+        "GraphCallable",
+        "GraphPool",
+        "HostParam",
+        "Scalar",
+    ),
+    "kernels": (
+        "AttentionMetadata",
+        "KernelSet",
+        "ROW_ACCESS",
+        "RowResolver",
+    ),
+    "memory": (
+        "KeepAlive",
+        "MemoryInfo",
+        "PinnedBuffer",
+    ),
+    "stream": (
+        "Event",
+        "Flag",
+        "Stream",
+    ),
+    "sync": (
+        "EventFence",
+        "Fence",
+        "JoinedPlan",
+        "Recompute",
+        "SpeculativeSync",
+        "StepMode",
+        "Waiter",
+    ),
+    "tools": (
+        "Access",
+        "ControllableDevice",
+        "Observer",
+        "Operation",
+    ),
+    "torch_backend": (
+        "TorchDeviceBackend",
+        "TorchEvent",
+        "TorchGraph",
+        "TorchStream",
+    ),
+}
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -118,3 +179,15 @@ __all__ = [
     "hookimpl",
     "hookspec",
 ]
+
+
+if not TYPE_CHECKING:  # a type checker must see a misspelt name as an error
+
+    def __getattr__(name: str) -> Any:
+        for home, names in _HOMES.items():
+            if name in names:
+                return getattr(import_module(f"{__name__}.{home}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return __all__

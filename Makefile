@@ -1,0 +1,56 @@
+# Everything from a fresh clone with only Python 3.11+, git and make:
+#   make demo    set up, then run the bundled model with and without speculation
+#   make test    set up, then lint, types, import contracts and tests (what CI runs)
+# The set-up happens once; after that both start at once.
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The first interpreter that is new enough. Each is run, since one may be there in name only.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+# Where torch comes from: by default the build without an accelerator, which is small. For a GPU, say,
+# make test TORCH_INDEX=https://download.pytorch.org/whl/cu130
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+BACKENDS := $(wildcard backends/*)
+WORKERS ?= 2
+
+.PHONY: demo test test-slow check lint types imports format clean
+
+demo: $(VENV)/.ready
+	$(BIN)/outrider generate --prompt "def read(" --max-tokens 64 --speculate eagle --compare
+
+test: check
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+
+test-slow: $(VENV)/.ready
+	$(BIN)/python -m pytest -n $(WORKERS) -m slow
+
+check: lint types imports
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.ready
+	$(BIN)/mypy core $(BACKENDS)
+
+imports: $(VENV)/.ready
+	$(BIN)/lint-imports
+
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "outrider needs Python 3.11 or newer; none was found: set PYTHON=/path/to/python" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+		echo "making the virtual environment failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@# torch alone from its own index, with little patience: where that can't be reached, the usual one must do.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --retries 1 --extra-index-url $(TORCH_INDEX) torch
+	@$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['dev'], sep='\n')" \
+		> $(VENV)/dev.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement $(VENV)/dev.txt --editable .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

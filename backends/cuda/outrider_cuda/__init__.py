@@ -1,0 +1,1 @@
+"""NVIDIA GPUs through torch's CUDA module."""

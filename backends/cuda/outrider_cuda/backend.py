@@ -1,0 +1,78 @@
+"""A CUDA device behind the seam: torch's streams, events and graphs, and the errors of the driver told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from outrider.device import (
+    Capabilities,
+    DeviceError,
+    DeviceLost,
+    KernelSet,
+    SpeculativeSync,
+    Stream,
+    TorchDeviceBackend,
+)
+
+CAPABILITIES = Capabilities(
+    asynchronous=True,
+    concurrent_streams=True,
+    stream_priorities=True,
+    event_timing=True,
+    captures_graphs=True,
+    forks_in_capture=True,
+    perturbs_timing=True,
+    memory_limit=True,
+    dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
+)
+
+# Faults after which every later call on the context fails; the driver names them in the text of its error.
+_STICKY = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
+
+
+class CudaBackend(TorchDeviceBackend):
+    """One CUDA device. Kernels are the torch references for now."""
+
+    def __init__(self, ordinal: int) -> None:
+        super().__init__("cuda", "cuda", ordinal)
+        self._kernels = KernelSet()
+        self._sync = SpeculativeSync(self)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Asynchronous, concurrent streams, graphs."""
+        return CAPABILITIES
+
+    @property
+    def kernels(self) -> KernelSet:
+        """The torch references."""
+        return self._kernels
+
+    @property
+    def speculative_sync(self) -> SpeculativeSync:
+        """The default policy: events with generations, cheap stream waits."""
+        return self._sync
+
+    def _new_graph(self) -> Any:
+        return torch.cuda.CUDAGraph()
+
+    def _new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def _delay(self, stream: Stream, cycles: int) -> None:
+        with self.on(stream):
+            torch.cuda._sleep(cycles)
+
+    def translate_error(self, error: Exception, doing: str) -> DeviceError | None:
+        """Sticky faults of the driver arrive as plain RuntimeErrors on some torch versions."""
+        translated = super().translate_error(error, doing)
+        if translated is None and isinstance(error, RuntimeError) and any(text in str(error) for text in _STICKY):
+            return DeviceLost(f"{self.device} failed while {doing}: {error}; start a new process")
+        return translated
+
+    def versions(self) -> Mapping[str, str]:
+        """Torch, CUDA runtime and device name."""
+        return {**super().versions(), "cuda": str(torch.version.cuda)}

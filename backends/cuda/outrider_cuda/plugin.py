@@ -1,0 +1,61 @@
+"""Entry point of the backend ``cuda``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from outrider.device.errors import BackendLoadError, ConfigError
+from outrider.device.plugin import BackendInfo, CiDeclaration, hookimpl
+
+if TYPE_CHECKING:
+    from outrider.device.backend import Backend
+
+DESCRIPTION = "NVIDIA GPUs through torch's CUDA module"
+CI = CiDeclaration(runner_labels=("self-hosted", "gpu"), markers=("asynchronous", "graphs"))
+
+
+@hookimpl
+def backend_info() -> BackendInfo:
+    """Usable where torch is built for CUDA and sees a device; asking starts no device."""
+    import torch
+
+    def info(*, usable: bool, reason: str = "", advice: str = "", count: int | None = None) -> BackendInfo:
+        return BackendInfo(
+            name="cuda",
+            description=DESCRIPTION,
+            priority=100,
+            usable=usable,
+            reason=reason,
+            advice=advice,
+            device_count=count,
+            ci=CI,
+        )
+
+    if torch.version.cuda is None:
+        return info(
+            usable=False,
+            reason=f"torch {torch.__version__} is built without CUDA",
+            advice="install a torch build for CUDA",
+        )
+    count = torch.cuda.device_count()
+    if count == 0:
+        return info(
+            usable=False,
+            reason="torch sees no CUDA device",
+            advice="check that the driver lists the device, and that CUDA_VISIBLE_DEVICES doesn't hide it",
+        )
+    return info(usable=True, count=count)
+
+
+@hookimpl
+def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
+    """GPU ``ordinal``, without options."""
+    if options:
+        raise ConfigError(f"backend 'cuda' takes no options, got {sorted(options)}")
+    info = backend_info()
+    if not info.usable:
+        raise BackendLoadError(f"backend 'cuda' can't run here: {info.reason}; {info.advice}")
+    from outrider_cuda.backend import CudaBackend
+
+    return CudaBackend(ordinal)

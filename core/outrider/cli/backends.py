@@ -1,0 +1,55 @@
+"""``outrider backends``: what is installed."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cli.listing import open_row, row
+from outrider.cli.report import JsonOption, Report
+from outrider.registry import Registry
+
+
+def backends(
+    open_devices: Annotated[
+        bool, typer.Option("--open", help="Also open each usable device and show what it declares.")
+    ] = False,
+    json_output: JsonOption = False,
+) -> Report:
+    """List the installed backends and whether they can run here."""
+    del json_output
+    registry = Registry()
+    rows = [row(candidate) for candidate in registry.candidates()]
+    if open_devices:
+        for values in rows:
+            open_row(registry, values)
+
+    def render(console: Console) -> None:
+        table = Table("name", "status", "priority", "devices", "distribution", "description", box=None, pad_edge=False)
+        for values in rows:
+            table.add_row(
+                *(_cell(values[key]) for key in ("name", "status", "priority", "device_count", "distribution")),
+                _cell(values["description"] or values["reason"]),
+            )
+        console.print(table)
+        for values in rows:
+            if values.get("capabilities"):
+                console.print(f"\n{values['name']} on {values['device']}: {_declared(values['capabilities'])}")
+        if not all(values["can_run"] for values in rows) or not rows:
+            console.print("\n`outrider doctor` says why a backend can't run")
+
+    return Report(data={"backends": rows}, render=render)
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _declared(capabilities: object) -> str:
+    assert isinstance(capabilities, dict)
+    return ", ".join(
+        f"{key} {' '.join(value)}" if isinstance(value, list) else key for key, value in capabilities.items() if value
+    )

@@ -1,0 +1,124 @@
+"""``outrider doctor``: why each backend can or can't run here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from outrider.cli.environment import AUTOLOAD_VARIABLE, BACKEND_VARIABLE, backend_from_environment, disable_autoload
+from outrider.cli.listing import open_row, row
+from outrider.cli.report import JsonOption, Report
+from outrider.cli.torch_probe import TorchState, probe_torch
+from outrider.device.errors import OutriderError
+from outrider.device.plugin import SEAM_VERSION
+from outrider.registry import Registry
+
+_PACKAGES = ("numpy", "pluggy", "transformers", "tokenizers", "safetensors", "typer", "rich")
+
+
+def doctor(
+    open_devices: Annotated[bool, typer.Option("--open", help="Also open each device that says it can run.")] = False,
+    json_output: JsonOption = False,
+) -> Report:
+    """Say for each installed backend why it can or can't run here. Exit code 1 when none can."""
+    del json_output
+    torch = probe_torch()
+    if not torch.ok:
+        # Plugins that look at torch in this process must meet a torch that works, if there is one.
+        disable_autoload()
+    registry = Registry()
+    rows = [row(candidate) for candidate in registry.candidates()]
+    for values in rows:
+        if not torch.ok:
+            _block(values, torch)
+        elif open_devices:
+            open_row(registry, values)
+    chosen, why = _chosen(registry, torch)
+    data: dict[str, object] = {
+        "outrider": _version("outrider"),
+        "seam_version": SEAM_VERSION,
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "torch": {
+            "ok": torch.ok,
+            "version": torch.version,
+            "errors": torch.errors,
+            "explanation": torch.explanation,
+            "advice": torch.advice,
+            "version_without_autoload": torch.version_without_autoload,
+            "extensions": torch.extensions,
+        },
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "environment": {BACKEND_VARIABLE: backend_from_environment()},
+        "backends": rows,
+        "chosen": chosen,
+        "chosen_because": why,
+    }
+    can_run = any(values["can_run"] for values in rows)
+    return Report(data=data, render=lambda console: _render(console, data), exit_code=0 if can_run else 1)
+
+
+def _block(values: dict[str, object], torch: TorchState) -> None:
+    """No backend runs without torch, whatever its plugin thinks."""
+    own = f" (the plugin itself: {values['reason']})" if values["reason"] else ""
+    values.update(can_run=False, status="unusable", reason=f"torch doesn't import{own}", advice=" ".join(torch.advice))
+
+
+def _chosen(registry: Registry, torch: TorchState) -> tuple[str | None, str]:
+    """What a command without ``--backend`` would use, and why."""
+    if not torch.ok:
+        return None, "torch doesn't import"
+    environment = backend_from_environment()
+    try:
+        spec = registry.select(None, environment)
+    except OutriderError as error:
+        return None, str(error)
+    if spec.chosen_by == "environment":
+        return str(spec), f"{BACKEND_VARIABLE}={environment}"
+    return str(spec), "the usable backend of highest priority"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _render(console: Console, data: Mapping[str, Any]) -> None:
+    torch = data["torch"]
+    console.print(f"outrider {data['outrider']} (interface version {data['seam_version']})")
+    console.print(f"python   {data['python']}  {data['executable']}")
+    console.print(f"platform {data['platform']}")
+    packages = (f"{name} {version or 'missing'}" for name, version in data["packages"].items())
+    console.print(f"packages {', '.join(packages)}")
+    if torch["ok"]:
+        console.print(f"torch    {torch['version']}")
+    else:
+        console.print("torch    can't be imported")
+        for depth, text in enumerate(torch["errors"]):
+            console.print(f"         {'  ' * depth}{text}")
+        console.print(f"         {torch['explanation']}")
+        for advice in torch["advice"]:
+            console.print(f"         - {advice}")
+        if torch["version_without_autoload"]:
+            console.print(f"         Tried: with {AUTOLOAD_VARIABLE}=0 torch {torch['version_without_autoload']} imports.")
+    if torch["extensions"]:
+        console.print(f"         loads by itself: {', '.join(torch['extensions'])}")
+    console.print("\nbackends")
+    for values in data["backends"]:
+        verdict = "can run" if values["can_run"] else "can't run"
+        console.print(f"  {values['name']}: {verdict}, from {values['distribution']}")
+        for key in ("description", "reason", "advice"):
+            if values[key]:
+                console.print(f"      {key}: {values[key]}")
+    if not data["backends"]:
+        console.print("  none is installed")
+    console.print(f"\nchosen without --backend: {data['chosen'] or 'none'} ({data['chosen_because']})")

@@ -1,0 +1,155 @@
+"""Entry point of the command ``outrider``: dispatch, and errors as people and scripts can use them.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout, suppress
+from typing import Any, TextIO
+
+import typer
+from rich.console import Console
+
+from outrider.cli.lazy import group
+from outrider.cli.report import Interrupted, Report, to_json
+from outrider.device.errors import OutriderError
+
+COMMANDS: Mapping[str, str | Mapping[str, str]] = {
+    "generate": "outrider.cli.generate:generate",
+    "backends": "outrider.cli.backends:backends",
+    "doctor": "outrider.cli.doctor:doctor",
+    "bench": {"decode": "outrider.cli.bench_decode:decode"},
+}
+_HELP = "Overlapped speculative decoding of LLMs behind a small hardware-backend interface."
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Let it be reported: rich's own answer is to leave in silence. Called while the error is handled."""
+        raise BrokenPipeError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code. Takes ``sys.argv`` unless ``arguments`` are given."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = given[: given.index("--")] if "--" in given else given
+    debug = "--debug" in options
+    arguments = [item for item in given if item != "--debug"] if debug else given
+    as_json = "--json" in options
+    _prepare_streams()
+    try:
+        return _run(arguments or ["--help"], as_json)
+    except BaseException as error:
+        if debug:
+            traceback.print_exc(file=sys.stderr)
+        return _report_failure(error, as_json)
+
+
+def _run(arguments: Sequence[str], as_json: bool) -> int:
+    command = typer.main.get_command(group(COMMANDS, help=_HELP))
+    stdout = sys.stdout
+    # In JSON mode standard output carries one object and nothing else, whatever a library prints.
+    # Not command.main(): that turns Ctrl-C and a closed pipe into exits of its own.
+    with (
+        redirect_stdout(sys.stderr if as_json else stdout),
+        command.make_context("outrider", list(arguments)) as context,
+    ):
+        report = command.invoke(context)
+    if isinstance(report, Report):
+        if as_json:
+            _write(stdout, to_json(report.data) + "\n")
+        else:
+            report.render(_Console(file=stdout, highlight=False, markup=False, emoji=False, soft_wrap=True))
+    stdout.flush()
+    return report.exit_code if isinstance(report, Report) else 0
+
+
+def _report_failure(error: BaseException, as_json: bool) -> int:
+    """Say what went wrong, on standard error or as a JSON object, and return the exit code."""
+    data: dict[str, object] = {}
+    match error:
+        case typer.Exit():
+            return _finish(error.exit_code)
+        case SystemExit():
+            return _finish(error.code if isinstance(error.code, int) else 1)
+        case KeyboardInterrupt() | typer.Abort():
+            kind, message, code = "Interrupted", str(error) or "interrupted", 130
+            data = dict(error.data) if isinstance(error, Interrupted) else {}
+        case OutriderError():
+            kind, message, code = type(error).__name__, str(error), 1
+        case BrokenPipeError():
+            kind, message, code = "BrokenPipe", "standard output was closed by its reader; the rest of the output is lost", 1
+        case OSError():
+            kind, message, code = type(error).__name__, _os_error(error), 1
+        case _ if callable(getattr(error, "format_message", None)):
+            # typer's own errors; their module has moved between its versions, their shape hasn't.
+            kind, message, code = "UsageError", _usage_error(error), 2
+        case _:
+            kind, code = type(error).__name__, 1
+            message = (
+                f"internal error: {kind}: {error}; this is a bug in outrider: please report it with the output of --debug"
+            )
+    if as_json:
+        try:
+            _write(sys.stdout, to_json({"error": {"type": kind, "message": message}, **data}) + "\n")
+            return _finish(code)
+        except OSError:
+            pass  # nowhere to write it: standard error must do
+    _write_quietly(sys.stderr, f"outrider: {message}\n")
+    return _finish(code)
+
+
+def _os_error(error: OSError) -> str:
+    if error.errno == errno.ENOSPC:
+        return f"writing {error.filename or 'the output'} failed: no space left on the device; free some or write elsewhere"
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}"
+
+
+def _usage_error(error: Any) -> str:
+    context = getattr(error, "ctx", None)
+    hint = f"; run `{context.command_path} --help`" if context is not None else ""
+    return f"{error.format_message().rstrip('.')}{hint}"
+
+
+def _prepare_streams() -> None:
+    # Text of a model may hold what the terminal's encoding lacks; that must not end the run.
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="outrider: %(message)s")
+
+
+def _write(stream: TextIO, text: str) -> None:
+    stream.write(text)
+    stream.flush()
+
+
+def _write_quietly(stream: TextIO, text: str) -> None:
+    with suppress(OSError):  # the exit code is all that is left
+        _write(stream, text)
+
+
+def _finish(code: int) -> int:
+    """Flush what is left. Where that fails, point standard output elsewhere: Python flushes it again at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        with open(os.devnull, "w") as nowhere, suppress(OSError, ValueError):  # in a test it may be no real file
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        if code == 0:
+            _write_quietly(sys.stderr, f"outrider: {_os_error(error)}\n")
+            return 1
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""What a command hands back: data for programs, and a way to show it to people."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+BackendOption = Annotated[
+    str | None,
+    typer.Option(
+        "--backend",
+        metavar="NAME",
+        help="Backend: a name such as cpu, NAME:1 for a device, NAME:key=value for options, or auto. "
+        "Without it OUTRIDER_BACKEND decides, then probing.",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """The result of a command. `main` prints it: commands print nothing but what they stream."""
+
+    data: Mapping[str, object]
+    render: Callable[[Console], None]
+    exit_code: int = 0
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with what had been made by then."""
+
+    def __init__(self, message: str, data: Mapping[str, object]) -> None:
+        super().__init__(message)
+        self.data = data
+
+
+def to_json(data: Mapping[str, object]) -> str:
+    """One line of JSON; numbers that JSON doesn't have become null."""
+    return json.dumps(_finite(data), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

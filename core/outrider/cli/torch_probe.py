@@ -1,0 +1,94 @@
+"""Whether ``import torch`` works, found out in a child process.
+
+A child, because a failed import leaves the process with half a torch and further imports then fail for reasons that
+mislead, and because a library that crashes takes the process along.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from importlib import resources
+
+from outrider.cli.environment import without_autoload
+
+_PROBE = """
+import json
+try:
+    import torch
+    report = {"version": torch.__version__}
+except BaseException as error:
+    texts = []
+    while error is not None:
+        texts.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__ or error.__context__
+    report = {"errors": texts}
+print("\\n" + json.dumps(report))
+"""
+_LIMIT_S = 300
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchState:
+    """``errors`` is the chain, outermost first. ``version_without_autoload`` says what importing gives then."""
+
+    version: str | None
+    errors: tuple[str, ...] = ()
+    explanation: str = ""
+    advice: tuple[str, ...] = ()
+    version_without_autoload: str | None = None
+    extensions: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether torch imports as things are."""
+        return self.version is not None
+
+
+def probe_torch() -> TorchState:
+    """Import torch in a child process, and again without its device extensions if that failed."""
+    extensions = tuple(
+        f"{ep.name} ({ep.dist.name} {ep.dist.version})" if ep.dist else ep.name
+        for ep in importlib.metadata.entry_points(group="torch.backends")
+    )
+    version, errors = _import(None)
+    if version is not None:
+        return TorchState(version=version, extensions=extensions)
+    without, _ = _import(without_autoload())
+    explanation, advice = explain("\n".join(errors))
+    return TorchState(
+        version=None,
+        errors=errors,
+        explanation=explanation,
+        advice=advice,
+        version_without_autoload=without,
+        extensions=extensions,
+    )
+
+
+def explain(text: str) -> tuple[str, tuple[str, ...]]:
+    """What a known failure means and what to do about it."""
+    source = resources.files("outrider.cli").joinpath("known_failures.toml").read_text(encoding="utf-8")
+    for failure in tomllib.loads(source)["failure"]:
+        if re.search(failure["match"], text):
+            return failure["says"], tuple(failure["advice"])
+    return "torch can't be imported.", ("Reinstall torch; the error above comes from torch itself.",)
+
+
+def _import(environment: dict[str, str] | None) -> tuple[str | None, tuple[str, ...]]:
+    command = [sys.executable, "-c", _PROBE]
+    try:
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return None, (f"import torch didn't finish within {_LIMIT_S} s",)
+    try:
+        report = json.loads(result.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        tail = result.stderr.strip().splitlines()[-3:]
+        return None, (f"import torch ended the process with status {result.returncode}", *tail)
+    return report.get("version"), tuple(report.get("errors", ()))

@@ -1,0 +1,1 @@
+"""The engine: scheduler, step, caches and the fences between them."""

@@ -1,0 +1,56 @@
+"""What an engine is built with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from outrider.device import ConfigError
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Sizes and choices of an engine, validated when made.
+
+    ``max_requests``: requests that run at the same time. ``page_size``: tokens a KV page. ``num_pages``: pages in all,
+    the reserved one included; None: enough for every request at full context. ``max_context``: tokens of prompt and
+    output together; None: the model's, at most 4096. ``prefill_chunk``: prompt tokens processed in an iteration.
+    ``draft_tokens``: length of a draft chain. ``dtype``: of weights, activations and cache. ``overlap``: the host plans
+    an iteration while the one before runs, and reads its results one iteration later.
+    """
+
+    max_requests: int = 8
+    page_size: int = 16
+    num_pages: int | None = None
+    max_context: int | None = None
+    prefill_chunk: int = 256
+    draft_tokens: int = 4
+    dtype: str = "float32"
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_requests", 1), ("page_size", 1), ("prefill_chunk", 1), ("draft_tokens", 1)):
+            _check_int(name, getattr(self, name), least)
+        for name, least in (("num_pages", 2), ("max_context", 2)):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), least)
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """``dtype`` as torch names it."""
+        return DTYPES[self.dtype]
+
+
+def _check_int(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} is {value!r}; expected a whole number of at least {least}")

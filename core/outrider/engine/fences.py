@@ -1,0 +1,89 @@
+"""The table of fences: every edge that crosses streams, or leads to the host, has a name here.
+
+The backend's SpeculativeSync supplies the mechanism of each. Edges that need no fence, because both ends are on one
+stream: the stash is written and gathered on forward; every access to KV pages is on forward, so that the reuse of a page
+is ordered; a gather precedes the *inputs ready* of its own iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from outrider.device import Fence, SpeculativeSync
+
+
+class Hazard(StrEnum):
+    """What happens without the fence."""
+
+    READ_AFTER_WRITE = "read after write"
+    WRITE_AFTER_READ = "write after read"
+
+
+@dataclass(frozen=True, slots=True)
+class FenceSpec:
+    """One row of the table. ``consumers`` are streams, or ``host``."""
+
+    name: str
+    producer: str
+    consumers: tuple[str, ...]
+    hazard: Hazard
+    resources: str
+
+
+FENCES: tuple[FenceSpec, ...] = (
+    FenceSpec(
+        "inputs_ready",
+        "schedule",
+        ("forward", "plan"),
+        Hazard.READ_AFTER_WRITE,
+        "staged inputs, block-table rows, sampling rows, resolved lengths",
+    ),
+    FenceSpec("staging_free", "schedule", ("host",), Hazard.WRITE_AFTER_READ, "pinned staging of the host-to-device copy"),
+    FenceSpec("draft_outputs_ready", "forward", ("plan",), Hazard.READ_AFTER_WRITE, "draft tokens and their distributions"),
+    FenceSpec(
+        "verify_inputs_free",
+        "forward",
+        ("plan",),
+        Hazard.WRITE_AFTER_READ,
+        "static inputs of verify and draft-extend: the last iteration against the next plan",
+    ),
+    FenceSpec("plan_ready", "plan", ("forward",), Hazard.READ_AFTER_WRITE, "static inputs and metadata of verify"),
+    FenceSpec("accept_ready", "forward", ("plan",), Hazard.READ_AFTER_WRITE, "accepted tokens and their number"),
+    FenceSpec(
+        "extend_plan_ready", "plan", ("forward",), Hazard.READ_AFTER_WRITE, "static inputs and metadata of draft-extend"
+    ),
+    FenceSpec("published", "forward", ("schedule",), Hazard.READ_AFTER_WRITE, "new lengths, a generation per row"),
+    FenceSpec("results_ready", "forward", ("copy",), Hazard.READ_AFTER_WRITE, "accepted tokens of the iteration"),
+    FenceSpec("results_taken", "copy", ("forward",), Hazard.WRITE_AFTER_READ, "the result buffer against the next iteration"),
+    FenceSpec("results_copied", "copy", ("host",), Hazard.READ_AFTER_WRITE, "pinned results"),
+    FenceSpec(
+        "step_reads_done",
+        "forward",
+        ("schedule",),
+        Hazard.WRITE_AFTER_READ,
+        "staged inputs, rows and table entries against the next iteration and reuse by another request",
+    ),
+)
+
+
+class FenceSet:
+    """The fences of one engine, by name; those of the pinned ring have one for each slot."""
+
+    def __init__(self, sync: SpeculativeSync, *, slots: int) -> None:
+        def ring(name: str) -> Sequence[Fence]:
+            return tuple(sync.create_fence(f"{name}[{slot}]") for slot in range(slots))
+
+        self.inputs_ready = sync.create_fence("inputs_ready")
+        self.staging_free = ring("staging_free")
+        self.draft_outputs_ready = sync.create_fence("draft_outputs_ready")
+        self.verify_inputs_free = sync.create_fence("verify_inputs_free")
+        self.plan_ready = sync.create_fence("plan_ready")
+        self.accept_ready = sync.create_fence("accept_ready")
+        self.extend_plan_ready = sync.create_fence("extend_plan_ready")
+        self.published = sync.create_fence("published")
+        self.results_ready = sync.create_fence("results_ready")
+        self.results_taken = sync.create_fence("results_taken")
+        self.results_copied = ring("results_copied")
+        self.step_reads_done = sync.create_fence("step_reads_done")

@@ -1,0 +1,72 @@
+"""Device state per request row. Row 0 is reserved for padding and stays zero.
+
+Two owners, so that each tensor has one writing stream: :class:`RowTable` is written on schedule (what the host decides),
+:class:`FutureMap` on forward (what the device decides, and the host learns later).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.speculative.proposer import RelaySpec
+
+
+class RowTable:
+    """``tables`` int32 [R, P]: block table; ``temperature`` float32 [R]; ``seeds`` int64 [R]."""
+
+    def __init__(self, *, rows: int, pages: int, device: torch.device) -> None:
+        self.tables = torch.zeros((rows, pages), dtype=torch.int32, device=device)
+        self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def admit(self, rows: Tensor, temperature: Tensor, seeds: Tensor) -> None:
+        """Take over rows for new requests: sampling parameters, and an empty table."""
+        self.temperature[rows] = temperature
+        self.seeds[rows] = seeds
+        self.tables.index_fill_(0, rows, 0)
+
+    def append(self, entries: Tensor, pages: Tensor) -> None:
+        """Write ``pages`` at flat ``entries`` (row * P + index)."""
+        self.tables.view(-1)[entries] = pages.to(torch.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What the iteration before left for a batch, gathered: all [B] or [B, ...]."""
+
+    last_tokens: Tensor
+    relay: Mapping[str, Tensor]
+
+
+class FutureMap:
+    """What an iteration leaves for the next one, indexed by row.
+
+    *Publish*: ``lengths`` int64 [R], tokens in the target's cache, which the schedule stream reads behind the fence
+    *published*. *Stash*: ``last_tokens`` int64 [R] and the proposer's relay, which only forward reads, in stream order.
+    """
+
+    def __init__(self, *, rows: int, relay: tuple[RelaySpec, ...], device: torch.device) -> None:
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._relay = {spec.name: torch.zeros((rows, *spec.shape), dtype=spec.dtype, device=device) for spec in relay}
+
+    def publish(self, rows: Tensor, lengths: Tensor) -> None:
+        """New lengths; padding rows keep length 0."""
+        self.lengths[rows] = torch.where(rows > 0, lengths, 0)
+
+    def stash(self, rows: Tensor, last_tokens: Tensor, relay: Mapping[str, Tensor]) -> None:
+        """Last tokens and the proposer's relay. A tensor that the proposer left out this time keeps its old value."""
+        self._last_tokens[rows] = torch.where(rows > 0, last_tokens, 0)
+        for name, value in relay.items():
+            self._relay[name][rows] = value
+
+    def resolve(self, rows: Tensor) -> Resolved:
+        """Gather what was stashed."""
+        return Resolved(
+            self._last_tokens.index_select(0, rows),
+            {name: value.index_select(0, rows) for name, value in self._relay.items()},
+        )

@@ -1,0 +1,183 @@
+"""From the scheduler's batch to device tensors: one pinned buffer, one copy an iteration."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.device import AttentionMetadata, Backend, Fence, Stream
+from outrider.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """The next prompt tokens of one request, ``start`` inclusive to ``end`` exclusive."""
+
+    request: Request
+    start: int
+    end: int
+
+    @property
+    def final(self) -> bool:
+        """Whether the prompt ends with this chunk."""
+        return self.end == len(self.request.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one iteration does. ``table_updates`` are (row, index, page)."""
+
+    prefill: tuple[PrefillChunk, ...]
+    decode: tuple[Request, ...]
+    admitted: tuple[Request, ...]
+    table_updates: tuple[tuple[int, int, int], ...]
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """Every request that the iteration works on."""
+        return (*self.decode, *(chunk.request for chunk in self.prefill))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillInputs:
+    """Device views of a ragged prefill batch: T tokens of S sequences.
+
+    ``tokens``, ``following`` (the token after each; unknown after a final chunk, where it's 0), ``positions``, ``slots``
+    int64 [T]; ``rows``, ``last`` (index into T), ``ends`` (position after the last) int64 [S]; ``final`` bool [S].
+    """
+
+    tokens: Tensor
+    following: Tensor
+    positions: Tensor
+    slots: Tensor
+    rows: Tensor
+    last: Tensor
+    ends: Tensor
+    final: Tensor
+    query_start: Tensor
+    max_query: int
+    max_kv: int
+
+
+def _float_bits(value: float) -> int:
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+class Staging:
+    """A pinned ring on the host and one buffer on the device, both int64.
+
+    ``slots`` is how many iterations may be staged before the oldest copy has to be over.
+    """
+
+    def __init__(self, backend: Backend, *, slots: int, capacity: int) -> None:
+        self._backend = backend
+        self._ring = [backend.empty_pinned(f"staging[{slot}]", (capacity,), torch.int64) for slot in range(slots)]
+        self._device = torch.zeros(capacity, dtype=torch.int64, device=backend.device)
+
+    def upload(self, slot: int, values: list[int], free: Fence, stream: Stream) -> None:
+        """Host: wait until the slot's last copy is over, fill it; then copy on ``stream``, which the caller has ordered
+        after the last reader of the device buffer.
+        """
+        free.wait_host()
+        pinned = self._ring[slot]
+        pinned.renew()
+        count = len(values)
+        pinned.tensor[:count].copy_(torch.tensor(values, dtype=torch.int64))
+        self._backend.copy_async(self._device[:count], pinned.tensor[:count], stream=stream)
+        free.signal(stream)
+
+    def view(self, segment: tuple[int, int]) -> Tensor:
+        """The device view of one segment."""
+        start, end = segment
+        return self._device[start:end]
+
+
+class Packer:
+    """Concatenates named segments of whole numbers."""
+
+    def __init__(self) -> None:
+        self.values: list[int] = []
+        self._segments: dict[str, tuple[int, int]] = {}
+
+    def add(self, name: str, values: list[int]) -> None:
+        """Append a segment."""
+        start = len(self.values)
+        self.values.extend(values)
+        self._segments[name] = (start, len(self.values))
+
+    @property
+    def segments(self) -> Mapping[str, tuple[int, int]]:
+        """Start and end of each segment."""
+        return self._segments
+
+
+def staging_capacity(*, requests: int, pages: int, prefill_chunk: int) -> int:
+    """The most values that one batch packs."""
+    return 4 * prefill_chunk + 9 * requests + 1 + 2 * requests * pages
+
+
+def pack(batch: Batch, *, page_size: int, table_width: int) -> Packer:
+    """Everything that the device must know of a batch."""
+    packer = Packer()
+    packer.add("admitted", [r.row for r in batch.admitted])
+    packer.add("temperature", [_float_bits(r.params.temperature) for r in batch.admitted])
+    packer.add("seeds", [r.params.seed for r in batch.admitted])
+    packer.add("entries", [row * table_width + index for row, index, _ in batch.table_updates])
+    packer.add("pages", [page for _, _, page in batch.table_updates])
+    packer.add("decode_rows", [r.row for r in batch.decode])
+    tokens: list[int] = []
+    following: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts = [0]
+    for chunk in batch.prefill:
+        prompt = chunk.request.prompt
+        tokens.extend(prompt[chunk.start : chunk.end])
+        shifted = list(prompt[chunk.start + 1 : chunk.end + 1])
+        following.extend(shifted if len(shifted) == chunk.end - chunk.start else [*shifted, 0])
+        for position in range(chunk.start, chunk.end):
+            positions.append(position)
+            slots.append(chunk.request.pages[position // page_size] * page_size + position % page_size)
+        starts.append(len(tokens))
+    packer.add("tokens", tokens)
+    packer.add("following", following)
+    packer.add("positions", positions)
+    packer.add("slots", slots)
+    packer.add("query_start", starts)
+    packer.add("prefill_rows", [chunk.request.row for chunk in batch.prefill])
+    packer.add("last", [start - 1 for start in starts[1:]])
+    packer.add("ends", [chunk.end for chunk in batch.prefill])
+    packer.add("final", [int(chunk.final) for chunk in batch.prefill])
+    return packer
+
+
+def prefill_inputs(batch: Batch, staging: Staging, segments: Mapping[str, tuple[int, int]]) -> PrefillInputs:
+    """Views of the staged prefill; the casts run in the caller's scope."""
+    return PrefillInputs(
+        tokens=staging.view(segments["tokens"]),
+        following=staging.view(segments["following"]),
+        positions=staging.view(segments["positions"]),
+        slots=staging.view(segments["slots"]),
+        rows=staging.view(segments["prefill_rows"]),
+        last=staging.view(segments["last"]),
+        ends=staging.view(segments["ends"]),
+        final=staging.view(segments["final"]) > 0,
+        query_start=staging.view(segments["query_start"]).to(torch.int32),
+        max_query=max(chunk.end - chunk.start for chunk in batch.prefill),
+        max_kv=max(chunk.end for chunk in batch.prefill),
+    )
+
+
+def prefill_attention(inputs: PrefillInputs, tables: Tensor) -> AttentionMetadata:
+    """Metadata of the ragged prefill; ``tables`` are the block-table rows of its sequences."""
+    return AttentionMetadata(
+        query_start=inputs.query_start,
+        kv_lens=inputs.ends.to(torch.int32),
+        block_table=tables,
+        max_query=inputs.max_query,
+        max_kv=inputs.max_kv,
+    )

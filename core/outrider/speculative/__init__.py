@@ -1,0 +1,1 @@
+"""Proposers: who drafts the tokens that the target verifies."""

@@ -1,0 +1,18 @@
+"""From positions to cache slots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def slots_of(positions: Tensor, tables: Tensor, page_size: int) -> Tensor:
+    """Cache slots (page * page size + offset) of ``positions`` int64 [B, Q] under block tables [B, pages] → int64 [B, Q].
+
+    Positions beyond the table map into the reserved page 0: they belong to tokens that the host will discard because
+    their request is over.
+    """
+    index = positions // page_size
+    inside = index < tables.shape[1]
+    page = tables.gather(1, index.clamp(max=tables.shape[1] - 1)).to(torch.int64)
+    return torch.where(inside, page, 0) * page_size + positions % page_size

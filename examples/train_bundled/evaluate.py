@@ -1,0 +1,102 @@
+"""Recompute the figures of a stored target and EAGLE head on held-out text, in float32.
+
+python evaluate.py --model OUT --prompts prompts.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sysconfig
+import time
+from pathlib import Path
+
+import corpus
+import torch
+import torch.nn.functional as F
+from decoding import Generator, chain_decode, is_loop
+from model import Target, load_head, load_target
+from tokenizers import Tokenizer
+
+
+@torch.no_grad()
+def losses(target: Target, tokenizer: Tokenizer, stdlib: Path, length: int, device: torch.device) -> str:
+    """Nats per token and per byte over all held-out files, in consecutive pieces."""
+    _, held_out, _ = corpus.split(corpus.read_sources(stdlib))
+    stream = torch.from_numpy(corpus.encode(tokenizer, held_out).astype("int64")).to(device)
+    total, tokens = 0.0, 0
+    for at in range(0, len(stream) - 1, length):
+        piece = stream[None, at : at + length + 1]
+        logits = target.logits(target(piece[:, :-1]))[0]
+        total += F.cross_entropy(logits, piece[0, 1:], reduction="sum").item()
+        tokens += logits.shape[0]
+    size = sum(len(s.text.encode()) for s in held_out)
+    return (
+        f"held-out loss, pieces of {length}: {total / tokens:.4f} nats per token, "
+        f"{total / size:.4f} per byte ({len(held_out)} files, {size} bytes, {tokens} tokens)"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, required=True, help="folder with target/ and eagle/")
+    parser.add_argument("--prompts", type=Path, required=True, help="held-out prompts, a JSON file")
+    parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
+    parser.add_argument("--device", default="cpu", help="for the loss and the loops; drafting is on the CPU")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens after each prompt")
+    parser.add_argument(
+        "--loop-tokens", type=int, nargs="*", default=[128], help="lengths to look for loops in"
+    )
+    parser.add_argument("--limit", type=int, default=0, help="only the first so many prompts")
+    parser.add_argument("--depth", type=int, default=4, help="drafts per verification")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--samples", type=int, default=2, help="greedy texts to print")
+    parser.add_argument("--loss", action=argparse.BooleanOptionalAction, default=True)
+    args = parser.parse_args()
+    cpu, device = torch.device("cpu"), torch.device(args.device)
+    tokenizer = Tokenizer.from_file(str(args.model / "target" / "tokenizer.json"))
+    eos = tokenizer.token_to_id(corpus.END)
+    read = json.loads(args.prompts.read_text(encoding="utf-8"))
+    texts = [p["text"] for p in (read["prompts"] if isinstance(read, dict) else read)]
+    prompts = [tokenizer.encode(t, add_special_tokens=False).ids for t in texts[: args.limit or None]]
+    target = load_target(args.model / "target", device)
+
+    if args.loss:
+        print(losses(target, tokenizer, args.stdlib, 1024, device), flush=True)
+
+    most = max(args.loop_tokens, default=0)
+    if most:
+        generator = Generator(target, 1, max(map(len, prompts)) + most, 0.0, torch.float32)
+        made = [generator.run(torch.tensor([p], device=device), most)[0, len(p) :].tolist() for p in prompts]
+        for count in args.loop_tokens:
+            cut = [row[:count] for row in made]
+            cut = [row[: row.index(eos)] if eos in row else row for row in cut]
+            looping = [i for i, row in enumerate(cut) if is_loop(row, tokenizer.decode(row))]
+            print(
+                f"greedy loops in {count} tokens: {len(looping)} of {len(cut)} prompts "
+                f"({100 * len(looping) / len(cut):.1f} %): {looping}",
+                flush=True,
+            )
+        for i in range(min(args.samples, len(made))):
+            print(f"--- prompt {i}\n{texts[i]}\n--- greedy\n{tokenizer.decode(made[i][: args.tokens])}\n---")
+
+    target, head = target.to(cpu), load_head(args.model / "eagle", cpu)
+    for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
+        rng = torch.Generator().manual_seed(args.seed)
+        began, emitted, same = time.monotonic(), [], 0
+        for i, prompt in enumerate(prompts):
+            text, rounds = chain_decode(target, head, prompt, args.tokens, args.depth, temperature, eos, rng)
+            emitted += rounds
+            if temperature == 0.0 and most:
+                size = min(len(text), args.tokens, most)
+                same += text[:size] == made[i][:size]
+        note = f", {same} of {len(prompts)} texts as decoded plainly" if temperature == 0.0 and most else ""
+        print(
+            f"{name}: {sum(emitted) / len(emitted):.3f} tokens per verification, {args.depth} drafted, "
+            f"{len(emitted)} verifications{note} ({time.monotonic() - began:.0f} s)",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

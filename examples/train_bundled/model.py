@@ -1,0 +1,344 @@
+"""The target (a Llama) and the EAGLE head in plain torch, with the parameter names of their checkpoints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes shared by the target and its head."""
+
+    vocab_size: int = 2048
+    hidden_size: int = 256
+    intermediate_size: int = 768
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 4
+    max_position_embeddings: int = 2048
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float()
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary positions; cos and sin are [positions, head_dim], x is [..., positions, head_dim]."""
+    a, b = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)
+
+
+class Cache:
+    """Keys and values of every layer for one batch of equally long sequences."""
+
+    def __init__(
+        self, shape: Shape, batch: int, length: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        size = (shape.num_hidden_layers, batch, shape.num_key_value_heads, length, shape.head_dim)
+        self.k = torch.zeros(size, device=device, dtype=dtype)
+        self.v = torch.zeros(size, device=device, dtype=dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = (
+            shape.num_attention_heads,
+            shape.num_key_value_heads,
+            shape.head_dim,
+        )
+        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, q_size, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(q_size, shape.hidden_size, bias=False)
+
+    def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [B, heads, S, D], rotated keys and values [B, kv_heads, S, D]."""
+        b, s, _ = x.shape
+        q = self.q_proj(x).view(b, s, self.heads, self.head_dim).transpose(1, 2)
+        k = self.k_proj(x).view(b, s, self.kv_heads, self.head_dim).transpose(1, 2)
+        v = self.v_proj(x).view(b, s, self.kv_heads, self.head_dim).transpose(1, 2)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def widen(self, x: Tensor) -> Tensor:
+        """Repeat each key or value head for the query heads that share it."""
+        return x.repeat_interleave(self.heads // self.kv_heads, dim=1)
+
+    def out(self, x: Tensor) -> Tensor:
+        b, _, s, _ = x.shape
+        return self.o_proj(x.transpose(1, 2).reshape(b, s, -1))
+
+    def causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.out(F.scaled_dot_product_attention(q, self.widen(k), self.widen(v), is_causal=True))
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, at: Tensor) -> Tensor:
+        """One new token per sequence at position `at` (a tensor of one element), over the whole cache."""
+        cache_k.index_copy_(2, at, k.to(cache_k.dtype))
+        cache_v.index_copy_(2, at, v.to(cache_v.dtype))
+        b = q.shape[0]
+        grouped = q.view(b, self.kv_heads, -1, self.head_dim).to(cache_k.dtype)
+        scores = (grouped @ cache_k.transpose(-1, -2)).float() * self.head_dim**-0.5
+        seen = torch.arange(cache_k.shape[2], device=q.device) <= at
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).to(cache_v.dtype)
+        return self.out((weights @ cache_v).view(b, self.heads, 1, self.head_dim))
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """A Llama layer; the EAGLE head's only layer has no input norm."""
+
+    def __init__(self, shape: Shape, *, input_norm: bool = True) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape)
+        self.mlp = MLP(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        if input_norm:
+            self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+
+class Rotary(nn.Module):
+    """Tables of cosines and sines, in float32, never stored in the checkpoint."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        d = shape.head_dim
+        inverse = 1.0 / (shape.rope_theta ** (torch.arange(0, d, 2).float() / d))
+        angles = torch.outer(torch.arange(shape.max_position_embeddings).float(), inverse)
+        angles = torch.cat((angles, angles), dim=-1)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.cos: Tensor
+        self.sin: Tensor
+
+
+class Target(nn.Module):
+    """LlamaForCausalLM with tied embeddings; `forward` gives the hidden state after the final norm."""
+
+    def __init__(self, shape: Shape, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.shape = shape
+        self.dropout = dropout
+        self.rotary = Rotary(shape)
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        initialise(self)
+
+    def drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """Hidden states of whole sequences; a cache, where given, is filled from position 0."""
+        s = tokens.shape[1]
+        cos, sin = self.rotary.cos[:s], self.rotary.sin[:s]
+        x = self.drop(self.embed_tokens(tokens))
+        for i, layer in enumerate(self.layers):
+            q, k, v = layer.self_attn.qkv(layer.input_layernorm(x), cos, sin)
+            if cache is not None:
+                cache.k[i, :, :, :s] = k
+                cache.v[i, :, :, :s] = v
+            x = x + self.drop(layer.self_attn.causal(q, k, v))
+            x = x + self.drop(layer.mlp(layer.post_attention_layernorm(x)))
+        return self.norm(x)
+
+    def decode(self, token: Tensor, at: Tensor, cache: Cache) -> Tensor:
+        """Hidden state [B, 1, H] of one token per sequence at position `at` (a tensor of one element)."""
+        cos, sin = self.rotary.cos[at], self.rotary.sin[at]
+        x = self.embed_tokens(token)[:, None]
+        for i, layer in enumerate(self.layers):
+            q, k, v = layer.self_attn.qkv(layer.input_layernorm(x), cos, sin)
+            x = x + layer.self_attn.decode(q, k, v, cache.k[i], cache.v[i], at)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.embed_tokens.weight)
+
+
+class EagleHead(nn.Module):
+    """Published EAGLE(-1/2) head: fc over (next token's embedding, feature), then one Llama layer.
+
+    Pair i joins the embedding of token i+1 with the target's final-norm hidden state at i, at rotary
+    position i; its output predicts the hidden state at i+1, which goes straight to the target's lm_head.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.rotary = Rotary(shape)
+        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
+        self.layers = nn.ModuleList([Layer(shape, input_norm=False)])
+        initialise(self)
+
+    @property
+    def layer(self) -> Layer:
+        layer = self.layers[0]
+        assert isinstance(layer, Layer)
+        return layer
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + attended
+        return x + self.layer.mlp(self.layer.post_attention_layernorm(x))
+
+    def forward(self, embedded: Tensor, features: Tensor) -> Tensor:
+        """Predicted features of all pairs, causal attention over the pairs as given."""
+        s = features.shape[1]
+        x = self.fc(torch.cat((embedded, features), dim=-1)).float()
+        q, k, v = self.layer.self_attn.qkv(x, self.rotary.cos[:s], self.rotary.sin[:s])
+        return self.finish(x, self.layer.self_attn.causal(q, k, v))
+
+    def unroll(self, embedded: Tensor, features: Tensor, steps: int) -> list[Tensor]:
+        """Draft `steps` deep from every position at once, as decoding would, along the given tokens.
+
+        At depth d the pair i carries the head's own output of depth d-1. It sees the pairs up to i-d as
+        depth 0 made them (true features) and pair i-d+m as depth m made it, m = 1..d. Output d at pair i
+        means something for i >= d only.
+        """
+        attention, s = self.layer.self_attn, features.shape[1]
+        cos, sin = self.rotary.cos[:s], self.rotary.sin[:s]
+        index = torch.arange(s, device=features.device)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        outputs: list[Tensor] = []
+        for depth in range(steps):
+            x = self.fc(torch.cat((embedded, features), dim=-1)).float()
+            q, k, v = attention.qkv(x, cos, sin)
+            k, v = attention.widen(k), attention.widen(v)
+            keys.append(k)
+            values.append(v)
+            if depth == 0:
+                attended = attention.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+            else:
+                hidden = index[None, :] > index[:, None] - depth
+                scores = (q @ keys[0].transpose(-1, -2)).masked_fill(hidden, torch.finfo(q.dtype).min)
+                late = [shift(keys[m], depth - m) for m in range(1, depth + 1)]
+                scores = torch.cat((scores, torch.stack([(q * t).sum(-1) for t in late], dim=-1)), dim=-1)
+                weights = (scores.float() * attention.head_dim**-0.5).softmax(-1).to(v.dtype)
+                mixed = weights[..., :s] @ values[0]
+                for m in range(1, depth + 1):
+                    mixed = mixed + weights[..., s + m - 1, None] * shift(values[m], depth - m)
+                attended = attention.out(mixed)
+            outputs.append(self.finish(x, attended))
+            features = shift(outputs[-1], 1)
+        return outputs
+
+
+def shift(x: Tensor, by: int) -> Tensor:
+    """Move positions (the last axis but one) towards the end by `by`, zeros in front."""
+    return F.pad(x, (0, 0, by, 0))[..., : x.shape[-2], :] if by else x
+
+
+def initialise(module: nn.Module) -> None:
+    """Small normal weights; projections back into the residual stream start at zero."""
+    for name, parameter in module.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            nn.init.zeros_(parameter)
+        elif "embed" in name:
+            nn.init.normal_(parameter, std=0.02)
+        elif parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.5 * parameter.shape[1] ** -0.5)
+
+
+def round_to_bfloat16(module: nn.Module) -> None:
+    """Give the float32 parameters the values that a bfloat16 checkpoint holds."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(parameter.bfloat16())
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------
+
+
+def save_target(target: Target, folder: Path, eos: int, pad: int) -> None:
+    """Write the target through transformers, as LlamaForCausalLM.save_pretrained writes it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {k: v for k, v in asdict(target.shape).items() if k != "rope_theta"}
+    config = LlamaConfig(
+        **sizes,
+        head_dim=target.shape.head_dim,
+        rope_parameters={"rope_type": "default", "rope_theta": target.shape.rope_theta},
+        tie_word_embeddings=True,
+        bos_token_id=eos,
+        eos_token_id=eos,
+        pad_token_id=pad,
+    )
+    model = LlamaForCausalLM(config)
+    model.model.load_state_dict(target.state_dict())
+    model.tie_weights()
+    model.to(torch.bfloat16)
+    model.generation_config.do_sample = False
+    model.save_pretrained(folder)
+
+
+def load_target(folder: Path, device: torch.device) -> Target:
+    """Read a target back, the stored bfloat16 upcast to float32."""
+    config = json.loads((folder / "config.json").read_text())
+    theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
+    shape = Shape(**{k: config[k] for k in asdict(Shape()) if k != "rope_theta"}, rope_theta=theta)
+    target = Target(shape)
+    weights = load_file(folder / "model.safetensors")
+    target.load_state_dict({k.removeprefix("model."): v.float() for k, v in weights.items()})
+    return target.to(device).eval()
+
+
+def save_head(head: EagleHead, folder: Path, eos: int, pad: int) -> None:
+    """Write the head in the format of published EAGLE heads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLMEagle"],
+        "attention_bias": False,
+        "bias": False,
+        "bos_token_id": eos,
+        "eos_token_id": eos,
+        "head_dim": head.shape.head_dim,
+        "hidden_act": "silu",
+        "model_type": "llama",
+        "pad_token_id": pad,
+        **asdict(head.shape),
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")
+    weights = {k: v.detach().bfloat16().contiguous().cpu() for k, v in head.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_head(folder: Path, device: torch.device) -> EagleHead:
+    """Read a head back, the stored bfloat16 upcast to float32."""
+    config = json.loads((folder / "config.json").read_text())
+    head = EagleHead(Shape(**{k: config[k] for k in asdict(Shape())}))
+    head.load_state_dict({k: v.float() for k, v in load_file(folder / "model.safetensors").items()})
+    return head.to(device).eval()

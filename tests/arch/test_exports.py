@@ -1,0 +1,53 @@
+"""The public names are pinned: adding or losing one is a decision, made here in the same change."""
+
+import ast
+
+import pytest
+
+import outrider
+import outrider.device
+
+TOP = {"Engine", "EngineConfig", "OutriderError", "SamplingParams", "StepOutput", "get_backend"}
+SEAM = """
+    ENTRY_POINT_GROUP ROW_ACCESS SEAM_VERSION Access ActiveCapture AmbiguousBackend AttentionMetadata Backend BackendError
+    BackendHooks BackendInfo BackendLoadError BackendNotFound Capabilities CapabilityError CaptureContext CaptureError
+    CheckpointError CiDeclaration ConfigError ControllableDevice DeadlockError DeviceError DeviceFault DeviceLost EagerGraph
+    Event EventFence Fence Flag Graph GraphCallable GraphPool HostParam JoinedPlan KeepAlive KernelSet MemoryInfo Observer
+    Operation OutOfDeviceMemory OutriderError PinnedBuffer PluginContractError Recompute RequestError RowResolver Scalar
+    SeamError SpeculativeSync StaleBufferError StepMode Stream StreamOrderError SynchronousCopyError TorchDeviceBackend
+    TorchEvent TorchGraph TorchStream Waiter hookimpl hookspec
+"""
+
+
+def test_top_level_names():
+    assert set(outrider.__all__) == TOP
+    assert dir(outrider) == outrider.__all__
+
+
+def test_seam_names():
+    assert sorted(outrider.device.__all__) == sorted(SEAM.split())
+
+
+@pytest.mark.parametrize("name", SEAM.split())
+def test_each_seam_name_loads(name):
+    assert getattr(outrider.device, name) is not None
+
+
+@pytest.mark.parametrize("module", [outrider, outrider.device])
+def test_lazy_names_are_the_ones_that_type_checkers_see(module):
+    """The names under TYPE_CHECKING, the lazy table and ``__all__`` say the same thing three times."""
+    with open(module.__file__, encoding="utf-8") as file:
+        tree = ast.parse(file.read())
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("outrider")
+        for alias in node.names
+    }
+    assert imported == set(module.__all__)
+
+
+@pytest.mark.parametrize("module", [outrider, outrider.device])
+def test_an_unknown_name_is_an_attribute_error(module):
+    with pytest.raises(AttributeError, match="'Bakend'"):
+        _ = module.Bakend

@@ -1,0 +1,72 @@
+"""Importing costs nothing: no torch at the top, no vendor package anywhere before a backend is created.
+
+In a child process, since this one has imported much; with torch's own loading of device extensions turned off.
+"""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGINS = sorted(f"{path.parent.name}.plugin" for path in (ROOT / "backends").glob("*/outrider_*/plugin.py"))
+VENDOR = ["torch_npu", "torch_xla", "triton", "flashinfer", "flash_attn", "cupy", "acl"]  # not pynvml: torch tries it itself
+
+BLOCKER = """
+    import sys
+    BLOCKED = {blocked!r}
+
+    class Blocker:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] in BLOCKED:
+                raise AssertionError(f"{{name}} was imported")
+
+    sys.meta_path.insert(0, Blocker())
+"""
+
+
+def run(blocked, code):
+    script = textwrap.dedent(BLOCKER.format(blocked=set(blocked))) + textwrap.dedent(code)
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def assert_clean(result):
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("module", ["outrider", "outrider.device", "outrider.registry", "outrider.cli.main", *PLUGINS])
+def test_imports_neither_torch_nor_a_vendor_package(module):
+    assert_clean(run([*VENDOR, "torch"], f"import {module}"))
+
+
+def test_every_plugin_describes_itself_without_a_vendor_package():
+    code = "\n".join(f"import {name}; assert {name}.backend_info().name" for name in PLUGINS)
+    assert_clean(run(VENDOR, code))
+
+
+def test_the_whole_seam_imports_no_vendor_package():
+    assert_clean(run(VENDOR, "from outrider.device import *"))
+
+
+def test_importing_starts_no_device():
+    assert_clean(run(VENDOR, "from outrider.device import *\nimport torch\nassert not torch.cuda.is_initialized()"))
+
+
+@pytest.mark.parametrize(
+    ("blocked", "code"),
+    [(VENDOR, "import triton"), (VENDOR, "import torch_npu.npu"), (["torch"], "from outrider.device import Backend")],
+)
+def test_the_blocker_catches(blocked, code):
+    result = run(blocked, code)
+    assert result.returncode == 1
+    assert "was imported" in result.stderr

@@ -1,0 +1,58 @@
+"""The import contracts in pyproject hold, and each catches the import that it's there for."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LINT = "import sys; from importlinter.cli import lint_imports_command as lint; sys.exit(lint(['--no-cache']))"
+
+
+def lint(root: Path) -> subprocess.CompletedProcess[str]:
+    packages = [root / "core", *(path for path in (root / "backends").iterdir() if path.is_dir())]
+    return subprocess.run(
+        [sys.executable, "-c", LINT],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, packages)), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.fixture
+def tree(tmp_path):
+    for name in ("core", "backends"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "bundled"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "contract"),
+    [
+        ("core/outrider/device/memory.py", "import outrider.registry", "Imports point downward only BROKEN"),
+        ("core/outrider/registry.py", "import outrider.cli.report", "Imports point downward only BROKEN"),
+        ("core/outrider/stray.py", "", "must be declared as a layer"),
+        ("core/outrider/registry.py", "import triton", "imports no vendor package BROKEN"),
+        ("core/outrider/registry.py", "import outrider_cpu.backend", "imports no vendor package BROKEN"),
+        ("backends/cpu/outrider_cpu/plugin.py", "import outrider.registry", "outrider.device and nothing else BROKEN"),
+        ("backends/cpu/outrider_cpu/plugin.py", "import outrider.new.part", "outrider.device and nothing else BROKEN"),
+        ("backends/cpu/outrider_cpu/plugin.py", "from outrider import Engine", "outrider.device and nothing else BROKEN"),
+    ],
+)
+def test_catches(tree, file, line, contract):
+    path = tree / file
+    if "outrider.new" in line:
+        (tree / "core/outrider/new").mkdir()
+        (tree / "core/outrider/new/__init__.py").touch()
+        (tree / "core/outrider/new/part.py").touch()
+    path.write_text((path.read_text() if path.exists() else "") + f"\n{line}\n")
+    result = lint(tree)
+    assert result.returncode != 0
+    assert contract in result.stdout + result.stderr

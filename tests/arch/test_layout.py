@@ -1,0 +1,59 @@
+"""The shape of the tree: short files, one package for each backend, and a pyproject that knows each of them."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+LINES = 500
+ROOT = Path(__file__).resolve().parents[2]
+BACKENDS = sorted(path.name for path in (ROOT / "backends").iterdir() if path.is_dir())
+IGNORED = re.compile(r"__pycache__|\..*|.*\.egg-info")
+
+
+def too_long(path: Path) -> bool:
+    return path.read_text(encoding="utf-8").count("\n") > LINES
+
+
+def strangers(folder: Path) -> list[str]:
+    """What lies beside the one package: it would become a top-level name for everybody."""
+    return sorted(p.name for p in folder.iterdir() if p.name != f"outrider_{folder.name}" and not IGNORED.fullmatch(p.name))
+
+
+def test_files_are_short(source_file):
+    assert not too_long(source_file), f"more than {LINES} lines: split it by subject"
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_backend_folder_holds_one_package(name):
+    folder = ROOT / "backends" / name
+    assert strangers(folder) == []
+    for needed in ("__init__.py", "py.typed", "plugin.py"):
+        assert (folder / f"outrider_{name}" / needed).is_file()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_pyproject_knows_each_backend(name):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    tool = project["tool"]
+    assert project["project"]["entry-points"]["outrider.backends"][name] == f"outrider_{name}.plugin"
+    assert f"backends/{name}/outrider_{name}" in tool["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert f"backends/{name}" in tool["ruff"]["src"]
+    assert f"backends/{name}" in tool["mypy"]["mypy_path"].split(":")
+    linter = tool["importlinter"]
+    assert f"outrider_{name}" in linter["root_packages"]
+    contracts = {contract["id"]: contract for contract in linter["contracts"]}
+    assert f"outrider_{name}" in contracts["vendors"]["forbidden_modules"]
+    if len(BACKENDS) > 1:
+        assert f"outrider_{name}" in contracts["backends"]["modules"]
+
+
+def test_catches(tmp_path):
+    long = tmp_path / "long.py"
+    long.write_text("x = 1\n" * (LINES + 1))
+    assert too_long(long)
+    chip = tmp_path / "chip"
+    for name in ("outrider_chip", "tests", "__pycache__"):
+        (chip / name).mkdir(parents=True)
+    assert strangers(chip) == ["tests"]

@@ -1,0 +1,149 @@
+"""Dispatch, exit codes, and what an error looks like to a person and to a script."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from outrider.cli import main as cli
+from outrider.cli.report import Interrupted, Report, to_json
+from outrider.device import ConfigError
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Add a command ``x`` that does what it's told."""
+
+    def add(action):
+        def x(json_output: cli_json_option() = False) -> Report:
+            del json_output
+            return action() or Report(data={"done": True}, render=lambda console: console.print("done"))
+
+        monkeypatch.setattr(sys.modules[__name__], "x", x, raising=False)
+        monkeypatch.setattr(cli, "COMMANDS", {"x": f"{__name__}:x"})
+        monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+
+    return add
+
+
+def cli_json_option():
+    from outrider.cli.report import JsonOption
+
+    return JsonOption
+
+
+def raising(error):
+    def action():
+        raise error
+
+    return action
+
+
+def test_result_for_people_and_for_scripts(outrider, command):
+    command(lambda: None)
+    assert (outrider("x").code, outrider("x").out) == (0, "done\n")
+    assert outrider("x", "--json").json == {"done": True}
+
+
+def test_without_arguments_it_helps(outrider):
+    result = outrider()
+    assert result.code == 0
+    for name in cli.COMMANDS:
+        assert name in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["backends", "--colour"], "No such option: --colour"),
+        (["backend"], "No such command 'backend'"),
+        (["bench"], "Missing command"),
+        (["bench", "decod"], "No such command 'decod'"),
+        (["backends", "surplus"], "surplus"),
+    ],
+)
+def test_wrong_usage_is_exit_2(outrider, arguments, message):
+    result = outrider(*arguments)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("outrider: ")
+    assert message in result.err
+    assert "--help" in result.err
+    assert outrider(*arguments, "--json").json["error"]["type"] == "UsageError"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "kind", "message"),
+    [
+        (ConfigError("temperature is nan"), 1, "ConfigError", "temperature is nan"),
+        (FileNotFoundError(2, "No such file or directory", "p.txt"), 1, "FileNotFoundError", "p.txt: No such file"),
+        (OSError(28, "No space left on device", "trace.json"), 1, "OSError", "writing trace.json failed: no space left"),
+        (BrokenPipeError(32, "Broken pipe"), 1, "BrokenPipe", "closed by its reader"),
+        (KeyboardInterrupt(), 130, "Interrupted", "interrupted"),
+        (Interrupted("interrupted after 3 tokens", {"text": "a"}), 130, "Interrupted", "interrupted after 3 tokens"),
+        (ZeroDivisionError("division by zero"), 1, "ZeroDivisionError", "this is a bug in outrider"),
+    ],
+)
+def test_errors(outrider, command, error, code, kind, message):
+    command(raising(error))
+    result = outrider("x")
+    assert (result.code, result.out) == (code, "")
+    assert message in result.err
+    scripted = outrider("x", "--json")
+    assert scripted.code == code
+    assert scripted.json["error"]["type"] == kind
+    assert message in scripted.json["error"]["message"]
+    if isinstance(error, Interrupted):
+        assert scripted.json["text"] == "a"
+
+
+def test_debug_shows_the_traceback(command, capsys):
+    command(raising(ConfigError("temperature is nan")))
+    assert cli.main(["x", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_libraries_that_print_dont_spoil_the_json(outrider, command):
+    command(lambda: print("loading…"))
+    result = outrider("x", "--json")
+    assert result.json == {"done": True}
+    assert "loading…" in result.err
+
+
+def test_json_has_no_nan():
+    text = to_json({"a": float("nan"), "b": [1.5, float("inf")], "c": {"d": (1, None)}})
+    assert json.loads(text) == {"a": None, "b": [1.5, None], "c": {"d": [1, None]}}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["backends"], ["backends", "--json"], ["--help"]])
+def test_full_disk(child, arguments):
+    with open("/dev/full", "w") as full:
+        result = child(*arguments, stdout=full)
+    assert result.code == 1
+    assert "no space left on the device" in result.err
+    assert result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["backends"], ["backends", "--json"]])
+def test_closed_pipe(child, arguments):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        result = child(*arguments, stdout=closed)
+    assert result.code == 1
+    assert "closed by its reader" in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_the_installed_command():
+    from importlib.metadata import entry_points
+
+    (script,) = entry_points(group="console_scripts", name="outrider")
+    assert script.load() is cli.main
+
+
+def test_help_imports_no_torch():
+    code = "import sys; from outrider.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

@@ -1,0 +1,67 @@
+"""Shared by every test: one torch thread per worker, and made-up distributions that offer backends."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# Two workers with two threads each would fight over two cores; child processes inherit it.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.pop("OUTRIDER_BACKEND", None)
+
+GOOD_PLUGIN = """
+    from outrider.device.plugin import BackendInfo, hookimpl
+
+    @hookimpl
+    def backend_info():
+        return BackendInfo(name={name!r}, description="made up", **{info!r})
+
+    @hookimpl
+    def create_backend(ordinal, options):
+        from outrider_cpu.backend import CpuBackend
+        backend = CpuBackend()
+        backend.given = (ordinal, dict(options))
+        return backend
+"""
+
+Install = Callable[..., Path]
+
+
+def write_distribution(root: Path, distribution: str, module: str, source: str, group: str, name: str, target: str) -> Path:
+    """A directory that looks like an installed distribution with one entry point."""
+    site = root / distribution
+    site.mkdir(parents=True, exist_ok=True)
+    (site / f"{module}.py").write_text(textwrap.dedent(source))
+    info = site / f"{distribution.replace('-', '_')}-1.0.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {target}\n")
+    return site
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """``install("name", source)`` makes a distribution ``outrider-name`` visible to this process; returns its path."""
+    modules: list[str] = []
+
+    def add(name: str, source: str | None = None, *, distribution: str = "", **info: object) -> Path:
+        distribution = distribution or f"outrider-{name}"
+        module = distribution.replace("-", "_") + "_plugin"
+        text = GOOD_PLUGIN.format(name=name, info=info) if source is None else source
+        site = write_distribution(tmp_path, distribution, module, text, "outrider.backends", name, module)
+        monkeypatch.syspath_prepend(str(site))
+        modules.append(module)
+        return site
+
+    yield add
+    for module in modules:
+        sys.modules.pop(module, None)
+    importlib.invalidate_caches()

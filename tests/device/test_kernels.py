@@ -1,0 +1,262 @@
+"""The torch references against independent formulations."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.device import AttentionMetadata, KernelSet
+from outrider.device.kernels.philox import philox, uniforms
+
+KERNELS = KernelSet()
+
+# Random123's known-answer vectors for philox4x32-10.
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+def test_philox_known_answers(counter, key, expected):
+    words = philox(tuple(torch.tensor([c]) for c in counter), tuple(torch.tensor([k]) for k in key))
+    assert tuple(int(w) for w in words) == expected
+
+
+def test_uniforms_depend_on_seed_position_lane_and_index_alone():
+    seeds, positions = torch.tensor([3, 3, 4]), torch.tensor([7, 8, 7])
+    batch = uniforms(seeds, positions, 1, 10)
+    for row in range(3):
+        assert torch.equal(batch[row], uniforms(seeds[row : row + 1], positions[row : row + 1], 1, 10)[0])
+    assert len(set(batch.flatten().tolist())) == 30
+    assert not torch.equal(batch, uniforms(seeds, positions, 2, 10))
+    assert batch.min() > 0
+    assert batch.max() < 1
+
+
+@st.composite
+def ragged_batches(draw):
+    page_size = draw(st.sampled_from([1, 4, 16]))
+    lens = [
+        (q, draw(st.integers(0, 20))) for q in draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    ]  # (new, context)
+    heads = draw(st.sampled_from([(2, 2), (4, 2), (6, 1)]))
+    return page_size, lens, heads, draw(st.integers(0, 8)), draw(st.booleans()), draw(st.integers(0, 3))
+
+
+@given(ragged_batches())
+@settings(max_examples=60, deadline=None)
+def test_paged_attention_equals_a_loop_over_tokens(case):
+    page_size, lens, (heads, kv_heads), window, with_tree, padding = case
+    generator = torch.Generator().manual_seed(hash(case[1:2].__repr__()) % 1000)
+    size, batch = 8, len(lens)
+    tokens = sum(q for q, _ in lens) + padding
+    width = max(-(-(q + c) // page_size) for q, c in lens)
+    pages = batch * width + 1
+    order = (torch.randperm(pages - 1, generator=generator) + 1).to(torch.int32)
+    table = order.view(batch, width)
+    q = torch.randn(tokens, heads, size, generator=generator, dtype=torch.float64)
+    k_cache = torch.randn(pages, page_size, kv_heads, size, generator=generator, dtype=torch.float64)
+    v_cache = torch.randn(pages, page_size, kv_heads, size, generator=generator, dtype=torch.float64)
+    starts = torch.tensor([0, *torch.tensor([n for n, _ in lens]).cumsum(0).tolist()], dtype=torch.int32)
+    max_query = max(n for n, _ in lens)
+    mask = torch.rand(tokens, max_query, generator=generator) > 0.4 if with_tree else None
+    if mask is not None:
+        for (n, _), start in zip(lens, starts.tolist(), strict=False):
+            for j in range(n):
+                mask[start + j, j] = True  # a token sees itself
+    metadata = AttentionMetadata(
+        query_start=starts,
+        kv_lens=torch.tensor([n + c for n, c in lens], dtype=torch.int32),
+        block_table=table,
+        max_query=max_query,
+        max_kv=max(n + c for n, c in lens),
+        tree_mask=mask,
+    )
+    out = KERNELS.paged_attention(q, k_cache, v_cache, metadata, scale=0.3, window=window)
+
+    expected = torch.zeros_like(q)
+    for b, (new, context) in enumerate(lens):
+        rows = [(int(table[b, p // page_size]), p % page_size) for p in range(new + context)]
+        keys = torch.stack([k_cache[r] for r in rows])
+        values = torch.stack([v_cache[r] for r in rows])
+        for i in range(new):
+            t = int(starts[b]) + i
+            seen = [
+                p
+                for p in range(new + context)
+                if (p < context or (mask[t, p - context] if mask is not None else p - context <= i))
+                and (window == 0 or p - context > i - window)
+            ]
+            for h in range(heads):
+                kv = h // (heads // kv_heads)
+                weights = torch.softmax(torch.stack([q[t, h] @ keys[p, kv] for p in seen]) * 0.3, dim=0)
+                expected[t, h] = sum(w * values[p, kv] for w, p in zip(weights, seen, strict=True))
+    torch.testing.assert_close(out, expected, atol=1e-10, rtol=1e-10)
+
+
+def test_rope_and_cache_write():
+    q, k, v = (torch.randn(3, heads, 8) for heads in (4, 2, 2))
+    angle = torch.randn(3, 4)
+    cos, sin = (f(angle).repeat(1, 2) for f in (torch.cos, torch.sin))
+    expected_q = torch.empty_like(q)
+    for t in range(3):
+        for i in range(4):
+            turn = torch.complex(q[t, :, i], q[t, :, i + 4]) * torch.polar(torch.tensor(1.0), angle[t, i])
+            expected_q[t, :, i], expected_q[t, :, i + 4] = turn.real, turn.imag
+    k_cache, v_cache = torch.zeros(4, 2, 2, 8), torch.zeros(4, 2, 2, 8)
+    slots = torch.tensor([5, 2, 0])
+    KERNELS.rope_write_cache(q, k, v, cos, sin, k_cache, v_cache, slots)
+    torch.testing.assert_close(q, expected_q)
+    for t, slot in enumerate(slots.tolist()):
+        assert torch.equal(k_cache.view(8, 2, 8)[slot], k[t])
+        assert torch.equal(v_cache.view(8, 2, 8)[slot], v[t])
+    assert int((k_cache != 0).any(-1).any(-1).sum()) == 3
+
+
+def test_norms_and_activation():
+    x, residual, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    torch.testing.assert_close(KERNELS.rms_norm(x, weight, 1e-6), torch.nn.functional.rms_norm(x, (8,), weight, 1e-6))
+    total = x + residual
+    normed = KERNELS.add_rms_norm(x, residual, weight, 1e-6)
+    torch.testing.assert_close(residual, total)
+    torch.testing.assert_close(normed, torch.nn.functional.rms_norm(total, (8,), weight, 1e-6))
+    torch.testing.assert_close(KERNELS.silu_mul(torch.cat((x, total), -1)), torch.nn.functional.silu(x) * total)
+
+
+def test_greedy_verify_accepts_the_longest_matching_prefix():
+    logits = torch.full((3, 4, 5), -1.0)
+    choice = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
+    logits.scatter_(2, choice.unsqueeze(-1), 1.0)
+    draft = torch.tensor([[1, 2, 3], [1, 0, 3], [0, 2, 3]])
+    zero = torch.zeros(3, dtype=torch.int64)
+    tokens, accepted = KERNELS.verify_chain(logits, draft, None, torch.zeros(3), zero, zero)
+    assert accepted.tolist() == [3, 1, 0]
+    assert tokens.tolist() == [[1, 2, 3, 4], [1, 2, -1, -1], [1, -1, -1, -1]]
+
+
+def chi_square(counts: torch.Tensor, probs: torch.Tensor) -> float:
+    expected = probs * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def critical(freedom: int) -> float:
+    """Upper 1e-4 quantile of chi-square (Wilson and Hilferty 1931)."""
+    z = 3.719
+    return freedom * (1 - 2 / (9 * freedom) + z * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+def speculative_draws(draws: int, accept=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Joint counts of the first two tokens of a chain, and their true distribution under the target."""
+    vocabulary, chain, temperature = 4, 2, 0.7
+    generator = torch.Generator().manual_seed(5)
+    first = torch.randn(vocabulary, generator=generator) * 1.5
+    second = torch.randn(vocabulary, vocabulary, generator=generator) * 1.5  # given the first token
+    third = torch.zeros(vocabulary)
+    drafts = [torch.randn(vocabulary, generator=generator) for _ in range(chain)]
+    seeds = torch.arange(draws)
+    hot = torch.full((draws,), temperature)
+    positions = torch.full((draws,), 11)
+    tokens, probs = [], []
+    for step in range(chain):
+        logits = drafts[step].expand(draws, vocabulary)
+        tokens.append(KERNELS.sample(logits, hot, seeds, positions + step, draft=True))
+        probs.append(torch.softmax(logits / temperature, -1))
+    draft = torch.stack(tokens, 1)
+    target = torch.stack((first.expand(draws, -1), second[draft[:, 0]], third.expand(draws, -1)), 1)
+    verify = accept or KERNELS.verify_chain
+    out, accepted = verify(target, draft, torch.stack(probs, 1), hot, seeds, positions)
+    # A request that accepted nothing decides its second token by itself, one iteration later.
+    alone = KERNELS.sample(second[out[:, 0].clamp(min=0)], hot, seeds, positions + 1)
+    pair = torch.stack((out[:, 0], torch.where(accepted >= 1, out[:, 1], alone)), 1)
+    counts = torch.bincount(pair[:, 0] * vocabulary + pair[:, 1], minlength=vocabulary**2).double()
+    p_first = torch.softmax(first / temperature, -1).double()
+    p_second = torch.softmax(second / temperature, -1).double()
+    return counts, (p_first.unsqueeze(1) * p_second).flatten()
+
+
+def test_speculative_sampling_is_lossless():
+    counts, probs = speculative_draws(40_000)
+    assert chi_square(counts, probs) < critical(probs.numel() - 1)
+
+
+def accept_everything_likely(target_logits, draft_tokens, draft_probs, temperature, seeds, positions):
+    """A wrong rule: accepts a draft when the target gives it at least a tenth of what the draft did."""
+    tokens, accepted = KERNELS.verify_chain(target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
+    probs = torch.softmax(target_logits[:, :-1] / temperature.view(-1, 1, 1), -1)
+    p = probs.gather(2, draft_tokens.unsqueeze(-1)).squeeze(-1)
+    q = draft_probs.gather(2, draft_tokens.unsqueeze(-1)).squeeze(-1)
+    wrong = (p > 0.1 * q)[:, 0] & (accepted == 0)
+    tokens[:, 0] = torch.where(wrong, draft_tokens[:, 0], tokens[:, 0])
+    return tokens, accepted
+
+
+def resample_from_the_target(target_logits, draft_tokens, draft_probs, temperature, seeds, positions):
+    """A wrong rule that is hard to see: after a rejection it draws from the target, not from the residual."""
+    tokens, accepted = KERNELS.verify_chain(target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
+    again = KERNELS.sample(target_logits[:, 0], temperature, seeds, positions)
+    tokens[:, 0] = torch.where(accepted == 0, again, tokens[:, 0])
+    return tokens, accepted
+
+
+@pytest.mark.parametrize("rule", [accept_everything_likely, resample_from_the_target])
+def test_the_same_draws_fail_a_wrong_rule(rule):
+    counts, probs = speculative_draws(40_000, rule)
+    assert chi_square(counts, probs) > critical(probs.numel() - 1)
+
+
+def test_plain_sampling_follows_the_distribution():
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0])
+    draws = 20_000
+    tokens = KERNELS.sample(
+        logits.expand(draws, 4), torch.full((draws,), 1.3), torch.arange(draws), torch.zeros(draws, dtype=torch.int64)
+    )
+    counts = torch.bincount(tokens, minlength=4).double()
+    assert chi_square(counts, torch.softmax(logits / 1.3, -1).double()) < critical(3)
+
+
+def test_schemas_hold():
+    """torch's own checker runs each operator and compares what it reads and writes with its schema."""
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    opcheck = torch.library.opcheck
+    utils = ("test_schema", "test_faketensor")
+    opcheck(torch.ops.outrider.rms_norm.default, (x, weight, 1e-6), test_utils=utils)
+    opcheck(torch.ops.outrider.add_rms_norm.default, (x, x.clone(), weight, 1e-6), test_utils=utils)
+    opcheck(torch.ops.outrider.silu_mul.default, (x,), test_utils=utils)
+    q, k, v = (torch.randn(3, heads, 8) for heads in (4, 2, 2))
+    cos = torch.randn(3, 8)
+    cache = torch.zeros(4, 2, 2, 8)
+    slots = torch.tensor([5, 2, 0])
+    opcheck(
+        torch.ops.outrider.rope_write_cache.default,
+        (q, k, v, cos, cos.clone(), cache, cache.clone(), slots),
+        test_utils=utils,
+    )
+    starts, lens = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+    table = torch.tensor([[1, 2]], dtype=torch.int32)
+    opcheck(
+        torch.ops.outrider.paged_attention.default,
+        (q, cache, cache.clone(), starts, lens, table, None, 3, 4, 0.3, 0),
+        test_utils=utils,
+    )
+    temperature, seeds = torch.tensor([0.0, 1.0]), torch.tensor([1, 2])
+    opcheck(torch.ops.outrider.sample.default, (torch.randn(2, 5), temperature, seeds, seeds.clone(), 0), test_utils=utils)
+    opcheck(
+        torch.ops.outrider.verify_chain.default,
+        (
+            torch.randn(2, 3, 5),
+            torch.tensor([[1, 2], [3, 4]]),
+            torch.softmax(torch.randn(2, 2, 5), -1),
+            temperature,
+            seeds,
+            seeds.clone(),
+        ),
+        test_utils=utils,
+    )

@@ -1,0 +1,71 @@
+"""The bundled model on the reference backend, loaded once, and plain greedy decoding as the oracle."""
+
+import json
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider import Engine, EngineConfig, SamplingParams
+from outrider.model import load_decoder, load_eagle
+from outrider.speculative.eagle import EagleProposer
+from outrider.speculative.proposer import PlainProposer
+from outrider_cpu.backend import CpuBackend
+
+BUNDLED = Path(str(files("outrider"))) / "bundled"
+PROMPTS = Path(__file__).parents[1] / "data" / "heldout_prompts.json"
+
+
+class Bundle:
+    """A backend with the bundled target and head loaded in one dtype; makes engines."""
+
+    def __init__(self, backend, dtype):
+        self.backend, self.dtype = backend, dtype
+        torch_dtype = getattr(torch, dtype)
+        self.target = load_decoder(BUNDLED / "target", backend=backend, dtype=torch_dtype)
+        self.head = load_eagle(BUNDLED / "eagle", target=self.target, backend=backend, dtype=torch_dtype)
+        self._plain = {}
+
+    def engine(self, *, speculate="eagle", **config):
+        config = EngineConfig(dtype=self.dtype, **config)
+        proposer = EagleProposer(self.head, draft_tokens=config.draft_tokens) if speculate == "eagle" else PlainProposer()
+        return Engine(self.target, self.backend, proposer=proposer, config=config)
+
+    def plain(self, prompt, max_tokens):
+        """What plain greedy decoding gives, alone in an engine of its own."""
+        key = (tuple(prompt), max_tokens)
+        if key not in self._plain:
+            engine = self.engine(speculate="none", max_requests=1, max_context=len(prompt) + max_tokens)
+            (self._plain[key],) = engine.generate([prompt], SamplingParams(max_tokens=max_tokens))
+        return self._plain[key]
+
+
+@pytest.fixture(scope="session")
+def bundled_dir():
+    return BUNDLED
+
+
+@pytest.fixture(scope="session")
+def bundle64():
+    """In float64, where rounding doesn't decide between tokens."""
+    return Bundle(CpuBackend(), "float64")
+
+
+@pytest.fixture(scope="session")
+def bundle32():
+    return Bundle(CpuBackend(), "float32")
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    """Held-out prompts as text."""
+    return [entry["text"] for entry in json.loads(PROMPTS.read_text())["prompts"]]
+
+
+@pytest.fixture(scope="session")
+def prompt_tokens(prompts):
+    from outrider.model import Tokenizer
+
+    tokenizer = Tokenizer.from_checkpoint(BUNDLED / "target")
+    return [tokenizer.encode(text) for text in prompts]

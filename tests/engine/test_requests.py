@@ -1,0 +1,132 @@
+"""What the engine refuses, and how requests end."""
+
+import pytest
+
+from outrider import EngineConfig, SamplingParams
+from outrider.device import ConfigError, RequestError, SeamError
+from outrider.engine.pages import FreeList
+from outrider.engine.request import FinishReason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"max_requests": 0}, "max_requests is 0"),
+        ({"page_size": 1.5}, "page_size is 1.5"),
+        ({"num_pages": 1}, "num_pages is 1"),
+        ({"draft_tokens": True}, "draft_tokens is True"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+    ],
+)
+def test_a_bad_config_is_refused(arguments, match):
+    with pytest.raises(ConfigError, match=match):
+        EngineConfig(**arguments)
+
+
+def test_unknown_options_raise():
+    with pytest.raises(TypeError):
+        EngineConfig(max_request=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": -3}, "max_tokens is -3"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"seed": 2**63}, "seed is"),
+    ],
+)
+def test_bad_sampling_parameters_are_refused(arguments, match):
+    with pytest.raises(ConfigError, match=match):
+        SamplingParams(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "match"),
+    [
+        ((), SamplingParams(), "prompt is empty"),
+        ((1,) * 90, SamplingParams(max_tokens=10), "context of 96"),
+        ((1, 10**6), SamplingParams(), "outside the model's vocabulary"),
+        ((1, -1), SamplingParams(), "outside the model's vocabulary"),
+    ],
+)
+def test_bad_prompts_are_refused(bundle64, prompt, params, match):
+    engine = bundle64.engine(max_context=96)
+    with pytest.raises(RequestError, match=match):
+        engine.add_request(prompt, params)
+    assert not engine.has_unfinished
+
+
+def test_a_request_that_can_never_fit_is_refused(bundle64):
+    engine = bundle64.engine(max_context=96, page_size=16, num_pages=4)
+    with pytest.raises(RequestError, match="needs 5 KV pages"):
+        engine.add_request((1,) * 40, SamplingParams(max_tokens=40))
+
+
+def test_a_context_beyond_the_model_is_refused(bundle64):
+    with pytest.raises(ConfigError, match="max_context"):
+        bundle64.engine(max_context=10**9)
+
+
+def test_stop_tokens_end_a_request_with_the_stop_token(bundle64, prompt_tokens):
+    prompt = prompt_tokens[0][:16]
+    plain = bundle64.plain(prompt, 20).token_ids
+    stop = plain[7]
+    first = plain.index(stop)
+    result = bundle64.engine().generate([prompt], SamplingParams(max_tokens=20, stop_token_ids=(stop,)))[0]
+    assert result.token_ids == plain[: first + 1]
+    assert result.finish_reason is FinishReason.STOP
+
+
+def test_unknown_and_finished_requests_cannot_be_aborted(bundle64, prompt_tokens):
+    engine = bundle64.engine(max_context=96)
+    with pytest.raises(RequestError, match="request 7"):
+        engine.abort(7)
+    request = engine.add_request(prompt_tokens[0][:8], SamplingParams(max_tokens=1))
+    while engine.has_unfinished:
+        engine.step()
+    with pytest.raises(RequestError):
+        engine.abort(request)
+
+
+def test_streaming_gives_the_tokens_as_they_come_and_leaves_others_alone(bundle64, prompt_tokens):
+    engine = bundle64.engine(max_context=96)
+    other = engine.add_request(prompt_tokens[1][:10], SamplingParams(max_tokens=8))
+    prompt = prompt_tokens[0][:16]
+    pieces = list(engine.stream(prompt, SamplingParams(max_tokens=20)))
+    assert tuple(t for piece in pieces for t in piece.tokens) == bundle64.plain(prompt, 20).token_ids
+    assert len(pieces) > 1
+    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    rest = [t for output in iter_steps(engine) for t in output.tokens if output.request_id == other]
+    assert tuple(rest) == bundle64.plain(prompt_tokens[1][:10], 20).token_ids[:8]
+
+
+def iter_steps(engine):
+    while engine.has_unfinished:
+        yield from engine.step()
+
+
+def test_closing_a_stream_aborts_its_request(bundle64, prompt_tokens):
+    engine = bundle64.engine(max_context=96)
+    pages = engine.free_pages
+    stream = engine.stream(prompt_tokens[0][:16], SamplingParams(max_tokens=20))
+    next(stream)
+    stream.close()
+    assert not engine.has_unfinished
+    assert engine.free_pages == pages
+
+
+def test_a_number_is_never_free_twice():
+    numbers = FreeList("KV page", 3)
+    page = numbers.take()
+    numbers.give_back((page,))
+    with pytest.raises(SeamError, match="isn't taken"):
+        numbers.give_back((page,))
+    with pytest.raises(SeamError, match="isn't taken"):
+        numbers.give_back((0,))
+    numbers.take()
+    numbers.take()
+    with pytest.raises(SeamError, match="no KV page left"):
+        numbers.take()

@@ -1,0 +1,113 @@
+"""Speculative greedy output equals plain greedy output, on drawn host programs: batch mixes, chunks, pages, aborts."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from outrider import SamplingParams
+from outrider.engine.request import FinishReason
+
+LONGEST = 20
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of a host program: which prompt, how much of it, when it comes and when, if ever, it's aborted."""
+
+    prompt: int
+    length: int
+    max_tokens: int
+    step: int
+    abort_after: int | None
+
+
+arrivals = st.builds(
+    Arrival,
+    prompt=st.integers(0, 39),
+    length=st.integers(1, 60),
+    max_tokens=st.integers(1, LONGEST),
+    step=st.integers(0, 6),
+    abort_after=st.one_of(st.none(), st.integers(0, 5)),
+)
+
+
+def run_program(engine, program, prompt_tokens):
+    """Run the program step by step; returns (arrival, prompt, tokens, reason) for each request."""
+    waiting = sorted(enumerate(program), key=lambda item: item[1].step)
+    live, seen, step = {}, {}, 0
+    while waiting or engine.has_unfinished:
+        while waiting and waiting[0][1].step <= step:
+            index, arrival = waiting.pop(0)
+            prompt = prompt_tokens[arrival.prompt % len(prompt_tokens)][: arrival.length]
+            request = engine.add_request(prompt, SamplingParams(max_tokens=arrival.max_tokens))
+            live[request] = (index, arrival, step)
+            seen[request] = [arrival, prompt, [], None]
+        for request, (_, arrival, since) in list(live.items()):
+            if arrival.abort_after is not None and step - since >= arrival.abort_after:
+                engine.abort(request)
+                del live[request]
+        for output in engine.step():
+            seen[output.request_id][2].extend(output.tokens)
+            if output.finish_reason is not None:
+                assert seen[output.request_id][3] is None, "a request ended twice"
+                seen[output.request_id][3] = output.finish_reason
+                live.pop(output.request_id, None)
+        step += 1
+    return list(seen.values())
+
+
+@pytest.mark.parametrize("speculate", ["eagle", "none"])
+@given(
+    program=st.lists(arrivals, min_size=1, max_size=6),
+    max_requests=st.integers(1, 4),
+    page_size=st.sampled_from([1, 3, 16]),
+    prefill_chunk=st.sampled_from([1, 7, 64]),
+    draft_tokens=st.integers(1, 5),
+    overlap=st.booleans(),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_program_gives_plain_greedy_tokens(bundle64, prompt_tokens, speculate, program, **config):
+    engine = bundle64.engine(speculate=speculate, max_context=96, **config)
+    pages, rows = engine.free_pages, engine.free_rows
+    for arrival, prompt, tokens, reason in run_program(engine, program, prompt_tokens):
+        expected = bundle64.plain(prompt, LONGEST).token_ids[: arrival.max_tokens]
+        if reason is FinishReason.ABORT:
+            assert tuple(tokens) == expected[: len(tokens)]
+        else:
+            assert tuple(tokens) == expected
+            stopped = len(expected) < arrival.max_tokens or expected[-1] in bundle64.target.config.eos_token_ids
+            assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+    engine.drain()
+    assert (engine.free_pages, engine.free_rows) == (pages, rows)
+
+
+def test_a_cache_smaller_than_the_load_makes_requests_wait(bundle64, prompt_tokens):
+    engine = bundle64.engine(max_requests=4, page_size=4, num_pages=12, max_context=40)
+    prompts = [tokens[:12] for tokens in prompt_tokens[:6]]
+    results = engine.generate(prompts, SamplingParams(max_tokens=12))
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.token_ids == bundle64.plain(prompt, LONGEST).token_ids[:12]
+
+
+def test_the_bundled_head_really_accepts(bundle32, prompt_tokens):
+    """So that a broken draft shows: most of what the head drafts is accepted."""
+    engine = bundle32.engine(max_requests=8, draft_tokens=4)
+    results = engine.generate([tokens[:64] for tokens in prompt_tokens[:16]], SamplingParams(max_tokens=48))
+    total = sum(result.iterations * result.acceptance_length for result in results)
+    assert total / sum(result.iterations for result in results) >= 2.2
+    assert engine.stats.acceptance_length == pytest.approx(total / sum(r.iterations for r in results))
+
+
+def test_a_broken_draft_shows_in_the_acceptance_length(bundle32, prompt_tokens, monkeypatch):
+    """The oracle works: with the head's hidden states lost the tokens stay right and the acceptance falls."""
+    engine = bundle32.engine(max_requests=4, draft_tokens=4)
+    forward = bundle32.head.forward
+    monkeypatch.setattr(bundle32.head, "forward", lambda inputs, hidden, cache: forward(inputs, hidden * 0, cache))
+    prompts = [tokens[:64] for tokens in prompt_tokens[:4]]
+    results = engine.generate(prompts, SamplingParams(max_tokens=24))
+    assert engine.stats.acceptance_length < 2.0
+    monkeypatch.undo()
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.token_ids == bundle32.plain(prompt, 24).token_ids

@@ -1,0 +1,141 @@
+"""Sampling through the whole engine: lossless, and decided by seed and position alone."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider import Engine, EngineConfig, SamplingParams
+from outrider.device import KernelSet
+from outrider.model import load_decoder, load_eagle
+from outrider.speculative.eagle import EagleProposer
+from outrider_cpu.backend import CpuBackend
+
+VOCABULARY, DRAWS, TEMPERATURE = 5, 20_000, 0.8
+PROMPT = (1, 3, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A target over five tokens and an unrelated EAGLE head, both random and opinionated."""
+    root = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(11)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        eos_token_id=None,
+        bos_token_id=None,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.normal_(std=0.25)
+        model.model.embed_tokens.weight.normal_(std=1.0)
+    model.save_pretrained(root / "target")
+    layer = {
+        f"layers.0.{name}": tensor.detach().clone()
+        for name, tensor in model.model.layers[0].state_dict().items()
+        if name != "input_layernorm.weight"
+    }
+    head = {**layer, "fc.weight": torch.randn(16, 32) * 0.2}
+    (root / "eagle").mkdir()
+    save_file(head, root / "eagle" / "model.safetensors")
+    config.architectures = ["LlamaForCausalLMEagle"]
+    config.bias = False
+    config.save_pretrained(root / "eagle")
+    return root
+
+
+def draw(tiny, kernels=None):
+    """Joint counts of the first three tokens over many seeds."""
+    backend = CpuBackend()
+    if kernels is not None:
+        backend._kernels = kernels
+    target = load_decoder(tiny / "target", backend=backend, dtype=torch.float32)
+    head = load_eagle(tiny / "eagle", target=target, backend=backend, dtype=torch.float32)
+    config = EngineConfig(max_requests=512, page_size=4, max_context=16, prefill_chunk=512 * len(PROMPT))
+    engine = Engine(target, backend, proposer=EagleProposer(head, draft_tokens=2), config=config)
+    each = [SamplingParams(max_tokens=3, temperature=TEMPERATURE, seed=seed) for seed in range(DRAWS)]
+    counts = torch.zeros((VOCABULARY,) * 3, dtype=torch.float64)
+    for result in engine.generate([PROMPT] * DRAWS, each):
+        counts[result.token_ids] += 1
+    return counts, engine.stats.acceptance_length
+
+
+def expected(tiny):
+    """The target's exact joint distribution, from transformers."""
+    model = LlamaForCausalLM.from_pretrained(tiny / "target").eval()
+
+    def probs(tokens):
+        with torch.no_grad():
+            return torch.softmax(model(torch.tensor([tokens])).logits[0, -1].double() / TEMPERATURE, -1)
+
+    joint = torch.zeros((VOCABULARY,) * 3, dtype=torch.float64)
+    first = probs(PROMPT)
+    for a in range(VOCABULARY):
+        second = probs((*PROMPT, a))
+        for b in range(VOCABULARY):
+            joint[a, b] = first[a] * second[b] * probs((*PROMPT, a, b))
+    return joint
+
+
+def chi_square_excess(counts, probs):
+    """Chi-square over its critical value at 1e-4; cells that expect fewer than five draws are pooled."""
+    wanted = (probs * counts.sum()).flatten()
+    got = counts.flatten()
+    small = wanted < 5
+    wanted = torch.cat((wanted[~small], wanted[small].sum().view(1)))
+    got = torch.cat((got[~small], got[small].sum().view(1)))
+    statistic = float(((got - wanted) ** 2 / wanted.clamp(min=1e-9)).sum())
+    freedom = wanted.numel() - 1
+    critical = freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
+    return statistic / critical
+
+
+def test_speculative_samples_follow_the_target(tiny):
+    counts, acceptance = draw(tiny)
+    assert acceptance > 1.3, "the head must be accepted sometimes, or nothing is tested"
+    assert chi_square_excess(counts, expected(tiny)) < 1
+
+
+def test_a_wrong_accept_rule_fails_the_same_test(tiny):
+    class Generous(KernelSet):
+        """Accepts a draft whenever the target finds it at all likely."""
+
+        def verify_chain(self, target_logits, draft_tokens, draft_probs, temperature, seeds, positions):
+            return super().verify_chain(target_logits, draft_tokens, draft_probs * 0.6, temperature, seeds, positions)
+
+    counts, _ = draw(tiny, Generous())
+    assert chi_square_excess(counts, expected(tiny)) > 1
+
+
+@pytest.mark.parametrize("speculate", ["eagle", "none"])
+def test_a_seed_gives_the_same_tokens_in_any_company(bundle64, prompt_tokens, speculate):
+    params = SamplingParams(max_tokens=16, temperature=1.0, seed=42)
+    prompt = prompt_tokens[3][:20]
+    alone = bundle64.engine(speculate=speculate, max_context=96).generate([prompt], params)[0]
+    engine = bundle64.engine(speculate=speculate, max_context=96, max_requests=3, prefill_chunk=7, page_size=5)
+    others = [SamplingParams(max_tokens=9 + i, temperature=0.3 * i, seed=42 + i) for i in range(4)]
+    results = engine.generate(
+        [tokens[:30] for tokens in prompt_tokens[:2]] + [prompt] + [tokens[:12] for tokens in prompt_tokens[4:6]],
+        [*others[:2], params, *others[2:]],
+    )
+    assert results[2].token_ids == alone.token_ids
+    other_seed = SamplingParams(max_tokens=16, temperature=1.0, seed=43)
+    assert engine.generate([prompt], other_seed)[0].token_ids != alone.token_ids
+
+
+def test_greedy_and_sampling_rows_mix(bundle64, prompt_tokens):
+    engine = bundle64.engine(max_context=96)
+    prompts = [tokens[:16] for tokens in prompt_tokens[:4]]
+    params = [SamplingParams(max_tokens=12, temperature=t, seed=1) for t in (0.0, 1.0, 0.0, 0.5)]
+    results = engine.generate(prompts, params)
+    for i in (0, 2):
+        assert results[i].token_ids == bundle64.plain(prompts[i], 20).token_ids[:12]

@@ -1,0 +1,112 @@
+"""The decoder against transformers: the same logits and the same greedy tokens for every family and rope scaling."""
+
+import pytest
+import torch
+
+from model.harness import Driver
+from model.tiny import FAMILIES, ROPES, write_checkpoint
+from outrider.device import ConfigError
+from outrider.model import load_decoder
+
+PROMPT = [1, 17, 44, 90, 5, 61, 61, 8, 33, 72, 12, 51, 3, 29, 88, 40, 7, 19, 66, 25, 31]
+STEPS = 24
+TOLERANCE = 1e-4
+
+
+def expect(model, prompt, count):
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+    )
+    # min_new_tokens bans the end token from the choice; the raw logits tell what plain greedy decoding would take
+    return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits)
+
+
+def agree(directory, backend, reference, *, chunk=None):
+    driver = Driver(load_decoder(directory, backend=backend, dtype=torch.float32))
+    reference.generation_config.eos_token_id = None
+    expected, logits = expect(reference, PROMPT, STEPS)
+    tokens, ours = driver.greedy(PROMPT, STEPS, chunk=chunk)
+    assert tokens == expected
+    assert torch.allclose(ours, logits, rtol=0, atol=TOLERANCE), (ours - logits).abs().max()
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family(tmp_path, backend, name, shards):
+    reference = write_checkpoint(tmp_path, name, shards=shards)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shards > 1)
+    agree(tmp_path, backend, reference, chunk=None if shards == 1 else 8)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("rope", ROPES)
+def test_rope(tmp_path, backend, name, rope):
+    reference = write_checkpoint(tmp_path, name, rope_parameters=dict(ROPES[rope]))
+    agree(tmp_path, backend, reference)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 20])
+def test_chunks(tmp_path, backend, chunk):
+    reference = write_checkpoint(tmp_path, "mistral-window")
+    agree(tmp_path, backend, reference, chunk=chunk)
+
+
+def test_ragged_batch_with_padding(tmp_path, backend):
+    """Sequences of different lengths, some in prefill and some in decode, give what each gives alone."""
+    reference = write_checkpoint(tmp_path, "llama")
+    driver = Driver(load_decoder(tmp_path, backend=backend, dtype=torch.float32))
+    prompts = [PROMPT[:5], PROMPT[3:16], PROMPT]
+    sequences = [driver.sequence() for _ in prompts]
+    driver.logits([(sequences[0], prompts[0][:4]), (sequences[1], prompts[1][:9])])
+    batch = [(sequences[0], prompts[0][4:]), (sequences[1], prompts[1][9:]), (sequences[2], prompts[2])]
+    logits = driver.logits(batch, padding=3)
+    start = 0
+    for (_, new), prompt in zip(batch, prompts, strict=True):
+        with torch.no_grad():
+            expected = reference(torch.tensor([prompt])).logits[0, -len(new) :]
+        assert torch.allclose(logits[start : start + len(new)], expected, rtol=0, atol=TOLERANCE)
+        start += len(new)
+
+
+def test_captured_states_are_the_residual_stream(tmp_path, backend):
+    reference = write_checkpoint(tmp_path, "llama")
+    driver = Driver(load_decoder(tmp_path, backend=backend, dtype=torch.float32))
+    with torch.no_grad():
+        states = reference(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
+        inputs = driver.inputs([(driver.sequence(), PROMPT)])
+        final, captured = driver.model.forward_captured(inputs, driver.cache, (2, 0))
+    assert torch.allclose(final, states[3][0], atol=TOLERANCE)
+    assert torch.allclose(captured[0], states[2][0], atol=TOLERANCE)
+    assert torch.equal(captured[1], states[0][0])
+    with pytest.raises(ConfigError, match=r"no layers \[3\]"):
+        driver.model.forward_captured(inputs, driver.cache, (3,))
+
+
+def test_embeddings_replace_tokens(tmp_path, backend):
+    write_checkpoint(tmp_path, "llama")
+    driver = Driver(load_decoder(tmp_path, backend=backend, dtype=torch.float32))
+    plain = driver.logits([(driver.sequence(), PROMPT)])
+    other = [0 if index % 3 == 0 else token for index, token in enumerate(PROMPT)]
+    embedded = torch.tensor([index % 3 == 0 for index in range(len(PROMPT))])
+    embeddings = driver.model.embed(torch.tensor(PROMPT))
+    replaced = driver.logits([(driver.sequence(), other)], embeddings=embeddings, embedded=embedded)
+    assert torch.equal(plain, replaced)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_dtypes(tmp_path, backend, dtype):
+    write_checkpoint(tmp_path, "llama", initializer_range=0.1)
+    wide = Driver(load_decoder(tmp_path, backend=backend, dtype=torch.float32)).greedy(PROMPT, 1)[1]
+    driver = Driver(load_decoder(tmp_path, backend=backend, dtype=dtype))
+    logits = driver.greedy(PROMPT, 1)[1]
+    assert logits.dtype == dtype
+    tolerance = {torch.float64: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.15}[dtype]
+    assert torch.allclose(logits.float(), wide, rtol=0, atol=tolerance), (logits - wide).abs().max()

@@ -1,0 +1,94 @@
+"""Text to tokens as transformers does it, and streams of text that are never cut inside a character."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.tiny import TEXT, byte_level_tokenizer, sentencepiece_tokenizer
+from outrider.device import CheckpointError
+from outrider.model import Tokenizer
+
+KINDS = {"byte-level": byte_level_tokenizer, "sentencepiece": sentencepiece_tokenizer}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def directory(kind, tmp_path_factory):
+    from transformers import PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp(kind)
+    tokens = {"byte-level": ("<|begin|>", "<|end|>"), "sentencepiece": ("<s>", "</s>")}[kind]
+    PreTrainedTokenizerFast(tokenizer_object=KINDS[kind](), bos_token=tokens[0], eos_token=tokens[1]).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory):
+    return Tokenizer.from_checkpoint(directory)
+
+
+def stream(tokenizer, ids):
+    decoder = tokenizer.stream()
+    pieces = [decoder.push(token) for token in ids]
+    return [*pieces, decoder.flush()]
+
+
+@pytest.mark.parametrize("text", [*TEXT, "", "the", " the", "zebra 🦓"])
+def test_as_transformers(directory, tokenizer, text):
+    from transformers import AutoTokenizer
+
+    reference = AutoTokenizer.from_pretrained(directory)
+    ids = tokenizer.encode(text)
+    assert ids == reference(text)["input_ids"]
+    assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+
+
+@given(st.data())
+def test_any_tokens(tokenizer, data):
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=40))
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@given(text=st.text(alphabet=st.sampled_from("the cat\n日本é🙂👩‍👧é.") | st.characters(codec="utf-8"), max_size=40))
+def test_any_text(tokenizer, text):
+    ids = tokenizer.encode(text)
+    pieces = stream(tokenizer, ids)
+    assert "".join(pieces) == tokenizer.decode(ids)
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+
+
+def test_text_comes_early(tokenizer):
+    """Words are given out as they end, not at the flush."""
+    ids = tokenizer.encode("the cat the cat")
+    pieces = stream(tokenizer, ids)
+    assert pieces[-1] == ""
+    assert "".join(pieces) == "the cat the cat"
+
+
+def test_a_character_of_several_tokens_comes_whole(tokenizer):
+    ids = tokenizer.encode("a🦓b", special_tokens=False)
+    pieces = [piece for piece in stream(tokenizer, ids) if piece]
+    assert "🦓" in [piece.strip("ab") for piece in pieces]
+
+
+def test_garbage_is_given_out_before_the_end():
+    """Bytes that are no character don't hold the stream back."""
+    tokenizer = Tokenizer(byte_level_tokenizer())
+    lone = tokenizer.encode("é", special_tokens=False)[0]
+    decoder = tokenizer.stream()
+    given_out = "".join(decoder.push(lone) for _ in range(10))
+    assert len(given_out) >= 9 - 1
+    assert given_out + decoder.flush() == tokenizer.decode([lone] * 10)
+
+
+def test_errors(tmp_path):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: no such file"):
+        Tokenizer.from_checkpoint(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: can't be read as a tokenizer"):
+        Tokenizer.from_checkpoint(tmp_path)

@@ -1,0 +1,186 @@
+"""Discovery, selection and diagnosis, over distributions that lie in a temporary directory."""
+
+import sys
+
+import pytest
+
+import outrider
+from outrider.device import (
+    AmbiguousBackend,
+    BackendLoadError,
+    BackendNotFound,
+    ConfigError,
+)
+from outrider.registry import Registry, get_backend
+
+
+def by_name(registry):
+    return {candidate.name: candidate for candidate in registry.candidates()}
+
+
+def test_the_reference_backend_is_installed():
+    backend = get_backend("cpu")
+    assert backend.name == "cpu"
+    assert outrider.get_backend is get_backend
+    assert get_backend("cpu") is not backend
+
+
+def test_a_named_backend_loads_that_plugin_alone(install):
+    install("chip")
+    install("other", "raise RuntimeError('loaded')")
+    backend = get_backend("chip:2,mode=fast")
+    assert backend.given == (2, {"mode": "fast"})
+    assert "outrider_other_plugin" not in sys.modules
+
+
+def test_broken_plugins_stop_no_other(install):
+    install("broken", "import no_such_vendor_package")
+    install("hollow", "")
+    install("chip", usable=False, reason="no device found", advice="plug one in")
+    found = by_name(Registry())
+    assert found["cpu"].status == "usable"
+    assert (found["broken"].status, found["broken"].info) == ("broken", None)
+    assert "no_such_vendor_package" in found["broken"].reason
+    assert "outrider-broken 1.0" in found["broken"].advice
+    assert found["hollow"].status == "broken"
+    assert (found["chip"].status, found["chip"].reason, found["chip"].advice) == (
+        "unusable",
+        "no device found",
+        "plug one in",
+    )
+    assert found["chip"].distribution == "outrider-chip 1.0"
+
+
+def test_unknown_name_lists_what_there_is(install):
+    install("chip")
+    with pytest.raises(BackendNotFound, match=r"'chop'.*did you mean 'chip'\?.*installed: chip, cpu"):
+        get_backend("chop")
+
+
+def test_named_but_unusable(install):
+    install("chip", usable=False, reason="no device found", advice="plug one in")
+    with pytest.raises(BackendLoadError, match="'chip' is installed but can't run here: no device found; plug one in"):
+        get_backend("chip")
+
+
+def test_named_but_failing_to_open(install):
+    install(
+        "chip",
+        """
+        from outrider.device.plugin import BackendInfo, hookimpl
+        @hookimpl
+        def backend_info():
+            return BackendInfo(name="chip", description="", advice="load the driver")
+        @hookimpl
+        def create_backend(ordinal, options):
+            raise OSError("libchip.so: not found")
+        """,
+    )
+    with pytest.raises(BackendLoadError, match="OSError: libchip.so: not found; load the driver"):
+        get_backend("chip:3")
+
+
+def test_the_plugins_own_error_passes_unchanged():
+    with pytest.raises(ConfigError, match="takes no options"):
+        get_backend("cpu:seed=1")
+
+
+def test_two_distributions_of_one_name(install):
+    install("chip", distribution="outrider-chip-a")
+    install("chip", distribution="outrider-chip-b")
+    with pytest.raises(
+        AmbiguousBackend, match=r"outrider-chip-. 1.0 and outrider-chip-. 1.0 both offer a backend named 'chip'"
+    ):
+        get_backend("chip")
+    candidate = by_name(Registry())["chip"]
+    assert candidate.status == "duplicate"
+    assert "outrider-chip-a" in candidate.reason
+    assert "outrider-chip-b" in candidate.reason
+
+
+def test_one_distribution_seen_twice_is_one(install):
+    from importlib.metadata import entry_points
+
+    install("chip")
+    points = [*entry_points(group="outrider.backends", name="chip")] * 2
+    assert Registry(points).create("chip").given == (0, {})
+
+
+def test_explicit_beats_environment_beats_probe(install):
+    install("chip", priority=50)
+    registry = Registry()
+    assert registry.select().name == "chip"
+    assert registry.select(None, "cpu").name == "cpu"
+    assert registry.select("chip:1", "cpu").name == "chip"
+    assert registry.select("auto", "cpu").name == "chip"
+    assert registry.select(None, "auto").chosen_by == "probe"
+    assert registry.select(None, "").name == "chip"
+
+
+def test_nothing_falls_back(install):
+    install("chip", priority=50, usable=False, reason="no device found")
+    registry = Registry()
+    assert registry.select().name == "cpu"
+    with pytest.raises(BackendLoadError, match=r"no device found.*OUTRIDER_BACKEND asks for it"):
+        registry.create(registry.select(None, "chip"))
+    with pytest.raises(ConfigError, match="OUTRIDER_BACKEND=ch ip"):
+        registry.select(None, "ch ip")
+
+
+def test_the_probed_one_that_fails_is_an_error_too(install):
+    install(
+        "chip",
+        """
+        from outrider.device.plugin import BackendInfo, hookimpl
+        @hookimpl
+        def backend_info():
+            return BackendInfo(name="chip", description="", priority=50)
+        @hookimpl
+        def create_backend(ordinal, options):
+            raise OSError("device is busy")
+        """,
+    )
+    with pytest.raises(BackendLoadError, match=r"device is busy.*it was probed; choose one with --backend"):
+        get_backend("auto")
+
+
+def test_two_equal_candidates(install):
+    install("chip", priority=50)
+    install("chop", priority=50)
+    with pytest.raises(
+        AmbiguousBackend, match=r"'chip' \(outrider-chip 1.0\) and 'chop' \(outrider-chop 1.0\).*--backend NAME"
+    ):
+        Registry().select()
+    assert Registry().select("chop").name == "chop"
+
+
+def test_negative_priority_is_never_probed(install):
+    install("chip", priority=-1)
+    points = Registry()
+    assert points.select().name == "cpu"
+    assert points.create("chip").given == (0, {})
+
+
+def test_probing_says_what_it_passed_over(install, caplog):
+    install("broken", "import no_such_vendor_package")
+    assert Registry().select().name == "cpu"
+    assert "'broken' was passed over" in caplog.text
+    assert "no_such_vendor_package" in caplog.text
+
+
+def test_nothing_to_choose(install):
+    from importlib.metadata import entry_points
+
+    install("chip", usable=False, reason="no device found")
+    with pytest.raises(BackendNotFound, match="none is installed"):
+        Registry([]).select()
+    with pytest.raises(BackendNotFound, match="chip: no device found"):
+        Registry(entry_points(group="outrider.backends", name="chip")).select()
+
+
+def test_a_registry_sees_a_later_installation(install):
+    registry = Registry()
+    assert "chip" not in registry.names
+    install("chip")
+    assert "chip" in registry.names
+    assert registry.create("chip").given == (0, {})
