@@ -7,6 +7,7 @@ allocate them in the order of the current stream, queue the host kernel on the t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -122,7 +123,7 @@ class Dispatcher:
         )
 
     def _index(self, index: Tensor | None) -> Tensor | None:
-        """torch moves index tensors from the host to the device by itself."""
+        """Torch moves index tensors from the host to the device by itself."""
         if index is None or isinstance(index, SimTensor):
             return index
         return self.to_device(index, index.dtype, non_blocking=False)
@@ -270,6 +271,7 @@ class Dispatcher:
             if resolvers is not None:
                 bound = dict(zip(info.names, args, strict=False)) | dict(kwargs)
                 op.rows = rows.Resolver(resolvers, bound, tuple(accesses), info.native)
+                op.accesses = tuple(replace(a, by_rows=True) if a.argument in resolvers else a for a in accesses)
 
     def note(self, op: Op, *accesses: Access) -> None:
         """Attach accesses and line to an operation that isn't a plain operator call."""
@@ -650,7 +652,7 @@ def extent(tensor: SimTensor, write: bool, argument: str) -> Access:
         meta = tensor._meta
         low = tensor._inner.storage_offset() * meta.itemsize
         shape, stride = (None, None) if meta.dense else (meta.shape, meta.byte_stride)
-        found = Access(tensor._alloc.id, low, low + meta.extent, write, shape, stride, argument)
+        found = Access(tensor._alloc.id, low, low + meta.extent, write, shape, stride, argument, False, tensor._born)
         seen[write, argument] = found
     return found
 

@@ -92,6 +92,7 @@ class Machine:
         self.bases: dict[int, int] = {}  # storage → address, while decisions look at accesses
         self._faults = {n: kind for kind, n in options.faults if kind != "oom"}
         self.queries = False
+        self.replays = 0  # graph replays so far, as the seam counts them
         self.strategy: Strategy
         self.use(make_strategy(options.strategy, options.seed, options.strategy_options))
 

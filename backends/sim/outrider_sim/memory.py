@@ -11,7 +11,7 @@ reading it shows. Fresh memory is poisoned when it is made.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor

@@ -94,7 +94,7 @@ class Ordering:
         self._graphs: WeakKeyDictionary[Graph, Captured] = WeakKeyDictionary()
         self._params: WeakKeyDictionary[Graph, IntervalMap] = WeakKeyDictionary()
         self._tokens: OrderedDict[int, tuple[object, Clock]] = OrderedDict()
-        self._awaited: OrderedDict[tuple[str, int], deque[Point]] = OrderedDict()
+        self._awaited: OrderedDict[int, deque[Point]] = OrderedDict()
         self._held: list[Lane] = []
         self._waiting_flag: dict[int, tuple[str, Point]] = {}
 
@@ -240,9 +240,8 @@ class Ordering:
         )
 
     def _await_rows(self, point: Point) -> None:
-        operation = point.operation
-        assert operation is not None
-        key = (operation.stream, operation.index)
+        # By identity: a captured operation is the same object in every replay, and the point keeps it alive.
+        key = id(point.operation)
         waiting = self._awaited.get(key)
         if waiting is None:
             waiting = self._awaited[key] = deque(maxlen=64)
@@ -252,7 +251,7 @@ class Ordering:
 
     def rows_touched(self, operation: Operation, accesses: tuple[Access, ...]) -> None:
         """The rows of an operation that was launched (or replayed) before."""
-        key = (operation.stream, operation.index)
+        key = id(operation)
         waiting = self._awaited.get(key)
         if not waiting:
             return
