@@ -263,6 +263,8 @@ class Machine:
             stream.issued += len(ops)
         finally:
             self._eager = eager
+        if eager:
+            self._run_all(None)
 
     def record(self, event: EventState, stream: StreamQueue) -> Generation:
         """Enqueue a record; the generation is complete when it has run."""

@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 from outrider.device import Access, Operation
 from outrider.sanitizer.captured import Captured, Verb
@@ -64,6 +64,7 @@ class Listener:
     reused: Callable[[Shadow, Record, Point, str], None] = lambda *_: None
     stale: Callable[[str, Record | None, Point, Access, Shadow], None] = lambda *_: None
     read: Callable[[Point, Access, Shadow], None] | None = None
+    dead: Callable[[Shadow, Point, str], None] = lambda *_: None
     flag: Callable[[str, str, Point | None, Point], None] = lambda *_: None
     rebind: Callable[[Record, Point, Access | None, str], None] = lambda *_: None
     waited: Callable[[Lane, str, int, str, bool], None] = lambda *_: None
@@ -78,9 +79,16 @@ class _EventState:
 class Ordering:
     """See the module. Not thread-safe: the caller holds a lock around each call."""
 
-    def __init__(self, listener: Listener, *, rows_follow: bool = False) -> None:
+    def __init__(
+        self,
+        listener: Listener,
+        *,
+        rows_follow: bool = False,
+        steps: Callable[[str], tuple[str, int] | None] = lambda stream: None,
+    ) -> None:
         self.listener = listener
         self.rows_follow = rows_follow
+        self.steps = steps
         self.memory = Memory(listener.reused)
         self.lanes: dict[str, Lane] = {}
         self.sequence = 0
@@ -93,9 +101,11 @@ class Ordering:
         self._flags: WeakKeyDictionary[Flag, FlagState] = WeakKeyDictionary()
         self._graphs: WeakKeyDictionary[Graph, Captured] = WeakKeyDictionary()
         self._params: WeakKeyDictionary[Graph, IntervalMap] = WeakKeyDictionary()
+        self._users: dict[int, WeakSet[Captured]] = {}
         self._tokens: OrderedDict[int, tuple[object, Clock]] = OrderedDict()
         self._awaited: OrderedDict[int, deque[Point]] = OrderedDict()
         self._held: list[Lane] = []
+        self._lost: set[str] = set()
         self._waiting_flag: dict[int, tuple[str, Point]] = {}
 
     # -- actors ----------------------------------------------------------------------------------------------------
@@ -266,6 +276,8 @@ class Ordering:
         """The calling thread touched pinned memory."""
         thread = self.thread()
         point = self._point(thread, "host write" if access.write else "host read", location)
+        step = self.steps(HOST)
+        point.step = (step[0], step[1] - 1) if step is not None else None
         self.touch(point, access, self.memory.shadow(access.storage))
 
     def allocated(self, storage: int, nbytes: int, stream: str, location: str) -> None:
@@ -283,6 +295,7 @@ class Ordering:
 
     def _allocate(self, actor: Actor, storage: int, nbytes: int, stream: str, location: str) -> bool:
         point = self._point(actor, "allocation", location)
+        point.step = self.steps(stream)  # the next step there is the first that can use the memory
         self.memory.allocate(storage, nbytes, stream, location, point, False)
         self._local.allocation = (storage, point)
         return True
@@ -292,6 +305,12 @@ class Ordering:
         capture: Captured | None = getattr(self._local, "capture", None)
         if capture is not None and stream != HOST:
             return  # the addresses stay with the graph
+        users = self._users.pop(storage, None)
+        shadow = self.memory.shadows.get(storage)
+        if users and shadow is not None:
+            location = here()
+            for captured in users:
+                captured.dead[storage] = (shadow, location)
         if stream == HOST:
             self.memory.free(storage, stream, self.thread(), here)
             return
@@ -428,6 +447,7 @@ class Ordering:
         elif what == "set":
             wrong = state.set(point)
             if wrong is not None:
+                self._lost.add(flag.name)
                 self.listener.flag(wrong[0], flag.name, wrong[1], point)
         else:
             early = state.reset(point)
@@ -449,7 +469,8 @@ class Ordering:
         """The run is over: what still waits for a flag would wait for ever."""
         self._resume()
         for name, point in self._waiting_flag.values():
-            self.listener.flag("never", name, None, point)
+            if name not in self._lost:  # else it's the consequence of what was told
+                self.listener.flag("never", name, None, point)
         self._waiting_flag.clear()
 
     def _blind(self, what: str, count: int) -> None:
@@ -476,6 +497,8 @@ class Ordering:
             self._graphs.pop(graph, None)
             return
         capture.finish()
+        for storage in capture.outside():
+            self._users.setdefault(storage, WeakSet()).add(capture)
 
     def captured(self, graph: Graph) -> Captured | None:
         """What was captured, or None for a graph that runs eagerly."""
@@ -487,8 +510,9 @@ class Ordering:
         if captured is None:
             return
         lane = self.lane(stream)
-        replay = Replay(graph.name, generation, here())
-        captured.replays += 1
+        replay = Replay(graph.name, generation, here(), self.steps(stream))
+        if captured.dead:
+            self._enqueue(lane, lambda: self._use_dead(captured, lane, replay))
         if captured.summary is not None:
             summary = captured.summary
 
@@ -504,15 +528,27 @@ class Ordering:
         self._enqueue(lane, lambda: next(walk, True))
         self._resume()
 
+    def _use_dead(self, captured: Captured, lane: Lane, replay: Replay) -> bool:
+        point = self._point(lane, f"replay of graph {replay.graph!r}", replay.location)
+        for shadow, freed in captured.dead.values():
+            self.listener.dead(shadow, point, freed)
+        return True
+
     def _replay_point(self, actor: Actor, operation: Operation, replay: Replay) -> Point:
         point = self._point(actor, operation.name, operation.location, operation)
         point.replay = replay
         return point
 
-    def _read_params(self, graph: Graph, actor: Actor, replay: Replay) -> None:
+    def _param_history(self, graph: Graph) -> IntervalMap:
         history = self._params.get(graph)
         if history is None:
+            history = self._params[graph] = IntervalMap()
+        return history
+
+    def _read_params(self, graph: Graph, actor: Actor, replay: Replay) -> None:
+        if not graph.context.params:
             return
+        history = self._param_history(graph)
         point = self._point(actor, f"replay of graph {graph.name!r}", replay.location)
         point.replay = replay
         for at, name in enumerate(graph.context.params):
@@ -574,9 +610,7 @@ class Ordering:
             return  # it runs eagerly and reads them on the host
         lane = self.lane(stream)
         location = here()
-        history = self._params.get(graph)
-        if history is None:
-            history = self._params[graph] = IntervalMap()
+        history = self._param_history(graph)
         order = list(graph.context.params)
 
         def step() -> bool:
