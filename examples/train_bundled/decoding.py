@@ -6,16 +6,15 @@ from collections import Counter
 
 import torch
 import torch.nn.functional as F
-from model import Cache, EagleHead, Target
 from torch import Tensor
+
+from model import Cache, EagleHead, Target
 
 
 class Generator:
     """Batched continuation of equally long prefixes; on CUDA one captured graph is replayed per token."""
 
-    def __init__(
-        self, target: Target, batch: int, length: int, temperature: float, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, target: Target, batch: int, length: int, temperature: float, dtype: torch.dtype) -> None:
         self.target, self.temperature, self.dtype = target, temperature, dtype
         self.device = target.embed_tokens.weight.device
         self.cache = Cache(target.shape, batch, length, self.device, dtype)
@@ -174,9 +173,7 @@ def chain_decode(
 
 
 @torch.no_grad()
-def walk(
-    target: Target, head: EagleHead, tokens: Tensor, start: int, depth: int, temperature: float
-) -> float:
+def walk(target: Target, head: EagleHead, tokens: Tensor, start: int, depth: int, temperature: float) -> float:
     """Mean acceptance length over text that the target generated at that temperature, all drafts at once.
 
     Greedy: a chain is accepted as far as its tokens equal the text. Sampling: given that lossless rejection

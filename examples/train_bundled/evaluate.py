@@ -15,8 +15,9 @@ import corpus
 import torch
 import torch.nn.functional as F
 from decoding import Generator, chain_decode, is_loop
-from model import Target, load_head, load_target
 from tokenizers import Tokenizer
+
+from model import Target, load_head, load_target
 
 
 @torch.no_grad()
@@ -44,9 +45,7 @@ def main() -> None:
     parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
     parser.add_argument("--device", default="cpu", help="for the loss and the loops; drafting is on the CPU")
     parser.add_argument("--tokens", type=int, default=128, help="tokens after each prompt")
-    parser.add_argument(
-        "--loop-tokens", type=int, nargs="*", default=[128], help="lengths to look for loops in"
-    )
+    parser.add_argument("--loop-tokens", type=int, nargs="*", default=[128], help="lengths to look for loops in")
     parser.add_argument("--limit", type=int, default=0, help="only the first so many prompts")
     parser.add_argument("--depth", type=int, default=4, help="drafts per verification")
     parser.add_argument("--seed", type=int, default=0)

@@ -51,9 +51,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Cache:
     """Keys and values of every layer for one batch of equally long sequences."""
 
-    def __init__(
-        self, shape: Shape, batch: int, length: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, shape: Shape, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
         size = (shape.num_hidden_layers, batch, shape.num_key_value_heads, length, shape.head_dim)
         self.k = torch.zeros(size, device=device, dtype=dtype)
         self.v = torch.zeros(size, device=device, dtype=dtype)

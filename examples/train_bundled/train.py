@@ -22,10 +22,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from decoding import Generator, is_loop, repeated, walk
-from model import EagleHead, Shape, Target, load_target, round_to_bfloat16, save_head, save_target
 from optim import Optimizer
 from tokenizers import Tokenizer
 from torch import Tensor
+
+from model import EagleHead, Shape, Target, load_target, round_to_bfloat16, save_head, save_target
 
 STAGES = ("data", "target", "unlikelihood", "head")
 SHARES = {"target": 0.4, "unlikelihood": 0.22, "head": 0.38}

@@ -32,7 +32,7 @@ from outrider.device import (
     Waiter,
 )
 from outrider_sim.device import register
-from outrider_sim.dispatch import extent
+from outrider_sim.operands import extent
 from outrider_sim.exhaustive import Exhaustive
 from outrider_sim.explore import Exploration, explore
 from outrider_sim.graphs import Capture, Program
@@ -106,7 +106,9 @@ class SimEvent(Event):
         assert isinstance(end, SimEvent)
         first, last = self.state.latest, end.state.latest
         if first is None or last is None or not (first.done and last.done):
-            raise StreamOrderError(f"events {self.name!r} and {end.name!r} haven't both completed: synchronize with both first")
+            raise StreamOrderError(
+                f"events {self.name!r} and {end.name!r} haven't both completed: synchronize with both first"
+            )
         return (last.time - first.time) / 1000.0
 
 
@@ -239,7 +241,7 @@ class SimControl:
 
         Each starts on the caller's current stream. Raises what the first failing one raised.
         """
-        self._machine.run_threads(*bodies)
+        self._machine.hosts.run_threads(*bodies)
 
     def yield_(self) -> None:
         """A point of the schedule in plain host code, where another thread or a stream may go on."""

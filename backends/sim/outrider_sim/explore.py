@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from outrider_sim.exhaustive import Exhaustive, Pruned
-from outrider_sim.schedule import Delay, Schedule
+from outrider_sim.schedule import Delay, Schedule, Step
 from outrider_sim.strategies import Replay, Strategy, make_strategy, parse_strategy
 
 if TYPE_CHECKING:
@@ -153,7 +153,30 @@ def shrink(backend: SimBackend, program: Program, schedule: Schedule, kind: type
             if size == 1:
                 break
             pieces = min(len(delays), pieces * 2)
-    return Schedule(delays)
+    return Schedule(_tighten(delays, fails))
+
+
+def _tighten(delays: list[Delay], fails: Callable[[list[Delay]], bool]) -> list[Delay]:
+    """State each delay as narrowly as still fails: the latest step held, until after the earliest step."""
+    tries = _TIGHTEN
+    for place in range(len(delays)):
+        for step, after in ((0, -1), (1, 0)):
+            while tries > 0:
+                tries -= 1
+                now = delays[place]
+                if now.after.number + after < 0:
+                    break
+                narrower = Delay(
+                    now.step._replace(number=now.step.number + step), now.after._replace(number=now.after.number + after)
+                )
+                changed = [*delays[:place], narrower, *delays[place + 1 :]]
+                if not fails(changed):
+                    break
+                delays = changed
+    return delays
+
+
+_TIGHTEN = 64  # runs spent on it
 
 
 def explain(backend: SimBackend, program: Program, schedule: Schedule) -> list[str]:
@@ -165,7 +188,8 @@ def explain(backend: SimBackend, program: Program, schedule: Schedule) -> list[s
         run_once(backend, program, Replay(schedule))
     finally:
         machine.names = None
-    return [
-        f"{d.step} ({names.get(str(d.step), 'not reached')}) runs only after {d.after} ({names.get(str(d.after), 'not reached')})"
-        for d in schedule
-    ]
+
+    def say(step: Step) -> str:
+        return f"{step} ({names.get(str(step), 'not reached')})"
+
+    return [f"{say(delay.step)} runs only after {say(delay.after)}" for delay in schedule]

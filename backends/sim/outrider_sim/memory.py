@@ -144,10 +144,7 @@ class Memory:
         capture = stream.capture
         pool = self.pool if capture is None else capture.pool
         free = pool.free.get((stream.id, size))
-        if free:
-            block = free.pop()
-        else:
-            block = self._fresh(pool, stream, size)
+        block = free.pop() if free else self._fresh(pool, stream, size)
         self.allocated += size
         if self.allocated > self.peak:
             self.peak = self.allocated

@@ -238,3 +238,36 @@ class Action(NamedTuple):
 
 FREE = Action("free")
 ENQUEUE = Action("enqueue")
+
+
+def action_text(action: Action) -> str:
+    """What a host thread did, in words."""
+    return {"enqueue": "enqueues", "query": "asks", "host": "touches pinned memory", "sync": "waits"}.get(
+        action.what, action.what
+    )
+
+
+def can_run(op: Op) -> bool:
+    """Whether nothing holds the operation back."""
+    kind = op.kind
+    if kind == Kind.WAIT:
+        return bool(op.target.done)
+    if kind == Kind.FLAG_WAIT:
+        return bool(op.target.is_set)
+    return True
+
+
+def age(stream: StreamQueue) -> tuple[int, int]:
+    """Where a stream's next operation stands in the order of the program."""
+    op = stream.queue[0]
+    return (op.seq, 0) if op.seq >= 0 else (stream.base_seq, op.order)
+
+
+def reason(op: Op) -> str:
+    """Why an operation can't run, in words."""
+    if op.kind == Kind.WAIT:
+        return f"it waits for {op.target}"
+    if op.kind == Kind.FLAG_WAIT:
+        lost = f" ({op.target.lost} sets were lost)" if op.target.lost else ""
+        return f"it waits for {op.target.label}, which is down{lost}"
+    return f"{op.name} can run"

@@ -65,6 +65,11 @@ class EagleProposer(Proposer):
         )
 
     @property
+    def head(self) -> EagleHead:
+        """The head that drafts."""
+        return self._head
+
+    @property
     def cache(self) -> KVCache:
         """The head's cache; exists from :meth:`allocate` on."""
         if self._cache is None:

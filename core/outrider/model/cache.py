@@ -1,0 +1,68 @@
+"""KVCache: the pages that keys and values live in. Letters: P pages, S page size, Hkv key heads, D head size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.device import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values of each layer, [P, S, Hkv, D] each. Page 0 is reserved: padding tokens write there.
+
+    The pages of a sequence are named by its block table; who owns which page is the engine's business.
+    """
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+
+    @classmethod
+    def allocate(
+        cls,
+        num_layers: int,
+        num_kv_heads: int,
+        head_size: int,
+        *,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> KVCache:
+        """Zeroed pages on ``device``, the reserved one included, placed in the caller's stream scope.
+
+        Zeroed, since attention multiplies what it masks by zero, which must not be a NaN. Raises :class:`ConfigError`
+        for fewer than two pages.
+        """
+        if pages < 2:
+            raise ConfigError(f"a KV cache of {pages} pages holds nothing: page 0 is reserved, expected at least 2")
+        if page_size < 1:
+            raise ConfigError(f"a KV cache of page size {page_size} can't be: expected at least 1")
+        shape = (pages, page_size, num_kv_heads, head_size)
+
+        def page_tensor() -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(tuple((page_tensor(), page_tensor()) for _ in range(num_layers)))
+
+    @property
+    def pages(self) -> int:
+        """Pages, the reserved one included."""
+        return self.layers[0][0].shape[0]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page holds."""
+        return self.layers[0][0].shape[1]
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes that one page takes in all layers, keys and values together."""
+        return sum(tensor[0].nbytes for layer in self.layers for tensor in layer)
+
+    @staticmethod
+    def page_bytes(num_layers: int, num_kv_heads: int, head_size: int, *, page_size: int, dtype: torch.dtype) -> int:
+        """``bytes_per_page`` of a cache that isn't there yet."""
+        return 2 * num_layers * page_size * num_kv_heads * head_size * dtype.itemsize

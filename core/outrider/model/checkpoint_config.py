@@ -1,0 +1,199 @@
+"""From a checkpoint's config.json to a ModelConfig. Facts of the families live here; the model knows none of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from outrider.device import CheckpointError, ConfigError
+from outrider.model.config import ModelConfig, VisionConfig
+from outrider.model.rope import RopeConfig
+
+# transformers validates and fills in the defaults of each family; what is read from it are plain attributes.
+HfConfig = Any
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of the checkpoint; :class:`CheckpointError` if it's none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; expected a checkpoint directory as Hugging Face writes it") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: isn't valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_model_config(directory: Path) -> ModelConfig:
+    """See :meth:`ModelConfig.from_checkpoint`."""
+    path = directory / "config.json"
+    raw = read_json(path)
+    family = raw.get("model_type")
+    if not isinstance(family, str) or family not in _FAMILIES:
+        raise CheckpointError(
+            f"{path}: model_type is {family!r} (architectures {raw.get('architectures')}), which isn't supported; "
+            f"supported are {', '.join(sorted(_FAMILIES))}"
+        )
+    if raw.get("quantization_config") is not None:
+        raise CheckpointError(f"{path}: quantization_config is set, but quantised checkpoints aren't supported")
+    try:
+        whole = hf_config(family, raw)
+        hf = whole.get_text_config()
+        fields = _common(hf) | _FAMILIES[family](hf)
+        fields["tie_embeddings"] = bool(whole.tie_word_embeddings)  # a property of the whole, not of its text part
+        if family in _VISION_FAMILIES:
+            fields["vision"] = _vision(whole)
+        fields["eos_token_ids"], fields["bos_token_id"] = special_tokens(directory, hf)
+        return ModelConfig(family=family, rope=_rope(hf, mrope=family in _VISION_FAMILIES), **fields)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def hf_config(family: str, raw: dict[str, Any]) -> HfConfig:
+    """The config as transformers reads it; :class:`ConfigError` if it can't."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        return CONFIG_MAPPING[family].from_dict(raw)
+    except Exception as error:  # its validators raise many kinds
+        raise ConfigError(f"transformers can't read it as a {family} config: {error}") from error
+
+
+def _common(hf: HfConfig) -> dict[str, Any]:
+    if hf.hidden_act != "silu":
+        raise ConfigError(f"hidden_act is {hf.hidden_act!r}, only 'silu' is supported")
+    return {
+        "vocab_size": hf.vocab_size,
+        "hidden_size": hf.hidden_size,
+        "intermediate_size": hf.intermediate_size,
+        "num_layers": hf.num_hidden_layers,
+        "num_heads": hf.num_attention_heads,
+        "num_kv_heads": hf.num_key_value_heads,
+        "head_size": getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        "rms_eps": hf.rms_norm_eps,
+        "max_context": _context(hf),
+    }
+
+
+def _llama(hf: HfConfig) -> dict[str, Any]:
+    return {"attention_bias": hf.attention_bias, "output_bias": hf.attention_bias, "mlp_bias": hf.mlp_bias}
+
+
+def _mistral(hf: HfConfig) -> dict[str, Any]:
+    return {"windows": (hf.sliding_window or 0,) * hf.num_hidden_layers}
+
+
+def _qwen2(hf: HfConfig) -> dict[str, Any]:
+    return {"attention_bias": True, "windows": _layer_windows(hf)}
+
+
+def _qwen3(hf: HfConfig) -> dict[str, Any]:
+    return {
+        "attention_bias": hf.attention_bias,
+        "output_bias": hf.attention_bias,
+        "qk_norm": True,
+        "windows": _layer_windows(hf),
+    }
+
+
+_FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType(
+    {
+        "llama": _llama,
+        "mistral": _mistral,
+        "qwen2": _qwen2,
+        "qwen2_5_vl": _qwen2,
+        "qwen2_vl": _qwen2,
+        "qwen3": _qwen3,
+    }
+)
+_VISION_FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl"})
+_MROPE_SECTIONS = (16, 24, 24)  # of every published Qwen2-VL, and what a config without the field means
+
+
+def supported_families() -> tuple[str, ...]:
+    """Model types that the decoder runs natively."""
+    return tuple(sorted(_FAMILIES))
+
+
+def _vision(hf: HfConfig) -> VisionConfig:
+    return VisionConfig(
+        image_token=hf.image_token_id,
+        video_token=hf.video_token_id,
+        merge=hf.vision_config.spatial_merge_size,
+        tokens_per_second=getattr(hf.vision_config, "tokens_per_second", 0),
+    )
+
+
+def _layer_windows(hf: HfConfig) -> tuple[int, ...]:
+    kinds = {"full_attention": 0, "sliding_attention": hf.sliding_window or 0}
+    unknown = sorted(set(hf.layer_types) - set(kinds))
+    if unknown:
+        raise ConfigError(f"layer_types has {', '.join(unknown)}, expected {' or '.join(kinds)}")
+    return tuple(kinds[kind] for kind in hf.layer_types)
+
+
+def _rope(hf: HfConfig, *, mrope: bool) -> RopeConfig:
+    given = dict(hf.rope_parameters)
+    kind = given.get("rope_type") or "default"
+    if given.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(f"partial_rotary_factor is {given['partial_rotary_factor']}, only 1 is supported")
+    optional = {
+        name: given[name]
+        for name in (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        )
+        if given.get(name) is not None
+    }
+    return RopeConfig(
+        kind=kind,
+        theta=float(given["rope_theta"]),
+        original_context=_original_context(hf),
+        sections=tuple(given.get("mrope_section") or (_MROPE_SECTIONS if mrope else ())),
+        **optional,
+    )
+
+
+def _original_context(hf: HfConfig) -> int:
+    if hf.rope_parameters.get("rope_type") == "dynamic":  # the one kind for which transformers ignores the field
+        return int(hf.max_position_embeddings)
+    return int(hf.rope_parameters.get("original_max_position_embeddings") or hf.max_position_embeddings)
+
+
+def _context(hf: HfConfig) -> int:
+    """The longest sequence that the config promises.
+
+    yarn and dynamic state the original context and the factor, and published configs leave max_position_embeddings at
+    the original; for the other kinds max_position_embeddings is the promise.
+    """
+    declared = int(hf.max_position_embeddings)
+    if hf.rope_parameters.get("rope_type") in ("yarn", "dynamic"):
+        return max(declared, int(_original_context(hf) * hf.rope_parameters.get("factor", 1.0)))
+    return declared
+
+
+def special_tokens(directory: Path, hf: HfConfig) -> tuple[tuple[int, ...], int | None]:
+    """End and start tokens: generation_config.json decides where it's there, as in transformers' ``generate``."""
+    path = directory / "generation_config.json"
+    given = read_json(path) if path.exists() else {}
+    eos = given.get("eos_token_id", getattr(hf, "eos_token_id", None))
+    bos = given.get("bos_token_id", getattr(hf, "bos_token_id", None))
+    ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    for token in (*ids, *(() if bos is None else (bos,))):
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < hf.vocab_size:
+            raise ConfigError(f"special token {token!r} isn't a token id below the vocabulary size {hf.vocab_size}")
+    return ids, bos

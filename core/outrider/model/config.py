@@ -1,0 +1,102 @@
+"""ModelConfig: everything about a decoder's shape that its tensors don't say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from outrider.device import ConfigError
+from outrider.model.rope import RopeConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionConfig:
+    """How images and videos appear in the tokens and positions of a vision-language model.
+
+    ``image_token`` and ``video_token`` stand for one feature each. ``merge`` x ``merge`` patches make one feature.
+    ``tokens_per_second`` spaces the frames of a video on the time axis; 0 where each frame takes one position.
+    """
+
+    image_token: int
+    video_token: int
+    merge: int
+    tokens_per_second: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Shape and constants of a decoder of the Llama kind.
+
+    ``family`` is the checkpoint's model type. ``windows`` has one entry a layer: how many positions a token of that
+    layer sees, its own included, or 0 for all. ``attention_bias`` is that of the q, k and v projections,
+    ``output_bias`` that of the projection after attention. ``qk_norm``: q and k are normed per head before they're
+    rotated. ``vision`` is None for a model of text alone. ``eos_token_ids`` end a generation; ``bos_token_id`` is None
+    where a prompt needs none.
+
+    Raises :class:`ConfigError` for values that can't be.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    rms_eps: float
+    max_context: int
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int, ...] = ()
+    vision: VisionConfig | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_size",
+            "max_context",
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"model config: {name} is {value!r}, expected a positive integer")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"model config: num_heads {self.num_heads} isn't a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_size % 2:
+            raise ConfigError(f"model config: head_size is {self.head_size}, expected an even number")
+        if not (math.isfinite(self.rms_eps) and self.rms_eps >= 0):
+            raise ConfigError(f"model config: rms_eps is {self.rms_eps}, expected a number of at least 0")
+        if self.rope.sections and sum(self.rope.sections) != self.head_size // 2:
+            raise ConfigError(
+                f"model config: rope sections {self.rope.sections} sum to {sum(self.rope.sections)}, expected half the "
+                f"head size, {self.head_size // 2}"
+            )
+        if not self.windows:
+            object.__setattr__(self, "windows", (0,) * self.num_layers)
+        if len(self.windows) != self.num_layers or min(self.windows) < 0:
+            raise ConfigError(f"model config: windows are {self.windows}, expected {self.num_layers} numbers of at least 0")
+
+    @classmethod
+    def from_checkpoint(cls, directory: str | Path) -> ModelConfig:
+        """Read ``config.json`` and ``generation_config.json`` of a checkpoint directory.
+
+        Raises :class:`CheckpointError` when there is no readable config, when its architecture is unknown (the error
+        names the known ones), or when it asks for something that isn't done here; the error names file and field.
+        """
+        from outrider.model.checkpoint_config import read_model_config
+
+        return read_model_config(Path(directory))

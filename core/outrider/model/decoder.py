@@ -1,0 +1,83 @@
+"""The decoder: embedding, layers, final norm, output head.
+
+Letters: T new tokens, N rows of logits, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.device import ConfigError, KernelSet
+from outrider.model.cache import KVCache
+from outrider.model.config import ModelConfig
+from outrider.model.inputs import ForwardInput
+from outrider.model.language_model import LanguageModel
+from outrider.model.layer import DecoderLayer, LayerWeights
+from outrider.model.rotary import rotary
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderWeights:
+    """Tensors of a decoder, on its device: ``embedding`` and ``head`` [V, H] (one tensor if tied), ``norm`` [H]."""
+
+    embedding: Tensor
+    head: Tensor
+    norm: Tensor
+    layers: tuple[LayerWeights, ...]
+
+
+class Decoder(LanguageModel):
+    """A decoder of the Llama kind, as plain calls of a backend's kernels.
+
+    Parameters: ``config``; ``weights`` on the device; ``kernels`` of that device's backend.
+    """
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, kernels: KernelSet) -> None:
+        super().__init__(config, kernels)
+        self.weights = weights
+        self._rotary = rotary(config.rope, config.head_size, config.max_context, dtype=self.dtype, device=self.device)
+        self._layers = tuple(
+            DecoderLayer(config, layer, kernels, window=window)
+            for layer, window in zip(weights.layers, config.windows, strict=True)
+        )
+
+    @property
+    def embedding(self) -> Tensor:
+        """The table of embeddings [V, H]."""
+        return self.weights.embedding
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [T, H] of int64 ``tokens`` [T]."""
+        return self.kernels.embedding(tokens, self.weights.embedding)
+
+    def forward_captured(
+        self, inputs: ForwardInput, cache: KVCache, layers: tuple[int, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See :meth:`LanguageModel.forward_captured`."""
+        beyond = [layer for layer in layers if not 0 <= layer < len(self._layers)]
+        if beyond:
+            raise ConfigError(f"there are no layers {beyond} to capture, the decoder has {len(self._layers)}")
+        entering: dict[int, Tensor] = {}
+        cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
+        residual = self._embed_inputs(inputs)
+        x: Tensor | None = None
+        for index, (layer, pages) in enumerate(zip(self._layers, cache.layers, strict=True)):
+            if index in layers:
+                entering[index] = residual.clone() if x is None else residual + x
+            x = layer.forward(x, residual, inputs, cos_sin, pages)
+        assert x is not None  # there is at least one layer
+        final = self.kernels.add_rms_norm(x, residual, self.weights.norm, self.config.rms_eps)
+        return final, tuple(entering[layer] for layer in layers)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [N, V] of ``hidden`` [N, H], any rows of :meth:`forward`'s result or of an EAGLE head's."""
+        return self.kernels.linear(hidden, self.weights.head)
+
+    def _embed_inputs(self, inputs: ForwardInput) -> Tensor:
+        embedded = self.embed(inputs.tokens)
+        if inputs.embeddings is None or inputs.embedded is None:
+            return embedded
+        return torch.where(inputs.embedded.unsqueeze(-1), inputs.embeddings, embedded)

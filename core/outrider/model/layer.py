@@ -1,0 +1,91 @@
+"""One decoder layer: attention and a gated MLP, each with its norm, over a shared residual stream.
+
+Letters: T new tokens, H hidden size, Hq query heads, Hkv key heads, D head size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from outrider.device import KernelSet
+from outrider.model.config import ModelConfig
+from outrider.model.inputs import ForwardInput
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerWeights:
+    """Tensors of one layer. What is read together is stored together: q, k, v in ``qkv``, gate and up in ``gate_up``.
+
+    ``qkv`` [(Hq + 2 Hkv) D, H], ``output`` [H, Hq D], ``gate_up`` [2 I, H], ``down`` [H, I], the norms [H], ``q_norm``
+    and ``k_norm`` [D]. ``attention_norm`` is None in an EAGLE head that doesn't norm the input of its layer.
+    """
+
+    qkv: Tensor
+    output: Tensor
+    gate_up: Tensor
+    down: Tensor
+    mlp_norm: Tensor
+    attention_norm: Tensor | None = None
+    qkv_bias: Tensor | None = None
+    output_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+class DecoderLayer:
+    """Attention and MLP over normed input; the norms before them are fused with the residual's addition."""
+
+    def __init__(self, config: ModelConfig, weights: LayerWeights, kernels: KernelSet, *, window: int) -> None:
+        self._config = config
+        self._weights = weights
+        self._kernels = kernels
+        self._window = window
+        self._scale = config.head_size**-0.5
+
+    def forward(
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        inputs: ForwardInput,
+        cos_sin: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Add ``x`` (None at the first layer) and the attention to ``residual`` [T, H] in place.
+
+        Returns the MLP's output [T, H], which isn't added yet: the next norm does it.
+        """
+        weights, kernels, eps = self._weights, self._kernels, self._config.rms_eps
+        if weights.attention_norm is None:
+            normed = residual if x is None else residual.add_(x)
+        elif x is None:
+            normed = kernels.rms_norm(residual, weights.attention_norm, eps)
+        else:
+            normed = kernels.add_rms_norm(x, residual, weights.attention_norm, eps)
+        return self.mlp(self.attend(normed, inputs, cos_sin, cache), residual)
+
+    def mlp(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """Add ``attended`` to ``residual`` [T, H] in place; returns the MLP's output [T, H], not added yet."""
+        weights, kernels = self._weights, self._kernels
+        normed = kernels.add_rms_norm(attended, residual, weights.mlp_norm, self._config.rms_eps)
+        gate_up = kernels.linear(normed, weights.gate_up, weights.gate_up_bias)
+        return kernels.linear(kernels.silu_mul(gate_up), weights.down, weights.down_bias)
+
+    def attend(
+        self, normed: Tensor, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Attention's output [T, H] for normed input; writes keys and values to their slots."""
+        config, weights, kernels = self._config, self._weights, self._kernels
+        heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
+        qkv = kernels.linear(normed, weights.qkv, weights.qkv_bias).view(-1, heads + 2 * kv_heads, size)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q = kernels.rms_norm(q, weights.q_norm, config.rms_eps)
+            k = kernels.rms_norm(k, weights.k_norm, config.rms_eps)
+        k_cache, v_cache = cache
+        kernels.rope_write_cache(q, k, v, *cos_sin, k_cache, v_cache, inputs.slots)
+        out = kernels.paged_attention(q, k_cache, v_cache, inputs.attention, scale=self._scale, window=self._window)
+        return kernels.linear(out.reshape(-1, heads * size), weights.output, weights.output_bias)

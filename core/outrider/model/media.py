@@ -1,0 +1,124 @@
+"""Images and videos as a vision tower reads them, and their places in a prompt.
+
+Pixels are resized, normalised and cut into patches by transformers' image processor (its Pillow variant, whose results
+don't depend on what else is installed). A video's frames take the same way, and every ``temporal_patch_size`` of them
+are put together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.device import CheckpointError, RequestError
+from outrider.model.checkpoint_config import read_json
+from outrider.model.config import VisionConfig
+from outrider.model.mrope import MediaGrid
+
+Picture = Any
+"""A ``PIL.Image.Image``, or an array or tensor of rows, columns and colours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """An image or a video, ready for the tower: ``pixels`` float32 [patches, values of a patch], on the host.
+
+    ``digest`` stands for grid and pixels: two prompts share a prefix only where their media's digests are equal.
+    """
+
+    grid: MediaGrid
+    pixels: Tensor
+    digest: bytes
+
+
+class MediaProcessor:
+    """The checkpoint's image processing. May be shared by threads."""
+
+    def __init__(self, processor: Any, video_size: dict[str, int]) -> None:
+        self._processor = processor
+        self._video_size = video_size
+
+    @classmethod
+    def from_checkpoint(cls, directory: str | Path) -> MediaProcessor:
+        """Read the processor's config; :class:`CheckpointError` if it's missing or can't be read."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        directory = Path(directory)
+        try:
+            processor = Qwen2VLImageProcessorPil.from_pretrained(directory, local_files_only=True)
+        except Exception as error:  # transformers raises many kinds
+            raise CheckpointError(f"{directory}: no image processor can be read from it: {error}") from error
+        video = directory / "video_preprocessor_config.json"
+        size = read_json(video).get("size") if video.exists() else None
+        return cls(processor, size or dict(processor.size))
+
+    def image(self, picture: Picture) -> Media:
+        """One image. Raises :class:`RequestError` for one that can't be processed, such as a strip."""
+        pixels, rows, columns = self._patches(picture, {})
+        return _media(MediaGrid(kind="image", frames=1, rows=rows, columns=columns), pixels)
+
+    def video(self, frames: Sequence[Picture], *, frames_per_second: float) -> Media:
+        """A video from its sampled frames, all of one size; the last frame fills up a temporal patch.
+
+        Raises :class:`RequestError` for no frames, frames of several sizes, or a rate that isn't positive.
+        """
+        if not frames or not frames_per_second > 0:
+            raise RequestError(f"a video of {len(frames)} frames at {frames_per_second} frames a second can't be read")
+        depth = self._processor.temporal_patch_size
+        padded = [*frames, *[frames[-1]] * (-len(frames) % depth)]
+        cut = [self._patches(frame, {"size": self._video_size}) for frame in padded]
+        sizes = {(rows, columns) for _, rows, columns in cut}
+        if len(sizes) > 1:
+            raise RequestError(f"the frames of a video have several sizes, in patches {sorted(sizes)}")
+        rows, columns = sizes.pop()
+        side = self._processor.patch_size**2
+        # A patch is colours x time x side; an image's patch repeats its frame over the time.
+        single = torch.stack([pixels.view(rows * columns, -1, depth, side)[:, :, 0] for pixels, _, _ in cut])
+        whole = single.view(len(padded) // depth, depth, rows * columns, -1, side).permute(0, 2, 3, 1, 4)
+        grid = MediaGrid(
+            kind="video",
+            frames=len(padded) // depth,
+            rows=rows,
+            columns=columns,
+            seconds_per_frame=depth / frames_per_second,
+        )
+        return _media(grid, whole.reshape(grid.patches, -1))
+
+    def _patches(self, picture: Picture, options: dict[str, Any]) -> tuple[Tensor, int, int]:
+        """Patches of one picture [rows * columns, values], and rows and columns."""
+        try:
+            done = self._processor.preprocess(picture, return_tensors="pt", **options)
+        except Exception as error:  # the processor raises what its parts raise
+            raise RequestError(f"an image can't be processed: {error}") from error
+        _, rows, columns = (int(value) for value in done["image_grid_thw"][0])
+        return done["pixel_values"], rows, columns
+
+
+def _media(grid: MediaGrid, pixels: Tensor) -> Media:
+    pixels = pixels.to(torch.float32).contiguous()
+    content = hashlib.sha256(repr(grid).encode())
+    content.update(pixels.numpy().tobytes())
+    return Media(grid, pixels, content.digest())
+
+
+def expand_placeholders(tokens: Sequence[int], media: Sequence[Media], vision: VisionConfig) -> list[int]:
+    """``tokens`` with each image or video token repeated, so that there's one for each feature of its medium.
+
+    Raises :class:`RequestError` when placeholders and media don't match in number or kind.
+    """
+    kinds = {vision.image_token: "image", vision.video_token: "video"}
+    wanted = [kinds[token] for token in tokens if token in kinds]
+    given = [each.grid.kind for each in media]
+    if wanted != given:
+        raise RequestError(f"the prompt has places for {wanted or 'no media'}, but {given or 'no media'} were given")
+    waiting = iter(media)
+    out: list[int] = []
+    for token in tokens:
+        out.extend([token] * (next(waiting).grid.features(vision) if token in kinds else 1))
+    return out

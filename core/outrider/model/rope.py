@@ -1,0 +1,128 @@
+"""RopeConfig: how positions turn into angles, and the frequencies of each scaling type. Letters: D head size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from outrider.device import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeConfig:
+    """How positions turn into angles. Only the fields of ``kind`` count.
+
+    ``kind``: ``default``, ``linear``, ``dynamic``, ``llama3`` or ``yarn``. ``original_context`` is the context of the
+    pretraining, before any scaling (``dynamic``, ``llama3``, ``yarn``). ``sections`` not empty: positions have three axes
+    (time, height, width), and each takes that many of the D/2 frequencies, in order (Qwen2-VL's mrope).
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+    sections: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in _FREQUENCIES:
+            raise ConfigError(f"rope: kind is {self.kind!r}, expected one of {', '.join(sorted(_FREQUENCIES))}")
+        for name in ("theta", "factor", "high_freq_factor", "low_freq_factor", "beta_fast", "beta_slow"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"rope: {name} is {value}, expected a positive number")
+        if self.kind in ("dynamic", "llama3", "yarn") and self.original_context <= 0:
+            raise ConfigError(f"rope of kind {self.kind!r}: original_context is {self.original_context}, expected > 0")
+        if self.sections and len(self.sections) != 3:
+            raise ConfigError(f"rope: sections are {self.sections}, expected three: time, height, width")
+        if self.sections and self.kind == "dynamic":
+            raise ConfigError("rope: dynamic scaling together with sections isn't supported")
+
+    @property
+    def axes(self) -> int:
+        """Rows of the positions: 3 for mrope, else 1."""
+        return 3 if self.sections else 1
+
+    def sharing_key(self, prompt_length: int) -> int:
+        """Two prompts may share the keys of a common prefix only where this is equal for both.
+
+        Always 0, except with dynamic scaling past the original context: a prompt's length changes all its angles then.
+        """
+        return prompt_length if self.kind == "dynamic" and prompt_length > self.original_context else 0
+
+    @property
+    def amplitude(self) -> float:
+        """Factor of the cosines and sines: yarn's attention temperature (Peng et al. 2023), else 1."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return _yarn_mscale(self.factor, self.mscale) / _yarn_mscale(self.factor, self.mscale_all_dim)
+        return _yarn_mscale(self.factor, 1.0)
+
+
+def inverse_frequencies(rope: RopeConfig, head_size: int) -> Tensor:
+    """Angle per position of each frequency → float32 [D/2], on the host."""
+    return _FREQUENCIES[rope.kind](rope, head_size)
+
+
+def _default(rope: RopeConfig, head_size: int) -> Tensor:
+    exponent = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+    return 1.0 / (rope.theta**exponent)
+
+
+def _linear(rope: RopeConfig, head_size: int) -> Tensor:
+    return _default(rope, head_size) / rope.factor
+
+
+def _llama3(rope: RopeConfig, head_size: int) -> Tensor:
+    """Long wavelengths are stretched by ``factor``, short ones kept, those between blended (Llama 3.1)."""
+    plain = _default(rope, head_size)
+    wavelength = 2 * math.pi / plain
+    longest = rope.original_context / rope.low_freq_factor
+    shortest = rope.original_context / rope.high_freq_factor
+    blend = (rope.original_context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    between = (1 - blend) * plain / rope.factor + blend * plain
+    scaled = torch.where(wavelength > longest, plain / rope.factor, between)
+    return torch.where(wavelength < shortest, plain, scaled)
+
+
+def _yarn(rope: RopeConfig, head_size: int) -> Tensor:
+    """NTK by parts: a ramp between interpolated and plain frequencies (Peng et al. 2023, section 3.2)."""
+
+    def dimension_of(rotations: float) -> float:
+        return head_size * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
+    if low == high:
+        high += 0.001  # a ramp of no width would divide by zero
+    ramp = ((torch.arange(head_size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    wavelengths = rope.theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
+    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+_FREQUENCIES: Mapping[str, Callable[[RopeConfig, int], Tensor]] = MappingProxyType(
+    # dynamic: what it begins with; past the original context they depend on the sequence's length
+    {"default": _default, "linear": _linear, "dynamic": _default, "llama3": _llama3, "yarn": _yarn}
+)

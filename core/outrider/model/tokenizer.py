@@ -1,0 +1,68 @@
+"""Text to tokens and back, by the checkpoint's tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as HfTokenizer
+
+from outrider.device import CheckpointError
+from outrider.model.stream_decoder import StreamDecoder
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. Immutable after construction; may be shared by threads."""
+
+    def __init__(self, tokenizer: HfTokenizer) -> None:
+        self._tokenizer = tokenizer
+        # a tokenizer.json may carry the padding and truncation of its training
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._byte_fallback = _has_decoder(json.loads(tokenizer.to_str()).get("decoder"), "ByteFallback")
+
+    @classmethod
+    def from_checkpoint(cls, directory: str | Path) -> Tokenizer:
+        """Read ``tokenizer.json``; :class:`CheckpointError` if it's missing or can't be read."""
+        path = Path(directory) / "tokenizer.json"
+        if not path.exists():
+            raise CheckpointError(f"{path}: no such file; a tokenizer is expected beside the weights")
+        try:
+            return cls(HfTokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises plain Exception
+            raise CheckpointError(f"{path}: can't be read as a tokenizer: {error}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; a model's vocabulary may be larger, for padding."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``; with the start token where the checkpoint's own post-processor adds one."""
+        return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``; special tokens give none, and ids that the tokenizer doesn't know are skipped."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its spelling, or None."""
+        found = self._tokenizer.token_to_id(token)
+        return None if found is None else int(found)
+
+    def stream(self) -> StreamDecoder:
+        """A decoder for one stream of tokens."""
+        return StreamDecoder(self.decode, self._continues if self._byte_fallback else None)
+
+    def _continues(self, token: int) -> bool:
+        """Whether the token is one byte of a run that is only decoded as a whole (sentencepiece's byte fallback)."""
+        spelling = self._tokenizer.id_to_token(token)
+        return spelling is not None and len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">")
+
+
+def _has_decoder(decoder: Any, kind: str) -> bool:
+    if not isinstance(decoder, dict):
+        return False
+    return decoder.get("type") == kind or any(_has_decoder(inner, kind) for inner in decoder.get("decoders", ()))

@@ -1,0 +1,85 @@
+"""The vision towers of Qwen2-VL and Qwen2.5-VL: transformers' modules, with our strict loading around them.
+
+A tower runs once for each image, before its prompt's prefill; its features replace the embeddings of the placeholder
+tokens (:class:`ForwardInput`). Letters: F features, H hidden size of the decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.device import Backend, CheckpointError, ConfigError
+from outrider.model.checkpoint_config import hf_config, read_json
+from outrider.model.config import ModelConfig
+from outrider.model.files import open_checkpoint
+from outrider.model.mapping import Piece, Target, vision_name
+from outrider.model.media import Media
+from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
+
+
+class VisionTower:
+    """Turns pixels into features in the decoder's space."""
+
+    def __init__(self, module: Any, *, device: torch.device, dtype: torch.dtype) -> None:
+        self._module = module
+        self._device = device
+        self._dtype = dtype
+
+    def encode(self, media: Sequence[Media]) -> list[Tensor]:
+        """Features [F, H] of each of ``media``, in order, on the device and in the model's dtype.
+
+        Enqueues on the stream whose scope the caller opened. It copies the pixels from pageable memory, and
+        transformers reads the grids back, so it blocks the host: it belongs to the prompt, not to the decode loop.
+        """
+        if not media:
+            return []
+        pixels = torch.cat([each.pixels for each in media]).to(self._device, self._dtype)
+        extents = [[each.grid.frames, each.grid.rows, each.grid.columns] for each in media]
+        with torch.no_grad():
+            out = self._module(pixels, grid_thw=torch.tensor(extents, device=self._device))
+        features: Tensor = out if isinstance(out, Tensor) else out.pooler_output
+        merged = self._module.spatial_merge_size**2
+        return list(features.split([each.grid.patches // merged for each in media]))
+
+
+def load_vision(
+    directory: str | Path, *, backend: Backend, dtype: torch.dtype, progress: Progress | None = None
+) -> VisionTower:
+    """Load the vision tower of a vision-language checkpoint; as strict as :func:`load_decoder`.
+
+    Raises :class:`CheckpointError` also for a checkpoint without vision.
+    """
+    directory = Path(directory)
+    config = ModelConfig.from_checkpoint(directory)
+    if config.vision is None:
+        raise CheckpointError(f"{directory}: a {config.family} checkpoint has no vision tower")
+    module = _build(directory, config.family)
+    files = open_checkpoint(directory)
+    names = {inner: key for key in files.tensors if (inner := vision_name(key)) is not None}
+    targets = [
+        Target(name, (Piece(names.get(name, f"visual.{name}"), tuple(tensor.shape)),))
+        for name, tensor in module.state_dict().items()
+    ]
+    check_tensors(files, targets, optional={key for key in files.tensors if vision_name(key) is None})
+    with placed(backend, dtype):
+        weights = load_tensors(files, targets, dtype=dtype, device=backend.device, progress=progress)
+        module.load_state_dict(weights, assign=True)
+        module.to(backend.device)  # what is computed rather than loaded: rotary frequencies, in their own dtype
+    return VisionTower(module.eval().requires_grad_(False), device=backend.device, dtype=dtype)
+
+
+def _build(directory: Path, family: str) -> Any:
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+
+    towers = {"qwen2_vl": Qwen2VisionTransformerPretrainedModel, "qwen2_5_vl": Qwen2_5_VisionTransformerPretrainedModel}
+    path = directory / "config.json"
+    try:
+        return towers[family](hf_config(family, read_json(path)).vision_config)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
