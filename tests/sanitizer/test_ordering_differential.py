@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis.errors import NoSuchExample
-from ordering_oracle import Oracle, Recorder, programs, run
+from sanitizer.ordering_oracle import Oracle, Recorder, programs, run
 
 from outrider.sanitizer import intervals
 from outrider.sanitizer.clocks import Actor
