@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import (
+    Access,
     Backend,
     BackendLoadError,
     Capabilities,
@@ -24,6 +25,7 @@ from outrider.device import (
     MemoryInfo,
     Observer,
     Recompute,
+    SeamError,
     SpeculativeSync,
     Stream,
     StreamOrderError,
@@ -31,15 +33,18 @@ from outrider.device import (
 )
 from outrider_sim.device import register
 from outrider_sim.exhaustive import Exhaustive
+from outrider_sim.explore import Exploration, explore
 from outrider_sim.graphs import Capture, Program
 from outrider_sim.memory import Pool
+from outrider_sim.operands import extent
 from outrider_sim.options import SimOptions
 from outrider_sim.pinned import PinnedTensor
 from outrider_sim.queue import EventState, FlagState, Kind, Op, StreamQueue
-from outrider_sim.schedule import Schedule
-from outrider_sim.sim import Sim
+from outrider_sim.schedule import Delay, Schedule, Step
+from outrider_sim.sim import Sim, host_extent
 from outrider_sim.strategies import Replay, Strategy
 from outrider_sim.tap import SeamTap
+from outrider_sim.tensor import SimTensor
 
 _DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
@@ -146,6 +151,7 @@ class SimGraph(Graph):
     def _replay(self, stream: Stream) -> None:
         assert isinstance(stream, SimStream)
         assert self.program is not None
+        self.backend.sim.machine.replays = self.backend.replays
         self.program.replay(stream.queue_state)
 
     def _update_params(self, params: Mapping[str, tuple[int, ...]], stream: Stream) -> None:
@@ -212,6 +218,24 @@ class SimControl:
         machine = self._machine
         clocks = [stream.clock for stream in machine.streams] + [thread.clock for thread in machine.threads]
         return float(max(clocks)) / 1e6
+
+    def steps(self, stream: Stream | None) -> tuple[str, int]:
+        """How schedules name `stream` (None: the calling thread), and how many steps it has enqueued (taken) so far."""
+        if stream is None:
+            thread = self._machine.thread
+            return thread.label, thread.step
+        assert isinstance(stream, SimStream)
+        return stream.queue_state.label, stream.queue_state.issued
+
+    def delaying(self, step: tuple[str, int], after: tuple[str, int]) -> str:
+        """The schedule in which `step` isn't taken before `after` has been."""
+        return str(Schedule([Delay(Step(*step), Step(*after))]))
+
+    def explore(
+        self, program: Callable[[Backend], None], *, strategy: str = "mixed", iterations: int = 100, seed: int = 0
+    ) -> Exploration:
+        """Run `program` under up to `iterations` schedules; see `outrider_sim.explore`."""
+        return explore(self._backend, program, strategy=strategy, iterations=iterations, seed=seed)
 
     def run_threads(self, *bodies: Callable[[], None]) -> None:
         """Run the callables as host threads beside each other, one at a time, picked by the strategy; join them all.
@@ -305,6 +329,14 @@ class SimBackend(Backend):
         super().detach()
         self.sim.machine.tap = None
         self.sim.machine.update_mode()
+
+    def locate(self, tensor: Tensor) -> Access:
+        """The bytes of a device tensor or of a pinned one."""
+        if isinstance(tensor, PinnedTensor):
+            return host_extent(tensor, False)
+        if not isinstance(tensor, SimTensor):
+            raise SeamError(f"a tensor on {tensor.device} that isn't pinned has no place on {self.label}")
+        return extent(tensor, False, "")
 
     def start_over(self, strategy: Strategy | None) -> None:
         """See `SimControl.reset`."""

@@ -7,6 +7,7 @@ allocate them in the order of the current stream, queue the host kernel on the t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -301,6 +302,8 @@ class Dispatcher:
         if info.resolvers and machine.tap is not None:
             bound = dict(zip(info.names, args, strict=False)) | dict(kwargs)
             op.rows = rows.Resolver(info.resolvers, bound, op.accesses, info.native)
+            # The whole operand is a promise that the rows are told later.
+            op.accesses = tuple(replace(a, by_rows=True) if a.argument in info.resolvers else a for a in accesses)
 
     def note(self, op: Op, *accesses: Access) -> None:
         """Attach accesses and line to an operation that isn't a plain operator call."""

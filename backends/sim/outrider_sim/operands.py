@@ -27,7 +27,7 @@ def extent(tensor: SimTensor, write: bool, argument: str) -> Access:
         meta = tensor._meta
         low = int(tensor._inner.storage_offset()) * meta.itemsize
         shape, stride = (None, None) if meta.dense else (meta.shape, meta.byte_stride)
-        found = Access(tensor._alloc.id, low, low + meta.extent, write, shape, stride, argument)
+        found = Access(tensor._alloc.id, low, low + meta.extent, write, shape, stride, argument, False, tensor._born)
         seen[write, argument] = found
     return found
 

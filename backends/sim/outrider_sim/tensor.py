@@ -53,6 +53,7 @@ class SimTensor(Tensor):
     _alloc: Allocation
     _meta: Meta
     _seen: dict[tuple[bool, str], Access] | None = None  # accesses, as tools were told them
+    _born = -1  # graph replays before this object was made
 
     # torch calls the class, so the class has to know the device: set once, by the registration.
     _dispatch: ClassVar[Callable[..., Any]]
@@ -177,4 +178,5 @@ def wrap(inner: Tensor, meta: Meta, allocation: Allocation, device: torch.device
     made._inner = inner
     made._alloc = allocation
     made._meta = meta
+    made._born = allocation.machine_memory.machine.replays
     return made
