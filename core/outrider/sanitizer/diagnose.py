@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from outrider.device import Access, ControllableDevice
 from outrider.sanitizer.clocks import Actor, Point
 from outrider.sanitizer.findings import Finding, Kind, Site
@@ -201,5 +199,3 @@ def _moment(point: Point) -> str:
         return _brief(point)
     where = f" ({point.replay.location})" if point.replay.location else ""
     return f"replay {point.replay.generation} of graph {point.replay.graph!r}{where}"
-
-
