@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from outrider_cpu.backend import CpuBackend
 
 from outrider.sanitizer import Kind, watch
 from outrider.sanitizer.races import RACES, Race
+from outrider_cpu.backend import CpuBackend
 
 # What can't be seen without the device's help: rows (declared as owned there) and host parameters of captured graphs.
 FOUND = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,11 +52,11 @@ def sanitize(
 def _run(registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str]) -> tuple[list[Findings], str | None]:
     reports: list[Findings] = []
     failure: str | None = None
-    with ExitStack() as stack:
-        # The script may use the device that was named through torch alone, or make backends of its own.
-        _watch_too(stack, registry.create(spec), reports)
-        stack.enter_context(_watching_new_backends(stack, reports))
-        stack.enter_context(_as_main(path, argv))
+    # The script may use the device that was named through torch alone, or make backends of its own.
+    with (
+        with_new_backends(registry.create(spec), lambda made, stack: reports.append(stack.enter_context(_watch(made)))),
+        as_main(path, argv),
+    ):
         try:
             runpy.run_path(str(path), run_name="__main__")
         except SystemExit as error:
@@ -68,30 +68,36 @@ def _run(registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str])
     return used or reports[:1], failure
 
 
-def _watch_too(stack: ExitStack, backend: Backend, reports: list[Findings]) -> None:
+def _watch(backend: Backend) -> AbstractContextManager[Findings]:
     from outrider.sanitizer import watch
 
-    reports.append(stack.enter_context(watch(backend)))
+    return watch(backend)
 
 
 @contextmanager
-def _watching_new_backends(stack: ExitStack, reports: list[Findings]) -> Generator[None]:
+def with_new_backends(first: Backend, attach: Callable[[Backend, ExitStack], None]) -> Generator[None]:
+    """Call ``attach`` for a backend, and for each that is made through the registry while the scope lasts; what it enters
+    is left at the end.
+    """
     original = Registry.create
+    with ExitStack() as stack:
+        attach(first, stack)
 
-    def create(self: Registry, spec: BackendSpec | str) -> Backend:
-        backend = original(self, spec)
-        _watch_too(stack, backend, reports)
-        return backend
+        def create(self: Registry, spec: BackendSpec | str) -> Backend:
+            made = original(self, spec)
+            attach(made, stack)
+            return made
 
-    Registry.create = create  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Registry.create = original  # type: ignore[method-assign]
+        Registry.create = create  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Registry.create = original  # type: ignore[method-assign]
 
 
 @contextmanager
-def _as_main(path: Path, argv: Sequence[str]) -> Generator[None]:
+def as_main(path: Path, argv: Sequence[str]) -> Generator[None]:
+    """Let a script find its arguments and its neighbours."""
     before, paths = sys.argv, list(sys.path)
     sys.argv = list(argv)
     sys.path.insert(0, str(path.resolve().parent))

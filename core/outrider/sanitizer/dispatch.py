@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -117,10 +118,12 @@ class Storages:
     def note(self, tensor: Tensor) -> None:
         """Look at the tensor's storage again when this object goes."""
         key = tensor.untyped_storage()._cdata
-        suspects = self._suspects
-        weak = ref(tensor, lambda _, k=key: suspects.append(k))
+        weak = ref(tensor, partial(self._suspect, key))
         # The reference must live as long as the tensor, and the tensor's own dictionary does.
         tensor.__dict__.setdefault("_outrider_refs", []).append(weak)
+
+    def _suspect(self, key: int, _: object) -> None:
+        self._suspects.append(key)
 
     def gone(self) -> list[_Known]:
         """Storages that have been freed since the last call."""
@@ -249,7 +252,7 @@ class DerivedSanitizer(Sanitizer):
 
 class _Mode(TorchDispatchMode):
     def __init__(self, sanitizer: DerivedSanitizer) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._sanitizer = sanitizer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -275,10 +278,10 @@ def _on(tensor: Tensor, backend: Backend) -> bool:
 
 def _extent(tensor: Tensor, storage: int, write: bool, argument: str, born: int, by_rows: bool = False) -> Access:
     size = tensor.element_size()
-    low = tensor.storage_offset() * size
+    low = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():
-        return Access(storage, low, low + tensor.numel() * size, write, None, None, argument, by_rows, born)
-    shape = tuple(tensor.shape)
-    stride = tuple(s * size for s in tensor.stride())
+        return Access(storage, low, low + int(tensor.numel()) * size, write, None, None, argument, by_rows, born)
+    shape = tuple(int(n) for n in tensor.shape)
+    stride = tuple(int(s) * size for s in tensor.stride())
     span = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + size if tensor.numel() else 0
     return Access(storage, low, low + span, write, shape, stride, argument, by_rows, born)

@@ -82,9 +82,7 @@ def _submit(observer: Observer) -> Callable[[Any], Any]:
 
 
 @contextmanager
-def host_edges(
-    observer: Observer, around: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> Generator[None]:
+def host_edges(observer: Observer, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Generator[None]:
     """Tell ``observer`` of hand-overs between host threads while the scope lasts; new threads run inside ``around()``."""
 
     def itself(self: Any, *_: Any) -> object:
