@@ -57,6 +57,7 @@ class SimStream(Stream):
     def __init__(self, backend: SimBackend, name: str, priority: int, queue: StreamQueue) -> None:
         super().__init__(backend, name, priority)
         self.queue_state = queue
+        self.epoch = backend.epoch
 
     @property
     def native(self) -> Any:
@@ -130,7 +131,7 @@ class SimFlag(Flag):
     def _reset(self, stream: Stream) -> None:
         self._enqueue(Kind.FLAG_RESET, stream)
 
-    def _enqueue(self, kind: Kind, stream: Stream) -> None:
+    def _enqueue(self, kind: int, stream: Stream) -> None:
         assert isinstance(stream, SimStream)
         self.backend.sim.machine.flag(kind, self.state, stream.queue_state)
 
@@ -264,6 +265,7 @@ class SimBackend(Backend):
         registered = register(options.name, options)
         super().__init__("sim", registered.dispatcher.device)
         self.sim = Sim(options)
+        self.epoch = 0  # resets so far
         self._dispatcher = registered.dispatcher
         self._dispatcher.current = self.sim
         registered.backend = self
@@ -340,6 +342,7 @@ class SimBackend(Backend):
         """See `SimControl.reset`."""
         machine = self.sim.machine
         machine.reset(strategy)
+        self.epoch += 1
         floor = self.sim.memory.start_over(getattr(strategy, "floor", None))
         if isinstance(strategy, Exhaustive):
             strategy.floor = floor
@@ -351,6 +354,16 @@ class SimBackend(Backend):
         for stream in gone:
             assert isinstance(stream, SimStream)
             machine.drop_stream(stream.queue_state)
+
+    def create_stream(self, name: str, *, priority: int = 0) -> Stream:
+        """A new stream. Where one of an earlier run (before the last reset) still has the name, that one is renamed: a
+        program's streams are called the same in each of its runs, so that schedules stay valid.
+        """
+        for stream in self._streams:
+            if stream.name == name and isinstance(stream, SimStream) and stream.epoch < self.epoch:
+                stream.name = f"{name}~{stream.epoch}"
+                self.sim.machine.rename_stream(stream.queue_state, stream.name)
+        return super().create_stream(name, priority=priority)
 
     # -- verbs --------------------------------------------------------------------------------------------------------
 

@@ -81,6 +81,9 @@ class Dispatcher:
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
         """Carry out one operator call."""
+        machine = self.current.machine
+        if machine.tells:
+            machine.line = python_line()
         handler = self._handlers.get(func)
         if handler is None:
             handler = self._learn(func)
@@ -91,6 +94,7 @@ class Dispatcher:
         found = self.infos.get(func)
         if found is None:
             found = self.infos[func] = OpInfo(func)
+            found.resolvers = ROW_ACCESS.get(found.name.partition(".")[0]) or rows.ATEN.get(found.name, {})
         return found
 
     def _learn(self, func: Any) -> Callable[..., Any]:
@@ -282,28 +286,30 @@ class Dispatcher:
     ) -> None:
         accesses: list[Access] = []
         for name, value in zip(info.names, args, strict=False):
-            note_access(accesses, name, value, info)
+            kind = type(value)
+            if kind is SimTensor:
+                accesses.append(extent(value, name in info.writes, name))
+            elif kind is list or kind is tuple:
+                note_access(accesses, name, value, info)
         for name, value in kwargs.items():
             note_access(accesses, name, value, info)
-        accesses.extend(extent(made, True, "out") for made in outs if made is not None)
+        for made in outs:
+            if made is not None:
+                accesses.append(extent(made, True, "out"))  # noqa: PERF401  (once for most operations)
         op.accesses = tuple(accesses)
         machine = self.current.machine
-        if machine.tap is not None or machine.names is not None:
-            op.line = python_line()
-        if machine.tap is not None:
-            resolvers = ROW_ACCESS.get(info.name.partition(".")[0]) or rows.ATEN.get(info.name)
-            if resolvers is not None:
-                bound = dict(zip(info.names, args, strict=False)) | dict(kwargs)
-                op.rows = rows.Resolver(resolvers, bound, tuple(accesses), info.native)
-                op.accesses = tuple(replace(a, by_rows=True) if a.argument in resolvers else a for a in accesses)
+        op.line = machine.line
+        if info.resolvers and machine.tap is not None:
+            bound = dict(zip(info.names, args, strict=False)) | dict(kwargs)
+            op.rows = rows.Resolver(info.resolvers, bound, op.accesses, info.native)
+            op.accesses = tuple(replace(a, by_rows=True) if a.argument in info.resolvers else a for a in accesses)
 
     def note(self, op: Op, *accesses: Access) -> None:
         """Attach accesses and line to an operation that isn't a plain operator call."""
         machine = self.current.machine
         if machine.tracks:
             op.accesses = accesses
-            if machine.tap is not None or machine.names is not None:
-                op.line = python_line()
+            op.line = machine.line
 
     # -- reads ------------------------------------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ def run_once(backend: SimBackend, program: Program, strategy: Strategy) -> BaseE
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        # Frames would keep the run's streams and tensors, and their names and memory, from the next run.
+        # Frames would keep the run's tensors, and with them memory, from the next run.
         cause: BaseException | None = error
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)
@@ -184,10 +184,12 @@ def explain(backend: SimBackend, program: Program, schedule: Schedule) -> list[s
     names: dict[str, str] = {}
     machine = backend.sim.machine
     machine.names = names
+    machine.update_mode()
     try:
         run_once(backend, program, Replay(schedule))
     finally:
         machine.names = None
+        machine.update_mode()
 
     def say(step: Step) -> str:
         return f"{step} ({names.get(str(step), 'not reached')})"

@@ -53,6 +53,8 @@ class Machine:
         self.tap: Tap | None = None
         self.lost: DeviceLost | None = None
         self.tracks = False  # operations carry their accesses
+        self.tells = False  # … and the line that issued them
+        self.line = ""  # of the torch call that is being carried out
         self.quiet: Callable[[], AbstractContextManager[Any]] = nullcontext  # opened around operations that run
         self._failed: DeviceError | None = None
         self._lock = threading.RLock()
@@ -97,7 +99,8 @@ class Machine:
         # With one thread, the order of the program is: run whatever can run, oldest first.
         self._eager = type(self.strategy) is Strategy and alone and not self.options.late_copies
         self._asks = not (self.strategy.host_first and alone)
-        self.tracks = self.tap is not None or self.strategy.needs_accesses or self.names is not None
+        self.tells = self.tap is not None or self.names is not None
+        self.tracks = self.tells or self.strategy.needs_accesses
         self._sees_all = self.strategy.sees_all
 
     def schedule(self) -> Schedule:
@@ -112,7 +115,7 @@ class Machine:
         if step >= 0:
             after = Step(me.label, step)
             for stream in self.streams:
-                if stream.queue:
+                if stream.queue and can_run(stream.queue[0]):
                     self.delays[Step(stream.label, stream.done)] = after
 
     def reset(self, strategy: Strategy | None = None) -> None:
@@ -144,6 +147,8 @@ class Machine:
             stream.capture = None
         self.main.step = 0
         self.main.clock = 0.0
+        if self.names is not None:
+            self.names.clear()
         if strategy is None:
             strategy = make_strategy(self.options.strategy, self.options.seed, self.options.strategy_options)
         self.use(strategy)
@@ -164,15 +169,22 @@ class Machine:
         while ident in used:
             ident += 1
         stream = StreamQueue(ident, name, priority)
-        label = base = safe_name(name) or f"s{ident}"
-        taken = {other.label for other in self.streams}
-        number = 1
-        while label in taken or label.startswith("host"):
-            number += 1
-            label = f"{base}.{number}" if not base.startswith("host") else f"s-{base}.{number}"
-        stream.label = label
         self.streams.append(stream)
+        self.rename_stream(stream, name)
         return stream
+
+    def rename_stream(self, stream: StreamQueue, name: str) -> None:
+        """Call the stream `name`, or something like it where another one is called so."""
+        stream.name = name
+        label = base = safe_name(name) or f"s{stream.id}"
+        if base.startswith("host"):  # that is what host threads are called
+            label = base = f"s-{base}"
+        taken = {other.label for other in self.streams if other is not stream}
+        number = 1
+        while label in taken:
+            number += 1
+            label = f"{base}.{number}"
+        stream.label = label
 
     def drop_stream(self, stream: StreamQueue) -> None:
         """Nobody enqueues on `stream` any more; it goes when it has run empty, and its number is free again."""
@@ -272,7 +284,7 @@ class Machine:
         op = Op(Kind.WAIT, f"wait for {generation.event.label}", target=generation, cost=self.like.wait_us)
         self.enqueue(op, stream)
 
-    def flag(self, kind: Kind, flag: FlagState, stream: StreamQueue) -> None:
+    def flag(self, kind: int, flag: FlagState, stream: StreamQueue) -> None:
         """Enqueue a set, wait or reset of `flag`."""
         verb = {Kind.FLAG_SET: "set", Kind.FLAG_WAIT: "wait for", Kind.FLAG_RESET: "reset"}[kind]
         self.enqueue(Op(kind, f"{verb} {flag.label}", target=flag), stream)
@@ -353,8 +365,6 @@ class Machine:
             with self._lock:
                 candidates = self._candidates()
                 if not candidates:
-                    if me.finished:
-                        return
                     raise deadlock(self)
                 pick = candidates[0] if len(candidates) == 1 and not self._sees_all else self._choose(candidates)
                 if isinstance(pick, StreamQueue):
@@ -448,9 +458,7 @@ class Machine:
             if op.fn is not None:
                 op.fn()
         else:
-            self._run_flag(kind, op.target, start)
-            if kind == Kind.FLAG_WAIT:
-                start = max(start, op.target.time)
+            start = op.target.run(kind, start)
         stream.clock = start + op.cost
         self.runs += 1
         if self.names is not None:
@@ -461,15 +469,6 @@ class Machine:
             self.note(stream.label, stream.done)
         if self.tap is not None:
             self.tap.ran(op, stream, index, start, stream.clock)
-
-    def _run_flag(self, kind: int, flag: FlagState, now: float) -> None:
-        if kind == Kind.FLAG_SET:
-            if flag.is_set:
-                flag.lost += 1  # the device remembers one set: this one is lost
-            flag.is_set = True
-            flag.time = now
-        elif kind == Kind.FLAG_RESET:
-            flag.is_set = False
 
     def _poison(self, stream: StreamQueue) -> None:
         pending = stream.poison

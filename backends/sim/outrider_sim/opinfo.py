@@ -85,6 +85,7 @@ class OpInfo:
         "plans",
         "random",
         "random_if",
+        "resolvers",
         "returns",
         "run",
         "takes_generator",
@@ -101,6 +102,7 @@ class OpInfo:
         self.name: str = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
         self.native = schema.name.startswith("aten::")
         self.plans: dict[Any, Any] = {}
+        self.resolvers: Any = {}  # operands that are indexed by data: how to find their rows
         self.names = tuple(argument.name for argument in schema.arguments)
         self.writes = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
         self.returns = tuple(_operand_of(schema, r) for r in schema.returns)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 from outrider.device import Access
 
 
-class Kind(IntEnum):
-    """What an operation does to the machine. Kinds up to COPY run a function, the others move events and flags."""
+class Kind:
+    """What an operation does to the machine. Kinds up to POISON run a function, the others move events and flags.
+
+    Plain integers, since they are compared for every operation that runs.
+    """
 
     KERNEL = 0
     COPY = 1
@@ -74,6 +76,16 @@ class FlagState:
         self.is_set = False
         self.lost = 0
         self.time = 0.0
+
+    def run(self, kind: int, now: float) -> float:
+        """A set, wait or reset runs at `now`; returns the virtual time after it."""
+        if kind == Kind.FLAG_WAIT:
+            return max(now, self.time)
+        if kind == Kind.FLAG_SET:
+            self.lost += self.is_set  # the device remembers one set: a second one is lost
+            self.time = now
+        self.is_set = kind == Kind.FLAG_SET
+        return now
 
     @property
     def label(self) -> str:

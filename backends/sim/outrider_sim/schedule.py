@@ -19,7 +19,7 @@ from typing import NamedTuple
 from outrider.device import ConfigError
 
 PROGRAM = "-"
-_UNSAFE = re.compile(r"[^A-Za-z0-9_.+-]")
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.+~-]")
 
 
 class Step(NamedTuple):
@@ -43,7 +43,7 @@ class Delay(NamedTuple):
 
 
 def safe_name(name: str) -> str:
-    """The actor name for a stream's name: letters, digits and `_.+-` alone, so that a schedule needs no quoting."""
+    """The actor name for a stream's name: letters, digits and `_.+~-` alone, so that a schedule needs no quoting."""
     return _UNSAFE.sub("-", name)
 
 

@@ -115,9 +115,7 @@ def _program(name: str, corrected: bool, device: Backend) -> Callable[[Backend],
     if not colon:
         race = RACES.get(name)
         if race is None:
-            raise ConfigError(
-                f"no program of the corpus is called {name!r}; `outrider explore` lists them, or give MODULE:FUNCTION"
-            )
+            raise ConfigError(f"the corpus has no program {name!r}; `outrider explore` lists it, or give MODULE:FUNCTION")
         if race.needs and not getattr(device.capabilities, race.needs):
             raise CapabilityError(f"{name!r} needs a backend with {race.needs}, which {device.label} doesn't declare")
         return race.right if corrected else race.wrong
