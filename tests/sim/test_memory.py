@@ -234,6 +234,35 @@ def test_pinned_tensors(sim):
     backend.detach()
 
 
+def test_rows_that_data_decides_are_told_when_they_are_touched(sim):
+    class Rows(Observer):
+        def __init__(self):
+            self.told = {}
+
+        def rows_touched(self, operation, accesses):
+            self.told.setdefault(operation.name, []).extend((a.argument, a.start, a.end, a.write) for a in accesses)
+
+    backend = sim(strategy="lazy")
+    device = backend.device
+    table = torch.zeros(8, 4, device=device)
+    pages = [torch.zeros(2, 4, 1, 2, device=device) for _ in range(2)]
+    q, k, v = (torch.ones(3, 1, 2, device=device) for _ in range(3))
+    angle = torch.ones(3, 2, device=device)
+    backend.synchronize()
+    watch = Rows()
+    backend.attach(watch)
+    table.index_copy_(0, torch.tensor([5, 2], device=device), torch.ones(2, 4, device=device))
+    table[torch.tensor([1, 2, 7], device=device)]
+    backend.kernels.rope_write_cache(q, k, v, angle, angle, *pages, torch.tensor([1, 2, 6], device=device))
+    backend.synchronize()
+    backend.detach()
+    assert watch.told["aten::index_copy_"] == [("self", 32, 48, True), ("self", 80, 96, True)]
+    assert watch.told["aten::index.Tensor"] == [("self", 16, 48, False), ("self", 112, 128, False)]
+    rows = [(8, 24), (48, 56)]
+    written = [(name, low, high, True) for name in ("k_cache", "v_cache") for low, high in rows]
+    assert watch.told["outrider::rope_write_cache"] == written
+
+
 def test_observers_see_memory_come_and_go(sim):
     backend = sim()
     watch = Watch()

@@ -165,6 +165,30 @@ def test_what_isnt_a_schedule_is_refused(text):
         Schedule.parse(text)
 
 
+def test_long_runs_can_go_unrecorded(sim):
+    backend = sim(strategy="random", record="off")
+    relay(backend)
+    assert backend.control.schedule() == "-"
+
+
+def test_exhaustive_sees_host_accesses_of_pinned_memory(sim):
+    def program(backend):
+        stream = backend.create_stream("s")
+        x = torch.zeros(2, device=backend.device)
+        staging = backend.empty_pinned("staging", (2,), torch.float32).tensor
+        backend.synchronize()
+        staging.fill_(1)
+        backend.copy_async(x, staging, stream=stream)
+        staging.fill_(2)
+        backend.synchronize()
+        assert x.tolist() == [1.0, 1.0]
+
+    found = explore(sim(), program, strategy="exhaustive", iterations=100).failure
+    assert found is not None
+    assert len(found.shrunk) == 1
+    assert "touches pinned memory" in found.orderings[0]
+
+
 def test_schedules_print_and_parse():
     text = "forward.5@plan.3/s.2.0@host0.7"
     assert str(Schedule.parse(text)) == text

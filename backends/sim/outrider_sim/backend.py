@@ -32,11 +32,11 @@ from outrider.device import (
     Waiter,
 )
 from outrider_sim.device import register
-from outrider_sim.operands import extent
 from outrider_sim.exhaustive import Exhaustive
 from outrider_sim.explore import Exploration, explore
 from outrider_sim.graphs import Capture, Program
 from outrider_sim.memory import Pool
+from outrider_sim.operands import extent
 from outrider_sim.options import SimOptions
 from outrider_sim.pinned import PinnedTensor
 from outrider_sim.queue import EventState, FlagState, Kind, Op, StreamQueue

@@ -302,6 +302,7 @@ class Dispatcher:
         if info.resolvers and machine.tap is not None:
             bound = dict(zip(info.names, args, strict=False)) | dict(kwargs)
             op.rows = rows.Resolver(info.resolvers, bound, op.accesses, info.native)
+            # The whole operand is a promise that the rows are told later.
             op.accesses = tuple(replace(a, by_rows=True) if a.argument in info.resolvers else a for a in accesses)
 
     def note(self, op: Op, *accesses: Access) -> None:

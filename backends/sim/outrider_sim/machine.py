@@ -52,8 +52,8 @@ class Machine:
         self.like = options.like
         self.tap: Tap | None = None
         self.lost: DeviceLost | None = None
-        self.tracks = False  # operations carry their accesses
-        self.tells = False  # … and the line that issued them
+        self.queries = False  # somebody asked what has run
+        self.tracks = self.tells = False  # operations carry their accesses, and the line that issued them
         self.line = ""  # of the torch call that is being carried out
         self.quiet: Callable[[], AbstractContextManager[Any]] = nullcontext  # opened around operations that run
         self._failed: DeviceError | None = None
@@ -66,7 +66,6 @@ class Machine:
         self.hosts = HostThreads(self)
         self.main = HostThread(0, "main", self.default)
         self.threads: list[HostThread] = [self.main]
-        self.hosts.count = 1
         self._event_count = 0
         self._flag_count = 0
         self.seq = 0
@@ -76,7 +75,6 @@ class Machine:
         self.names: dict[str, str] | None = None  # where set, collects what each step was
         self.bases: dict[int, int] = {}  # storage → address, while decisions look at accesses
         self._faults = {n: kind for kind, n in options.faults if kind != "oom"}
-        self.queries = False
         self.replays = 0  # graph replays so far, as the seam counts them
         self.strategy: Strategy
         self.use(make_strategy(options.strategy, options.seed, options.strategy_options))
@@ -112,7 +110,7 @@ class Machine:
     def _note_lazy(self, me: HostThread, further: int) -> None:
         """Where the host runs first nobody is asked, so note what that came to: what is queued now waited until here."""
         step = me.step - 1 + further
-        if step >= 0:
+        if step >= 0 and self.options.record:
             after = Step(me.label, step)
             for stream in self.streams:
                 if stream.queue and can_run(stream.queue[0]):
@@ -406,7 +404,7 @@ class Machine:
     def _choose(self, candidates: list[StreamQueue | HostThread]) -> StreamQueue | HostThread:
         index = self.strategy.choose(candidates)
         pick = candidates[index]
-        if index:
+        if index and self.options.record:
             after = Step(pick.label, pick.step)
             for passed in candidates[:index]:
                 self.delays[Step(passed.label, passed.step)] = after
@@ -418,15 +416,9 @@ class Machine:
             if only is not None and only.queue and only.queue[0].kind < Kind.RECORD and len(only.queue) == 1:
                 self._execute(only)  # the common case; it can't unblock anything
                 return
-            while True:
-                best = None
-                for stream in self.streams:
-                    queue = stream.queue
-                    if queue and can_run(queue[0]) and (best is None or age(stream) < age(best)):
-                        best = stream
-                if best is None:
-                    return
-                self._execute(best)
+            with self.quiet():
+                while heads := [stream for stream in self.streams if stream.queue and can_run(stream.queue[0])]:
+                    self._execute(min(heads, key=age) if len(heads) > 1 else heads[0])
 
     def _execute(self, stream: StreamQueue) -> None:
         op = stream.queue.popleft()
