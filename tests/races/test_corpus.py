@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from outrider_sim.backend import SimBackend
-from outrider_sim.explore import explore, run_once
-from outrider_sim.options import parse_options
-from outrider_sim.strategies import Strategy, make_strategy
 
 from outrider.sanitizer import watch
 from outrider.sanitizer.findings import STALENESS
 from outrider.sanitizer.races import RACES, Race, WrongValue
+from outrider_sim.backend import SimBackend
+from outrider_sim.explore import explore, run_once
+from outrider_sim.options import parse_options
+from outrider_sim.strategies import Strategy, make_strategy
 
 ALL = [pytest.param(race, id=name) for name, race in RACES.items()]
 FLAGGED = [pytest.param(race, id=name) for name, race in RACES.items() if race.kind]

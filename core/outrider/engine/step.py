@@ -76,6 +76,11 @@ def _along(state: Tensor, tree: TreeInputs | None) -> Tensor:
     return state if tree is None else state.index_select(0, tree.gather)
 
 
+def _at(logits: Tensor, path: Tensor | None) -> Tensor:
+    """Logits along an accepted path [B, D+1, V]; a chain's own."""
+    return logits if path is None else logits.gather(1, path.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
+
+
 class Step:
     """Launches iterations."""
 
@@ -271,10 +276,7 @@ class Step:
             if options is not None:
                 options.commit(kernels, tokens)
             if reported is not None:
-                shown = logits
-                if path is not None:
-                    shown = logits.gather(1, path.unsqueeze(-1).expand(*path.shape, logits.shape[-1]))
-                parts.results.write_decode_logprobs(*kernels.logprobs(shown, tokens, reported))
+                parts.results.write_decode_logprobs(*kernels.logprobs(_at(logits, path), tokens, reported))
             parts.future.publish(verify.rows, verify.lens + accepted + 1)
         fences.published.signal(streams.forward)
         fences.accept_ready.signal(streams.forward)
@@ -324,7 +326,10 @@ class Step:
 
     def _forward(self, flat: ForwardInput) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The target's final hidden states, and those of inner layers that the proposer wants to see."""
-        return self._parts.model.forward_captured(flat, self._parts.cache, self._parts.proposer.capture_layers)
+        parts, layers = self._parts, self._parts.proposer.capture_layers
+        if layers:
+            return parts.model.forward_captured(flat, parts.cache, layers)
+        return parts.model.forward(flat, parts.cache), ()
 
     def _accept(
         self, logits: Tensor, draft: Draft, verify: VerifyInputs, sampling: bool

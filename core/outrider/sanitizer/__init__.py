@@ -1,10 +1,10 @@
 """The sanitizer: finds missing, stale and misplaced orderings between streams, host threads and graph replays.
 
-    from outrider.sanitizer import watch
+from outrider.sanitizer import watch
 
-    with watch(backend) as report:
-        run(backend)
-    report.raise_if_any()
+with watch(backend) as report:
+run(backend)
+report.raise_if_any()
 """
 
 from outrider.sanitizer.advisor import Advice

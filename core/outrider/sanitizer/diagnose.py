@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from outrider.device import Access, ControllableDevice
 from outrider.sanitizer.clocks import Actor, Point
 from outrider.sanitizer.findings import Finding, Kind, Site
@@ -69,8 +67,8 @@ class Diagnosis:
             first=self.site(before, was),
             second=self.site(point),
             missing=(
-                f"keep the tensor alive until an event recorded on {before.actor.name!r} after {_brief(before)} has completed "
-                f"(Backend.keep_alive), or make {point.actor.name!r} wait for that event before the memory is freed"
+                f"keep the tensor alive until an event recorded on {before.actor.name!r} after {_brief(before)} has "
+                f"completed (Backend.keep_alive), or make {point.actor.name!r} wait for that event before the memory is freed"
             ),
             memory=f"{shadow.described}; it was freed{when} before that was ordered",
             hint=f"the next allocation on {point.actor.name!r} may take the same memory",
@@ -158,11 +156,11 @@ class Diagnosis:
                     f"{second.actor.name!r} last learnt of {first.actor.name!r} by waiting for generation "
                     f"{edge.generation} of event {edge.event!r} at {edge.location}, which was recorded before {_brief(first)}"
                 )
-        for point in (first, second):
-            if point.name.startswith(_CASTS) and not point.actor.host:
-                parts.append(
-                    f"{point.name} is a kernel of its own, on the stream of the scope that it's written in ({point.actor.name!r})"
-                )
+        parts += [
+            f"{point.name} is a kernel of its own, on the stream of the scope it's written in ({point.actor.name!r})"
+            for point in (first, second)
+            if point.name.startswith(_CASTS) and not point.actor.host
+        ]
         return "; ".join(parts)
 
     # -- schedules -------------------------------------------------------------------------------------------------
@@ -201,5 +199,3 @@ def _moment(point: Point) -> str:
         return _brief(point)
     where = f" ({point.replay.location})" if point.replay.location else ""
     return f"replay {point.replay.generation} of graph {point.replay.graph!r}{where}"
-
-

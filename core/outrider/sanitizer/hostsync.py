@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from outrider.device import Observer
@@ -49,12 +49,13 @@ def _acquire_after(observer: Observer, token: Callable[..., object]) -> Callable
     return wrap
 
 
-def _thread_body(observer: Observer) -> Callable[[Any], Any]:
+def _thread_body(observer: Observer, around: Callable[[], AbstractContextManager[Any]]) -> Callable[[Any], Any]:
     def wrap(original: Any) -> Any:
         def run(self: threading.Thread) -> None:
             observer.host_acquired(self)
             try:
-                original(self)
+                with around():
+                    original(self)
             finally:
                 observer.host_released(self)
 
@@ -81,15 +82,15 @@ def _submit(observer: Observer) -> Callable[[Any], Any]:
 
 
 @contextmanager
-def host_edges(observer: Observer) -> Generator[None]:
-    """Tell ``observer`` of hand-overs between host threads while the scope lasts."""
+def host_edges(observer: Observer, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Generator[None]:
+    """Tell ``observer`` of hand-overs between host threads while the scope lasts; new threads run inside ``around()``."""
 
     def itself(self: Any, *_: Any) -> object:
         return self
 
     changes: list[Wrapped] = [
         (threading.Thread, "start", _release_before(observer, itself)),
-        (threading.Thread, "run", _thread_body(observer)),
+        (threading.Thread, "run", _thread_body(observer, around)),
         (threading.Thread, "join", _acquire_after(observer, itself)),
         (threading.Event, "set", _release_before(observer, itself)),
         (threading.Event, "wait", _acquire_after(observer, itself)),

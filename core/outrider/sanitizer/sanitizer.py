@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from outrider.device import Access, CapabilityError, Observer, Operation, SeamError
@@ -65,6 +65,10 @@ class Sanitizer(Observer):
             return control.steps(None)
         known = self._streams.get(stream)
         return control.steps(known) if known is not None else None
+
+    def thread_scope(self) -> AbstractContextManager[Any]:
+        """What a watched thread runs in."""
+        return nullcontext()
 
     def locate(self, tensor: Tensor) -> Access | None:
         """Where a tensor lies; overridden where accesses are derived."""
@@ -215,6 +219,14 @@ class Sanitizer(Observer):
             self._ordering.host_acquired(token)
 
 
+def _make(backend: Backend) -> Sanitizer:
+    if backend.capabilities.reports_accesses:
+        return Sanitizer(backend)
+    from outrider.sanitizer.dispatch import DerivedSanitizer  # imports this module
+
+    return DerivedSanitizer(backend)
+
+
 @contextmanager
 def watch(backend: Backend) -> Generator[Report]:
     """Sanitize what runs inside the ``with``; the report fills as it goes and is complete at its end.
@@ -223,16 +235,11 @@ def watch(backend: Backend) -> Generator[Report]:
     dispatcher on the calling thread and on the threads that it starts.
     """
     with ExitStack() as stack:
-        if backend.capabilities.reports_accesses:
-            sanitizer = Sanitizer(backend)
-        else:
-            from outrider.sanitizer.dispatch import DerivedSanitizer  # needs torch's dispatch mode
-
-            sanitizer = derived = DerivedSanitizer(backend)
-            stack.enter_context(derived.deriving())
+        sanitizer = _make(backend)
         backend.attach(sanitizer)
         stack.callback(backend.detach)
-        stack.enter_context(host_edges(sanitizer))
+        stack.enter_context(host_edges(sanitizer, sanitizer.thread_scope))
+        stack.enter_context(sanitizer.thread_scope())
         try:
             yield sanitizer.report
         finally:

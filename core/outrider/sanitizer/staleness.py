@@ -164,7 +164,8 @@ class Staleness:
                             kind=Kind.STALE_PADDING,
                             first=self._diagnosis.site(before, was),
                             second=self._diagnosis.site(
-                                self._replay_point(stream, age, location), Access(place.storage, start, end, False, argument=name)
+                                self._replay_point(stream, age, location),
+                                Access(place.storage, start, end, False, argument=name),
                             ),
                             missing=(
                                 f"write bytes {start} to {end} of input {name!r} again before replay {generation} of graph "
