@@ -172,7 +172,8 @@ class Engine:
         """Load a checkpoint (and its draft) and build an engine for it.
 
         ``speculate`` names a proposer (:data:`outrider.speculative.build.BUILDERS`); ``draft_dir`` holds the checkpoint of
-        those that have one. ``progress(file, done, total)`` is told of each tensor loaded. Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
+        those that have one. ``progress(file, done, total)`` is told of each tensor loaded. Raises
+        :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
         config = config or EngineConfig()
         if speculate not in BUILDERS:  # before anything is loaded
