@@ -24,7 +24,8 @@ class EngineConfig:
     the reserved one included; None: enough for every request at full context. ``max_context``: tokens of prompt and
     output together; None: the model's, at most 4096. ``prefill_chunk``: prompt tokens processed in an iteration.
     ``draft_tokens``: length of a draft chain. ``dtype``: of weights, activations and cache. ``overlap``: the host plans
-    an iteration while the one before runs, and reads its results one iteration later.
+    an iteration while the one before runs, and reads its results one iteration later. ``prefix_cache``: requests share
+    the pages of a common prefix.
     """
 
     max_requests: int = 8
@@ -35,6 +36,7 @@ class EngineConfig:
     draft_tokens: int = 4
     dtype: str = "float32"
     overlap: bool = False
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("max_requests", 1), ("page_size", 1), ("prefill_chunk", 1), ("draft_tokens", 1)):

@@ -11,12 +11,12 @@ from outrider.device import Backend, CapabilityError, ConfigError, RequestError,
 from outrider.engine.buffers import StepBuffers
 from outrider.engine.config import EngineConfig
 from outrider.engine.fences import FenceSet
-from outrider.engine.pages import FreeList
+from outrider.engine.pages import FreeList, PagePool
 from outrider.engine.request import Completion, FinishReason, Request, SamplingParams, StepOutput
 from outrider.engine.results import Results, Ticket
 from outrider.engine.rows import FutureMap, RowTable
-from outrider.engine.scheduler import Scheduler
-from outrider.engine.staging import Staging, staging_capacity
+from outrider.engine.scheduler import OutOfPages, Scheduler, SchedulerLimits
+from outrider.engine.staging import Batch, Staging, staging_capacity
 from outrider.engine.step import Step, StepParts, Streams
 from outrider.model import Decoder, KVCache, Tokenizer, load_decoder, load_eagle
 from outrider.speculative.eagle import EagleProposer
@@ -100,9 +100,8 @@ class Engine:
         self._results = results
         self._scheduler = Scheduler(
             rows=FreeList("request row", config.max_requests + 1),
-            pages=FreeList("KV page", pages),
-            page_size=config.page_size,
-            prefill_chunk=config.prefill_chunk,
+            pages=PagePool(count=pages, page_size=config.page_size, ahead=proposer.lookahead, share=config.prefix_cache),
+            limits=SchedulerLimits(growth=width, slots=width, prefill_chunk=config.prefill_chunk),
         )
         self._step = Step(
             StepParts(
@@ -177,7 +176,7 @@ class Engine:
 
     @property
     def free_pages(self) -> int:
-        """KV pages that no request holds."""
+        """KV pages that no request holds; some of them may be cached prefixes."""
         return self._scheduler.pages.available
 
     @property
@@ -187,15 +186,18 @@ class Engine:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def add_request(self, tokens: Sequence[int], params: SamplingParams | None = None) -> int:
-        """Queue a request; returns its id. Raises :class:`RequestError` for a prompt that can't be served."""
+    def add_request(self, tokens: Sequence[int], params: SamplingParams | None = None, *, priority: int = 0) -> int:
+        """Queue a request; returns its id. A higher ``priority`` goes first and is preempted last.
+
+        Raises :class:`RequestError` for a prompt that can't be served.
+        """
         params = params or SamplingParams()
         prompt = tuple(int(token) for token in tokens)
         self._check_prompt(prompt, params)
         stops = set(params.stop_token_ids)
         if not params.ignore_eos:
             stops.update(self.model.config.eos_token_ids)
-        request = Request(self._next_id, prompt, params, frozenset(stops))
+        request = Request(self._next_id, prompt, params, frozenset(stops), priority)
         self._next_id += 1
         self._requests[request.id] = request
         self._scheduler.add(request)
@@ -219,7 +221,7 @@ class Engine:
         With ``overlap`` the iteration is launched, and the results are those of the one before.
         """
         with self.backend.guard("running an iteration"):
-            batch = self._scheduler.next_batch()
+            batch = self._next_batch()
             if batch is not None:
                 self._in_flight.append(self._step.launch(batch))
                 self._counts["iterations"] += 1
@@ -302,6 +304,14 @@ class Engine:
         if wrong is not None:
             raise RequestError(f"token {wrong} of the prompt is outside the model's vocabulary of {vocabulary}")
 
+    def _next_batch(self) -> Batch | None:
+        """The scheduler's next batch. Where it must preempt, what is in flight is handled first: that's rare."""
+        try:
+            return self._scheduler.next_batch()
+        except OutOfPages:
+            self.drain()
+            return self._scheduler.next_batch()
+
     def _handle_oldest(self) -> None:
         """Take in the results of the oldest iteration in flight; those of requests that are over are dropped."""
         ticket = self._in_flight.popleft()
@@ -332,6 +342,7 @@ class Engine:
                 request.finish_reason = FinishReason.LENGTH
                 break
         request.output.extend(taken)
+        self._scheduler.register(request, len(request.prompt) + len(request.output) - 1)
         self._counts["emitted_tokens"] += len(taken)
         self._pending.append(StepOutput(request.id, tuple(taken), request.finish_reason))
         if request.finished:

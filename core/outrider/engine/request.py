@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from outrider.device import ConfigError
+from outrider.engine.pages import PageKey
 
 
 class FinishReason(StrEnum):
@@ -67,29 +68,41 @@ class Completion:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The engine's record of one request; only the scheduler and the engine change it."""
+    """The engine's record of one request; only the scheduler and the engine change it.
+
+    ``context`` is what prefill puts into the cache: the prompt, and after a preemption the output so far as well.
+    """
 
     id: int
     prompt: tuple[int, ...]
     params: SamplingParams
     stop_tokens: frozenset[int]
+    priority: int = 0
     output: list[int] = field(default_factory=list)
+    context: tuple[int, ...] = ()
     row: int = 0
     pages: list[int] = field(default_factory=list)
+    registered: int = 0
+    """Leading pages that the prefix cache knows, the last under ``page_key``."""
+    page_key: PageKey | None = None
     prefilled: int = 0
-    """Prompt tokens whose prefill was launched."""
+    """Tokens of the context whose prefill was launched, or that a prefix hit brought."""
     in_flight: int = 0
     """Launched iterations whose results the host hasn't handled."""
     decodes_in_flight: int = 0
-    """Those among them that decode: each may have grown the request by up to K+1 tokens."""
+    """Those among them that decode: each may have grown the request."""
     iterations: int = 0
     verified_tokens: int = 0
+    preemptions: int = 0
     finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.context = self.context or self.prompt
 
     @property
     def needs_prefill(self) -> bool:
-        """Whether prompt tokens remain to be launched."""
-        return self.prefilled < len(self.prompt)
+        """Whether tokens of the context remain to be launched."""
+        return self.prefilled < len(self.context)
 
     @property
     def finished(self) -> bool:
@@ -97,13 +110,23 @@ class Request:
         return self.finish_reason is not None
 
     @property
+    def urgency(self) -> tuple[int, int]:
+        """Sorts requests, most urgent first: by priority, then by arrival."""
+        return (-self.priority, self.id)
+
+    @property
     def known_length(self) -> int:
         """Tokens in the target's cache as of the results that the host has handled (the last output isn't cached)."""
-        return len(self.prompt) + max(len(self.output) - 1, 0)
+        return max(len(self.context), len(self.prompt) + len(self.output) - 1)
 
-    def length_bound(self, per_iteration: int) -> int:
-        """The most tokens that can be in the cache once all launched iterations have run."""
-        return self.known_length + self.decodes_in_flight * per_iteration
+    @property
+    def length_limit(self) -> int:
+        """Tokens that the request has at its longest."""
+        return len(self.prompt) + self.params.max_tokens
+
+    def length_bound(self, growth: int) -> int:
+        """The most tokens that can be in the cache once all launched iterations have run, each growing by ``growth``."""
+        return self.known_length + self.decodes_in_flight * growth
 
     def completion(self) -> Completion:
         """The result, once finished."""

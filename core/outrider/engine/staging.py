@@ -15,7 +15,7 @@ from outrider.engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """The next prompt tokens of one request, ``start`` inclusive to ``end`` exclusive."""
+    """The next context tokens of one request, ``start`` inclusive to ``end`` exclusive."""
 
     request: Request
     start: int
@@ -23,8 +23,8 @@ class PrefillChunk:
 
     @property
     def final(self) -> bool:
-        """Whether the prompt ends with this chunk."""
-        return self.end == len(self.request.prompt)
+        """Whether the context ends with this chunk."""
+        return self.end == len(self.request.context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +135,9 @@ def pack(batch: Batch, *, page_size: int, table_width: int) -> Packer:
     slots: list[int] = []
     starts = [0]
     for chunk in batch.prefill:
-        prompt = chunk.request.prompt
-        tokens.extend(prompt[chunk.start : chunk.end])
-        shifted = list(prompt[chunk.start + 1 : chunk.end + 1])
+        context = chunk.request.context
+        tokens.extend(context[chunk.start : chunk.end])
+        shifted = list(context[chunk.start + 1 : chunk.end + 1])
         following.extend(shifted if len(shifted) == chunk.end - chunk.start else [*shifted, 0])
         for position in range(chunk.start, chunk.end):
             positions.append(position)

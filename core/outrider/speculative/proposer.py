@@ -100,6 +100,11 @@ class Proposer(ABC):
         """Whether it must see the accepted tokens (``extend``) before it can draft again."""
         return bool(self.relay)
 
+    @property
+    def lookahead(self) -> int:
+        """How many tokens after a position its cache entry depends on: a shared prefix must agree on those too."""
+        return 1 if self.extends else 0
+
     @abstractmethod
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """Make its own cache, if it has one, with the page numbers that the target's cache uses."""
