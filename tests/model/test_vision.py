@@ -245,6 +245,24 @@ def test_tensors_are_checked(tmp_path, backend, family):
         load_vision(tmp_path, backend=backend, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_tensors_of_the_decoder_are_checked(tmp_path, backend, family):
+    key = "model.layers.1.self_attn.k_proj.weight"
+    write_vision_checkpoint(tmp_path, family)
+    path = tmp_path / "model.safetensors"
+    state = load_file(path)
+    tensor = state.pop(key)
+    save_file(state, path)
+    with pytest.raises(CheckpointError, match=rf"missing: '{key}'"):
+        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+    save_file(state | {key + "s": tensor}, path)
+    with pytest.raises(CheckpointError, match=rf"missing: '{key}' .*not expected: '{key}s'"):
+        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+    save_file(state | {key: torch.zeros(3, 5)}, path)
+    with pytest.raises(CheckpointError, match=rf"'{key}' has shape \[3, 5\]"):
+        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+
+
 def test_other_spelling_of_the_names(tmp_path, backend):
     """Some versions of transformers write the decoder below model.language_model."""
     write_vision_checkpoint(tmp_path, "qwen2_vl")

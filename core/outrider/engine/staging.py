@@ -63,7 +63,8 @@ class PrefillInputs:
     max_kv: int
 
 
-def _float_bits(value: float) -> int:
+def float_bits(value: float) -> int:
+    """The bits of ``value`` as float32, as a whole number."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
@@ -124,7 +125,7 @@ def pack(batch: Batch, *, page_size: int, table_width: int) -> Packer:
     """Everything that the device must know of a batch."""
     packer = Packer()
     packer.add("admitted", [r.row for r in batch.admitted])
-    packer.add("temperature", [_float_bits(r.params.temperature) for r in batch.admitted])
+    packer.add("temperature", [float_bits(r.params.temperature) for r in batch.admitted])
     packer.add("seeds", [r.params.seed for r in batch.admitted])
     packer.add("entries", [row * table_width + index for row, index, _ in batch.table_updates])
     packer.add("pages", [page for _, _, page in batch.table_updates])

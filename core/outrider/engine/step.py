@@ -20,7 +20,8 @@ from torch import Tensor
 from outrider.device import Backend, Recompute, Stream, Waiter
 from outrider.engine.buffers import StepBuffers, VerifyInputs
 from outrider.engine.fences import FenceSet
-from outrider.engine.results import Results, Ticket
+from outrider.engine.options import OptionTable
+from outrider.engine.results import Results, Ticket, logprobs_of
 from outrider.engine.rows import FutureMap, RowTable
 from outrider.engine.staging import Batch, Packer, Staging, pack, prefill_attention, prefill_inputs
 from outrider.model import Decoder, ForwardInput, KVCache
@@ -49,6 +50,7 @@ class StepParts:
     cache: KVCache
     proposer: Proposer
     rows: RowTable
+    options: OptionTable
     future: FutureMap
     buffers: StepBuffers
     staging: Staging
@@ -97,10 +99,14 @@ class Step:
         self._launched += 1
 
         packer = pack(batch, page_size=parts.page_size, table_width=parts.rows.tables.shape[1])
+        parts.options.pack(batch.admitted, packer)
         self._stage(batch, packer, slot)
 
         fences.inputs_ready.wait(streams.forward)
         fences.results_taken.wait(streams.forward)
+        if any(request.params.penalized for request in batch.admitted):
+            with parts.backend.on(streams.forward):
+                parts.options.begin(parts.staging.view, packer.segments)
         if batch.prefill:
             self._prefill(batch, packer)
         if batch.decode:
@@ -127,6 +133,7 @@ class Step:
             if batch.admitted:
                 bits = view(packer.segments["temperature"]).to(torch.int32)
                 parts.rows.admit(view(packer.segments["admitted"]), bits.view(torch.float32), view(packer.segments["seeds"]))
+                parts.options.admit(view, packer.segments)
             if batch.table_updates:
                 parts.rows.append(view(packer.segments["entries"]), view(packer.segments["pages"]))
         if self._sync.published_waiter is Waiter.HOST:
@@ -144,7 +151,9 @@ class Step:
     def _prefill(self, batch: Batch, packer: Packer) -> None:
         """Prompt chunks, on forward alone. Only a prompt's last chunk publishes and stashes."""
         parts, forward = self._parts, self._parts.streams.forward
-        kernels = parts.backend.kernels
+        kernels = parts.model.kernels
+        requests = tuple(chunk.request for chunk in batch.prefill)
+        reported = logprobs_of(requests)
         sampling = any(chunk.request.params.temperature > 0 for chunk in batch.prefill)
         with parts.backend.on(forward):
             inputs = prefill_inputs(batch, parts.staging, packer.segments)
@@ -155,7 +164,22 @@ class Step:
             flat = ForwardInput(inputs.tokens, inputs.positions, inputs.slots, attention)
             hidden = parts.model.forward(flat, parts.cache)
             logits = parts.model.logits(hidden[inputs.last])
-            first = kernels.sample(logits, temperature, seeds, inputs.ends)
+            options = parts.options.gather(requests, inputs.rows)
+            shaped = logits
+            if options is not None:
+                shaped = options.process(
+                    kernels,
+                    logits.unsqueeze(1),
+                    temperature=temperature,
+                    tokens=inputs.ends.unsqueeze(1),  # a single node has no drafted token: not read
+                    tree_mask=None,
+                    positions=inputs.ends.unsqueeze(1),
+                ).squeeze(1)
+            first = kernels.sample(shaped, temperature, seeds, inputs.ends)
+            if options is not None:
+                options.commit(kernels, torch.where(inputs.final, first, -1).unsqueeze(1))
+            if reported is not None:
+                parts.results.write_prefill_logprobs(*kernels.logprobs(logits.unsqueeze(1), first.unsqueeze(1), reported))
             parts.results.write_prefill(first)
             # Row 0 takes what an unfinished prompt must not publish.
             rows = torch.where(inputs.final, inputs.rows, 0)
@@ -188,7 +212,7 @@ class Step:
     def _decode(self, batch: Batch, packer: Packer) -> None:
         """Draft, verify, accept, publish, extend, stash."""
         parts, streams, fences = self._parts, self._parts.streams, self._parts.fences
-        backend, kernels, proposer = parts.backend, parts.backend.kernels, parts.proposer
+        backend, kernels, proposer = parts.backend, parts.model.kernels, parts.proposer
         count = len(batch.decode)
         verify = parts.buffers.verify(count)
         bound = max(request.length_bound(self._width) for request in batch.decode)
@@ -196,8 +220,10 @@ class Step:
         sampling = any(request.params.temperature > 0 for request in batch.decode)
         rows = parts.staging.view(packer.segments["decode_rows"])
 
+        reported = logprobs_of(batch.decode)
         with backend.on(streams.forward):
             private = self._draft_inputs(rows, count, max_kv, sampling)
+            options = parts.options.gather(batch.decode, rows)
             draft = proposer.draft(private)
         fences.draft_outputs_ready.signal(streams.forward)
 
@@ -218,9 +244,27 @@ class Step:
             flat = ForwardInput(verify.tokens, verify.positions, verify.slots, attention)
             hidden = parts.model.forward(flat, parts.cache)
             logits = parts.model.logits(hidden).view(count, self._width, -1)
-            tokens, accepted = kernels.verify_chain(
-                logits, draft.tokens, draft.probs, verify.temperature, verify.seeds, verify.lens + 1
-            )
+            shaped = logits
+            if options is not None:
+                shaped = options.process(
+                    kernels,
+                    logits,
+                    temperature=verify.temperature,
+                    tokens=verify.tokens.view(count, self._width),
+                    tree_mask=attention.tree_mask,
+                    positions=verify.positions.view(count, self._width) + 1,
+                )
+            if self._width == 1:  # nothing was drafted
+                tokens = kernels.sample(shaped.squeeze(1), verify.temperature, verify.seeds, verify.lens + 1).unsqueeze(1)
+                accepted = torch.zeros_like(verify.lens)
+            else:
+                tokens, accepted = kernels.verify_chain(
+                    shaped, draft.tokens, draft.probs, verify.temperature, verify.seeds, verify.lens + 1
+                )
+            if options is not None:
+                options.commit(kernels, tokens)
+            if reported is not None:
+                parts.results.write_decode_logprobs(*kernels.logprobs(logits, tokens, reported))
             parts.future.publish(verify.rows, verify.lens + accepted + 1)
         fences.published.signal(streams.forward)
         fences.accept_ready.signal(streams.forward)
