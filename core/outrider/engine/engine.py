@@ -71,8 +71,10 @@ class Engine:
         self._tokenizer = tokenizer
         _check_policy(backend)
         self.max_context = _max_context(config, model)
-        width = proposer.draft_tokens + 1
-        table_width = -(-self.max_context // config.page_size)
+        _check_tree(model, proposer)
+        # A tree's nodes are scattered over slots behind the cached tokens, and all of them count until they're moved.
+        spare = max(proposer.slots - 2, 0) if proposer.is_tree else 0
+        table_width = -(-(self.max_context + proposer.slots) // config.page_size)
         pages = config.num_pages or config.max_requests * table_width + 1
         slots = 2 if config.overlap else 1
         device = backend.device
@@ -99,7 +101,12 @@ class Engine:
             )
             future = FutureMap(rows=config.max_requests + 1, relay=proposer.relay, device=device)
             buffers = StepBuffers(
-                max_requests=config.max_requests, draft_tokens=proposer.draft_tokens, pages=table_width, device=device
+                max_requests=config.max_requests,
+                nodes=proposer.nodes,
+                depth=proposer.depth,
+                is_tree=proposer.is_tree,
+                pages=table_width,
+                device=device,
             )
             capacity = staging_capacity(requests=config.max_requests, pages=table_width, prefill_chunk=config.prefill_chunk)
             capacity += OptionTable.capacity(
@@ -113,7 +120,7 @@ class Engine:
                 backend,
                 slots=slots,
                 max_requests=config.max_requests,
-                draft_tokens=proposer.draft_tokens,
+                depth=proposer.depth,
                 max_logprobs=min(config.max_logprobs, model.config.vocab_size),
             )
         streams.forward.synchronize()
@@ -123,7 +130,9 @@ class Engine:
         self._scheduler = Scheduler(
             rows=FreeList("request row", config.max_requests + 1),
             pages=PagePool(count=pages, page_size=config.page_size, ahead=proposer.lookahead, share=config.prefix_cache),
-            limits=SchedulerLimits(growth=width, slots=width, prefill_chunk=config.prefill_chunk),
+            limits=SchedulerLimits(
+                growth=proposer.depth + 1, slots=proposer.slots, spare=spare, prefill_chunk=config.prefill_chunk
+            ),
         )
         self._step = Step(
             StepParts(
@@ -144,7 +153,6 @@ class Engine:
             ),
             slots=slots,
         )
-        self._width = width
         self._in_flight: deque[Ticket] = deque()
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -325,7 +333,7 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens and asks for {params.max_tokens} more: {total} don't fit in the "
                 f"context of {self.max_context}; shorten the prompt or lower max_tokens"
             )
-        needed, pages = -(-total // self.config.page_size), self._scheduler.pages.count - 1
+        needed, pages = self._scheduler.most_pages(total), self._scheduler.pages.count - 1
         if needed > pages:
             raise RequestError(
                 f"the request needs {needed} KV pages of {self.config.page_size} tokens, the cache has {pages}; raise "
@@ -428,6 +436,19 @@ def _check_policy(backend: Backend) -> None:
         raise CapabilityError(
             f"{backend.label} declares a policy that this version's step doesn't carry out (staged mode without host "
             "lengths or rebound parameters is what it does)"
+        )
+
+
+def _check_tree(model: Decoder, proposer: Proposer) -> None:
+    if proposer.nodes < proposer.depth:
+        raise ConfigError(
+            f"the proposer {proposer.name!r} declares {proposer.nodes} nodes and paths of {proposer.depth}: a path has no "
+            "more nodes than its tree"
+        )
+    if proposer.is_tree and any(model.config.windows):
+        raise ConfigError(
+            f"the proposer {proposer.name!r} drafts trees, and the model has layers with a sliding window, which count slots"
+            " and not positions on a path; draft a chain (draft_topk=1)"
         )
 
 

@@ -74,6 +74,8 @@ class Request:
     page_key: PageKey | None = None
     prefilled: int = 0
     """Tokens of the context whose prefill was launched, or that a prefix hit brought."""
+    prefill_start: int = 0
+    """Where the prefill of the context began: behind the prefix hit."""
     in_flight: int = 0
     """Launched iterations whose results the host hasn't handled."""
     decodes_in_flight: int = 0

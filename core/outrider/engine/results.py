@@ -37,22 +37,22 @@ class Outcome:
 
 
 class Results:
-    """Rows 0..M-1 hold decoding requests, M..2M-1 prefill chunks: accepted, then K+1 tokens padded with -1."""
+    """Rows 0..M-1 hold decoding requests, M..2M-1 prefill chunks: accepted, then D+1 tokens padded with -1,
+    where D is the longest path that a draft can have.
+    """
 
-    def __init__(self, backend: Backend, *, slots: int, max_requests: int, draft_tokens: int, max_logprobs: int = 0) -> None:
+    def __init__(self, backend: Backend, *, slots: int, max_requests: int, depth: int, max_logprobs: int = 0) -> None:
         self._backend = backend
         self._max_requests = max_requests
-        shape = (2 * max_requests, draft_tokens + 2)
+        shape = (2 * max_requests, depth + 2)
         self._device = torch.zeros(shape, dtype=torch.int64, device=backend.device)
         self._ring: list[PinnedBuffer] = [
             backend.empty_pinned(f"results[{slot}]", shape, torch.int64) for slot in range(slots)
         ]
-        self._logprobs = LogprobBuffers(
-            backend, slots=slots, max_requests=max_requests, width=draft_tokens + 1, most=max_logprobs
-        )
+        self._logprobs = LogprobBuffers(backend, slots=slots, max_requests=max_requests, width=depth + 1, most=max_logprobs)
 
     def write_decode(self, accepted: Tensor, tokens: Tensor) -> None:
-        """``accepted`` [B], ``tokens`` [B, K+1]; on forward."""
+        """``accepted`` [B], ``tokens`` [B, D+1]; on forward."""
         count = accepted.shape[0]
         self._device[:count, 0] = accepted
         self._device[:count, 1:] = tokens

@@ -13,11 +13,13 @@ from outrider.engine.staging import Batch, PrefillChunk
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerLimits:
     """What bounds a batch. ``growth``: tokens that an iteration can add to a request; ``slots``: cache slots that it
-    writes behind the request's length; ``prefill_chunk``: prompt tokens in an iteration.
+    writes behind the request's length; ``spare``: slots behind those of its tokens that a request needs at its longest, for
+    trees, which are scattered over them; ``prefill_chunk``: prompt tokens in an iteration.
     """
 
     growth: int
     slots: int
+    spare: int
     prefill_chunk: int
 
 
@@ -104,7 +106,7 @@ class Scheduler:
             if request.finished or request.needs_prefill or request not in self._running:
                 continue
             written = request.length_bound(self._limits.growth) + self._limits.slots
-            needed = self._pages_of(min(written, request.length_limit))
+            needed = self._pages_of(min(written, request.length_limit + self._limits.spare))
             while request in self._running and len(request.pages) < needed:
                 if self.pages.available:
                     self._append(request, self.pages.take())
@@ -134,6 +136,10 @@ class Scheduler:
         self._table_updates.append((request.row, len(request.pages), page))
         request.pages.append(page)
 
+    def most_pages(self, tokens: int) -> int:
+        """Pages that a request of ``tokens`` at its longest can hold at a time."""
+        return self._pages_of(tokens + self._limits.spare)
+
     def _pages_of(self, tokens: int) -> int:
         return -(-tokens // self.pages.page_size)
 
@@ -145,14 +151,15 @@ class Scheduler:
         while self._waiting and self.rows.available:
             request = self._waiting[0]
             hit, key = self.pages.match(request.context)
-            needed = self._pages_of(min(len(request.context) + self._limits.slots, request.length_limit))
+            longest = request.length_limit + self._limits.spare
+            needed = self._pages_of(min(len(request.context) + self._limits.slots, longest))
             if needed - len(hit) > self.pages.available:
                 self.pages.give_back(hit)
                 break
             self._waiting.pop(0)
             request.row = self.rows.take()
             request.registered, request.page_key = len(hit), key
-            request.prefilled = len(hit) * self.pages.page_size
+            request.prefilled = request.prefill_start = len(hit) * self.pages.page_size
             for page in hit:
                 self._append(request, page)
             while len(request.pages) < needed:

@@ -47,7 +47,8 @@ class PrefillInputs:
     """Device views of a ragged prefill batch: T tokens of S sequences.
 
     ``tokens``, ``following`` (the token after each; unknown after a final chunk, where it's 0), ``positions``, ``slots``
-    int64 [T]; ``rows``, ``last`` (index into T), ``ends`` (position after the last) int64 [S]; ``final`` bool [S].
+    int64 [T]; ``rows``, ``last`` (index into T), ``ends`` (position after the last) int64 [S]; ``final`` and
+    ``continues`` (the request's earlier tokens came in a chunk before, in no other way) bool [S].
     """
 
     tokens: Tensor
@@ -58,6 +59,7 @@ class PrefillInputs:
     last: Tensor
     ends: Tensor
     final: Tensor
+    continues: Tensor
     query_start: Tensor
     max_query: int
     max_kv: int
@@ -118,7 +120,7 @@ class Packer:
 
 def staging_capacity(*, requests: int, pages: int, prefill_chunk: int) -> int:
     """The most values that one batch packs."""
-    return 4 * prefill_chunk + 9 * requests + 1 + 2 * requests * pages
+    return 4 * prefill_chunk + 10 * requests + 1 + 2 * requests * pages
 
 
 def pack(batch: Batch, *, page_size: int, table_width: int) -> Packer:
@@ -153,6 +155,7 @@ def pack(batch: Batch, *, page_size: int, table_width: int) -> Packer:
     packer.add("last", [start - 1 for start in starts[1:]])
     packer.add("ends", [chunk.end for chunk in batch.prefill])
     packer.add("final", [int(chunk.final) for chunk in batch.prefill])
+    packer.add("continues", [int(chunk.start > chunk.request.prefill_start) for chunk in batch.prefill])
     return packer
 
 
@@ -167,6 +170,7 @@ def prefill_inputs(batch: Batch, staging: Staging, segments: Mapping[str, tuple[
         last=staging.view(segments["last"]),
         ends=staging.view(segments["ends"]),
         final=staging.view(segments["final"]) > 0,
+        continues=staging.view(segments["continues"]) > 0,
         query_start=staging.view(segments["query_start"]).to(torch.int32),
         max_query=max(chunk.end - chunk.start for chunk in batch.prefill),
         max_kv=max(chunk.end for chunk in batch.prefill),

@@ -27,7 +27,8 @@ class KernelSet:
     finite.
     *Errors.* A shape or dtype that a kernel can't do raises before anything is enqueued.
 
-    Letters: T new tokens, B sequences, Hq and Hkv heads, D head size, H hidden size, V vocabulary, K draft tokens.
+    Letters: T new tokens, B sequences, Hq and Hkv heads, D head size, H hidden size, V vocabulary, K draft tokens,
+    N nodes of a draft tree with its root, L the longest path from the root.
     """
 
     name = "torch"
@@ -195,3 +196,45 @@ class KernelSet:
         negative, anything), then of the ``count`` likeliest tokens, in order; and their ids, int64 [B, N, count].
         """
         return torch.ops.outrider.logprobs(logits, tokens, count)  # type: ignore[no-any-return]
+
+    def verify_tree(
+        self,
+        target_logits: Tensor,
+        tokens: Tensor,
+        parents: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        *,
+        depth: int,
+        sampling: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Accept a path of each draft tree and decide the token after it.
+
+        ``target_logits`` [B, N, V], one row a node. ``tokens`` int64 [B, N], the root (the last token) first. ``parents``
+        int64 [B, N]: index of each node's parent, smaller than its own; -1 for the root and for nodes that aren't used.
+        ``positions`` int64 [B]: position of the root's children. ``depth``: L; what lies deeper is never accepted.
+        ``sampling``: some row has a temperature above 0; when False, temperatures aren't looked at.
+
+        From the root on, the target's token after the node is chosen just as :meth:`sample` chooses it with the same
+        seed and position, and the walk goes on at the first child that holds this token; it ends where there is none. So
+        every token is the target's own draw, whatever was drafted and however: lossless for any tree, and the very tokens
+        that plain decoding samples with this seed (where rounding doesn't decide). Against children that were
+        chosen deterministically (the k likeliest) no lossless rule accepts more often, since acceptance has just the
+        probability that the target gives to the children together (for point masses, the recursive rejection of Miao et
+        al. 2023, SpecInfer, comes to the same).
+
+        Returns tokens int64 [B, L+1] (accepted drafts, then the decided token, then -1), path int64 [B, L+1] (the node
+        that each of these follows, so the root first; 0 behind the last accepted node) and accepted int64 [B] (0..L).
+        """
+        return torch.ops.outrider.verify_tree(  # type: ignore[no-any-return]
+            target_logits, tokens, parents, temperature, seeds, positions, depth, sampling
+        )
+
+    def move_cache(self, k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
+        """Copy keys and values [pages, page size, Hkv, D] from slots ``sources`` to ``destinations``, both int64 [M].
+
+        As if every source were read before any destination is written: the two may overlap. Destinations are distinct,
+        except in the reserved page 0, where padding goes. A source equal to its destination leaves it as it is.
+        """
+        torch.ops.outrider.move_cache(k_cache, v_cache, sources, destinations)

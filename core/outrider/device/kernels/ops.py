@@ -93,6 +93,21 @@ _define(
         tokens.new_empty((*tokens.shape, count)),
     ),
 )
+_define(
+    "verify_tree(Tensor target_logits, Tensor tokens, Tensor parents, Tensor temperature, Tensor seeds, Tensor positions, "
+    "int depth, bool sampling) -> (Tensor, Tensor, Tensor)",
+    reference.verify_tree,
+    lambda target_logits, tokens, parents, temperature, seeds, positions, depth, sampling: (
+        tokens.new_empty((tokens.shape[0], depth + 1)),
+        tokens.new_empty((tokens.shape[0], depth + 1)),
+        tokens.new_empty((tokens.shape[0],)),
+    ),
+)
+_define(
+    "move_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor sources, Tensor destinations) -> ()",
+    reference.move_cache,
+    lambda k_cache, v_cache, sources, destinations: None,
+)
 
 
 def _rows_of_slots(arguments: Mapping[str, Any]) -> Tensor:
@@ -126,6 +141,11 @@ def _cells_of_tokens(arguments: Mapping[str, Any]) -> Tensor:
     return torch.where(tokens >= 0, rows.unsqueeze(1) * arguments["counts"].shape[1] + tokens, 0).flatten()
 
 
+def _rows_of_moves(arguments: Mapping[str, Any]) -> Tensor:
+    """Cache rows that a move reads or writes: sources and destinations."""
+    return torch.cat((arguments["sources"].flatten(), arguments["destinations"].flatten()))
+
+
 RowResolver = Callable[[Mapping[str, Any]], Tensor]
 
 ROW_ACCESS: Mapping[str, Mapping[str, RowResolver]] = MappingProxyType(
@@ -134,6 +154,7 @@ ROW_ACCESS: Mapping[str, Mapping[str, RowResolver]] = MappingProxyType(
         "outrider::paged_attention": MappingProxyType({"k_cache": _rows_of_pages, "v_cache": _rows_of_pages}),
         "outrider::penalize_logits": MappingProxyType({"counts": _cells_of_rows}),
         "outrider::count_tokens": MappingProxyType({"counts": _cells_of_tokens}),
+        "outrider::move_cache": MappingProxyType({"k_cache": _rows_of_moves, "v_cache": _rows_of_moves}),
     }
 )
 """Operator → operand → resolver. A resolver takes the call's arguments by schema name (host tensors with the values at
