@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from outrider import SamplingParams
 from outrider.device import KernelSet, RequestError
 from outrider.engine.sampling import derived_seed
+from outrider.engine.scheduler import Scheduler
 
 NEW = 24
 
@@ -95,6 +96,22 @@ def test_options_equal_a_loop_by_hand(bundle64, reference, prompt_tokens, drawn,
         assert result.token_ids == by_hand(reference, prompt, chosen, stops)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_preempted_request_keeps_its_history(bundle64, reference, prompt_tokens, overlap, monkeypatch):
+    preempted = []
+    preempt = Scheduler._preempt
+    monkeypatch.setattr(Scheduler, "_preempt", lambda self: preempted.append(preempt(self)))
+    engine = bundle64.engine(max_requests=3, page_size=4, num_pages=22, max_context=48, overlap=overlap)
+    prompts = [tokens[:12] for tokens in prompt_tokens[:4]]
+    params = SamplingParams(
+        max_tokens=NEW, repetition_penalty=1.2, frequency_penalty=0.8, min_tokens=20, stop_token_ids=(13,)
+    )
+    stops = {13, *bundle64.target.config.eos_token_ids}
+    for prompt, result in zip(prompts, engine.generate(prompts, params), strict=True):
+        assert result.token_ids == by_hand(reference, prompt, params, stops)
+    assert preempted
+
+
 def test_the_drafted_prefix_matters(bundle64, reference, prompt_tokens, monkeypatch):
     """The net catches: penalties that forget the drafted tokens give other tokens."""
     prompts = [tokens[:30] for tokens in prompt_tokens[:6]]
@@ -167,6 +184,26 @@ def test_samples_are_requests_with_seeds_of_their_own(bundle64, prompt_tokens):
         assert result.token_ids == engine.generate([prompt], alone)[0].token_ids
     assert len({result.token_ids for result in results[:3]}) == 3
     assert results[3].token_ids == bundle64.plain(other, 20).token_ids[:4]
+
+
+@pytest.mark.parametrize(("prefix_cache", "abort_first"), [(True, False), (True, True), (False, False)])
+def test_samples_share_the_pages_of_the_prompt(bundle64, prompt_tokens, prefix_cache, abort_first):
+    prompt = prompt_tokens[0][:40]
+    engine = bundle64.engine(max_context=96, page_size=8, num_pages=20, max_requests=4, prefix_cache=prefix_cache)
+    pages = engine.free_pages
+    first = engine.add_request(prompt, SamplingParams(max_tokens=6, temperature=1.0, n=4))
+    if abort_first:
+        engine.abort(first)
+    least, tokens = pages, {}
+    while engine.has_unfinished:
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.tokens)
+        least = min(least, engine.free_pages)
+    assert [len(drawn) for drawn in tokens.values()] == [0 if abort_first else 6, 6, 6, 6]
+    if prefix_cache and not abort_first:
+        assert pages - least <= 4 + 4 * 3, "four pages are shared, each sample has a few of its own"
+    if not prefix_cache:
+        assert pages - least > 4 + 4 * 3, "the net catches"
 
 
 def test_derived_seeds():

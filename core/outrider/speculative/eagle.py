@@ -1,8 +1,9 @@
 """EAGLE (Li et al. 2024, 2025): a head of one layer drafts on the target's features; as a chain or as a tree.
 
 The pair at position i is the target's hidden state at i (for EAGLE-3, three of its inner states, fused) and the token at
-i+1; its output stands for the hidden state at i+1, which an output head turns into a guess of the token at i+2. Draft-extend runs the accepted pairs with the target's
-true features and yields the first draft tokens of the next iteration, so a draft of depth D costs D passes.
+i+1; its output stands for the hidden state at i+1, which an output head turns into a guess of the token at i+2.
+Draft-extend runs the accepted pairs with the target's true features and yields the first draft tokens of the next
+iteration, so a draft of depth D costs D passes.
 """
 
 from __future__ import annotations
