@@ -24,6 +24,7 @@ from outrider.device.errors import OutriderError
 
 COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "generate": "outrider.cli.generate:generate",
+    "models": "outrider.cli.supported:models",
     "backends": "outrider.cli.backends:backends",
     "doctor": "outrider.cli.doctor:doctor",
     "bench": {"decode": "outrider.cli.bench_decode:decode"},
