@@ -62,7 +62,7 @@ def decode(
         "model": _shown(speculation.model, model),
         "draft": None if speculation.kind == "none" else _shown(speculation.draft, draft),
         "speculate": speculation.kind,
-        "draft_tokens": engine.proposer.draft_tokens,
+        "draft_tokens": engine.proposer.depth,
         "dtype": dtype,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,

@@ -72,7 +72,7 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float:
     proposer = engine.proposer
     if isinstance(proposer, EagleProposer):
         head = proposer.head
-        passes = proposer.draft_tokens
+        passes = proposer.depth
         weights += passes * (_bytes(head.weights) - head.weights.embedding.nbytes + output)
         cached += passes * _cached_bytes(head.config, target.dtype.itemsize)
     return weights + batch * context * cached

@@ -30,6 +30,8 @@ class EngineConfig:
 
     ``penalties``: hold token counts for repetition, presence and frequency penalties, 4 bytes for each request row and
     token of the vocabulary. ``max_logprobs``: the most likeliest tokens that a request may ask for.
+    ``batch_invariant``: a request's output is bit for bit the same whatever else runs, with kernels that are slower; it
+    still depends on ``max_context`` and ``page_size``.
     """
 
     max_requests: int = 8
@@ -45,6 +47,7 @@ class EngineConfig:
     prefix_cache: bool = True
     penalties: bool = True
     max_logprobs: int = 20
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -59,7 +62,7 @@ class EngineConfig:
         for name, least in (("num_pages", 2), ("max_context", 2), ("draft_nodes", 1)):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), least)
-        for name in ("overlap", "penalties"):
+        for name in ("overlap", "penalties", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected True or False")
         if self.dtype not in DTYPES:

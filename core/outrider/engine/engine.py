@@ -69,6 +69,11 @@ class Engine:
         self.proposer = proposer = proposer or PlainProposer()
         self._tokenizer = tokenizer
         _check_policy(backend)
+        if config.batch_invariant and not (model.native and model.kernels.row_invariant):
+            raise ConfigError(
+                "batch_invariant is set, but the model doesn't run on kernels that are; use Engine.from_checkpoint with a "
+                "model of a supported family, or make the Decoder with backend.kernels.batch_invariant()"
+            )
         self.max_context = _max_context(config, model, proposer)
         _check_tree(model, proposer)
         # A tree's nodes are scattered over slots behind the cached tokens, and all of them count until they're moved.
@@ -179,6 +184,8 @@ class Engine:
         if speculate not in BUILDERS:  # before anything is loaded
             raise ConfigError(f"speculate is {speculate!r}; expected one of {', '.join(sorted(BUILDERS))}")
         model = load_decoder(model_dir, backend=backend, dtype=config.torch_dtype, progress=progress)
+        if config.batch_invariant:
+            model = Decoder(model.config, model.weights, backend.kernels.batch_invariant())
         options = DraftOptions(
             target=model,
             backend=backend,
@@ -225,8 +232,10 @@ class Engine:
     def add_request(self, tokens: Sequence[int], params: SamplingParams | None = None, *, priority: int = 0) -> int:
         """Queue a request; returns its id. A higher ``priority`` goes first and is preempted last.
 
-        With ``n`` samples, each is a request of its own; their ids follow each other and the first is returned.
-        Raises :class:`RequestError` for one that can't be served.
+        With ``n`` samples, each is a request of its own; their ids follow each other and the first is returned. The others
+        start once the first one's prompt is on its way, and share its pages.
+
+        Raises :class:`RequestError` for a request that can't be served.
         """
         params = params or SamplingParams()
         prompt = tuple(int(token) for token in tokens)
@@ -235,15 +244,20 @@ class Engine:
         if not params.ignore_eos:
             stops.update(self.model.config.eos_token_ids)
         self._check_options(params, stops)
-        first = self._next_id
+        samples = []
         for index in range(params.n):
             request = Request(self._next_id, prompt, params.sample(index), frozenset(stops), priority)
             if params.stop:
                 request.stop_text = StopText(self.tokenizer.stream(), params.stop, overlook=params.min_tokens)
             self._next_id += 1
             self._requests[request.id] = request
-            self._scheduler.add(request)
-        return first
+            samples.append(request)
+        first = samples[0]
+        first.followers = samples[1:]
+        self._scheduler.add(first)
+        if not self.config.prefix_cache:
+            self._start_followers(first)
+        return first.id
 
     def abort(self, request_id: int) -> None:
         """End a request now. What it has produced so far stays valid; its last iteration, if one is in flight, is
@@ -255,6 +269,7 @@ class Engine:
         request.finish_reason = FinishReason.ABORT
         self._pending.append(StepOutput(request.id, (), FinishReason.ABORT, text=_text_of(request)))
         self._scheduler.drop_waiting(request)
+        self._start_followers(request)
         self._scheduler.retire()
 
     def step(self) -> list[StepOutput]:
@@ -267,6 +282,9 @@ class Engine:
             if batch is not None:
                 self._in_flight.append(self._step.launch(batch))
                 self._counts["iterations"] += 1
+                for chunk in batch.prefill:
+                    if chunk.final:
+                        self._start_followers(chunk.request)
             keep = 1 if self.config.overlap and batch is not None else 0
             while len(self._in_flight) > keep:
                 self._handle_oldest()
@@ -356,6 +374,13 @@ class Engine:
         except OutOfPages:
             self.drain()
             return self._scheduler.next_batch()
+
+    def _start_followers(self, request: Request) -> None:
+        """Queue the samples that waited for the prompt of ``request``, to share its pages."""
+        for follower in request.followers:
+            if not follower.finished:
+                self._scheduler.add(follower)
+        request.followers = []
 
     def _check_options(self, params: SamplingParams, stops: set[int]) -> None:
         vocabulary, listed = self.model.config.vocab_size, dict(params.biases)

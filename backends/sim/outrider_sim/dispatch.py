@@ -1,0 +1,423 @@
+"""From a torch call to queued operations.
+
+Each operator is done in one of a few ways (`opinfo.Way`). The common one: look up what the results will look like,
+allocate them in the order of the current stream, queue the host kernel on the tensors' memory, hand back wrappers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.device import ROW_ACCESS, Access, CaptureError
+from outrider_sim import rows
+from outrider_sim.copies import Copies
+from outrider_sim.creation import Creation
+from outrider_sim.meta import Meta, Metas
+from outrider_sim.operands import (
+    CPU,
+    META,
+    Seeded,
+    boolean_index,
+    extent,
+    leaves_host,
+    note_access,
+    probability,
+    repin,
+    results_of,
+    scatter,
+)
+from outrider_sim.opinfo import PLAN_LIMIT, OpInfo, Plan, Way
+from outrider_sim.pinned import PinnedTensor
+from outrider_sim.queue import Kind, Op, StreamQueue
+from outrider_sim.sim import Sim
+from outrider_sim.source import python_line
+from outrider_sim.tensor import SimTensor, wrap
+from outrider_sim.views import Views
+
+_IGNORE: Mapping[str, Any] = {}
+
+
+class Dispatcher:
+    """Carries out torch operators on the simulated device that is current. One for the process, as the device type is."""
+
+    def __init__(self, device: torch.device, current: Sim) -> None:
+        self.device = device
+        self.current = current
+        self.metas = Metas()
+        self.infos: dict[Any, OpInfo] = {}
+        self.copies = copies = Copies(self)
+        self.creation = Creation(self)
+        views = Views(self)
+        self._special: dict[str, Callable[..., Any]] = {
+            "aten::copy_": copies.copy_,
+            "aten::_copy_from": copies.copy_from,
+            "aten::_to_copy": copies.to_copy,
+            "aten::empty.memory_format": self.creation.empty,
+            "aten::empty_strided": self.creation.empty_strided,
+            "aten::detach": views.detach,
+            "aten::record_stream": self._record_stream,
+            # Wrappers carry no lazy conjugate or negative bit, so these are computed: values agree, memory isn't shared.
+            "aten::_conj": lambda tensor: self(torch.ops.aten.conj_physical.default, (tensor,), None),
+            "aten::_neg_view": lambda tensor: self(torch.ops.aten.neg.default, (tensor,), None),
+            "aten::is_pinned": lambda *_: False,
+            "aten::repeat_interleave.Tensor": self._repeat_interleave,
+        }
+        self._ways: dict[Way, Callable[..., Any]] = {
+            Way.COMPUTE: self.compute,
+            Way.VIEW: views.view,
+            Way.METADATA: views.metadata,
+            Way.READ: self._read,
+            Way.DECOMPOSE: self._decompose,
+        }
+        self._handlers: dict[Any, Callable[..., Any]] = {}
+
+    # -- entry ------------------------------------------------------------------------------------------------------
+
+    def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        """Carry out one operator call."""
+        machine = self.current.machine
+        if machine.tells:
+            machine.line = python_line()
+        handler = self._handlers.get(func)
+        if handler is None:
+            handler = self._learn(func)
+        return handler(args, kwargs or _IGNORE)
+
+    def info(self, func: Any) -> OpInfo:
+        """What is known about an overload."""
+        found = self.infos.get(func)
+        if found is None:
+            found = self.infos[func] = OpInfo(func)
+            found.resolvers = ROW_ACCESS.get(found.name.partition(".")[0]) or rows.ATEN.get(found.name, {})
+        return found
+
+    def _learn(self, func: Any) -> Callable[..., Any]:
+        info = self.info(func)
+        special = self._special.get(info.name)
+        if special is not None:
+            handler: Callable[..., Any] = lambda args, kwargs: special(*args, **kwargs)  # noqa: E731
+            if info.name in ("aten::empty_like", "aten::new_empty", "aten::new_empty_strided"):
+                handler = partial(self.creation.empty_like, info)
+        else:
+            handler = partial(self._ways[info.way], info)
+        self._handlers[func] = handler
+        return handler
+
+    # -- operands ---------------------------------------------------------------------------------------------------
+
+    def convert(self, value: Any, key: list[Any], info: OpInfo) -> Any:
+        """The operand as a host kernel takes it; what decides the results' looks goes into `key`."""
+        kind = type(value)
+        if kind is SimTensor:
+            key.append(value._meta)
+            return value._inner
+        if kind is float:
+            key.append(float)  # no shape depends on a float
+            return value
+        if value is None or kind in _SCALARS:
+            key.append(kind)
+            key.append(value)
+            return value
+        if kind is list or kind is tuple:
+            key.append(len(value))
+            return [self.convert(item, key, info) for item in value]
+        if isinstance(value, SimTensor):
+            key.append(value._meta)
+            return value._inner
+        if isinstance(value, Tensor):
+            return self._convert_host(value, key, info)
+        if kind is torch.device:
+            key.append(value)
+            return CPU
+        if isinstance(value, torch.Generator):
+            return value
+        key.append(kind)
+        key.append(value)
+        return value
+
+    def _convert_host(self, value: Tensor, key: list[Any], info: OpInfo) -> Tensor:
+        if value.dim() == 0 and value.device.type == "cpu":
+            # A scalar travels with the launch: its value is taken now.
+            key.append(("host scalar", value.dtype))
+            return (value.plain(write=False) if isinstance(value, PinnedTensor) else value).detach().clone()
+        raise RuntimeError(
+            f"{info.name}: expected all tensors to be on the same device, but found at least two devices, {self.device} and "
+            f"{value.device}!"
+        )
+
+    def _index(self, index: Tensor | None) -> Tensor | None:
+        """Torch moves index tensors from the host to the device by itself."""
+        if index is None or isinstance(index, SimTensor):
+            return index
+        return self.copies.to_device(index, index.dtype, non_blocking=False)
+
+    # -- the common way ---------------------------------------------------------------------------------------------
+
+    def compute(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Allocate the results, queue the kernel, return wrappers."""
+        if info.takes_host_indices:
+            args = (args[0], [self._index(i) for i in args[1]], *args[2:])
+        key: list[Any] = []
+        inner: list[Any] = []
+        for value in args:
+            if type(value) is SimTensor:
+                key.append(value._meta)
+                inner.append(value._inner)
+            else:
+                inner.append(self.convert(value, key, info))
+        named: dict[str, Any] = {}
+        if kwargs:
+            for name, value in kwargs.items():
+                key.append(name)
+                named[name] = self.convert(value, key, info)
+        if info.indexing and boolean_index(args):
+            return self._read(info, args, kwargs)
+        looked_up = tuple(key)
+        plan = info.plans.get(looked_up)
+        if plan is None:
+            plan = self.plan(info, looked_up, args, kwargs)
+        sim = self.current
+        machine = sim.machine
+        stream = machine.stream
+        run, post = info.run, None
+        if info.random and (not info.random_if or probability(info, args, kwargs)):
+            run = Seeded(info, sim.next_seed(), named.pop("generator", None))
+        outs = [None if meta is None else self.allocate(sim, meta, stream) for meta in plan.outs]
+        if outs:
+            if info.out is not None:
+                run = info.out
+                for name, made in zip(info.out_names, outs, strict=True):
+                    named[name] = made._inner  # type: ignore[union-attr]
+            elif len(outs) == 1 and info.fresh:
+                post = outs[0]._inner.copy_  # type: ignore[union-attr]
+            else:
+                post = partial(scatter, [None if made is None else made._inner for made in outs], info.returns)
+        op = Op(Kind.KERNEL, info.name, run, tuple(inner), named, post, None, plan.cost)
+        if type(run) is Seeded:
+            op.seed = sim.next_seed
+        if machine.tracks:
+            self._describe(op, info, args, kwargs, outs)
+        machine.enqueue(op, stream)
+        if info.fresh:
+            return outs[0]
+        return results_of(info, plan, args, kwargs, outs)
+
+    def allocate(self, sim: Sim, meta: Meta, stream: StreamQueue) -> SimTensor:
+        """A tensor of new memory in the order of `stream`."""
+        allocation = sim.memory.allocate(meta.extent, stream)
+        return wrap(allocation.block.inner(meta), meta, allocation, self.device)
+
+    def plan(self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
+        """Ask torch's meta kernels what the results look like; where there is none, run on zeros."""
+        result, operands = self._shapes(info, args, kwargs)
+        fresh: list[Any] = []
+        structure: list[Any] = []
+        results = result if isinstance(result, tuple) else (result,)
+        if not info.returns:
+            results = ()
+        for operand, value in zip(info.returns, results, strict=False):
+            if operand is not None:
+                structure.append(operand)
+            elif isinstance(value, list | tuple):
+                structure.append(len(value))
+                fresh.extend(self.metas.of(item) for item in value)
+            else:
+                structure.append(None)
+                fresh.append(self.metas.of(value) if isinstance(value, Tensor) else None)
+        moved = sum(m.nbytes for m in operands) + sum(m.nbytes for m in fresh if m is not None)
+        like = self.current.machine.like
+        cost = max(like.kernel_us, moved / like.bytes_per_us)
+        if info.matrix and fresh and operands:
+            cost = max(cost, 2 * fresh[0].numel * operands[-1].shape[-1] / like.flops_per_us)
+        if len(info.plans) > PLAN_LIMIT:
+            info.plans.clear()
+        plan = info.plans[key] = Plan(tuple(fresh), tuple(structure), cost)
+        return plan
+
+    def _shapes(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Meta]]:
+        operands: list[Meta] = []
+        written: list[tuple[str, Tensor, Meta]] = []
+
+        def sketch(make: Callable[[Meta], Tensor], device: torch.device, name: str, value: Any) -> Any:
+            if isinstance(value, SimTensor):
+                made = make(value._meta)
+                operands.append(value._meta)
+                if name in info.writes:
+                    written.append((name, made, value._meta))
+                return made
+            if isinstance(value, PinnedTensor):
+                return value.plain(write=None)
+            if isinstance(value, list | tuple):
+                return [sketch(make, device, name, item) for item in value]
+            return device if isinstance(value, torch.device) else value
+
+        def attempt(make: Callable[[Meta], Tensor], device: torch.device) -> Any:
+            operands.clear()
+            written.clear()
+            drawn = [sketch(make, device, name, value) for name, value in zip(info.names, args, strict=False)]
+            named = {name: sketch(make, device, name, value) for name, value in kwargs.items() if name != "generator"}
+            return info.func(*drawn, **named)
+
+        with torch.no_grad(), torch._C._InferenceMode(False):
+            if not info.native and not info.returns and not _has_fake(info):
+                return (), operands
+            try:
+                result = attempt(_meta_tensor, META)
+            except NotImplementedError:
+                result = attempt(_zeros, CPU)
+        for name, made, meta in written:
+            if made.shape != meta.shape or made.dtype != meta.dtype:
+                raise RuntimeError(
+                    f"{info.name}: the result has shape {tuple(made.shape)}, but {name!r} has {tuple(meta.shape)}: a tensor "
+                    "of the simulated device can't be resized by an operation; pass one of the right shape"
+                )
+        return result, operands
+
+    # -- what tools see ---------------------------------------------------------------------------------------------
+
+    def _describe(
+        self, op: Op, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[SimTensor | None]
+    ) -> None:
+        accesses: list[Access] = []
+        for name, value in zip(info.names, args, strict=False):
+            kind = type(value)
+            if kind is SimTensor:
+                accesses.append(extent(value, name in info.writes, name))
+            elif kind is list or kind is tuple:
+                note_access(accesses, name, value, info)
+        for name, value in kwargs.items():
+            note_access(accesses, name, value, info)
+        for made in outs:
+            if made is not None:
+                accesses.append(extent(made, True, "out"))  # noqa: PERF401  (once for most operations)
+        op.accesses = tuple(accesses)
+        machine = self.current.machine
+        op.line = machine.line
+        if info.resolvers and machine.tap is not None:
+            bound = dict(zip(info.names, args, strict=False)) | dict(kwargs)
+            op.rows = rows.Resolver(info.resolvers, bound, op.accesses, info.native)
+            # The whole operand is a promise that the rows are told later.
+            op.accesses = tuple(replace(a, by_rows=True) if a.argument in info.resolvers else a for a in accesses)
+
+    def note(self, op: Op, *accesses: Access) -> None:
+        """Attach accesses and line to an operation that isn't a plain operator call."""
+        machine = self.current.machine
+        if machine.tracks:
+            op.accesses = accesses
+            op.line = machine.line
+
+    # -- reads ------------------------------------------------------------------------------------------------------
+
+    def _read(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Queue the computation, wait for it, then make results of the shape that it has."""
+        sim = self.current
+        machine = sim.machine
+        stream = machine.stream
+        if stream.capture is not None:
+            raise CaptureError(f"{info.name} reads device values on the host: nothing runs in a capture")
+        key: list[Any] = []
+        inner = tuple(self.convert(value, key, info) for value in args)
+        named = {name: self.convert(value, key, info) for name, value in kwargs.items()}
+        box: list[Any] = []
+        op = Op(Kind.KERNEL, info.name, info.run, inner, named, box.append, None, machine.like.kernel_us)
+        if machine.tracks:
+            self._describe(op, info, args, kwargs, ())
+        machine.enqueue(op, stream)
+        sim.synchronize(stream, info.name)
+        if not box:
+            raise RuntimeError(f"{info.name} didn't run: the device failed before it")
+        return self._place(box[0], sim, stream)
+
+    def _place(self, value: Any, sim: Sim, stream: StreamQueue) -> Any:
+        if isinstance(value, Tensor):
+            made = self.allocate(sim, self.metas.of(value), stream)
+            op = Op(Kind.KERNEL, "results", made._inner.copy_, (value,), cost=sim.machine.like.kernel_us)
+            self.note(op, extent(made, True, "out"))
+            sim.machine.enqueue(op, stream)
+            return made
+        if isinstance(value, list | tuple):
+            return type(value)(self._place(item, sim, stream) for item in value)
+        return value
+
+    def _repeat_interleave(self, repeats: SimTensor, output_size: int | None = None) -> Any:
+        info = self.infos[torch.ops.aten.repeat_interleave.Tensor]
+        if output_size is None:
+            return self._read(info, (repeats,), {})
+        # With the size known nothing needs to be waited for.
+        sim = self.current
+        stream = sim.machine.stream
+        made = self.allocate(sim, self.metas.get(torch.Size((output_size,)), (1,), repeats.dtype), stream)
+        op = Op(
+            Kind.KERNEL, info.name, info.run, (repeats._inner,), {"output_size": output_size}, made._inner.copy_,
+            cost=sim.machine.like.kernel_us,
+        )  # fmt: skip
+        self.note(op, extent(repeats, False, "repeats"), extent(made, True, "out"))
+        sim.machine.enqueue(op, stream)
+        return made
+
+    def _decompose(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        result = info.func.decompose(*args, **kwargs)
+        if result is NotImplemented:
+            raise NotImplementedError(f"{info.name} can't be taken apart for the simulated device")
+        return result
+
+    def _record_stream(self, tensor: SimTensor, stream: Any) -> None:
+        tensor.record_stream(stream)
+
+    # -- pinned host tensors ----------------------------------------------------------------------------------------
+
+    def pinned(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """An operator on pinned host memory, or (`func` is "host") one host access of a whole tensor."""
+        if func == "host":
+            tensor, write = args
+            self.current.host_access(tensor, write)
+            return None
+        if any(issubclass(kind, SimTensor) for kind in types):
+            return self(func, args, kwargs)
+        info = self.info(func)
+        if leaves_host(kwargs, self.device):
+            return self(func, args, kwargs)
+        if info.name == "aten::is_pinned":
+            return True
+        owner: PinnedTensor | None = None
+
+        def plain(name: str, value: Any) -> Any:
+            nonlocal owner
+            if isinstance(value, PinnedTensor):
+                owner = owner or value
+                return value.plain(write=None if info.way in (Way.VIEW, Way.DECOMPOSE) else name in info.writes)
+            if isinstance(value, list | tuple):
+                return type(value)(plain(name, item) for item in value)
+            return value
+
+        if info.way is Way.DECOMPOSE:
+            return self._decompose(info, args, kwargs)
+        positional = [plain(name, value) for name, value in zip(info.names, args, strict=False)]
+        named = {name: plain(name, value) for name, value in kwargs.items()}
+        result = func(*positional, **named)
+        if info.way is Way.VIEW and owner is not None:
+            return repin(result, owner)
+        given = {id(p): a for p, a in zip(positional, args, strict=False)} | {id(named[k]): kwargs[k] for k in named}
+        return given.get(id(result), result) if isinstance(result, Tensor) else result
+
+
+def _has_fake(info: OpInfo) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(info.func.name(), torch._C.DispatchKey.Meta)
+
+
+def _meta_tensor(meta: Meta) -> Tensor:
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=META)
+
+
+def _zeros(meta: Meta) -> Tensor:
+    made = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
+    return made.zero_()
+
+
+_SCALARS = frozenset({int, bool, str, complex, torch.dtype, torch.layout, torch.memory_format, type(None)})
