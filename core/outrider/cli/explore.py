@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from outrider.cli.decode_program import DECODE, explore_decode
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import CapabilityError, ConfigError
@@ -35,13 +36,20 @@ def explore(
     iterations: Annotated[int, typer.Option(min=1, help="Schedules to try at most.")] = 100,
     seed: Annotated[int, typer.Option(min=0, help="Where strategies start drawing.")] = 0,
     replay: Annotated[str | None, typer.Option(metavar="STRING", help="One run, with this schedule.")] = None,
+    drop_fence: Annotated[
+        str | None, typer.Option("--drop-fence", metavar="NAME", help="decode: leave this fence out.")
+    ] = None,
+    drop: Annotated[str, typer.Option(help="decode: the half of the fence that is left out, wait or record.")] = "wait",
+    speculate: Annotated[str, typer.Option(help="decode: eagle, ngram or none.")] = "eagle",
+    draft_topk: Annotated[int, typer.Option("--draft-topk", min=1, help="decode: 1 drafts chains, more drafts trees.")] = 1,
     corrected: Annotated[bool, typer.Option("--corrected", help="The corrected program of the corpus.")] = False,
     json_output: JsonOption = False,
 ) -> Report:
     """Run a program under many schedules. Exit code 1, with the shrunk schedule, when one makes it fail.
 
     A program is a function of one argument, the backend; it makes its streams and tensors there and raises when
-    something is wrong. Without a name: the programs of the corpus.
+    something is wrong. Without a name: the programs of the corpus. ``decode`` is the real engine on drawn host programs,
+    its tokens checked against plain decoding and the sanitizer watching; one of its fences can be left out.
     """
     del json_output
     if name is None:
@@ -50,8 +58,19 @@ def explore(
     control = device.control
     if control is None:
         raise CapabilityError(f"{device.label} decides its schedules itself; explore needs one such as 'sim'")
-    program = _program(name, corrected, device)
     spec = f"replay:{replay}" if replay is not None else strategy
+    if name == DECODE:
+        return explore_decode(
+            device,
+            strategy=spec,
+            iterations=iterations,
+            seed=seed,
+            drop_fence=drop_fence,
+            drop=drop,
+            speculate=speculate,
+            draft_topk=draft_topk,
+        )
+    program = _program(name, corrected, device)
     result = control.explore(program, strategy=spec, iterations=iterations, seed=seed)
     failure = result.failure
     data: dict[str, Any] = {

@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "backends": "outrider.cli.backends:backends",
     "doctor": "outrider.cli.doctor:doctor",
     "bench": {"decode": "outrider.cli.bench_decode:decode"},
+    "fences": "outrider.cli.fences:fences",
     "sanitize": "outrider.cli.sanitize:sanitize",
     "explore": "outrider.cli.explore:explore",
     "trace": "outrider.cli.trace:trace",

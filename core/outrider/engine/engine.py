@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.device import Backend, CapabilityError, ConfigError, RequestError, StepMode
+from outrider.device import Backend, CapabilityError, ConfigError, Fence, RequestError, StepMode
 from outrider.engine.buffers import StepBuffers
 from outrider.engine.config import EngineConfig
 from outrider.engine.fences import FenceSet
@@ -62,6 +62,7 @@ class Engine:
         proposer: Proposer | None = None,
         config: EngineConfig | None = None,
         tokenizer: Tokenizer | None = None,
+        wrap_fence: Callable[[Fence], Fence] | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.backend = backend
@@ -129,7 +130,7 @@ class Engine:
             )
         streams.forward.synchronize()
 
-        self._fences = FenceSet(backend.speculative_sync, slots=slots)
+        self._fences = FenceSet(backend.speculative_sync, slots=slots, wrap=wrap_fence)
         self._results = results
         self._scheduler = Scheduler(
             rows=FreeList("request row", config.max_requests + 1),

@@ -2,12 +2,13 @@
 
 The backend's SpeculativeSync supplies the mechanism of each. Edges that need no fence, because both ends are on one
 stream: the stash is written and gathered on forward; every access to KV pages is on forward, so that the reuse of a page
-is ordered; a gather precedes the *inputs ready* of its own iteration.
+is ordered; a gather precedes the *inputs ready* of its own iteration. And pinned staging: a slot is filled again only after
+the host has read the results of the iteration that it was filled for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -40,7 +41,6 @@ FENCES: tuple[FenceSpec, ...] = (
         Hazard.READ_AFTER_WRITE,
         "staged inputs, block-table rows, sampling rows, resolved lengths",
     ),
-    FenceSpec("staging_free", "schedule", ("host",), Hazard.WRITE_AFTER_READ, "pinned staging of the host-to-device copy"),
     FenceSpec(
         "draft_outputs_ready",
         "forward",
@@ -79,21 +79,24 @@ FENCES: tuple[FenceSpec, ...] = (
 
 
 class FenceSet:
-    """The fences of one engine, by name; those of the pinned ring have one for each slot."""
+    """The fences of one engine, by name; *results copied* has one for each slot of the pinned ring.
 
-    def __init__(self, sync: SpeculativeSync, *, slots: int) -> None:
-        def ring(name: str) -> Sequence[Fence]:
-            return tuple(sync.create_fence(f"{name}[{slot}]") for slot in range(slots))
+    ``wrap`` is put around each fence: the way in for tools that prove them.
+    """
 
-        self.inputs_ready = sync.create_fence("inputs_ready")
-        self.staging_free = ring("staging_free")
-        self.draft_outputs_ready = sync.create_fence("draft_outputs_ready")
-        self.verify_inputs_free = sync.create_fence("verify_inputs_free")
-        self.plan_ready = sync.create_fence("plan_ready")
-        self.accept_ready = sync.create_fence("accept_ready")
-        self.extend_plan_ready = sync.create_fence("extend_plan_ready")
-        self.published = sync.create_fence("published")
-        self.results_ready = sync.create_fence("results_ready")
-        self.results_taken = sync.create_fence("results_taken")
-        self.results_copied = ring("results_copied")
-        self.step_reads_done = sync.create_fence("step_reads_done")
+    def __init__(self, sync: SpeculativeSync, *, slots: int, wrap: Callable[[Fence], Fence] | None = None) -> None:
+        def create(name: str) -> Fence:
+            fence = sync.create_fence(name)
+            return fence if wrap is None else wrap(fence)
+
+        self.inputs_ready = create("inputs_ready")
+        self.draft_outputs_ready = create("draft_outputs_ready")
+        self.verify_inputs_free = create("verify_inputs_free")
+        self.plan_ready = create("plan_ready")
+        self.accept_ready = create("accept_ready")
+        self.extend_plan_ready = create("extend_plan_ready")
+        self.published = create("published")
+        self.results_ready = create("results_ready")
+        self.results_taken = create("results_taken")
+        self.results_copied = tuple(create(f"results_copied[{slot}]") for slot in range(slots))
+        self.step_reads_done = create("step_reads_done")

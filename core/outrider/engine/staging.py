@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, Backend, Fence, Stream
+from outrider.device import AttentionMetadata, Backend, Stream
 from outrider.engine.request import Request
 
 
@@ -81,17 +81,15 @@ class Staging:
         self._ring = [backend.empty_pinned(f"staging[{slot}]", (capacity,), torch.int64) for slot in range(slots)]
         self._device = torch.zeros(capacity, dtype=torch.int64, device=backend.device)
 
-    def upload(self, slot: int, values: list[int], free: Fence, stream: Stream) -> None:
-        """Host: wait until the slot's last copy is over, fill it; then copy on ``stream``, which the caller has ordered
-        after the last reader of the device buffer.
+    def upload(self, slot: int, values: list[int], stream: Stream) -> None:
+        """Host: fill the slot, whose last iteration's results have been read; then copy on ``stream``, which the caller
+        has ordered after the last reader of the device buffer.
         """
-        free.wait_host()
         pinned = self._ring[slot]
         pinned.renew()
         count = len(values)
         pinned.tensor[:count].copy_(torch.tensor(values, dtype=torch.int64))
         self._backend.copy_async(self._device[:count], pinned.tensor[:count], stream=stream)
-        free.signal(stream)
 
     def view(self, segment: tuple[int, int]) -> Tensor:
         """The device view of one segment."""

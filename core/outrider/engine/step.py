@@ -6,8 +6,8 @@
     plan      first part (overlaps the draft) · second part ── plan_ready ┘   extend plan ──┘
     copy      results of the iteration to the host
 
-Core runs ahead of the device: nothing here waits on the host, except for a free slot of the staging ring (an iteration
-long over) and where the backend's policy says that the host waits for *published*.
+Core runs ahead of the device: nothing here waits on the host, except where the backend's policy says that the host waits
+for *published*.
 """
 
 from __future__ import annotations
@@ -96,8 +96,6 @@ class Step:
     def _signal_what_is_free(self) -> None:
         """Everything is free at the start: say so once, so that no wait in the step is conditional."""
         streams, fences = self._parts.streams, self._parts.fences
-        for fence in fences.staging_free:
-            fence.signal(streams.schedule)
         fences.step_reads_done.signal(streams.forward)
         fences.verify_inputs_free.signal(streams.forward)
         fences.published.signal(streams.forward)
@@ -138,7 +136,7 @@ class Step:
         """Upload what the host decided, and resolve the lengths that the last iteration published."""
         parts, fences, schedule = self._parts, self._parts.fences, self._parts.streams.schedule
         fences.step_reads_done.wait(schedule)
-        parts.staging.upload(slot, packer.values, fences.staging_free[slot], schedule)
+        parts.staging.upload(slot, packer.values, schedule)
         view = parts.staging.view
         with parts.backend.on(schedule):
             if batch.admitted:

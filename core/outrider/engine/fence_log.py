@@ -1,0 +1,126 @@
+"""Proving fences: drop one, and name a fence from what a detector found.
+
+A log notes where each fence is declared, as positions among the operations of its streams, whether or not it was carried
+out. A finding (two accesses that nothing orders) then implies the fences that would have ordered it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from outrider.device import Fence, Stream
+
+HOST = "host"
+
+
+class Drop(StrEnum):
+    """Which half of a fence isn't carried out."""
+
+    WAIT = "wait"
+    RECORD = "record"
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """One wait for one record: what ``producer`` enqueued before its position ``start`` comes before what ``consumer``
+    enqueues from ``end`` on. ``done``: it was carried out.
+    """
+
+    fence: str
+    producer: str
+    start: int
+    consumer: str
+    end: int
+    done: bool
+
+
+class FenceLog:
+    """Notes every declared edge of an engine, and leaves out one fence if asked to.
+
+    ``position(stream)``: how many operations the stream has been given so far. The first record of a dropped record is
+    carried out, so that its waits stay legal: they wait for something long over.
+    """
+
+    def __init__(self, position: Callable[[Stream], int], *, drop: str | None = None, half: Drop = Drop.WAIT) -> None:
+        self.position = position
+        self.drop = drop
+        self.half = half
+        self.edges: list[Edge] = []
+
+    def wrap(self, fence: Fence) -> Fence:
+        """The same fence, noted; pass this as the engine's ``wrap_fence``."""
+        return _Noted(fence, self)
+
+    def implied(self, first: tuple[str, int], second: tuple[str, int]) -> tuple[str, ...]:
+        """The fences each of which, carried out, orders operation ``first`` (stream, index) before ``second``.
+
+        The host's accesses have index -1; any wait of the host for a record after ``first`` counts then.
+        """
+        names = dict.fromkeys(edge.fence for edge in self.edges)
+        return tuple(name for name in names if self._orders(name, first, second))
+
+    def _orders(self, name: str, first: tuple[str, int], second: tuple[str, int]) -> bool:
+        edges = [edge for edge in self.edges if edge.done or edge.fence == name]
+        reached = {first[0]: first[1] + 1}
+        grew = True
+        while grew:
+            grew = False
+            for edge in edges:
+                known = reached.get(edge.producer)
+                if known is None or edge.start < known:
+                    continue
+                if edge.end < reached.get(edge.consumer, edge.end + 1):
+                    reached[edge.consumer] = edge.end
+                    grew = True
+        if second[0] not in reached:
+            return False
+        return second[1] < 0 or reached[second[0]] <= second[1]
+
+
+class _Noted(Fence):
+    """A fence that tells the log of each call, and skips the half that is dropped."""
+
+    def __init__(self, inner: Fence, log: FenceLog) -> None:
+        super().__init__(inner.name)
+        self._inner = inner
+        self._log = log
+        self._name = inner.name.split("[")[0]
+        self._dropped = log.half if log.drop == self._name else None
+        self._declared: tuple[str, int] | None = None
+        self._carried_out: tuple[str, int] | None = None
+
+    @property
+    def mechanism(self) -> str:
+        """That of the fence itself."""
+        return self._inner.mechanism
+
+    def signal(self, stream: Stream) -> None:
+        """Note it; carry it out unless records are dropped, the first one always."""
+        self._declared = (stream.name, self._log.position(stream))
+        if self._dropped is not Drop.RECORD or self._carried_out is None:
+            self._carried_out = self._declared
+            self._inner.signal(stream)
+
+    def wait(self, stream: Stream) -> None:
+        """Note it; carry it out unless waits are dropped."""
+        if self._dropped is not Drop.WAIT:
+            self._inner.wait(stream)
+        self._note(stream.name, self._log.position(stream))
+
+    def wait_host(self) -> None:
+        """Note it; carry it out unless waits are dropped."""
+        if self._dropped is not Drop.WAIT:
+            self._inner.wait_host()
+        self._note(HOST, 0)
+
+    def done(self) -> bool:
+        """That of the fence itself."""
+        return self._inner.done()
+
+    def _note(self, consumer: str, end: int) -> None:
+        assert self._declared is not None  # the seam raises for a wait that comes before any record
+        self._log.edges.append(Edge(self._name, *self._declared, consumer, end, self._dropped is None))
+        if self._dropped is Drop.RECORD and self._carried_out is not None:
+            self._log.edges.append(Edge(f"stale {self._name}", *self._carried_out, consumer, end, True))
