@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from rich.console import Console
 
-from outrider.cli.models import DraftOption, DraftTokensOption, DtypeOption, ModelOption, SpeculateOption, Speculation, load
+from outrider.cli.models import (
+    DoorOption,
+    DraftNodesOption,
+    DraftOption,
+    DraftTokensOption,
+    DraftTopkOption,
+    DtypeOption,
+    ModelOption,
+    SpeculateOption,
+    Speculation,
+    load,
+)
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
 from outrider.cli.sampling_options import (
     FrequencyPenaltyOption,
@@ -57,6 +68,9 @@ def generate(
     backend: BackendOption = None,
     speculate: SpeculateOption = None,
     draft_tokens: DraftTokensOption = 4,
+    draft_topk: DraftTopkOption = 1,
+    draft_nodes: DraftNodesOption = None,
+    through_transformers: DoorOption = False,
     dtype: DtypeOption = "float32",
     compare: Annotated[
         bool, typer.Option("--compare", help="Also decode greedily without speculation; exit code 1 if the tokens differ.")
@@ -88,7 +102,15 @@ def generate(
         logprobs=logprobs,
         n=n,
     )
-    speculation = Speculation.choose(speculate, model=model, draft=draft, draft_tokens=draft_tokens)
+    speculation = Speculation.choose(
+        speculate,
+        model=model,
+        draft=draft,
+        draft_tokens=draft_tokens,
+        draft_topk=draft_topk,
+        draft_nodes=draft_nodes,
+        through_transformers=through_transformers,
+    )
     engine = load(backend, speculation, max_requests=n, dtype=dtype)
     if n > 1:
         return _samples(engine, text, params, speculation.kind)

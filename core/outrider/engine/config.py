@@ -25,8 +25,9 @@ class EngineConfig:
     output together; None: the model's, at most 4096. ``prefill_chunk``: prompt tokens processed in an iteration.
     ``draft_tokens``: length of a draft chain, or of a tree's longest path. ``draft_topk``: children of a node that a draft
     tree looks at; 1: a chain. ``draft_nodes``: tokens of a draft tree in all; None: ``draft_tokens * draft_topk``.
-    ``dtype``: of weights, activations and cache. ``overlap``: the host plans an iteration while the one before runs, and
-    reads its results one iteration later. ``prefix_cache``: requests share the pages of a common prefix.
+    ``dtype``: of weights, activations and cache. ``overlap``: the host plans
+    an iteration while the one before runs, and reads its results one iteration later. ``prefix_cache``: requests share
+    the pages of a common prefix.
 
     ``penalties``: hold token counts for repetition, presence and frequency penalties, 4 bytes for each request row and
     token of the vocabulary. ``max_logprobs``: the most likeliest tokens that a request may ask for.

@@ -22,7 +22,7 @@ from outrider.engine.scheduler import OutOfPages, Scheduler, SchedulerLimits
 from outrider.engine.staging import Batch, Staging, staging_capacity
 from outrider.engine.step import Step, StepParts, Streams
 from outrider.engine.text import StopText
-from outrider.model import Decoder, KVCache, Tokenizer, load_decoder
+from outrider.model import Decoder, KVCache, LanguageModel, Tokenizer, load_decoder, load_through_transformers
 from outrider.speculative.build import BUILDERS, DraftOptions, build
 from outrider.speculative.proposer import PlainProposer, Proposer
 
@@ -56,7 +56,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Decoder,
+        model: LanguageModel,
         backend: Backend,
         *,
         proposer: Proposer | None = None,
@@ -172,20 +172,23 @@ class Engine:
         draft_dir: Path | None = None,
         speculate: str = "none",
         config: EngineConfig | None = None,
+        through_transformers: bool = False,
         progress: Progress | None = None,
     ) -> Engine:
         """Load a checkpoint (and its draft) and build an engine for it.
 
         ``speculate`` names a proposer (:data:`outrider.speculative.build.BUILDERS`); ``draft_dir`` holds the checkpoint of
-        those that have one. ``progress(file, done, total)`` is told of each tensor loaded. Raises
-        :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
+        those that have one.
+
+        ``through_transformers`` runs the model by transformers' own code on the paged cache: any decoder with a
+        replaceable attention, slower than a native one. ``progress(file, done, total)`` is told of each tensor loaded.
+
+        Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
         config = config or EngineConfig()
         if speculate not in BUILDERS:  # before anything is loaded
             raise ConfigError(f"speculate is {speculate!r}; expected one of {', '.join(sorted(BUILDERS))}")
-        model = load_decoder(model_dir, backend=backend, dtype=config.torch_dtype, progress=progress)
-        if config.batch_invariant:
-            model = Decoder(model.config, model.weights, backend.kernels.batch_invariant())
+        model = _load_model(model_dir, backend, config, through_transformers, progress)
         options = DraftOptions(
             target=model,
             backend=backend,
@@ -460,6 +463,17 @@ def _text_of(request: Request) -> str | None:
     return text
 
 
+def _load_model(
+    directory: Path, backend: Backend, config: EngineConfig, through_transformers: bool, progress: Progress | None
+) -> LanguageModel:
+    if through_transformers:
+        return load_through_transformers(directory, backend=backend, dtype=config.torch_dtype)
+    model = load_decoder(directory, backend=backend, dtype=config.torch_dtype, progress=progress)
+    if config.batch_invariant:
+        return Decoder(model.config, model.weights, backend.kernels.batch_invariant())
+    return model
+
+
 def _check_policy(backend: Backend) -> None:
     sync = backend.speculative_sync
     if StepMode.STAGED not in sync.step_modes or sync.exact_host_lengths or sync.rebind_params:
@@ -469,7 +483,7 @@ def _check_policy(backend: Backend) -> None:
         )
 
 
-def _check_tree(model: Decoder, proposer: Proposer) -> None:
+def _check_tree(model: LanguageModel, proposer: Proposer) -> None:
     if proposer.nodes < proposer.depth:
         raise ConfigError(
             f"the proposer {proposer.name!r} declares {proposer.nodes} nodes and paths of {proposer.depth}: a path has no "
@@ -482,7 +496,7 @@ def _check_tree(model: Decoder, proposer: Proposer) -> None:
         )
 
 
-def _max_context(config: EngineConfig, model: Decoder, proposer: Proposer) -> int:
+def _max_context(config: EngineConfig, model: LanguageModel, proposer: Proposer) -> int:
     limit = model.config.max_context
     if proposer.max_context is not None:
         limit = min(limit, proposer.max_context)

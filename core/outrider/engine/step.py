@@ -24,7 +24,7 @@ from outrider.engine.options import OptionTable
 from outrider.engine.results import Results, Ticket, logprobs_of
 from outrider.engine.rows import FutureMap, RowTable
 from outrider.engine.staging import Batch, Packer, Staging, pack, prefill_attention, prefill_inputs
-from outrider.model import Decoder, ForwardInput, KVCache
+from outrider.model import ForwardInput, KVCache, LanguageModel
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Proposer
 from outrider.speculative.slots import slots_of
 
@@ -46,7 +46,7 @@ class StepParts:
     backend: Backend
     streams: Streams
     fences: FenceSet
-    model: Decoder
+    model: LanguageModel
     cache: KVCache
     proposer: Proposer
     rows: RowTable

@@ -150,6 +150,10 @@ class InvariantKernels(KernelSet):
         tokens, accepted = zip(*results, strict=True)
         return torch.cat(tokens), torch.cat(accepted)
 
+    def truncate_logits(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+        """A request at a time."""
+        return _each(self._inner.truncate_logits, logits, temperature, top_k, top_p, min_p)
+
     def verify_tree(
         self,
         target_logits: Tensor,
