@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.device import Backend, CapabilityError, ConfigError, Fence, RequestError, StepMode
+from outrider.device import Backend, ConfigError, Fence, RequestError
 from outrider.engine.buffers import StepBuffers
+from outrider.engine.checks import check_policy, check_proposer, context_limit
 from outrider.engine.config import EngineConfig
 from outrider.engine.fences import FenceSet
 from outrider.engine.logprobs import TokenLogprobs
@@ -25,8 +26,6 @@ from outrider.engine.text import StopText
 from outrider.model import Decoder, KVCache, LanguageModel, Tokenizer, load_decoder, load_through_transformers
 from outrider.speculative.build import BUILDERS, DraftOptions, build
 from outrider.speculative.proposer import PlainProposer, Proposer
-
-DEFAULT_MAX_CONTEXT = 4096
 
 Progress = Callable[[str, int, int], None]
 
@@ -69,14 +68,14 @@ class Engine:
         self.model = model
         self.proposer = proposer = proposer or PlainProposer()
         self._tokenizer = tokenizer
-        _check_policy(backend)
+        check_policy(backend)
         if config.batch_invariant and not (model.native and model.kernels.row_invariant):
             raise ConfigError(
                 "batch_invariant is set, but the model doesn't run on kernels that are; use Engine.from_checkpoint with a "
                 "model of a supported family, or make the Decoder with backend.kernels.batch_invariant()"
             )
-        self.max_context = _max_context(config, model, proposer)
-        _check_tree(model, proposer)
+        self.max_context = context_limit(config, model, proposer)
+        check_proposer(model, proposer)
         # A tree's nodes are scattered over slots behind the cached tokens, and all of them count until they're moved.
         spare = max(proposer.slots - 2, 0) if proposer.is_tree else 0
         table_width = -(-(self.max_context + proposer.slots) // config.page_size)
@@ -473,37 +472,3 @@ def _load_model(
     if config.batch_invariant:
         return Decoder(model.config, model.weights, backend.kernels.batch_invariant())
     return model
-
-
-def _check_policy(backend: Backend) -> None:
-    sync = backend.speculative_sync
-    if StepMode.STAGED not in sync.step_modes or sync.exact_host_lengths or sync.rebind_params:
-        raise CapabilityError(
-            f"{backend.label} declares a policy that this version's step doesn't carry out (staged mode without host "
-            "lengths or rebound parameters is what it does)"
-        )
-
-
-def _check_tree(model: LanguageModel, proposer: Proposer) -> None:
-    if proposer.nodes < proposer.depth:
-        raise ConfigError(
-            f"the proposer {proposer.name!r} declares {proposer.nodes} nodes and paths of {proposer.depth}: a path has no "
-            "more nodes than its tree"
-        )
-    if proposer.is_tree and any(model.config.windows):
-        raise ConfigError(
-            f"the proposer {proposer.name!r} drafts trees, and the model has layers with a sliding window, which count slots"
-            " and not positions on a path; draft a chain (draft_topk=1)"
-        )
-
-
-def _max_context(config: EngineConfig, model: LanguageModel, proposer: Proposer) -> int:
-    limit = model.config.max_context
-    if proposer.max_context is not None:
-        limit = min(limit, proposer.max_context)
-    if config.max_context is None:
-        return min(limit, DEFAULT_MAX_CONTEXT)
-    if config.max_context > limit:
-        what = "model was" if limit == model.config.max_context else f"proposer {proposer.name!r} was"
-        raise ConfigError(f"max_context is {config.max_context}, the {what} made for {limit} at most")
-    return config.max_context

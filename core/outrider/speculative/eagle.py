@@ -23,6 +23,10 @@ from outrider.speculative.tree import Level, TreeShape
 DraftHead = EagleHead | Eagle3Head
 
 
+def _name(head: DraftHead) -> str:
+    return "eagle3" if isinstance(head, Eagle3Head) else "eagle"
+
+
 class _HeadDrafts(CachedProposer):
     """What a chain and a tree of one head have in common: what it sees of the target, and draft-extend up to its state."""
 
@@ -57,13 +61,12 @@ class EagleProposer(_HeadDrafts):
     distribution that the token was drawn from.
     """
 
-    name = "eagle"
-
     def __init__(self, head: DraftHead, *, draft_tokens: int) -> None:
         if draft_tokens < 1:
             raise ConfigError(f"draft_tokens is {draft_tokens}; an EAGLE chain has at least 1 token")
         super().__init__(head.config, head.target.dtype)
         self._head = head
+        self.name = _name(head)
         self._draft_tokens = draft_tokens
 
     @property
@@ -129,11 +132,10 @@ class EagleTreeProposer(_HeadDrafts, TreeProposer):
     Relays the T likeliest first tokens, their log-probabilities, and the head's hidden state behind them.
     """
 
-    name = "eagle"
-
     def __init__(self, head: DraftHead, shape: TreeShape) -> None:
         TreeProposer.__init__(self, head.config, head.target.dtype, shape)
         self._head = head
+        self.name = _name(head)
 
     @property
     def slots(self) -> int:

@@ -1,0 +1,216 @@
+"""Proposers by name, from checkpoints on disk: the right tokens, and errors that name what is wrong."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.tiny import byte_level_tokenizer, tiny_config, write_checkpoint, write_eagle, write_eagle3
+from outrider import Engine, EngineConfig, SamplingParams
+from outrider.device import CheckpointError, ConfigError
+from outrider.model import load_decoder, load_mtp
+from outrider.speculative.build import BUILDERS, DraftOptions, build
+from outrider.speculative.proposer import PlainProposer
+from outrider_cpu.backend import CpuBackend
+
+
+def write_mtp(directory, *, heads=2, seed=5):
+    """Random heads in the format that MiMo publishes; returns their tensors."""
+    torch.manual_seed(seed)
+    config = tiny_config("llama")
+    hidden, inner, kv = config.hidden_size, config.intermediate_size, config.num_key_value_heads * config.head_dim
+    shapes = {}
+    for index in range(heads):
+        shapes |= {
+            f"model.mtp_layers.{index}.{key}.weight": shape
+            for key, shape in {
+                "token_layernorm": (hidden,),
+                "hidden_layernorm": (hidden,),
+                "input_proj": (hidden, 2 * hidden),
+                "final_layernorm": (hidden,),
+                "input_layernorm": (hidden,),
+                "post_attention_layernorm": (hidden,),
+                "self_attn.q_proj": (hidden, hidden),
+                "self_attn.k_proj": (kv, hidden),
+                "self_attn.v_proj": (kv, hidden),
+                "self_attn.o_proj": (hidden, hidden),
+                "mlp.gate_proj": (inner, hidden),
+                "mlp.up_proj": (inner, hidden),
+                "mlp.down_proj": (hidden, inner),
+            }.items()
+        }
+    state = {key: torch.randn(shape) * 0.3 for key, shape in shapes.items()}
+    directory.mkdir(parents=True, exist_ok=True)
+    config.num_nextn_predict_layers = heads
+    config.save_pretrained(directory)
+    save_file(state, directory / "model.safetensors")
+    return state
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    root = tmp_path_factory.mktemp("checkpoints")
+    write_checkpoint(root / "target", "llama", num_hidden_layers=4, vocab_size=96)
+    byte_level_tokenizer().save(str(root / "target" / "tokenizer.json"))
+    write_checkpoint(root / "draft-model", "llama", num_hidden_layers=1, vocab_size=96, seed=9)
+    write_eagle(root / "eagle")
+    write_eagle3(root / "eagle3")
+    write_mtp(root / "mtp")
+    return root
+
+
+PROMPTS = [[1, 5, 9, 13], [7], [3, 3, 3, 3, 3, 3]]
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_every_name_builds_a_proposer_that_changes_no_token(checkpoints, name, topk):
+    config = EngineConfig(dtype="float64", draft_tokens=3, draft_topk=topk, max_context=48)
+    directory = checkpoints / name
+    draft = directory if directory.exists() else None
+    engine = Engine.from_checkpoint(checkpoints / "target", CpuBackend(), draft_dir=draft, speculate=name, config=config)
+    assert engine.proposer.name == name
+    assert engine.proposer.is_tree == (topk > 1 and name != "none")
+    plain = Engine(engine.model, engine.backend, config=config, proposer=PlainProposer())
+    expected = [result.token_ids for result in plain.generate(PROMPTS, GREEDY)]
+    assert [result.token_ids for result in engine.generate(PROMPTS, GREEDY)] == expected
+
+
+def options(checkpoints, **fields):
+    backend = CpuBackend()
+    target = load_decoder(checkpoints / "target", backend=backend, dtype=torch.float32)
+    defaults = {"target": target, "backend": backend, "dtype": torch.float32, "directory": None, "draft_tokens": 3}
+    return DraftOptions(**defaults | fields)
+
+
+def test_unknown_names_and_missing_checkpoints_are_refused(checkpoints):
+    with pytest.raises(
+        ConfigError, match="speculate is 'medusa'; expected one of draft-model, eagle, eagle3, mtp, ngram, none"
+    ):
+        build("medusa", options(checkpoints))
+    for name in ("eagle", "eagle3", "mtp", "draft-model"):
+        with pytest.raises(ConfigError, match=f"speculate='{name}' needs the directory"):
+            build(name, options(checkpoints))
+
+
+def test_a_plugin_may_add_a_name(checkpoints):
+    made = build("mine", options(checkpoints), builders={"mine": lambda _: PlainProposer()})
+    assert isinstance(made, PlainProposer)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "match"),
+    [
+        ("eagle", {"nodes": 5}, "draft_nodes is 5, but draft_topk is 1"),
+        ("ngram", {"nodes": 5, "topk": 2}, "draft_nodes is 5, but speculate='ngram'"),
+        ("mtp", {"nodes": 5, "topk": 2}, "draft_nodes is 5, but speculate='mtp'"),
+        ("eagle", {"nodes": 99, "topk": 2}, "3 to 10 nodes, 99 were asked for"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(checkpoints, name, fields, match):
+    with pytest.raises(ConfigError, match=match):
+        build(name, options(checkpoints, directory=checkpoints / name, **fields))
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(checkpoints, tmp_path):
+    write_checkpoint(tmp_path / "other", "llama", num_hidden_layers=1, vocab_size=64)
+    with pytest.raises(CheckpointError, match="vocab_size is 64, the target's is 96"):
+        build("draft-model", options(checkpoints, directory=tmp_path / "other"))
+
+
+def test_a_context_beyond_the_draft_model_is_refused(checkpoints, tmp_path):
+    write_checkpoint(tmp_path / "short", "llama", num_hidden_layers=1, vocab_size=96, max_position_embeddings=32)
+    made = options(checkpoints, directory=tmp_path / "short")
+    proposer = build("draft-model", made)
+    with pytest.raises(ConfigError, match="max_context is 40, the proposer 'draft-model' was made for 32"):
+        Engine(made.target, made.backend, proposer=proposer, config=EngineConfig(max_context=40))
+    assert Engine(made.target, made.backend, proposer=proposer, config=EngineConfig()).max_context == 32
+
+
+# -- multi-token prediction ------------------------------------------------------------------------------------------
+
+
+def damaged(checkpoints, tmp_path, change):
+    directory = tmp_path / "mtp"
+    directory.mkdir()
+    state = load_file(checkpoints / "mtp" / "model.safetensors")
+    config = json.loads((checkpoints / "mtp" / "config.json").read_text())
+    change(state, config)
+    save_file({key: value.clone() for key, value in state.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+NORM = "model.mtp_layers.1.token_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda state, _: state.pop(NORM), f"missing: '{NORM}'"),
+        (
+            lambda state, _: state.update({"model.mtp_layers.0.extra": state[NORM]}),
+            "not expected: 'model.mtp_layers.0.extra'",
+        ),
+        (lambda state, _: state.update({NORM: state[NORM][:8]}), rf"tensor '{NORM}' has shape \[8\], expected \[32\]"),
+        (lambda _, config: config.pop("num_nextn_predict_layers"), "num_nextn_predict_layers is None"),
+        (lambda _, config: config.update(num_nextn_predict_layers=3), "missing: 'model.mtp_layers.2"),
+        (lambda _, config: config.update(vocab_size=100), "vocab_size is 100, the target's is 96"),
+        (lambda _, config: config.update(hidden_size=64), "hidden_size is 64, the target's is 32"),
+    ],
+)
+def test_damaged_heads_give_an_error_that_names_the_damage(checkpoints, tmp_path, change, match):
+    made = options(checkpoints, directory=damaged(checkpoints, tmp_path, change))
+    with pytest.raises(CheckpointError, match=match):
+        build("mtp", made)
+
+
+def test_a_head_computes_what_its_formula_says(checkpoints):
+    """Against plain torch: norms, projection of hidden state and embedding, one decoder layer, final norm."""
+    from outrider.device import AttentionMetadata
+    from outrider.model import ForwardInput, KVCache
+
+    made = options(checkpoints, directory=checkpoints / "mtp")
+    head = load_mtp(made.directory, target=made.target, backend=made.backend, dtype=torch.float32)[1]
+    state = {
+        key.removeprefix("model.mtp_layers.1."): value
+        for key, value in load_file(checkpoints / "mtp" / "model.safetensors").items()
+        if ".1." in key
+    }
+    count, config = 6, head.config
+    tokens, hidden = torch.arange(10, 10 + count), torch.randn(count, 32, generator=torch.Generator().manual_seed(1))
+    cache = KVCache.allocate(
+        1, config.num_kv_heads, config.head_size, pages=3, page_size=4, dtype=torch.float32, device=tokens.device
+    )
+    attention = AttentionMetadata(
+        query_start=torch.tensor([0, count], dtype=torch.int32),
+        kv_lens=torch.tensor([count], dtype=torch.int32),
+        block_table=torch.tensor([[1, 2]], dtype=torch.int32),
+        max_query=count,
+        max_kv=count,
+    )
+    positions = torch.arange(count)
+    found = head.forward(ForwardInput(tokens, positions, positions + 4, attention), hidden, cache)
+
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    hf = tiny_config("llama")
+    hf._attn_implementation = "eager"
+    layer = LlamaDecoderLayer(hf, 0)
+    names = {key for key, _ in layer.named_parameters()}
+    layer.load_state_dict({key: value for key, value in state.items() if key in names})
+
+    def norm(x, name):
+        return torch.nn.functional.rms_norm(x, (32,), state[f"{name}.weight"], hf.rms_norm_eps)
+
+    embedded = made.target.weights.embedding[tokens]
+    both = torch.cat((norm(hidden, "hidden_layernorm"), norm(embedded, "token_layernorm")), -1)
+    x = (both @ state["input_proj.weight"].T).unsqueeze(0)
+    rotary = LlamaRotaryEmbedding(hf)(x, positions.unsqueeze(0))
+    mask = torch.full((count, count), float("-inf")).triu(1).view(1, 1, count, count)
+    with torch.no_grad():
+        out = layer(x, attention_mask=mask, position_embeddings=rotary)
+    out = out[0] if isinstance(out, tuple) else out
+    torch.testing.assert_close(found, norm(out.view(count, 32), "final_layernorm"), atol=1e-5, rtol=1e-4)
