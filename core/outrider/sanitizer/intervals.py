@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from outrider.device import Access
-from outrider.sanitizer.clocks import Point
+from outrider.sanitizer.clocks import Clock, Point
 from outrider.sanitizer.regions import dense_parts, overlap
 
 Record = tuple[Point, Access | None]
@@ -35,11 +35,16 @@ class Sink(Protocol):
     def stale(self) -> Callable[[str, Record | None, Point, Access, Any], None]:
         """A read of bytes that are over, why, and since when."""
 
+    @property
+    def settled(self) -> Callable[[], Clock]:
+        """What everything that is still to be enqueued comes after."""
+
 
 UNKNOWN_END = 1 << 62
 UNWRITTEN: Over = ("", None)
 _PARTS = 64
 _KEPT = 48
+_MANY = 4
 
 
 class Interval:
@@ -194,21 +199,25 @@ class IntervalMap:
                 self._bound(interval)
         if write and not late:
             intervals[first:last] = [Interval(start, end, (record,), (), None)]
-        elif not write and last - first > 1:
-            self._merge(first, last)
+        elif not write and last - first > _MANY:
+            self._merge(first, last, sink.settled())
 
-    def _merge(self, first: int, last: int) -> None:
-        """Join neighbours whose histories have become the same."""
+    def _merge(self, first: int, last: int, settled: Clock) -> None:
+        """Join neighbours whose histories have become the same, once what everything comes after is forgotten.
+
+        A pool whose rows were written one by one would else stay divided into rows, and each read of it walk them all.
+        """
         intervals = self.intervals
-        kept = [intervals[first]]
-        for interval in intervals[first + 1 : last]:
-            left = kept[-1]
-            # A history of more than the last write and the last read is rare, and rarely the same twice.
+        kept: list[Interval] = []
+        for interval in intervals[first:last]:
+            if interval.writes:
+                interval.writes = tuple([w for w in interval.writes if w[0].epoch > settled.get(w[0].number, 0)])
+            left = kept[-1] if kept else None
             if (
-                left.over is interval.over
-                and len(left.writes) == len(interval.writes) == len(left.reads) == len(interval.reads) == 1
-                and left.writes[0] is interval.writes[0]
-                and left.reads[0] is interval.reads[0]
+                left is not None
+                and left.over is interval.over
+                and _same(left.writes, interval.writes)
+                and _same(left.reads, interval.reads)
             ):
                 left.end = interval.end
             else:
@@ -261,6 +270,10 @@ class IntervalMap:
             if len(records) > _KEPT:
                 self.forgotten += len(records) - _KEPT
                 setattr(interval, name, records[-_KEPT:])
+
+
+def _same(one: Records, other: Records) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _start(interval: Interval) -> int:

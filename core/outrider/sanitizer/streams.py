@@ -30,6 +30,7 @@ class Listener:
     """What the detector tells; every field may be left as it is."""
 
     conflict: Callable[[Record, Point, Access | None, Shadow], None] = lambda *_: None
+    settled: Callable[[], Clock] = lambda: NOTHING
     reused: Callable[[Shadow, Record, Point, str], None] = lambda *_: None
     stale: Callable[[str, Record | None, Point, Access, Shadow], None] = lambda *_: None
     read: Callable[[Point, Access, Shadow], None] | None = None
@@ -57,6 +58,7 @@ class StreamOrdering(Lanes):
     ) -> None:
         super().__init__()
         self.listener = listener
+        listener.settled = self.settled
         self.rows_follow = rows_follow
         self.steps = steps
         self.memory = Memory(listener.reused)
