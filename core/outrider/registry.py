@@ -55,6 +55,8 @@ class BackendSpec:
     chosen_by: Literal["name", "environment", "probe"] = "name"
 
     def __str__(self) -> str:
+        if self.name == AUTO:
+            return AUTO
         options = "".join(f",{key}={value}" for key, value in self.options.items())
         return f"{self.name}:{self.ordinal}{options}"
 

@@ -116,7 +116,11 @@ def test_the_environment_names_the_backend(outrider, monkeypatch):
         (["--prompt", "a", "--seed", str(2**70)], "ConfigError", "seed is"),
         (["--prompt", "a", "--draft-tokens", "0"], "ConfigError", "draft_tokens is 0"),
         (["--prompt", "a", "--dtype", "int8"], "ConfigError", "dtype is 'int8'"),
-        (["--prompt", "a", "--speculate", "medusa"], "ConfigError", "--speculate is 'medusa'; expected eagle or none"),
+        (
+            ["--prompt", "a", "--speculate", "medusa"],
+            "ConfigError",
+            "speculate is 'medusa'; expected one of draft-model, eagle",
+        ),
         (["--prompt", "a", "--compare", "--temperature", "1"], "ConfigError", "--compare compares greedy decoding"),
         (["--prompt", "a", "--backend", "no-such-chip"], "BackendNotFound", "no backend named 'no-such-chip'"),
         (["--prompt", "a", "--backend", "cpu:seed=1"], "ConfigError", "takes no options"),

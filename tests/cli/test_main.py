@@ -54,6 +54,12 @@ def test_without_arguments_it_helps(outrider):
         assert name in result.out
 
 
+def test_version(outrider):
+    from importlib.metadata import version
+
+    assert outrider("--version").out == f"outrider {version('outrider')}\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from outrider import SamplingParams
 from outrider.device import KernelSet, RequestError
 from outrider.engine.sampling import derived_seed
+from outrider.engine.scheduler import Scheduler
 
 NEW = 24
 
@@ -74,14 +75,15 @@ options = st.fixed_dictionaries(
 @given(
     drawn=st.lists(st.tuples(st.integers(0, 39), st.integers(1, 40), options), min_size=1, max_size=4),
     draft_tokens=st.integers(0, 4),
+    tree=st.booleans(),
     max_requests=st.integers(1, 3),
     overlap=st.booleans(),
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_options_equal_a_loop_by_hand(bundle64, reference, prompt_tokens, drawn, draft_tokens, max_requests, overlap):
-    """Rows are reused by requests with other options; chains of any length give the same tokens."""
+def test_options_equal_a_loop_by_hand(bundle64, reference, prompt_tokens, drawn, draft_tokens, tree, max_requests, overlap):
+    """Rows are reused by requests with other options; chains and trees of any length give the same tokens."""
     engine = bundle64.engine(
-        speculate="eagle" if draft_tokens else "none",
+        speculate="none" if draft_tokens == 0 else "tree" if tree else "eagle",
         draft_tokens=max(draft_tokens, 1),
         max_context=96,
         max_requests=max_requests,
@@ -93,6 +95,22 @@ def test_options_equal_a_loop_by_hand(bundle64, reference, prompt_tokens, drawn,
     params = [SamplingParams(max_tokens=12, stop_token_ids=stops, ignore_eos=True, **given) for _, _, given in drawn]
     for prompt, chosen, result in zip(prompts, params, engine.generate(prompts, params), strict=True):
         assert result.token_ids == by_hand(reference, prompt, chosen, stops)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_preempted_request_keeps_its_history(bundle64, reference, prompt_tokens, overlap, monkeypatch):
+    preempted = []
+    preempt = Scheduler._preempt
+    monkeypatch.setattr(Scheduler, "_preempt", lambda self: preempted.append(preempt(self)))
+    engine = bundle64.engine(max_requests=3, page_size=4, num_pages=22, max_context=48, overlap=overlap)
+    prompts = [tokens[:12] for tokens in prompt_tokens[:4]]
+    params = SamplingParams(
+        max_tokens=NEW, repetition_penalty=1.2, frequency_penalty=0.8, min_tokens=20, stop_token_ids=(13,)
+    )
+    stops = {13, *bundle64.target.config.eos_token_ids}
+    for prompt, result in zip(prompts, engine.generate(prompts, params), strict=True):
+        assert result.token_ids == by_hand(reference, prompt, params, stops)
+    assert preempted
 
 
 def test_the_drafted_prefix_matters(bundle64, reference, prompt_tokens, monkeypatch):
@@ -126,7 +144,7 @@ def test_nothing_is_processed_without_options(bundle64, prompt_tokens, monkeypat
         engine.generate([prompt_tokens[0][:9]], SamplingParams(top_k=3, temperature=1.0))
 
 
-@pytest.mark.parametrize("speculate", ["eagle", "none"])
+@pytest.mark.parametrize("speculate", ["eagle", "none", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logprobs_are_those_of_the_model(bundle64, reference, prompt_tokens, speculate, temperature):
     engine = bundle64.engine(speculate=speculate, max_context=80, max_requests=3, overlap=True)
@@ -167,6 +185,26 @@ def test_samples_are_requests_with_seeds_of_their_own(bundle64, prompt_tokens):
         assert result.token_ids == engine.generate([prompt], alone)[0].token_ids
     assert len({result.token_ids for result in results[:3]}) == 3
     assert results[3].token_ids == bundle64.plain(other, 20).token_ids[:4]
+
+
+@pytest.mark.parametrize(("prefix_cache", "abort_first"), [(True, False), (True, True), (False, False)])
+def test_samples_share_the_pages_of_the_prompt(bundle64, prompt_tokens, prefix_cache, abort_first):
+    prompt = prompt_tokens[0][:40]
+    engine = bundle64.engine(max_context=96, page_size=8, num_pages=20, max_requests=4, prefix_cache=prefix_cache)
+    pages = engine.free_pages
+    first = engine.add_request(prompt, SamplingParams(max_tokens=6, temperature=1.0, n=4))
+    if abort_first:
+        engine.abort(first)
+    least, tokens = pages, {}
+    while engine.has_unfinished:
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.tokens)
+        least = min(least, engine.free_pages)
+    assert [len(drawn) for drawn in tokens.values()] == [0 if abort_first else 6, 6, 6, 6]
+    if prefix_cache and not abort_first:
+        assert pages - least <= 4 + 4 * 3, "four pages are shared, each sample has a few of its own"
+    if not prefix_cache:
+        assert pages - least > 4 + 4 * 3, "the net catches"
 
 
 def test_derived_seeds():

@@ -53,4 +53,4 @@ def test_any_text_is_read_or_refused(text):
         spec = parse_spec(text)
     except ConfigError:
         return
-    assert parse_spec(str(spec)) == spec or spec.name == "auto"
+    assert parse_spec(str(spec)) == spec

@@ -6,11 +6,24 @@ everything before them, and a drafter that knows the successors alone is accepte
 """
 
 import functools
+from dataclasses import replace
 
 import torch
 
 from outrider import Engine, EngineConfig, SamplingParams
-from outrider.model import Decoder, DecoderWeights, EagleHead, EagleWeights, LayerWeights, ModelConfig, RopeConfig
+from outrider.model import (
+    Decoder,
+    DecoderWeights,
+    Eagle3Head,
+    Eagle3Weights,
+    EagleHead,
+    EagleWeights,
+    LayerWeights,
+    ModelConfig,
+    MtpHead,
+    MtpWeights,
+    RopeConfig,
+)
 from outrider.speculative.proposer import PlainProposer
 from outrider_cpu.backend import CpuBackend
 
@@ -63,7 +76,7 @@ def successors():
     return torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))
 
 
-def decoder(*, layers=3, noise=0.9, seed=3, **overrides):
+def decoder(*, layers=3, noise=1.0, seed=3, kernels=None, **overrides):
     generator = torch.Generator().manual_seed(seed)
     head = torch.zeros(VOCABULARY, HIDDEN, dtype=torch.float64)
     head[successors()] = embeddings() / HIDDEN**0.5
@@ -73,7 +86,7 @@ def decoder(*, layers=3, noise=0.9, seed=3, **overrides):
         norm=torch.ones(HIDDEN, dtype=torch.float64),
         layers=tuple(layer(generator, noise) for _ in range(layers)),
     )
-    return Decoder(config(layers, **overrides), weights, BACKEND.kernels)
+    return Decoder(config(layers, **overrides), weights, kernels or BACKEND.kernels)
 
 
 BACKEND = CpuBackend()
@@ -110,3 +123,63 @@ def eagle_head():
         layers=(layer(generator, 0.3, norm=False),),
     )
     return EagleHead(config(1), weights, target())
+
+
+@functools.cache
+def draft_model():
+    """A smaller decoder of the same successors, with other disturbances."""
+    return decoder(layers=1, noise=0.5, seed=9)
+
+
+def _self_attention(generator, heads):
+    """A layer whose attention looks at its own position alone: it adds the embedding and takes the old state away.
+
+    Queries and keys are one constant direction in all heads, which the rotation turns away with distance. Half of the
+    heads carry the embedding, the first half of the layer's input, the others the normed hidden state, the second half.
+    """
+    constant = torch.linalg.lstsq(embeddings(), torch.ones(VOCABULARY, 1, dtype=torch.float64)).solution.squeeze(1)
+    queries = torch.zeros(2 * heads * HEAD_SIZE, 2 * HIDDEN, dtype=torch.float64)
+    queries[:, :HIDDEN] = constant * 8
+    eye = torch.eye(2 * HIDDEN, dtype=torch.float64)
+    output = torch.cat((2 * eye[:HIDDEN, :HIDDEN], -2 * eye[:HIDDEN, :HIDDEN]), dim=1)
+    return replace(layer(generator, 0.1), qkv=torch.cat((queries, eye)), output=output)
+
+
+@functools.cache
+def eagle3_head(draft_vocabulary=23):
+    """Reads the token through its attention and three states of the target through its fusion; drafts 23 of 24 tokens."""
+    generator = torch.Generator().manual_seed(6)
+    ids = torch.randperm(VOCABULARY, generator=generator)[:draft_vocabulary].sort().values
+    ones, heads = torch.ones(HIDDEN, dtype=torch.float64), 2 * HIDDEN // HEAD_SIZE
+    weights = Eagle3Weights(
+        fusion=random(generator, HIDDEN, 3 * HIDDEN, scale=0.15),
+        embedding=embeddings(),
+        head=target().weights.head[ids],
+        norm=ones,
+        hidden_norm=ones,
+        layer=_self_attention(generator, heads),
+        target_ids=ids,
+    )
+    return Eagle3Head(config(1, num_heads=heads, num_kv_heads=heads), weights, target(), capture_layers=(2, 1, 0))
+
+
+@functools.cache
+def mtp_heads(count=3):
+    """Each passes the embedding of its token on, slightly disturbed."""
+    generator = torch.Generator().manual_seed(7)
+    ones, eye = torch.ones(HIDDEN, dtype=torch.float64), torch.eye(HIDDEN, dtype=torch.float64)
+    return tuple(
+        MtpHead(
+            config(1),
+            MtpWeights(
+                token_norm=ones,
+                hidden_norm=ones,
+                projection=torch.cat((random(generator, HIDDEN, HIDDEN, scale=0.05), eye), dim=1),
+                layer=layer(generator, 0.4),
+                final_norm=ones,
+            ),
+            target(),
+            ahead=index + 1,
+        )
+        for index in range(count)
+    )

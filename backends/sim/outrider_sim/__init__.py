@@ -2,12 +2,13 @@
 
 The package is an ordinary Outrider backend (`outrider_sim.plugin`). Its parts, from the bottom up:
 
-- `queue`, `schedule`, `strategies`, `exhaustive`, `shrink`: operations, the orders in which they may go, search;
-- `machine`: streams, events, flags, host threads, virtual time, faults;
-- `memory`, `pinned`: device blocks behind a caching allocator, and host memory that copies may read in flight;
-- `meta`, `ops`, `tensor`, `device`: the torch device type that turns torch calls into queued operations;
+- `queue`, `schedule`, `strategies`, `exhaustive`, `explore`: operations, the orders in which they may go, and search;
+- `machine`, `hosts`, `failures`: streams, events, flags, host threads, virtual time, faults;
+- `memory`, `pinned`, `sim`: device blocks behind a caching allocator, and host memory that copies may touch in flight;
+- `opinfo`, `meta`, `operands`, `dispatch` with `views`, `copies`, `creation`, `rows`: torch calls become queued operations;
+- `tensor`, `device`, `torch_module`: the torch device type, its registration, the module `torch.sim`;
 - `graphs`: capture and replay;
-- `backend`, `plugin`: the seam.
+- `tap`, `backend`, `plugin`, `options`: the seam.
 
 Importing this package registers nothing with torch: creating the backend does, or `outrider_sim.device.register`.
 """

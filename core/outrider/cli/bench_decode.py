@@ -12,7 +12,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.models import DraftOption, DraftTokensOption, DtypeOption, ModelOption, SpeculateOption, Speculation, load
+from outrider.cli.models import (
+    DoorOption,
+    DraftNodesOption,
+    DraftOption,
+    DraftTokensOption,
+    DraftTopkOption,
+    DtypeOption,
+    ModelOption,
+    SpeculateOption,
+    Speculation,
+    load,
+)
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import ConfigError
 
@@ -32,6 +43,9 @@ def decode(
     backend: BackendOption = None,
     speculate: SpeculateOption = None,
     draft_tokens: DraftTokensOption = 4,
+    draft_topk: DraftTopkOption = 1,
+    draft_nodes: DraftNodesOption = None,
+    through_transformers: DoorOption = False,
     dtype: DtypeOption = "float32",
     json_output: JsonOption = False,
 ) -> Report:
@@ -50,7 +64,15 @@ def decode(
     require_torch()
     from outrider.cli.limits import measure_bandwidth
 
-    speculation = Speculation.choose(speculate, model=model, draft=draft, draft_tokens=draft_tokens)
+    speculation = Speculation.choose(
+        speculate,
+        model=model,
+        draft=draft,
+        draft_tokens=draft_tokens,
+        draft_topk=draft_topk,
+        draft_nodes=draft_nodes,
+        through_transformers=through_transformers,
+    )
     engine = load(backend, speculation, max_requests=max(sizes), dtype=dtype)
     bandwidth = measure_bandwidth(engine.backend)
     _run(engine, max(sizes), prompt_tokens, _WARM_UP_TOKENS)
@@ -62,7 +84,7 @@ def decode(
         "model": _shown(speculation.model, model),
         "draft": None if speculation.kind == "none" else _shown(speculation.draft, draft),
         "speculate": speculation.kind,
-        "draft_tokens": engine.proposer.draft_tokens,
+        "draft_tokens": engine.proposer.depth,
         "dtype": dtype,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,

@@ -13,12 +13,36 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from rich.console import Console
 
-from outrider.cli.models import DraftOption, DraftTokensOption, DtypeOption, ModelOption, SpeculateOption, Speculation, load
+from outrider.cli.models import (
+    DoorOption,
+    DraftNodesOption,
+    DraftOption,
+    DraftTokensOption,
+    DraftTopkOption,
+    DtypeOption,
+    ModelOption,
+    SpeculateOption,
+    Speculation,
+    load,
+)
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
+from outrider.cli.sampling_options import (
+    FrequencyPenaltyOption,
+    LogprobsOption,
+    MinPOption,
+    PresencePenaltyOption,
+    RepetitionPenaltyOption,
+    SamplesOption,
+    StopOption,
+    TopKOption,
+    TopPOption,
+    logprob_data,
+)
 from outrider.device.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
+    from outrider.engine.logprobs import TokenLogprobs
     from outrider.engine.request import SamplingParams, StepOutput
 
 
@@ -30,11 +54,23 @@ def generate(
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="New tokens at most.")] = 64,
     temperature: Annotated[float, typer.Option(metavar="T", help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(metavar="S", help="Of the draws, where the temperature isn't 0.")] = 0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: RepetitionPenaltyOption = 1.0,
+    presence_penalty: PresencePenaltyOption = 0.0,
+    frequency_penalty: FrequencyPenaltyOption = 0.0,
+    stop: StopOption = None,
+    logprobs: LogprobsOption = None,
+    n: SamplesOption = 1,
     model: ModelOption = None,
     draft: DraftOption = None,
     backend: BackendOption = None,
     speculate: SpeculateOption = None,
     draft_tokens: DraftTokensOption = 4,
+    draft_topk: DraftTopkOption = 1,
+    draft_nodes: DraftNodesOption = None,
+    through_transformers: DoorOption = False,
     dtype: DtypeOption = "float32",
     compare: Annotated[
         bool, typer.Option("--compare", help="Also decode greedily without speculation; exit code 1 if the tokens differ.")
@@ -47,12 +83,37 @@ def generate(
     text = _prompt(prompt, prompt_file)
     if compare and temperature != 0:
         raise ConfigError(f"--compare compares greedy decoding, the temperature is {temperature}; leave --temperature out")
+    if compare and n > 1:
+        raise ConfigError(f"--compare compares one output with another, --n is {n}; leave --n out")
     require_torch()
     from outrider.engine.request import SamplingParams
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    speculation = Speculation.choose(speculate, model=model, draft=draft, draft_tokens=draft_tokens)
-    engine = load(backend, speculation, max_requests=1, dtype=dtype)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        stop=tuple(stop or ()),
+        logprobs=logprobs,
+        n=n,
+    )
+    speculation = Speculation.choose(
+        speculate,
+        model=model,
+        draft=draft,
+        draft_tokens=draft_tokens,
+        draft_topk=draft_topk,
+        draft_nodes=draft_nodes,
+        through_transformers=through_transformers,
+    )
+    engine = load(backend, speculation, max_requests=n, dtype=dtype)
+    if n > 1:
+        return _samples(engine, text, params, speculation.kind)
     run = _Run(prompt=text)
     try:
         run.stream(engine, params, None if json_output else sys.stdout.write)
@@ -86,6 +147,7 @@ class _Run:
     prompt: str
     tokens: list[int] = field(default_factory=list)
     text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     iterations: int = 0
     acceptance_length: float = 0.0
@@ -107,10 +169,14 @@ class _Run:
             with closing(outputs):
                 for output in outputs:
                     self.tokens.extend(output.tokens)
-                    self._say("".join(decoder.push(token) for token in output.tokens), write)
+                    self.logprobs.extend(output.logprobs)
+                    # With stop strings the engine decides where the text ends.
+                    pieces = (decoder.push(token) for token in output.tokens)
+                    self._say(output.text if output.text is not None else "".join(pieces), write)
                     if output.finish_reason is not None:
                         self.finish_reason = str(output.finish_reason)
-            self._say(decoder.flush(), write)
+            if not params.stop:
+                self._say(decoder.flush(), write)
         finally:
             self.seconds = time.perf_counter() - started
             after = engine.stats
@@ -132,6 +198,7 @@ class _Run:
         return {
             "text": self.text,
             "token_ids": self.tokens,
+            **({"logprobs": logprob_data(self.logprobs)} if self.logprobs else {}),
             "finish_reason": self.finish_reason,
             "acceptance_length": self.acceptance_length,
             "iterations": self.iterations,
@@ -140,6 +207,41 @@ class _Run:
             "tokens_per_s": self.tokens_per_s,
             "seconds": self.seconds,
         }
+
+
+def _samples(engine: Engine, text: str, params: SamplingParams, speculate: str) -> Report:
+    """Several samples of one prompt: printed when all are done, since their tokens come side by side."""
+    started = time.perf_counter()
+    results = engine.generate([engine.tokenizer.encode(text)], params)
+    seconds = time.perf_counter() - started
+    samples = [
+        {
+            "text": result.text if result.text is not None else engine.tokenizer.decode(result.token_ids),
+            "token_ids": result.token_ids,
+            "finish_reason": str(result.finish_reason),
+            **({"logprobs": logprob_data(result.logprobs)} if result.logprobs else {}),
+        }
+        for result in results
+    ]
+    data: dict[str, object] = {
+        "samples": samples,
+        "acceptance_length": engine.stats.acceptance_length,
+        "iterations": engine.stats.iterations,
+        "finish_reason": ", ".join(str(sample["finish_reason"]) for sample in samples),
+        "backend": engine.backend.name,
+        "device": str(engine.backend.device),
+        "tokens_per_s": sum(len(result.token_ids) for result in results) / seconds,
+        "seconds": seconds,
+        "speculate": speculate,
+    }
+
+    def render(console: Console) -> None:
+        for index, sample in enumerate(samples):
+            console.print(f"--- sample {index}")
+            console.print(str(sample["text"]))
+        _summary(console, data)
+
+    return Report(data=data, render=render)
 
 
 def _summary(console: Console, data: dict[str, object]) -> None:

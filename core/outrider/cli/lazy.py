@@ -33,7 +33,7 @@ class LazyGroup(TyperGroup):
             command = typer.main.get_command(group(target, help=f"Commands of {cmd_name}: {', '.join(target)}."))
         else:
             module, _, function = target.partition(":")
-            app = typer.Typer(add_completion=False)
+            app = typer.Typer(add_completion=False, rich_markup_mode=None)
             app.command(cmd_name)(getattr(import_module(module), function))
             command = typer.main.get_command(app)
         command.name = cmd_name

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+from outrider.device.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -62,20 +64,28 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float:
 
     The embedding table counts only where the output head is the same tensor: otherwise a few rows of it are read. A
     chain of K drafted tokens costs K passes of the head, each with the target's output head. Activations don't count.
+
+    Raises :class:`ConfigError` for a model or a proposer whose bytes aren't counted here.
     """
+    from outrider.model import Decoder, EagleHead
     from outrider.speculative.eagle import EagleProposer
+    from outrider.speculative.proposer import PlainProposer
 
     target = engine.model
+    if not isinstance(target, Decoder):
+        raise ConfigError("the byte limit is known for native models alone; leave out --through-transformers")
     output = target.weights.head.nbytes
     weights = _bytes(target.weights.layers) + target.weights.norm.nbytes + output
     cached = _cached_bytes(target.config, target.dtype.itemsize)
     proposer = engine.proposer
-    if isinstance(proposer, EagleProposer):
+    if isinstance(proposer, EagleProposer) and isinstance(proposer.head, EagleHead):
         head = proposer.head
-        passes = proposer.draft_tokens
+        passes = proposer.depth
         weights += passes * (_bytes(head.weights) - head.weights.embedding.nbytes + output)
         cached += passes * _cached_bytes(head.config, target.dtype.itemsize)
-    return weights + batch * context * cached
+    elif not isinstance(proposer, PlainProposer):
+        raise ConfigError(f"the byte limit isn't known for the proposer {proposer.name!r}; use eagle or none")
+    return float(weights + batch * context * cached)
 
 
 def _cached_bytes(config: ModelConfig, itemsize: int) -> int:

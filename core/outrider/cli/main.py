@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import logging
 import os
 import sys
@@ -23,6 +24,7 @@ from outrider.device.errors import OutriderError
 
 COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "generate": "outrider.cli.generate:generate",
+    "models": "outrider.cli.supported:models",
     "backends": "outrider.cli.backends:backends",
     "doctor": "outrider.cli.doctor:doctor",
     "bench": {"decode": "outrider.cli.bench_decode:decode"},
@@ -30,7 +32,10 @@ COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "explore": "outrider.cli.explore:explore",
     "trace": "outrider.cli.trace:trace",
 }
-_HELP = "Overlapped speculative decoding of LLMs behind a small hardware-backend interface."
+_HELP = """Overlapped speculative decoding of LLMs behind a small hardware-backend interface.
+
+`--debug`, anywhere, shows the traceback of an error; `outrider --version` alone says which outrider it is.
+"""
 
 
 class _Console(Console):
@@ -56,8 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str], as_json: bool) -> int:
-    command = typer.main.get_command(group(COMMANDS, help=_HELP))
     stdout = sys.stdout
+    if list(arguments) == ["--version"]:
+        _write(stdout, f"outrider {importlib.metadata.version('outrider')}\n")
+        return 0
+    command = typer.main.get_command(group(COMMANDS, help=_HELP))
     # In JSON mode standard output carries one object and nothing else, whatever a library prints.
     # Not command.main(): that turns Ctrl-C and a closed pipe into exits of its own.
     with (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from outrider.cli.environment import backend_from_environment
-from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 
 if TYPE_CHECKING:
@@ -23,10 +22,29 @@ ModelOption = Annotated[
     typer.Option("--model", metavar="DIR", help="A checkpoint as Hugging Face writes it. Default: the bundled model."),
 ]
 DraftOption = Annotated[
-    Path | None, typer.Option("--draft", metavar="DIR", help="An EAGLE head for the model. Default: the bundled model's own.")
+    Path | None,
+    typer.Option("--draft", metavar="DIR", help="The draft's checkpoint: a head, or a model. Default: the bundled head."),
 ]
 SpeculateOption = Annotated[
-    str | None, typer.Option("--speculate", metavar="eagle|none", help="Default: eagle where there is a head, else none.")
+    str | None,
+    typer.Option(
+        "--speculate",
+        metavar="eagle|eagle3|mtp|draft-model|ngram|none",
+        help="Who drafts. Default: eagle where there is a head, else none.",
+    ),
+]
+DraftTopkOption = Annotated[
+    int, typer.Option("--draft-topk", metavar="T", help="Children of a node that a draft tree looks at; 1: a chain.")
+]
+DraftNodesOption = Annotated[
+    int | None, typer.Option("--draft-nodes", metavar="N", help="Tokens of a draft tree in all. Default: K * T.")
+]
+DoorOption = Annotated[
+    bool,
+    typer.Option(
+        "--through-transformers",
+        help="Run the model by transformers' own code on the paged cache: any decoder, slower.",
+    ),
 ]
 DraftTokensOption = Annotated[int, typer.Option("--draft-tokens", metavar="K", help="Tokens drafted in an iteration.")]
 DtypeOption = Annotated[
@@ -36,29 +54,44 @@ DtypeOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speculation:
-    """A model, the head that drafts for it, and how."""
+    """A model, what drafts for it, and how."""
 
     kind: str
     model: Path
     draft: Path | None
     draft_tokens: int
+    draft_topk: int = 1
+    draft_nodes: int | None = None
+    through_transformers: bool = False
 
     @classmethod
-    def choose(cls, kind: str | None, *, model: Path | None, draft: Path | None, draft_tokens: int) -> Speculation:
+    def choose(
+        cls,
+        kind: str | None,
+        *,
+        model: Path | None,
+        draft: Path | None,
+        draft_tokens: int,
+        draft_topk: int = 1,
+        draft_nodes: int | None = None,
+        through_transformers: bool = False,
+    ) -> Speculation:
         """Fill in what wasn't given: the bundled model, its head, and speculation wherever there is a head."""
-        if draft is None and model is None:
+        if draft is None and model is None and kind in (None, "eagle"):
             draft = bundled("eagle")
-        if kind is None:
-            kind = "none" if draft is None else "eagle"
-        if kind not in ("eagle", "none"):
-            raise ConfigError(f"--speculate is {kind!r}; expected eagle or none")
-        if kind == "eagle" and draft is None:
-            raise ConfigError(f"--speculate eagle needs an EAGLE head for {model}: give its directory with --draft DIR")
-        return cls(kind=kind, model=model or bundled("target"), draft=draft, draft_tokens=draft_tokens)
+        return cls(
+            kind=kind or ("none" if draft is None else "eagle"),
+            model=model or bundled("target"),
+            draft=draft,
+            draft_tokens=draft_tokens,
+            draft_topk=draft_topk,
+            draft_nodes=draft_nodes,
+            through_transformers=through_transformers,
+        )
 
     def without(self) -> Speculation:
         """The same model, decoding plainly."""
-        return replace(self, kind="none")
+        return replace(self, kind="none", draft_topk=1, draft_nodes=None)
 
 
 def bundled(part: str) -> Path:
@@ -71,16 +104,24 @@ def load(backend: str | None, speculation: Speculation, *, max_requests: int, dt
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
 
-    config = EngineConfig(max_requests=max_requests, draft_tokens=speculation.draft_tokens, dtype=dtype)
+    config = EngineConfig(
+        max_requests=max_requests,
+        draft_tokens=speculation.draft_tokens,
+        draft_topk=speculation.draft_topk,
+        draft_nodes=speculation.draft_nodes,
+        dtype=dtype,
+    )
     registry = Registry()
     device = registry.create(registry.select(backend, backend_from_environment()))
     console = Console(stderr=True)
-    status = console.status("loading") if console.is_terminal else contextlib.nullcontext()
-    with status as shown:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tensors"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        bar_of: dict[str, TaskID] = {}
 
         def progress(file: str, done: int, total: int) -> None:
-            if shown is not None:
-                shown.update(f"loading {file}: {done}/{total}")
+            if file not in bar_of:
+                bar_of[file] = bars.add_task(f"loading {file}", total=total)
+            bars.update(bar_of[file], completed=done)
 
         return Engine.from_checkpoint(
             speculation.model,
@@ -88,5 +129,6 @@ def load(backend: str | None, speculation: Speculation, *, max_requests: int, dt
             draft_dir=speculation.draft,
             speculate=speculation.kind,
             config=config,
+            through_transformers=speculation.through_transformers,
             progress=progress,
         )

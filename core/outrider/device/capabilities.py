@@ -58,7 +58,7 @@ class Capabilities:
     """Floating dtypes in which every kernel of the backend's KernelSet works."""
 
     def as_dict(self) -> dict[str, object]:
-        """Fields by name, dtypes as sorted strings: what ``outrider backends --json`` prints."""
+        """Fields by name, dtypes as sorted strings: what ``outrider backends --open --json`` prints."""
         values: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self)}
         values["dtypes"] = sorted(str(d).removeprefix("torch.") for d in self.dtypes)
         return values

@@ -198,7 +198,6 @@ class ControllableDevice(Protocol):
         schedules that ``strategy`` picks; stop at the first failure and shrink it.
         """
 
-
     def run_threads(self, *bodies: Callable[[], None]) -> None:
         """Run the callables as host threads that the schedule picks in turn, and join them. Between themselves they may
         meet at device calls alone: a lock or queue would block the whole device.

@@ -22,11 +22,10 @@ from outrider.engine.scheduler import OutOfPages, Scheduler, SchedulerLimits
 from outrider.engine.staging import Batch, Staging, staging_capacity
 from outrider.engine.step import Step, StepParts, Streams
 from outrider.engine.text import StopText
-from outrider.model import Decoder, KVCache, Tokenizer, load_decoder, load_eagle
-from outrider.speculative.eagle import EagleProposer
+from outrider.model import Decoder, KVCache, LanguageModel, Tokenizer, load_decoder, load_through_transformers
+from outrider.speculative.build import BUILDERS, DraftOptions, build
 from outrider.speculative.proposer import PlainProposer, Proposer
 
-SPECULATE = ("eagle", "none")
 DEFAULT_MAX_CONTEXT = 4096
 
 Progress = Callable[[str, int, int], None]
@@ -57,7 +56,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Decoder,
+        model: LanguageModel,
         backend: Backend,
         *,
         proposer: Proposer | None = None,
@@ -70,7 +69,12 @@ class Engine:
         self.proposer = proposer = proposer or PlainProposer()
         self._tokenizer = tokenizer
         _check_policy(backend)
-        self.max_context = _max_context(config, model)
+        if config.batch_invariant and not (model.native and model.kernels.row_invariant):
+            raise ConfigError(
+                "batch_invariant is set, but the model doesn't run on kernels that are; use Engine.from_checkpoint with a "
+                "model of a supported family, or make the Decoder with backend.kernels.batch_invariant()"
+            )
+        self.max_context = _max_context(config, model, proposer)
         _check_tree(model, proposer)
         # A tree's nodes are scattered over slots behind the cached tokens, and all of them count until they're moved.
         spare = max(proposer.slots - 2, 0) if proposer.is_tree else 0
@@ -168,23 +172,34 @@ class Engine:
         draft_dir: Path | None = None,
         speculate: str = "none",
         config: EngineConfig | None = None,
+        through_transformers: bool = False,
         progress: Progress | None = None,
     ) -> Engine:
         """Load a checkpoint (and its draft) and build an engine for it.
 
-        ``speculate`` is ``eagle``, which needs ``draft_dir``, or ``none``. ``progress(file, done, total)`` is told of
-        each tensor loaded. Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
+        ``speculate`` names a proposer (:data:`outrider.speculative.build.BUILDERS`); ``draft_dir`` holds the checkpoint of
+        those that have one.
+
+        ``through_transformers`` runs the model by transformers' own code on the paged cache: any decoder with a
+        replaceable attention, slower than a native one. ``progress(file, done, total)`` is told of each tensor loaded.
+
+        Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
         config = config or EngineConfig()
-        if speculate not in SPECULATE:
-            raise ConfigError(f"speculate is {speculate!r}; expected one of {', '.join(SPECULATE)}")
-        model = load_decoder(model_dir, backend=backend, dtype=config.torch_dtype, progress=progress)
-        proposer: Proposer = PlainProposer()
-        if speculate == "eagle":
-            if draft_dir is None:
-                raise ConfigError("speculate='eagle' needs the directory of an EAGLE head; give draft_dir (--draft)")
-            head = load_eagle(draft_dir, target=model, backend=backend, dtype=config.torch_dtype, progress=progress)
-            proposer = EagleProposer(head, draft_tokens=config.draft_tokens)
+        if speculate not in BUILDERS:  # before anything is loaded
+            raise ConfigError(f"speculate is {speculate!r}; expected one of {', '.join(sorted(BUILDERS))}")
+        model = _load_model(model_dir, backend, config, through_transformers, progress)
+        options = DraftOptions(
+            target=model,
+            backend=backend,
+            dtype=config.torch_dtype,
+            directory=draft_dir,
+            draft_tokens=config.draft_tokens,
+            topk=config.draft_topk,
+            nodes=config.draft_nodes,
+            progress=progress,
+        )
+        proposer = build(speculate, options)
         tokenizer = Tokenizer.from_checkpoint(model_dir)
         return cls(model, backend, proposer=proposer, config=config, tokenizer=tokenizer)
 
@@ -220,8 +235,10 @@ class Engine:
     def add_request(self, tokens: Sequence[int], params: SamplingParams | None = None, *, priority: int = 0) -> int:
         """Queue a request; returns its id. A higher ``priority`` goes first and is preempted last.
 
-        With ``n`` samples, each is a request of its own; their ids follow each other and the first is returned.
-        Raises :class:`RequestError` for one that can't be served.
+        With ``n`` samples, each is a request of its own; their ids follow each other and the first is returned. The others
+        start once the first one's prompt is on its way, and share its pages.
+
+        Raises :class:`RequestError` for a request that can't be served.
         """
         params = params or SamplingParams()
         prompt = tuple(int(token) for token in tokens)
@@ -230,15 +247,20 @@ class Engine:
         if not params.ignore_eos:
             stops.update(self.model.config.eos_token_ids)
         self._check_options(params, stops)
-        first = self._next_id
+        samples = []
         for index in range(params.n):
             request = Request(self._next_id, prompt, params.sample(index), frozenset(stops), priority)
             if params.stop:
                 request.stop_text = StopText(self.tokenizer.stream(), params.stop, overlook=params.min_tokens)
             self._next_id += 1
             self._requests[request.id] = request
-            self._scheduler.add(request)
-        return first
+            samples.append(request)
+        first = samples[0]
+        first.followers = samples[1:]
+        self._scheduler.add(first)
+        if not self.config.prefix_cache:
+            self._start_followers(first)
+        return first.id
 
     def abort(self, request_id: int) -> None:
         """End a request now. What it has produced so far stays valid; its last iteration, if one is in flight, is
@@ -250,6 +272,7 @@ class Engine:
         request.finish_reason = FinishReason.ABORT
         self._pending.append(StepOutput(request.id, (), FinishReason.ABORT, text=_text_of(request)))
         self._scheduler.drop_waiting(request)
+        self._start_followers(request)
         self._scheduler.retire()
 
     def step(self) -> list[StepOutput]:
@@ -262,6 +285,9 @@ class Engine:
             if batch is not None:
                 self._in_flight.append(self._step.launch(batch))
                 self._counts["iterations"] += 1
+                for chunk in batch.prefill:
+                    if chunk.final:
+                        self._start_followers(chunk.request)
             keep = 1 if self.config.overlap and batch is not None else 0
             while len(self._in_flight) > keep:
                 self._handle_oldest()
@@ -352,6 +378,13 @@ class Engine:
             self.drain()
             return self._scheduler.next_batch()
 
+    def _start_followers(self, request: Request) -> None:
+        """Queue the samples that waited for the prompt of ``request``, to share its pages."""
+        for follower in request.followers:
+            if not follower.finished:
+                self._scheduler.add(follower)
+        request.followers = []
+
     def _check_options(self, params: SamplingParams, stops: set[int]) -> None:
         vocabulary, listed = self.model.config.vocab_size, dict(params.biases)
         wrong = next((token for token in listed if token >= vocabulary), None)
@@ -430,6 +463,17 @@ def _text_of(request: Request) -> str | None:
     return text
 
 
+def _load_model(
+    directory: Path, backend: Backend, config: EngineConfig, through_transformers: bool, progress: Progress | None
+) -> LanguageModel:
+    if through_transformers:
+        return load_through_transformers(directory, backend=backend, dtype=config.torch_dtype)
+    model = load_decoder(directory, backend=backend, dtype=config.torch_dtype, progress=progress)
+    if config.batch_invariant:
+        return Decoder(model.config, model.weights, backend.kernels.batch_invariant())
+    return model
+
+
 def _check_policy(backend: Backend) -> None:
     sync = backend.speculative_sync
     if StepMode.STAGED not in sync.step_modes or sync.exact_host_lengths or sync.rebind_params:
@@ -439,7 +483,7 @@ def _check_policy(backend: Backend) -> None:
         )
 
 
-def _check_tree(model: Decoder, proposer: Proposer) -> None:
+def _check_tree(model: LanguageModel, proposer: Proposer) -> None:
     if proposer.nodes < proposer.depth:
         raise ConfigError(
             f"the proposer {proposer.name!r} declares {proposer.nodes} nodes and paths of {proposer.depth}: a path has no "
@@ -452,10 +496,13 @@ def _check_tree(model: Decoder, proposer: Proposer) -> None:
         )
 
 
-def _max_context(config: EngineConfig, model: Decoder) -> int:
+def _max_context(config: EngineConfig, model: LanguageModel, proposer: Proposer) -> int:
     limit = model.config.max_context
+    if proposer.max_context is not None:
+        limit = min(limit, proposer.max_context)
     if config.max_context is None:
         return min(limit, DEFAULT_MAX_CONTEXT)
     if config.max_context > limit:
-        raise ConfigError(f"max_context is {config.max_context}, the model was made for {limit} at most")
+        what = "model was" if limit == model.config.max_context else f"proposer {proposer.name!r} was"
+        raise ConfigError(f"max_context is {config.max_context}, the {what} made for {limit} at most")
     return config.max_context

@@ -41,7 +41,13 @@ FENCES: tuple[FenceSpec, ...] = (
         "staged inputs, block-table rows, sampling rows, resolved lengths",
     ),
     FenceSpec("staging_free", "schedule", ("host",), Hazard.WRITE_AFTER_READ, "pinned staging of the host-to-device copy"),
-    FenceSpec("draft_outputs_ready", "forward", ("plan",), Hazard.READ_AFTER_WRITE, "draft tokens and their distributions"),
+    FenceSpec(
+        "draft_outputs_ready",
+        "forward",
+        ("plan",),
+        Hazard.READ_AFTER_WRITE,
+        "draft tokens, their distributions, a tree's shape",
+    ),
     FenceSpec(
         "verify_inputs_free",
         "forward",
@@ -50,9 +56,13 @@ FENCES: tuple[FenceSpec, ...] = (
         "static inputs of verify and draft-extend: the last iteration against the next plan",
     ),
     FenceSpec("plan_ready", "plan", ("forward",), Hazard.READ_AFTER_WRITE, "static inputs and metadata of verify"),
-    FenceSpec("accept_ready", "forward", ("plan",), Hazard.READ_AFTER_WRITE, "accepted tokens and their number"),
+    FenceSpec("accept_ready", "forward", ("plan",), Hazard.READ_AFTER_WRITE, "accepted tokens, their number and their path"),
     FenceSpec(
-        "extend_plan_ready", "plan", ("forward",), Hazard.READ_AFTER_WRITE, "static inputs and metadata of draft-extend"
+        "extend_plan_ready",
+        "plan",
+        ("forward",),
+        Hazard.READ_AFTER_WRITE,
+        "static inputs and metadata of draft-extend, and the moves of a tree's keys and values",
     ),
     FenceSpec("published", "forward", ("schedule",), Hazard.READ_AFTER_WRITE, "new lengths, a generation per row"),
     FenceSpec("results_ready", "forward", ("copy",), Hazard.READ_AFTER_WRITE, "accepted tokens of the iteration"),

@@ -89,6 +89,8 @@ class Request:
     """Watches for stop strings; None without any."""
     text: list[str] = field(default_factory=list)
     """Pieces of text, of a request with stop strings."""
+    followers: list[Request] = field(default_factory=list)
+    """Other samples of the prompt, which wait for its pages."""
 
     def __post_init__(self) -> None:
         self.context = self.context or self.prompt

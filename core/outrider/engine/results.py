@@ -63,7 +63,7 @@ class Results:
         self._device[start : start + tokens.shape[0], 1] = tokens
 
     def write_decode_logprobs(self, values: Tensor, ids: Tensor) -> None:
-        """``values`` [B, K+1, 1+c], ``ids`` [B, K+1, c] of the decoding requests' new tokens; on forward."""
+        """``values`` [B, D+1, 1+c], ``ids`` [B, D+1, c] of the decoding requests' new tokens; on forward."""
         self._logprobs.write(0, values, ids)
 
     def write_prefill_logprobs(self, values: Tensor, ids: Tensor) -> None:

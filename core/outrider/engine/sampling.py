@@ -27,11 +27,11 @@ class SamplingParams:
     ``top_k`` 0 keeps all; ``top_p`` in (0, 1]; ``min_p`` in [0, 1], a share of the likeliest token's probability. The
     last three matter only at a temperature above 0.
 
-    ``stop``: strings that end the request; the text ends before the string, the tokens with the one that completes it (of
-    a stop token, no text is given).
-    Those that begin in the first ``min_tokens`` are overlooked. ``logprobs``: report for each token its log-probability
-    and those of that many likeliest tokens, of the model's own distribution: before biases, penalties and temperature.
-    None: don't. ``n``: samples of the prompt, each with a seed of its own made from ``seed``; the first has ``seed``.
+    ``stop``: strings that end the request; the text ends before the string, the tokens with the one that completes it.
+    (A stop token gives no text.) Those that begin in the first ``min_tokens`` are overlooked. ``logprobs``: report for each
+    token its log-probability and those of that many likeliest tokens, of the model's own distribution: before biases,
+    penalties and temperature. None: don't. ``n``: samples of the prompt, each with a seed of its own made from ``seed``;
+    the first has ``seed``.
     """
 
     max_tokens: int = 64

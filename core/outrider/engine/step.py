@@ -24,7 +24,7 @@ from outrider.engine.options import OptionTable
 from outrider.engine.results import Results, Ticket, logprobs_of
 from outrider.engine.rows import FutureMap, RowTable
 from outrider.engine.staging import Batch, Packer, Staging, pack, prefill_attention, prefill_inputs
-from outrider.model import Decoder, ForwardInput, KVCache
+from outrider.model import ForwardInput, KVCache, LanguageModel
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Proposer
 from outrider.speculative.slots import slots_of
 
@@ -46,7 +46,7 @@ class StepParts:
     backend: Backend
     streams: Streams
     fences: FenceSet
-    model: Decoder
+    model: LanguageModel
     cache: KVCache
     proposer: Proposer
     rows: RowTable
@@ -74,6 +74,11 @@ class _TextJoin:
 def _along(state: Tensor, tree: TreeInputs | None) -> Tensor:
     """Rows of verify that were accepted, of a tree; all rows of a chain."""
     return state if tree is None else state.index_select(0, tree.gather)
+
+
+def _at(logits: Tensor, path: Tensor | None) -> Tensor:
+    """Logits along an accepted path [B, D+1, V]; a chain's own."""
+    return logits if path is None else logits.gather(1, path.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
 
 
 class Step:
@@ -271,10 +276,7 @@ class Step:
             if options is not None:
                 options.commit(kernels, tokens)
             if reported is not None:
-                shown = logits
-                if path is not None:
-                    shown = logits.gather(1, path.unsqueeze(-1).expand(*path.shape, logits.shape[-1]))
-                parts.results.write_decode_logprobs(*kernels.logprobs(shown, tokens, reported))
+                parts.results.write_decode_logprobs(*kernels.logprobs(_at(logits, path), tokens, reported))
             parts.future.publish(verify.rows, verify.lens + accepted + 1)
         fences.published.signal(streams.forward)
         fences.accept_ready.signal(streams.forward)
@@ -324,7 +326,10 @@ class Step:
 
     def _forward(self, flat: ForwardInput) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The target's final hidden states, and those of inner layers that the proposer wants to see."""
-        return self._parts.model.forward_captured(flat, self._parts.cache, self._parts.proposer.capture_layers)
+        parts, layers = self._parts, self._parts.proposer.capture_layers
+        if layers:
+            return parts.model.forward_captured(flat, parts.cache, layers)
+        return parts.model.forward(flat, parts.cache), ()
 
     def _accept(
         self, logits: Tensor, draft: Draft, verify: VerifyInputs, sampling: bool

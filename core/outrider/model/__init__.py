@@ -17,6 +17,7 @@ from outrider.model.layer import LayerWeights
 from outrider.model.loading import load_decoder
 from outrider.model.media import Media, MediaProcessor, expand_placeholders
 from outrider.model.mrope import MediaGrid, prompt_positions, speculative_positions
+from outrider.model.mtp import MtpHead, MtpWeights, load_mtp
 from outrider.model.rope import RopeConfig
 from outrider.model.stream_decoder import StreamDecoder
 from outrider.model.tensors import Progress
@@ -40,6 +41,8 @@ __all__ = [
     "MediaGrid",
     "MediaProcessor",
     "ModelConfig",
+    "MtpHead",
+    "MtpWeights",
     "Progress",
     "RopeConfig",
     "StreamDecoder",
@@ -51,6 +54,7 @@ __all__ = [
     "load_decoder",
     "load_eagle",
     "load_eagle3",
+    "load_mtp",
     "load_through_transformers",
     "load_vision",
     "prompt_positions",

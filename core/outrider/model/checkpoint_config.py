@@ -39,7 +39,8 @@ def read_model_config(directory: Path) -> ModelConfig:
     if not isinstance(family, str) or family not in _FAMILIES:
         raise CheckpointError(
             f"{path}: model_type is {family!r} (architectures {raw.get('architectures')}), which isn't supported; "
-            f"supported are {', '.join(sorted(_FAMILIES))}"
+            f"supported are {', '.join(sorted(_FAMILIES))}; other decoders may run through transformers' own code, slower: "
+            "--through-transformers"
         )
     if raw.get("quantization_config") is not None:
         raise CheckpointError(f"{path}: quantization_config is set, but quantised checkpoints aren't supported")

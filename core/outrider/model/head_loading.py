@@ -30,7 +30,7 @@ def load_eagle(
     """
     directory = Path(directory)
     files = open_checkpoint(directory)
-    config = _head_config(directory, target, dtype, files.tensors, "layers.0")
+    config = head_config(directory, target, dtype, files.tensors, "layers.0")
     if config.hidden_size != target.config.hidden_size:
         raise _foreign(directory, "hidden_size", config.hidden_size, target.config.hidden_size)
     targets = eagle_targets(config, files.tensors)
@@ -51,7 +51,7 @@ def load_eagle3(
     """
     directory = Path(directory)
     files = open_checkpoint(directory)
-    config = _head_config(directory, target, dtype, files.tensors, "midlayer")
+    config = head_config(directory, target, dtype, files.tensors, "midlayer")
     raw = read_json(directory / "config.json")
     layers = _capture_layers(directory, raw, target.config.num_layers)
     draft_vocab = raw.get("draft_vocab_size") or config.vocab_size
@@ -65,7 +65,7 @@ def load_eagle3(
         return Eagle3Head(config, record, target, capture_layers=layers)
 
 
-def _head_config(
+def head_config(
     directory: Path, target: LanguageModel, dtype: torch.dtype, present: Container[str], layer: str
 ) -> ModelConfig:
     """The head's config, made to go with its target and with the biases that its layer ``layer`` really has."""

@@ -126,3 +126,5 @@ _FREQUENCIES: Mapping[str, Callable[[RopeConfig, int], Tensor]] = MappingProxyTy
     # dynamic: what it begins with; past the original context they depend on the sequence's length
     {"default": _default, "linear": _linear, "dynamic": _default, "llama3": _llama3, "yarn": _yarn}
 )
+ROPE_KINDS = tuple(sorted(_FREQUENCIES))
+"""Kinds of rope that a config may name."""

@@ -1,8 +1,9 @@
 """EAGLE (Li et al. 2024, 2025): a head of one layer drafts on the target's features; as a chain or as a tree.
 
 The pair at position i is the target's hidden state at i (for EAGLE-3, three of its inner states, fused) and the token at
-i+1; its output stands for the hidden state at i+1, which an output head turns into a guess of the token at i+2. Draft-extend runs the accepted pairs with the target's
-true features and yields the first draft tokens of the next iteration, so a draft of depth D costs D passes.
+i+1; its output stands for the hidden state at i+1, which an output head turns into a guess of the token at i+2.
+Draft-extend runs the accepted pairs with the target's true features and yields the first draft tokens of the next
+iteration, so a draft of depth D costs D passes.
 """
 
 from __future__ import annotations
@@ -12,36 +13,20 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, Backend, ConfigError
-from outrider.model import Eagle3Head, EagleHead, ForwardInput, KVCache
-from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Proposer, RelaySpec, draw
+from outrider.device import AttentionMetadata, ConfigError
+from outrider.model import Eagle3Head, EagleHead, ForwardInput
+from outrider.speculative.cached import CachedProposer, TreeProposer
+from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw
 from outrider.speculative.slots import slots_of
 from outrider.speculative.tree import Level, TreeShape
 
 DraftHead = EagleHead | Eagle3Head
 
 
-class _HeadProposer(Proposer):
-    """What a chain and a tree of one head have in common: the head's cache, and draft-extend up to the hidden state."""
+class _HeadDrafts(CachedProposer):
+    """What a chain and a tree of one head have in common: what it sees of the target, and draft-extend up to its state."""
 
-    def __init__(self, head: DraftHead) -> None:
-        self._head = head
-        self._cache: KVCache | None = None
-        self._page_size = 0
-
-    def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """Keys and values of the head's layers."""
-        config = self._head.config
-        self._page_size = page_size
-        self._cache = KVCache.allocate(
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_size,
-            pages=pages,
-            page_size=page_size,
-            dtype=self._head.target.dtype,
-            device=backend.device,
-        )
+    _head: DraftHead
 
     @property
     def head(self) -> DraftHead:
@@ -52,13 +37,6 @@ class _HeadProposer(Proposer):
     def capture_layers(self) -> tuple[int, ...]:
         """Those that the head reads."""
         return self._head.capture_layers
-
-    @property
-    def cache(self) -> KVCache:
-        """The head's cache; exists from :meth:`allocate` on."""
-        if self._cache is None:
-            raise ConfigError(f"the proposer {self.name!r} has no cache yet; the engine allocates it")
-        return self._cache
 
     def _take_in(self, inputs: ExtendInputs) -> Tensor:
         """One pass over the accepted pairs; hidden states [B, H] behind the last ones."""
@@ -72,7 +50,7 @@ class _HeadProposer(Proposer):
         return draft_ids if ids is None else ids[draft_ids]
 
 
-class EagleProposer(_HeadProposer):
+class EagleProposer(_HeadDrafts):
     """A chain of K tokens from an EAGLE head.
 
     Relays, for each request, the first draft token, the head's hidden state behind it and, when the request samples, the
@@ -84,7 +62,8 @@ class EagleProposer(_HeadProposer):
     def __init__(self, head: DraftHead, *, draft_tokens: int) -> None:
         if draft_tokens < 1:
             raise ConfigError(f"draft_tokens is {draft_tokens}; an EAGLE chain has at least 1 token")
-        super().__init__(head)
+        super().__init__(head.config, head.target.dtype)
+        self._head = head
         self._draft_tokens = draft_tokens
 
     @property
@@ -144,34 +123,17 @@ class EagleProposer(_HeadProposer):
         return full.index_copy_(2, ids, probs)
 
 
-class EagleTreeProposer(_HeadProposer):
+class EagleTreeProposer(_HeadDrafts, TreeProposer):
     """A tree of K nodes from an EAGLE head, fixed or dynamic.
 
-    The head's keys and values of drafted nodes lie in scratch slots behind the committed ones, under a tree mask; the next
-    draft-extend overwrites them. Relays the T likeliest first tokens, their log-probabilities, and the head's hidden state
-    behind them. The choice is deterministic, also for requests that sample.
+    Relays the T likeliest first tokens, their log-probabilities, and the head's hidden state behind them.
     """
 
     name = "eagle"
 
     def __init__(self, head: DraftHead, shape: TreeShape) -> None:
-        super().__init__(head)
-        self._shape = shape
-
-    @property
-    def depth(self) -> int:
-        """D."""
-        return self._shape.depth
-
-    @property
-    def nodes(self) -> int:
-        """K."""
-        return self._shape.nodes
-
-    @property
-    def is_tree(self) -> bool:
-        """Always."""
-        return True
+        TreeProposer.__init__(self, head.config, head.target.dtype, shape)
+        self._head = head
 
     @property
     def slots(self) -> int:
@@ -187,11 +149,6 @@ class EagleTreeProposer(_HeadProposer):
             RelaySpec("scores", (branches,), torch.float32),
             RelaySpec("hidden", (self._head.config.hidden_size,), self._head.target.dtype),
         )
-
-    def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """The head's cache, and the shape's constants."""
-        super().allocate(backend=backend, pages=pages, page_size=page_size)
-        self._shape.bind(backend.device)
 
     def draft(self, inputs: DraftInputs) -> Draft:
         """D - 1 passes, each over all nodes expanded so far."""

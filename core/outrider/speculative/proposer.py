@@ -138,6 +138,16 @@ class Proposer(ABC):
         return self.nodes + 1
 
     @property
+    def draft_tokens(self) -> int:
+        """K, as it's called where people choose it."""
+        return self.nodes
+
+    @property
+    def max_context(self) -> int | None:
+        """The longest context that it was made for; None where the target's is the limit."""
+        return None
+
+    @property
     def capture_layers(self) -> tuple[int, ...]:
         """Layers of the target whose input it wants to see in ``extend``."""
         return ()

@@ -32,9 +32,19 @@ class KernelSet:
     """
 
     name = "torch"
+    row_invariant = False
+    """Whether a token's or request's results are bit for bit the same whatever else is in the batch."""
+
+    def batch_invariant(self) -> KernelSet:
+        """Kernels of this device that are ``row_invariant``, slower. The default wraps these, see
+        :class:`~outrider.device.kernels.invariant.InvariantKernels`; a backend that has better ones returns them.
+        """
+        from outrider.device.kernels.invariant import InvariantKernels
+
+        return InvariantKernels(self)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x [T, in] @ weight[out, in].T + bias`` → [T, out]."""
+        """``x [..., in] @ weight[out, in].T + bias`` → [..., out]."""
         return F.linear(x, weight, bias)
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:

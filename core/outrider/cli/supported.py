@@ -1,0 +1,51 @@
+"""``outrider models``: which checkpoints run, and what can draft for them."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cli.report import JsonOption, Report
+
+_PROPOSERS = {
+    "eagle": "an EAGLE head (fc, layers.0.*): chain, or tree with --draft-topk",
+    "eagle3": "an EAGLE-3 head (midlayer.*, its own lm_head, d2t): chain or tree",
+    "mtp": "heads of multi-token prediction (model.mtp_layers.*), one a step: chain or tree",
+    "draft-model": "any supported decoder with the same vocabulary: chain or tree",
+    "ngram": "nothing: it looks the last tokens up in what was there before",
+    "none": "nothing: plain decoding",
+}
+
+
+def models(json_output: JsonOption = False) -> Report:
+    """List model families that run natively, rope scalings, dtypes, and proposers with the checkpoint that each needs."""
+    del json_output
+    from outrider.engine.config import DTYPES
+    from outrider.model import supported_families
+    from outrider.model.rope import ROPE_KINDS
+    from outrider.speculative.build import BUILDERS
+
+    families = supported_families()
+    proposers = {name: _PROPOSERS[name] for name in BUILDERS}
+    data = {
+        "families": list(families),
+        "rope": list(ROPE_KINDS),
+        "dtypes": list(DTYPES),
+        "proposers": proposers,
+        "through_transformers": "other decoders with a replaceable attention, slower",
+    }
+
+    def render(console: Console) -> None:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_row("families", ", ".join(families))
+        table.add_row("", "others with --through-transformers, if transformers can replace their attention: slower")
+        table.add_row("rope", ", ".join(ROPE_KINDS))
+        table.add_row("dtypes", ", ".join(DTYPES))
+        console.print(table)
+        drafts = Table("--speculate", "needs", box=None, pad_edge=False)
+        for name, needs in proposers.items():
+            drafts.add_row(name, needs)
+        console.print()
+        console.print(drafts)
+
+    return Report(data=data, render=render)

@@ -1,0 +1,129 @@
+"""Heads of multi-token prediction: one head for each token ahead (Gloeckle et al. 2024; DeepSeek-V3, section 2.2).
+
+The published format read here is that of MiMo (Xiaomi 2025): ``model.mtp_layers.<k>`` with a norm for the embedding, a
+norm for the hidden state, a projection of both side by side, one decoder layer and a final norm.
+
+Letters: T new tokens, N rows of logits, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.device import Backend, CheckpointError
+from outrider.model.cache import KVCache
+from outrider.model.checkpoint_config import read_json
+from outrider.model.config import ModelConfig
+from outrider.model.files import open_checkpoint
+from outrider.model.head_loading import head_config
+from outrider.model.inputs import ForwardInput
+from outrider.model.language_model import LanguageModel
+from outrider.model.layer import DecoderLayer, LayerWeights
+from outrider.model.mapping import Piece, Target, layer_targets, layer_weights
+from outrider.model.rotary import rotary
+from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MtpWeights:
+    """Tensors of one head: ``projection`` [H, 2 H] over hidden state and embedding, in this order; the norms [H]."""
+
+    token_norm: Tensor
+    hidden_norm: Tensor
+    projection: Tensor
+    layer: LayerWeights
+    final_norm: Tensor
+
+
+class MtpHead:
+    """The head number ``ahead``, from 1. Placement and capture as for :class:`LanguageModel`.
+
+    At position i it reads the token at i + ``ahead`` and a hidden state of position i: the target's for the first head,
+    else what the head before returned there. Its own result at i stands for the token at i + ``ahead`` + 1.
+    """
+
+    def __init__(self, config: ModelConfig, weights: MtpWeights, target: LanguageModel, *, ahead: int) -> None:
+        self.config = config
+        self.weights = weights
+        self.target = target
+        self.ahead = ahead
+        self.kernels = target.kernels
+        context = max(config.max_context, target.config.max_context)
+        self._rotary = rotary(config.rope, config.head_size, context, dtype=target.dtype, device=target.device)
+        self._layer = DecoderLayer(config, weights.layer, self.kernels, window=config.windows[0])
+
+    def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
+        """Hidden states [T, H] after the head's final norm; ``cache`` has its one layer."""
+        weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
+        cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
+        embedded = kernels.rms_norm(self.target.embed(inputs.tokens), weights.token_norm, eps)
+        both = torch.cat((kernels.rms_norm(hidden, weights.hidden_norm, eps), embedded), dim=-1)
+        residual = kernels.linear(both, weights.projection)
+        x = self._layer.forward(None, residual, inputs, cos_sin, cache.layers[0])
+        return kernels.add_rms_norm(x, residual, weights.final_norm, eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [N, V] of ``hidden`` [N, H] by the target's output head."""
+        return self.target.logits(hidden)
+
+
+def mtp_targets(config: ModelConfig, heads: int) -> list[Target]:
+    """Weights of every head."""
+    hidden = config.hidden_size
+    targets: list[Target] = []
+    for index in range(heads):
+        prefix, name = f"model.mtp_layers.{index}", f"heads.{index}"
+        targets += [
+            Target(f"{name}.token_norm", (Piece(f"{prefix}.token_layernorm.weight", (hidden,)),)),
+            Target(f"{name}.hidden_norm", (Piece(f"{prefix}.hidden_layernorm.weight", (hidden,)),)),
+            Target(f"{name}.projection", (Piece(f"{prefix}.input_proj.weight", (hidden, 2 * hidden)),)),
+            Target(f"{name}.final_norm", (Piece(f"{prefix}.final_layernorm.weight", (hidden,)),)),
+        ]
+        targets += layer_targets(config, prefix, f"{name}.layer")
+    return targets
+
+
+def load_mtp(
+    directory: str | Path, *, target: LanguageModel, backend: Backend, dtype: torch.dtype, progress: Progress | None = None
+) -> tuple[MtpHead, ...]:
+    """Load the heads of multi-token prediction for ``target``, as many as ``num_nextn_predict_layers`` says.
+
+    Raises as :func:`load_eagle` does.
+    """
+    directory = Path(directory)
+    files = open_checkpoint(directory)
+    heads = read_json(directory / "config.json").get("num_nextn_predict_layers")
+    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
+        raise CheckpointError(
+            f"{directory / 'config.json'}: num_nextn_predict_layers is {heads!r}, expected the number of heads, at least 1"
+        )
+    config = head_config(directory, target, dtype, files.tensors, "model.mtp_layers.0")
+    if config.hidden_size != target.config.hidden_size:
+        raise CheckpointError(
+            f"{directory / 'config.json'}: the head's hidden_size is {config.hidden_size}, the target's is "
+            f"{target.config.hidden_size}: this head belongs to another model"
+        )
+    config = replace(config, num_layers=1, windows=config.windows[:1])
+    targets = mtp_targets(config, heads)
+    check_tensors(files, targets, optional=set())
+    with placed(backend, dtype):
+        weights = load_tensors(files, targets, dtype=dtype, device=backend.device, progress=progress)
+        return tuple(
+            MtpHead(
+                config,
+                MtpWeights(
+                    token_norm=weights[f"heads.{index}.token_norm"],
+                    hidden_norm=weights[f"heads.{index}.hidden_norm"],
+                    projection=weights[f"heads.{index}.projection"],
+                    layer=layer_weights(weights, f"heads.{index}.layer"),
+                    final_norm=weights[f"heads.{index}.final_norm"],
+                ),
+                target,
+                ahead=index + 1,
+            )
+            for index in range(heads)
+        )

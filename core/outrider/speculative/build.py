@@ -1,0 +1,141 @@
+"""From a name and a checkpoint to a proposer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from outrider.device import Backend, CheckpointError, ConfigError
+from outrider.model import LanguageModel, Progress, load_decoder, load_eagle, load_eagle3, load_mtp
+from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
+from outrider.speculative.eagle import DraftHead, EagleProposer, EagleTreeProposer
+from outrider.speculative.mtp import MtpProposer
+from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.proposer import PlainProposer, Proposer
+from outrider.speculative.tree import DynamicTree
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftOptions:
+    """What a proposer is built for. ``directory``: the draft's checkpoint, if there is one.
+
+    ``draft_tokens``: D, the longest path. ``topk``: 1 for a chain, else T, how many children of a node are looked at.
+    ``nodes``: K, of the tree in all; None: D * T.
+    """
+
+    target: LanguageModel
+    backend: Backend
+    dtype: torch.dtype
+    directory: Path | None
+    draft_tokens: int
+    topk: int = 1
+    nodes: int | None = None
+    progress: Progress | None = None
+
+
+Builder = Callable[[DraftOptions], Proposer]
+
+
+def build(name: str, options: DraftOptions, *, builders: Mapping[str, Builder] | None = None) -> Proposer:
+    """The proposer called ``name``, one of :data:`BUILDERS` or of ``builders``.
+
+    Raises :class:`ConfigError` for an unknown name and for options that don't go together, :class:`CheckpointError` for a
+    checkpoint that isn't right.
+    """
+    known = {**BUILDERS, **(builders or {})}
+    if name not in known:
+        raise ConfigError(f"speculate is {name!r}; expected one of {', '.join(sorted(known))}")
+    if options.nodes is not None and options.topk == 1:
+        raise ConfigError(
+            f"draft_nodes is {options.nodes}, but draft_topk is 1: only trees have a number of nodes of their own"
+        )
+    return known[name](options)
+
+
+def _directory(options: DraftOptions, name: str, what: str) -> Path:
+    if options.directory is None:
+        raise ConfigError(f"speculate={name!r} needs the directory of {what}; give draft_dir (--draft)")
+    return options.directory
+
+
+def _no_nodes(options: DraftOptions, name: str) -> None:
+    if options.nodes is not None:
+        raise ConfigError(
+            f"draft_nodes is {options.nodes}, but speculate={name!r} has trees of draft_tokens * draft_topk nodes"
+        )
+
+
+def _shape(options: DraftOptions) -> DynamicTree:
+    return DynamicTree(topk=options.topk, depth=options.draft_tokens, nodes=options.nodes)
+
+
+def _none(options: DraftOptions) -> Proposer:
+    del options
+    return PlainProposer()
+
+
+def _with_head(head: DraftHead, options: DraftOptions) -> Proposer:
+    if options.topk == 1:
+        return EagleProposer(head, draft_tokens=options.draft_tokens)
+    return EagleTreeProposer(head, _shape(options))
+
+
+def _eagle(options: DraftOptions) -> Proposer:
+    directory = _directory(options, "eagle", "an EAGLE head")
+    head = load_eagle(
+        directory, target=options.target, backend=options.backend, dtype=options.dtype, progress=options.progress
+    )
+    return _with_head(head, options)
+
+
+def _eagle3(options: DraftOptions) -> Proposer:
+    directory = _directory(options, "eagle3", "an EAGLE-3 head")
+    head = load_eagle3(
+        directory, target=options.target, backend=options.backend, dtype=options.dtype, progress=options.progress
+    )
+    return _with_head(head, options)
+
+
+def _mtp(options: DraftOptions) -> Proposer:
+    _no_nodes(options, "mtp")
+    directory = _directory(options, "mtp", "heads of multi-token prediction")
+    heads = load_mtp(
+        directory, target=options.target, backend=options.backend, dtype=options.dtype, progress=options.progress
+    )
+    return MtpProposer(heads, draft_tokens=options.draft_tokens, branches=options.topk)
+
+
+def _draft_model(options: DraftOptions) -> Proposer:
+    directory = _directory(options, "draft-model", "a draft model")
+    model = load_decoder(directory, backend=options.backend, dtype=options.dtype, progress=options.progress)
+    if model.config.vocab_size != options.target.config.vocab_size:
+        raise CheckpointError(
+            f"{directory / 'config.json'}: the draft model's vocab_size is {model.config.vocab_size}, the target's is "
+            f"{options.target.config.vocab_size}: drafts must be tokens of the target"
+        )
+    if options.topk == 1:
+        return DraftModelProposer(model, target=options.target, draft_tokens=options.draft_tokens)
+    return DraftModelTreeProposer(model, target=options.target, shape=_shape(options))
+
+
+def _ngram(options: DraftOptions) -> Proposer:
+    _no_nodes(options, "ngram")
+    vocabulary = options.target.config.vocab_size
+    return NgramProposer(vocab_size=vocabulary, draft_tokens=options.draft_tokens, branches=options.topk)
+
+
+BUILDERS: Mapping[str, Builder] = MappingProxyType(
+    {
+        "none": _none,
+        "eagle": _eagle,
+        "eagle3": _eagle3,
+        "mtp": _mtp,
+        "draft-model": _draft_model,
+        "ngram": _ngram,
+    }
+)
+"""Every proposer that comes with Outrider, by the name that ``speculate`` takes."""

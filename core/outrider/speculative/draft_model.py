@@ -1,0 +1,184 @@
+"""A separate, smaller decoder drafts (Leviathan et al. 2023, Chen et al. 2023), as a chain or as a tree.
+
+Its cache holds keys and values of every token up to the last one, so what it relays are its guesses of the next token
+alone. Draft-extend runs the accepted tokens and yields these guesses: a draft of depth D costs D passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from outrider.device import AttentionMetadata, ConfigError
+from outrider.model import ForwardInput, KVCache, LanguageModel
+from outrider.speculative.cached import CachedProposer, TreeProposer
+from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw
+from outrider.speculative.slots import slots_of
+from outrider.speculative.tree import Level, TreeShape
+
+
+def _check_vocabulary(model: LanguageModel, target: LanguageModel) -> None:
+    if model.config.vocab_size != target.config.vocab_size:
+        raise ConfigError(
+            f"the draft model has a vocabulary of {model.config.vocab_size} tokens, the target one of "
+            f"{target.config.vocab_size}: drafts must be tokens of the target"
+        )
+
+
+def _take_in(model: LanguageModel, cache: KVCache, page_size: int, inputs: ExtendInputs) -> Tensor:
+    """Run the accepted tokens, each at its own position; hidden states [B, H] of the last ones."""
+    attention = inputs.attention
+    batch = inputs.last.shape[0]
+    if inputs.prompt is not None:
+        # The prompt's tokens, then the one behind them, which nobody has fed yet.
+        model.forward(ForwardInput(inputs.prompt, inputs.positions, inputs.slots, attention), cache)
+        tokens, positions = inputs.tokens[inputs.last], inputs.positions[inputs.last] + 1
+        query_start = torch.arange(batch + 1, dtype=torch.int32, device=tokens.device)
+        attention = replace(attention, query_start=query_start, max_query=1, plan=None)
+        last = torch.arange(batch, device=tokens.device)
+    else:
+        tokens, positions, last = inputs.tokens, inputs.positions + 1, inputs.last
+    slots = slots_of(positions.view(batch, -1), attention.block_table, page_size).flatten()
+    attention = replace(attention, kv_lens=attention.kv_lens + 1, tree_mask=None, max_kv=attention.max_kv + 1)
+    return model.forward(ForwardInput(tokens, positions, slots, attention), cache)[last]
+
+
+class DraftModelProposer(CachedProposer):
+    """A chain of K tokens. Relays the first one and, when the request samples, the distribution that it was drawn from."""
+
+    name = "draft-model"
+
+    def __init__(self, model: LanguageModel, *, target: LanguageModel, draft_tokens: int) -> None:
+        if draft_tokens < 1:
+            raise ConfigError(f"draft_tokens is {draft_tokens}; a chain has at least 1 token")
+        _check_vocabulary(model, target)
+        super().__init__(model.config, model.dtype)
+        self._model = model
+        self._draft_tokens = draft_tokens
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self._draft_tokens
+
+    @property
+    def slots(self) -> int:
+        """Draft-extend takes in the token behind verify's last one."""
+        return self._draft_tokens + 2
+
+    @property
+    def max_context(self) -> int:
+        """The draft model's."""
+        return self._model.config.max_context
+
+    @property
+    def lookahead(self) -> int:
+        """Its cache at a position depends on nothing behind it."""
+        return 0
+
+    @property
+    def relay(self) -> tuple[RelaySpec, ...]:
+        """First draft token, distribution that it was drawn from."""
+        return (
+            RelaySpec("token", (), torch.int64),
+            RelaySpec("probs", (self._model.config.vocab_size,), torch.float32),
+        )
+
+    def draft(self, inputs: DraftInputs) -> Draft:
+        """K - 1 passes: the first token comes with the relay."""
+        model, token = self._model, inputs.relay["token"]
+        tokens, probs = [token], [inputs.relay["probs"]]
+        query_start = torch.arange(token.shape[0] + 1, dtype=torch.int32, device=token.device)
+        for step in range(1, self._draft_tokens):
+            positions = inputs.lens + step
+            attention = AttentionMetadata(
+                query_start=query_start,
+                kv_lens=(positions + 1).to(torch.int32),
+                block_table=inputs.tables,
+                max_query=1,
+                max_kv=inputs.max_kv,
+            )
+            slots = slots_of(positions.unsqueeze(1), inputs.tables, self._page_size).flatten()
+            logits = model.logits(model.forward(ForwardInput(token, positions, slots, attention), self.cache))
+            token, drawn_from = draw(model.kernels, logits, inputs, positions + 1)
+            tokens.append(token)
+            probs.append(drawn_from)
+        return Draft(torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if inputs.sampling else None)
+
+    def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
+        """One pass over the accepted tokens (two over a prompt)."""
+        hidden = _take_in(self._model, self.cache, self._page_size, inputs)
+        token, probs = draw(self._model.kernels, self._model.logits(hidden), inputs, inputs.next_positions)
+        return {"token": token, "probs": probs} if inputs.sampling else {"token": token}
+
+
+class DraftModelTreeProposer(TreeProposer):
+    """A tree of K nodes. Relays the T likeliest first tokens and their log-probabilities."""
+
+    name = "draft-model"
+
+    def __init__(self, model: LanguageModel, *, target: LanguageModel, shape: TreeShape) -> None:
+        _check_vocabulary(model, target)
+        if any(model.config.windows):
+            raise ConfigError("a draft model with a sliding window can't draft trees; draft a chain (draft_topk=1)")
+        super().__init__(model.config, model.dtype, shape)
+        self._model = model
+
+    @property
+    def slots(self) -> int:
+        """Those of verify, of draft-extend, or of the last token and the expanded nodes, whichever are most."""
+        shape = self._shape
+        return max(shape.nodes + 1, shape.depth + 2, shape.expanded + 1)
+
+    @property
+    def max_context(self) -> int:
+        """The draft model's."""
+        return self._model.config.max_context
+
+    @property
+    def lookahead(self) -> int:
+        """Its cache at a position depends on nothing behind it."""
+        return 0
+
+    @property
+    def relay(self) -> tuple[RelaySpec, ...]:
+        """First draft tokens, their log-probabilities."""
+        branches = self._shape.branches
+        return (RelaySpec("tokens", (branches,), torch.int64), RelaySpec("scores", (branches,), torch.float32))
+
+    def draft(self, inputs: DraftInputs) -> Draft:
+        """D - 1 passes, each over all nodes expanded so far."""
+        model = self._model
+
+        def expand(level: Level) -> Tensor:
+            batch, nodes = level.tokens.shape
+            device = level.tokens.device
+            places = inputs.lens.unsqueeze(1) + 1 + torch.arange(nodes, device=device)
+            attention = AttentionMetadata(
+                query_start=torch.arange(0, batch * nodes + 1, nodes, dtype=torch.int32, device=device),
+                kv_lens=(inputs.lens + 1 + nodes).to(torch.int32),
+                block_table=inputs.tables,
+                max_query=nodes,
+                max_kv=inputs.max_kv,
+                tree_mask=level.mask.flatten(0, 1),
+            )
+            flat = ForwardInput(
+                level.tokens.flatten(),
+                (inputs.lens.unsqueeze(1) + level.depths).flatten(),
+                slots_of(places, inputs.tables, self._page_size).flatten(),
+                attention,
+            )
+            hidden = model.forward(flat, self.cache).view(batch, nodes, -1)
+            return model.logits(hidden[:, -level.fresh :])
+
+        tokens, tree = self._shape.grow(inputs.relay["tokens"], inputs.relay["scores"], expand)
+        return Draft(tokens, None, tree)
+
+    def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
+        """One pass over the accepted tokens (two over a prompt)."""
+        hidden = _take_in(self._model, self.cache, self._page_size, inputs)
+        first = torch.log_softmax(self._model.logits(hidden).float(), dim=-1).topk(self._shape.branches, dim=-1)
+        return {"tokens": first.indices, "scores": first.values}

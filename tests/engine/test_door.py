@@ -1,0 +1,39 @@
+"""A decoder that only transformers has, through the whole engine: plain, speculative, chunked, in a batch."""
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from model.tiny import SHAPE, byte_level_tokenizer
+from outrider import Engine, EngineConfig, SamplingParams
+from outrider.device import CheckpointError
+from outrider_cpu.backend import CpuBackend
+
+PROMPTS = [[5, 9, 9, 3, 40, 7], [11, 3, 2 + 1], list(range(30, 52))]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("olmo2")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIG_MAPPING["olmo2"](**SHAPE), dtype=torch.float32)
+    model.save_pretrained(directory)
+    byte_level_tokenizer(96).save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def test_without_being_asked_it_stays_shut(checkpoint):
+    with pytest.raises(CheckpointError, match="--through-transformers"):
+        Engine.from_checkpoint(checkpoint, CpuBackend())
+
+
+@pytest.mark.parametrize("speculate", ["none", "ngram"])
+def test_tokens_equal_generate(checkpoint, speculate):
+    config = EngineConfig(dtype="float32", max_context=64, page_size=4, prefill_chunk=9, max_requests=2)
+    engine = Engine.from_checkpoint(checkpoint, CpuBackend(), speculate=speculate, config=config, through_transformers=True)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    for prompt, result in zip(PROMPTS, engine.generate(PROMPTS, SamplingParams(max_tokens=16)), strict=True):
+        with torch.no_grad():
+            expected = reference.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)
+        assert list(result.token_ids) == expected[0, len(prompt) :].tolist()

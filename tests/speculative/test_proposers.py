@@ -1,0 +1,141 @@
+"""Every proposer, chain and tree: plain greedy tokens, real acceptance, lossless sampling."""
+
+import functools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from outrider import Engine, EngineConfig, SamplingParams
+from outrider.device import AttentionMetadata, KernelSet
+from outrider.model import ForwardInput, KVCache
+from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
+from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
+from outrider.speculative.mtp import MtpProposer
+from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.tree import DynamicTree, FixedTree
+from speculative import tiny
+from speculative.programs import ENGINES, check, programs
+
+PROPOSERS = {
+    "eagle": lambda: EagleProposer(tiny.eagle_head(), draft_tokens=3),
+    "eagle-tree": lambda: EagleTreeProposer(tiny.eagle_head(), DynamicTree(topk=3, depth=3)),
+    "eagle-fixed-tree": lambda: EagleTreeProposer(tiny.eagle_head(), FixedTree.regular((3, 2, 1))),
+    "eagle3": lambda: EagleProposer(tiny.eagle3_head(), draft_tokens=3),
+    "eagle3-tree": lambda: EagleTreeProposer(tiny.eagle3_head(), DynamicTree(topk=3, depth=3)),
+    "mtp": lambda: MtpProposer(tiny.mtp_heads()),
+    "mtp-one": lambda: MtpProposer(tiny.mtp_heads(), draft_tokens=1),
+    "mtp-tree": lambda: MtpProposer(tiny.mtp_heads(), branches=3),
+    "draft-model": lambda: DraftModelProposer(tiny.draft_model(), target=tiny.target(), draft_tokens=3),
+    "draft-model-tree": lambda: DraftModelTreeProposer(
+        tiny.draft_model(), target=tiny.target(), shape=DynamicTree(topk=3, depth=3)
+    ),
+    "ngram": lambda: NgramProposer(vocab_size=tiny.VOCABULARY, draft_tokens=4),
+    "ngram-tree": lambda: NgramProposer(vocab_size=tiny.VOCABULARY, draft_tokens=3, branches=3),
+}
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+@given(program=programs(tiny.VOCABULARY), **ENGINES)
+@settings(max_examples=15, deadline=None)
+def test_any_program_gives_plain_greedy_tokens(name, program, **config):
+    check(tiny.engine(PROPOSERS[name](), **config), program, tiny.plain)
+
+
+def acceptance(proposer, **config):
+    engine = tiny.engine(proposer, max_requests=8, **config)
+    engine.generate([(i, (i * 5 + 1) % 24) for i in range(20)], SamplingParams(max_tokens=40, ignore_eos=True))
+    return engine.stats.acceptance_length
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_drafts_are_really_accepted(name):
+    found = acceptance(PROPOSERS[name]())
+    assert found >= (1.5 if name == "mtp-one" else 2)
+
+
+TREES = [name for name in PROPOSERS if PROPOSERS[name]().is_tree]
+CHAINS = [name for name in PROPOSERS if name not in TREES]
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_sampled_trees_give_the_very_tokens_of_plain_sampling(name):
+    prompts = [(i, 2, 3) for i in range(6)]
+    params = [SamplingParams(max_tokens=20, temperature=0.8 * (i % 3), seed=i) for i in range(6)]
+    engine = tiny.engine(PROPOSERS[name](), max_requests=4, page_size=3, overlap=True)
+    alone = tiny.engine(None, max_requests=1)
+    for prompt, each, result in zip(prompts, params, engine.generate(prompts, params), strict=True):
+        assert result.token_ids == alone.generate([prompt], each)[0].token_ids
+
+
+# -- chains that sample ----------------------------------------------------------------------------------------------
+
+PROMPT, TEMPERATURE, DRAWS = (3, 1, 4), 1.5, 2000
+
+
+@functools.cache
+def second_and_third():
+    """The target's exact joint distribution of the second and the third token after the prompt, [V, V]."""
+
+    def probs(contexts):
+        count, length = contexts.shape
+        cache = KVCache.allocate(
+            3, tiny.KV_HEADS, tiny.HEAD_SIZE, pages=count + 1, page_size=8, dtype=torch.float64, device=contexts.device
+        )
+        positions = torch.arange(length).expand(count, -1)
+        page = torch.arange(1, count + 1).unsqueeze(1)
+        attention = AttentionMetadata(
+            query_start=torch.arange(0, count * length + 1, length, dtype=torch.int32),
+            kv_lens=torch.full((count,), length, dtype=torch.int32),
+            block_table=page.to(torch.int32),
+            max_query=length,
+            max_kv=length,
+        )
+        flat = ForwardInput(contexts.flatten(), positions.flatten(), (page * 8 + positions).flatten(), attention)
+        hidden = tiny.target().forward(flat, cache).view(count, length, -1)[:, -1]
+        return torch.softmax(tiny.target().logits(hidden) / TEMPERATURE, -1)
+
+    vocabulary = torch.arange(tiny.VOCABULARY)
+    prompt = torch.tensor([PROMPT])
+    first = probs(prompt)[0]
+    pairs = torch.cat((prompt.expand(len(vocabulary), -1), vocabulary.unsqueeze(1)), 1)
+    second = probs(pairs)
+    triples = torch.cat((pairs.repeat_interleave(len(vocabulary), 0), vocabulary.repeat(len(vocabulary)).unsqueeze(1)), 1)
+    third = probs(triples).view(len(vocabulary), len(vocabulary), -1)
+    return torch.einsum("a,ab,abc->bc", first, second, third)
+
+
+def excess(proposer, target=None):
+    """Chi-square of many seeds' second and third tokens, over its upper 1e-4 quantile; rare cells are pooled."""
+    target = target or tiny.target()
+    made = EngineConfig(dtype="float64", max_context=16, max_requests=500, page_size=8, prefill_chunk=4096)
+    engine = Engine(target, tiny.BACKEND, proposer=proposer, config=made)
+    params = [SamplingParams(max_tokens=3, temperature=TEMPERATURE, seed=s, ignore_eos=True) for s in range(DRAWS)]
+    counts = torch.zeros(tiny.VOCABULARY, tiny.VOCABULARY, dtype=torch.float64)
+    for result in engine.generate([PROMPT] * DRAWS, params):
+        counts[result.token_ids[1:]] += 1
+    wanted, got = (second_and_third() * DRAWS).flatten(), counts.flatten()
+    rare = wanted < 5
+    wanted = torch.cat((wanted[~rare], wanted[rare].sum().view(1)))
+    got = torch.cat((got[~rare], got[rare].sum().view(1)))
+    freedom = wanted.numel() - 1
+    critical = freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
+    return float(((got - wanted) ** 2 / wanted).sum()) / critical, engine.stats.acceptance_length
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_sampled_chains_follow_the_target(name):
+    found, acceptance_length = excess(PROPOSERS[name]())
+    assert acceptance_length > (1.05 if name == "ngram" else 1.3)
+    assert found < 1
+
+
+@pytest.mark.parametrize("name", ["eagle3", "draft-model"])
+def test_a_wrong_rule_fails_the_same_draws(name):
+    class Generous(KernelSet):
+        def verify_chain(self, target_logits, draft_tokens, draft_probs, temperature, seeds, positions):
+            return super().verify_chain(target_logits, draft_tokens, draft_probs * 0.6, temperature, seeds, positions)
+
+    found, _ = excess(PROPOSERS[name](), tiny.decoder(kernels=Generous()))
+    assert found > 1
