@@ -204,7 +204,7 @@ def run(program: Any) -> tuple[Recorder, Oracle]:
 def detector_name(detector: Recorder, name: str) -> None:
     """Host accesses have no operation; give the last point the oracle's name, in findings and in the history."""
     for shadow in detector.memory.shadows.values():
-        for point, _ in shadow.history.records():
+        for point, _ in shadow.records():
             if point.sequence == detector.sequence:
                 detector.found = {
                     (one, name if two == point.name and two.startswith("host ") else two) for one, two in detector.found

@@ -62,7 +62,7 @@ def without_exact_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_reads_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intervals, "_unless_covered", lambda records, point: [])
+    monkeypatch.setattr(intervals, "_unless_covered", lambda records, point: ())
 
 
 @pytest.mark.parametrize(

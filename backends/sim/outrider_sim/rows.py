@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -78,11 +79,14 @@ class Resolver:
         access again where the rows can't be told.
         """
         found: list[Access] = []
+        known: dict[Callable[[Mapping[str, Any]], Tensor | None], Tensor | None] = {}
         for name, resolve in self._resolvers.items():
             whole = self._accesses.get(name)
             if whole is None:
                 continue
-            rows = resolve(self._bound)
+            if resolve not in known:  # keys and values have the same rows
+                known[resolve] = resolve(self._bound)
+            rows = known[resolve]
             if rows is None:
                 found.append(whole)
             else:
@@ -96,14 +100,18 @@ class Resolver:
         tail = sum((n - 1) * s for n, s in zip(shape[dims:], stride[dims:], strict=True)) + itemsize
         inner = shape[dims - 1]
         limit = shape[0] if dims == 1 else shape[0] * inner
-        spans: list[tuple[int, int]] = []
-        for row in sorted({int(r) for r in rows.tolist() if 0 <= int(r) < limit}):
-            low = whole.start + (row * stride[0] if dims == 1 else row // inner * stride[0] + row % inner * stride[1])
-            if spans and spans[-1][1] == low:
-                spans[-1] = (spans[-1][0], low + tail)
-            else:
-                spans.append((low, low + tail))
-        return [Access(whole.storage, low, high, whole.write, None, None, whole.argument) for low, high in spans]
+        row = numpy.unique(rows.numpy())
+        row = row[(row >= 0) & (row < limit)]
+        if not row.size:
+            return []
+        low = whole.start + (row * stride[0] if dims == 1 else row // inner * stride[0] + row % inner * stride[1])
+        gaps = numpy.flatnonzero(low[1:] != low[:-1] + tail) + 1
+        starts = low[numpy.concatenate(([0], gaps))].tolist()
+        ends = (low[numpy.concatenate((gaps - 1, [-1]))] + tail).tolist()
+        return [
+            Access(whole.storage, start, end, whole.write, None, None, whole.argument)
+            for start, end in zip(starts, ends, strict=True)
+        ]
 
 
 def _inner(value: Any) -> Any:

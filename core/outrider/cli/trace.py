@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,9 +14,12 @@ from rich.table import Table
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.cli.sanitize import as_main, with_new_backends
-from outrider.device import Backend
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
+
+if TYPE_CHECKING:
+    from outrider.device import Backend
+    from outrider.sanitizer.timeline import Timeline
 
 
 def trace(
@@ -32,7 +35,7 @@ def trace(
     """
     del json_output
     from outrider.sanitizer.picture import page, svg
-    from outrider.sanitizer.timeline import Timeline, record
+    from outrider.sanitizer.timeline import record
 
     path = Path(script[0])
     if not path.is_file():

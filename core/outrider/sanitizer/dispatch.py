@@ -102,13 +102,15 @@ class Storages:
 
     def known(self, tensor: Tensor) -> tuple[_Known, bool] | None:
         """The storage of a tensor and whether it's new; None for host memory that the device can't reach."""
+        device = tensor.device.type == self._backend.device.type
+        if not device and tensor.device.type != "cpu":
+            return None  # another device's
         storage = tensor.untyped_storage()
         # The weak reference keeps the storage's header, so this number isn't given to another while we know it.
         key = storage._cdata
         known = self._known.get(key)
         if known is not None and not known.weak.expired():
             return (known, False) if known.device or known.pinned else None
-        device = tensor.device.type == self._backend.device.type
         pinned = not device and self._backend.is_pinned(tensor)
         self._count += 1
         known = _Known(self._count, StorageWeakRef(storage), device, pinned, "")

@@ -10,20 +10,41 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from outrider.device import Access
-from outrider.sanitizer.clocks import Point
+from outrider.sanitizer.clocks import Clock, Point
 from outrider.sanitizer.regions import dense_parts, overlap
 
 Record = tuple[Point, Access | None]
 """Who accessed it, and how; None is an allocation or release of the whole storage."""
 
-Conflict = Callable[[Record, Point, Access | None], None]
-Stale = Callable[[str, Record | None, Point, Access], None]
+Records = tuple[Record, ...]
+Over = tuple[str, Record | None]
+"""Why contents may no longer be read, and since when; no reason: they were never written."""
+
+
+class Sink(Protocol):
+    """Where a history tells what it finds; the last argument is whose history it is."""
+
+    @property
+    def conflict(self) -> Callable[[Record, Point, Access | None, Any], None]:
+        """An older record, and the access that nothing orders against it."""
+
+    @property
+    def stale(self) -> Callable[[str, Record | None, Point, Access, Any], None]:
+        """A read of bytes that are over, why, and since when."""
+
+    @property
+    def settled(self) -> Callable[[], Clock]:
+        """What everything that is still to be enqueued comes after."""
+
 
 UNKNOWN_END = 1 << 62
+UNWRITTEN: Over = ("", None)
 _PARTS = 64
 _KEPT = 48
+_MANY = 4
 
 
 class Interval:
@@ -31,7 +52,7 @@ class Interval:
 
     __slots__ = ("end", "over", "reads", "start", "writes")
 
-    def __init__(self, start: int, end: int, writes: list[Record], reads: list[Record], over: Over | None) -> None:
+    def __init__(self, start: int, end: int, writes: Records, reads: Records, over: Over | None) -> None:
         self.start = start
         self.end = end
         self.writes = writes
@@ -39,34 +60,61 @@ class Interval:
         self.over = over
 
 
-Over = tuple[str, Record | None]
-
-
 class IntervalMap:
-    """The history of one storage."""
+    """The history of one storage. ``owner`` (the map itself, if none is given) goes to the sink with what is found."""
 
-    __slots__ = ("forgotten", "intervals", "starts")
+    __slots__ = ("forgotten", "intervals", "owner")
 
-    def __init__(self, nbytes: int = UNKNOWN_END, origin: Record | None = None, over: Over | None = None) -> None:
-        self.starts = [0]
-        self.intervals = [Interval(0, nbytes or UNKNOWN_END, [origin] if origin else [], [], over)]
+    def __init__(
+        self, nbytes: int = UNKNOWN_END, origin: Record | None = None, over: Over | None = None, owner: object = None
+    ) -> None:
+        self.owner = owner  # None: itself, without the cycle
+        self.intervals = [Interval(0, nbytes or UNKNOWN_END, () if origin is None else (origin,), (), over)]
         self.forgotten = 0
 
-    def touch(self, point: Point, access: Access, conflict: Conflict, stale: Stale, late: bool = False) -> None:
+    def touch(self, point: Point, access: Access, sink: Sink, late: bool = False) -> None:
         """Check an access against the history, then add it.
 
         ``late``: the access is told after others that were enqueued after it, so it may also precede what is here.
         """
         record = (point, access)
         if access.shape is None and not access.by_rows:
-            self._dense(access.start, access.end, record, conflict, stale, late)
+            if late or not self._whole(record, point, access):
+                self._dense(access.start, access.end, record, sink, late)
             return
         parts = None if access.by_rows else dense_parts(access, _PARTS)
         if parts is None:
-            self._scattered(record, access, conflict, stale, late)
+            self._scattered(record, access, sink, late)
             return
         for start, end in parts:
-            self._dense(start, end, record, conflict, stale, late)
+            self._dense(start, end, record, sink, late)
+
+    def _whole(self, record: Record, point: Point, access: Access) -> bool:
+        """The common case in one go: all of an undivided storage, and nothing to tell. False: take the long way."""
+        if len(self.intervals) != 1:
+            return False
+        interval = self.intervals[0]
+        if access.start or access.end != interval.end:
+            return False
+        clock = point.clock
+        for old in interval.writes:
+            if old[0].epoch > clock.get(old[0].number, 0):
+                return False
+        reads = interval.reads
+        if access.write:
+            for old in reads:
+                if old[0].epoch > clock.get(old[0].number, 0):
+                    return False
+            interval.writes = (record,)
+            interval.reads = ()
+            interval.over = None
+        elif interval.over is not None:
+            return False
+        elif not reads or (len(reads) == 1 and reads[0][0].number == point.number):
+            interval.reads = (record,)
+        else:
+            interval.reads = (*_unless_covered(reads, point), record)
+        return True
 
     def expire(self, start: int, end: int, over: Over) -> None:
         """Mark what the bytes hold as over."""
@@ -76,9 +124,8 @@ class IntervalMap:
 
     def last_write(self, start: int, end: int) -> Record | None:
         """The latest write, in the order of the program, to any of the bytes."""
-        first, last = self._find(start, end)
         best: Record | None = None
-        for interval in self.intervals[first:last]:
+        for interval in self.within(start, end):
             for record in interval.writes:
                 if record[1] is not None and (best is None or record[0].sequence > best[0].sequence):
                     best = record
@@ -86,29 +133,32 @@ class IntervalMap:
 
     def within(self, start: int, end: int) -> list[Interval]:
         """The intervals that share a byte with [start, end)."""
-        first, last = self._find(start, end)
-        return self.intervals[first:last]
+        first = self._index(start)
+        last = first + 1
+        intervals = self.intervals
+        while last < len(intervals) and intervals[last].start < end:
+            last += 1
+        return intervals[first:last]
 
     def records(self) -> list[Record]:
         """Everything that is remembered, each record once."""
+        if len(self.intervals) == 1:
+            return [*self.intervals[0].writes, *self.intervals[0].reads]
         seen: dict[int, Record] = {}
         for interval in self.intervals:
             for record in (*interval.writes, *interval.reads):
                 seen[id(record)] = record
         return list(seen.values())
 
-    def _find(self, start: int, end: int) -> tuple[int, int]:
-        first = bisect_right(self.starts, start) - 1
-        last = first + 1
+    def _index(self, offset: int) -> int:
+        """The interval that ``offset`` lies in."""
         intervals = self.intervals
-        while last < len(intervals) and intervals[last].start < end:
-            last += 1
-        return first, last
+        return bisect_right(intervals, offset, key=_start) - 1 if len(intervals) > 1 else 0
 
     def _cut(self, start: int, end: int) -> tuple[int, int]:
         """Indices of the intervals that make up [start, end), cutting those at its ends."""
-        starts, intervals = self.starts, self.intervals
-        first = bisect_right(starts, start) - 1
+        intervals = self.intervals
+        first = self._index(start)
         interval = intervals[first]
         if interval.start < start:
             first += 1
@@ -124,59 +174,65 @@ class IntervalMap:
         return first, last + 1
 
     def _split(self, at: int, interval: Interval, offset: int) -> None:
-        right = Interval(offset, interval.end, list(interval.writes), list(interval.reads), interval.over)
+        right = Interval(offset, interval.end, interval.writes, interval.reads, interval.over)
         interval.end = offset
         self.intervals.insert(at, right)
-        self.starts.insert(at, offset)
 
-    def _dense(self, start: int, end: int, record: Record, conflict: Conflict, stale: Stale, late: bool) -> None:
+    def _dense(self, start: int, end: int, record: Record, sink: Sink, late: bool) -> None:
         if start >= end:
             return
         point, access = record
         assert access is not None
-        if len(self.intervals) == 1 and start == 0 and self.intervals[0].end == end:
-            first, last = 0, 1
-        else:
-            first, last = self._cut(start, end)
+        first, last = self._cut(start, end)
         intervals = self.intervals
         write = access.write
         told: set[int] = set()
         for at in range(first, last):
             interval = intervals[at]
-            self._check(interval, point, access, conflict, stale, late, told)
+            self._check(interval, point, access, sink, late, told)
             if not write:
-                if interval.reads:
-                    interval.reads = _unless_covered(interval.reads, point)
-                interval.reads.append(record)
+                interval.reads = (*_unless_covered(interval.reads, point), record) if interval.reads else (record,)
             elif late:
-                self._write_late(interval, record)
-        if not write or late:
-            return
-        only = intervals[first]
-        only.end = end
-        only.writes = [record]
-        only.reads = []
-        only.over = None
-        if last - first > 1:
-            del intervals[first + 1 : last]
-            del self.starts[first + 1 : last]
+                interval.over = None
+                interval.reads = _unless_covered(interval.reads, point)
+                interval.writes = (*_unless_covered(interval.writes, point), record)
+                self._bound(interval)
+        if write and not late:
+            intervals[first:last] = [Interval(start, end, (record,), (), None)]
+        elif not write and last - first > _MANY:
+            self._merge(first, last, sink.settled())
 
-    def _write_late(self, interval: Interval, record: Record) -> None:
-        point = record[0]
-        interval.over = None
-        interval.reads = _unless_covered(interval.reads, point)
-        interval.writes = [*_unless_covered(interval.writes, point), record]
-        self._bound(interval)
+    def _merge(self, first: int, last: int, settled: Clock) -> None:
+        """Join neighbours whose histories have become the same, once what everything comes after is forgotten.
 
-    def _scattered(self, record: Record, access: Access, conflict: Conflict, stale: Stale, late: bool) -> None:
+        A pool whose rows were written one by one would else stay divided into rows, and each read of it walk them all.
+        """
+        intervals = self.intervals
+        kept: list[Interval] = []
+        for interval in intervals[first:last]:
+            if interval.writes:
+                interval.writes = tuple([w for w in interval.writes if w[0].epoch > settled.get(w[0].number, 0)])
+            left = kept[-1] if kept else None
+            if (
+                left is not None
+                and left.over is interval.over
+                and _same(left.writes, interval.writes)
+                and _same(left.reads, interval.reads)
+            ):
+                left.end = interval.end
+            else:
+                kept.append(interval)
+        if len(kept) < last - first:
+            intervals[first:last] = kept
+
+    def _scattered(self, record: Record, access: Access, sink: Sink, late: bool) -> None:
         point = record[0]
         first, last = self._cut(access.start, access.end)
         told: set[int] = set()
         for interval in self.intervals[first:last]:
-            self._check(interval, point, access, conflict, None if access.by_rows else stale, late, told)
+            self._check(interval, point, access, sink, late, told)
             same = interval.writes if access.write else interval.reads
-            kept = [old for old in same if not (_same_region(old, access) and old[0].before(point))]
-            kept.append(record)
+            kept = (*(old for old in same if not (_same_region(old, access) and old[0].before(point))), record)
             if access.write:
                 interval.writes = kept
                 interval.over = None
@@ -184,55 +240,50 @@ class IntervalMap:
                 interval.reads = kept
             self._bound(interval)
 
-    def _check(
-        self,
-        interval: Interval,
-        point: Point,
-        access: Access,
-        conflict: Conflict,
-        stale: Stale | None,
-        late: bool,
-        told: set[int],
-    ) -> None:
+    def _check(self, interval: Interval, point: Point, access: Access, sink: Sink, late: bool, told: set[int]) -> None:
         clock = point.clock
         for old in interval.writes:
             before = old[0]
             if before.epoch > clock.get(before.number, 0):
-                self._compare(old, point, access, conflict, late, told)
+                self._compare(old, point, access, sink, late, told)
         if access.write:
             for old in interval.reads:
                 before = old[0]
                 if before.epoch > clock.get(before.number, 0):
-                    self._compare(old, point, access, conflict, late, told)
-        elif interval.over is not None and stale is not None and id(interval.over) not in told:
+                    self._compare(old, point, access, sink, late, told)
+        elif interval.over is not None and not access.by_rows and id(interval.over) not in told:
             told.add(id(interval.over))
-            stale(interval.over[0], interval.over[1], point, access)
+            sink.stale(interval.over[0], interval.over[1], point, access, self.owner or self)
 
-    def _compare(self, old: Record, point: Point, access: Access, conflict: Conflict, late: bool, told: set[int]) -> None:
-        if id(old) in told:
-            return
-        if late and point.before(old[0]):
+    def _compare(self, old: Record, point: Point, access: Access, sink: Sink, late: bool, told: set[int]) -> None:
+        if id(old) in told or (late and point.before(old[0])):
             return
         known = old[1]
-        if known is not None:
-            if known.by_rows and access.by_rows:
-                return
-            if not overlap(known, access):
-                return
+        if known is not None and ((known.by_rows and access.by_rows) or not overlap(known, access)):
+            return
         told.add(id(old))
-        conflict(old, point, access)
+        sink.conflict(old, point, access, self.owner or self)
 
     def _bound(self, interval: Interval) -> None:
-        for records in (interval.writes, interval.reads):
-            while len(records) > _KEPT:
-                records.pop(0)
-                self.forgotten += 1
+        for name in ("writes", "reads"):
+            records: Records = getattr(interval, name)
+            if len(records) > _KEPT:
+                self.forgotten += len(records) - _KEPT
+                setattr(interval, name, records[-_KEPT:])
 
 
-def _unless_covered(records: list[Record], point: Point) -> list[Record]:
+def _same(one: Records, other: Records) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _start(interval: Interval) -> int:
+    return interval.start
+
+
+def _unless_covered(records: Records, point: Point) -> Records:
     """The records that a new dense access doesn't stand for: those that aren't ordered before it."""
     clock = point.clock
-    return [record for record in records if record[0].epoch > clock.get(record[0].number, 0)]
+    return tuple([record for record in records if record[0].epoch > clock.get(record[0].number, 0)])
 
 
 def _same_region(record: Record, access: Access) -> bool:

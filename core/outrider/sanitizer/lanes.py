@@ -8,7 +8,7 @@ from collections.abc import Callable
 from weakref import ReferenceType, ref
 
 from outrider.device import Operation
-from outrider.sanitizer.clocks import Actor, Clock, Point
+from outrider.sanitizer.clocks import NOTHING, Actor, Clock, Point
 
 _TOKENS = 4096
 
@@ -75,7 +75,7 @@ class Lanes:
         alive = []
         for thread, actor in self._threads:
             found = thread()
-            if found is None or not found.is_alive():
+            if not _lives(found):
                 self._free_numbers.append((actor.number, actor.clock.get(actor.number, 0)))
             else:
                 alive.append((thread, actor))
@@ -88,6 +88,16 @@ class Lanes:
             new.clock = {number: epoch}
         self._threads.append((ref(current), new))
         return new
+
+    def settled(self) -> Clock:
+        """What everything that is still to be enqueued comes after: all that every live host thread knows."""
+        if self._held:
+            return NOTHING  # what is held was enqueued by somebody who knew less
+        clocks = [actor.clock for thread, actor in self._threads if _lives(thread())]
+        if len(clocks) == 1:
+            return clocks[0]
+        first, *others = clocks or [NOTHING]
+        return {n: min([epoch, *(clock.get(n, 0) for clock in others)]) for n, epoch in first.items()}
 
     def host_released(self, token: object) -> None:
         """The calling thread hands over what it knows."""
@@ -145,3 +155,7 @@ class Lanes:
     def _point(self, actor: Actor, name: str, location: str = "", operation: Operation | None = None) -> Point:
         self.sequence += 1
         return Point(actor, name, location, self.sequence, operation)
+
+
+def _lives(thread: threading.Thread | None) -> bool:
+    return thread is not None and thread.is_alive()

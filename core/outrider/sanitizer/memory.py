@@ -6,28 +6,30 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from outrider.sanitizer.clocks import Actor, Point
-from outrider.sanitizer.intervals import IntervalMap, Record
+from outrider.sanitizer.intervals import UNWRITTEN, IntervalMap, Over, Record
 
-_GRAVES = 512
+_GRAVES = 256
 """Freed storages that are remembered for the reuse of their addresses."""
 _LOOSE = 1024
 """Releases on one stream that are remembered until that stream allocates again."""
 
 
-class Shadow:
-    """What is known of one storage.
+class Shadow(IntervalMap):
+    """What is known of one storage: its history, and where it comes from.
 
     ``aged`` is set while views of it can become stale: it's written by graph replays. ``label`` says whose it is.
     """
 
-    __slots__ = ("aged", "history", "label", "location", "nbytes", "storage", "stream")
+    __slots__ = ("aged", "label", "location", "nbytes", "storage", "stream")
 
-    def __init__(self, storage: int, nbytes: int, stream: str, location: str, history: IntervalMap) -> None:
+    def __init__(
+        self, storage: int, nbytes: int, stream: str, location: str, origin: Record | None = None, over: Over | None = None
+    ) -> None:
+        super().__init__(nbytes, origin, over)
         self.storage = storage
         self.nbytes = nbytes
         self.stream = stream
         self.location = location
-        self.history = history
         self.label = ""
         self.aged: list[tuple[int, int, object]] | None = None
 
@@ -40,6 +42,9 @@ class Shadow:
         return f"{what}{size}{origin}{f' at {self.location}' if self.location else ''}"
 
 
+Loose = tuple["Shadow", list[Record], str]
+"""A freed storage, its accesses that weren't ordered before the release, and where that was."""
+
 Reused = Callable[[Shadow, Record, Point, str], None]
 """A freed storage, its unordered access, the new allocation, and where it was freed."""
 
@@ -51,25 +56,33 @@ class Memory:
         self.shadows: dict[int, Shadow] = {}
         self._reused = reused
         self._graves: OrderedDict[int, Shadow] = OrderedDict()
-        self._loose: dict[str, list[tuple[Shadow, list[Record], str]]] = {}
+        self._loose: dict[str, list[Loose]] = {}
 
     def shadow(self, storage: int) -> Shadow:
         """The shadow of a storage; one that was allocated before anybody looked starts empty."""
         shadow = self.shadows.get(storage)
         if shadow is None:
-            shadow = self.shadows[storage] = Shadow(storage, 0, "", "", IntervalMap())
+            shadow = self.shadows[storage] = Shadow(storage, 0, "", "")
         return shadow
 
     def allocate(self, storage: int, nbytes: int, stream: str, location: str, point: Point | None, defined: bool) -> None:
         """Memory was handed out at ``point`` (None inside a capture)."""
         origin: Record | None = None if point is None else (point, None)
-        over = None if defined else ("", origin)
-        self.shadows[storage] = Shadow(storage, nbytes, stream, location, IntervalMap(nbytes, origin, over))
-        if point is not None and stream in self._loose:
-            for shadow, records, freed in self._loose.pop(stream):
-                for record in records:
-                    if not record[0].before(point):
-                        self._reused(shadow, record, point, freed)
+        over = None if defined else UNWRITTEN
+        self.shadows[storage] = Shadow(storage, nbytes, stream, location, origin, over)
+        waiting = self._loose.pop(stream, None) if point is not None else None
+        if waiting and point is not None:
+            self._unordered(waiting, point)
+
+    def waits_for(self, stream: str) -> bool:
+        """Whether memory that was released too early may be handed out by the next allocation there."""
+        return stream in self._loose
+
+    def _unordered(self, waiting: list[Loose], point: Point) -> None:
+        for shadow, records, freed in waiting:
+            for record in records:
+                if not record[0].before(point):
+                    self._reused(shadow, record, point, freed)
 
     def free(self, storage: int, stream: str, releaser: Actor, location: Callable[[], str]) -> None:
         """Memory went back to the order of ``stream``.
@@ -83,8 +96,8 @@ class Memory:
         clock = releaser.clock
         loose = [
             record
-            for record in shadow.history.records()
-            if record[1] is not None and record[0].epoch > clock.get(record[0].number, 0) and record[0].actor is not releaser
+            for record in shadow.records()
+            if record[0].epoch > clock.get(record[0].number, 0) and record[1] is not None and record[0].actor is not releaser
         ]
         if loose:
             waiting = self._loose.setdefault(stream, [])
@@ -97,8 +110,8 @@ class Memory:
     def reuse(self, previous: int, point: Point | None) -> None:
         """The memory that ``point`` was handed lies where ``previous`` lay."""
         old = self._graves.pop(previous, None) or self.shadows.get(previous)
-        if old is None or point is None:
-            return
-        for record in old.history.records():
+        if old is None or point is None or old.stream == point.actor.name:
+            return  # what is loose in the stream's own order was told by the allocation
+        for record in old.records():
             if record[1] is not None and not record[0].before(point):
                 self._reused(old, record, point, "")

@@ -39,6 +39,7 @@ class Ordering(StreamOrdering):
         super().__init__(listener, rows_follow=rows_follow, steps=steps)
         self._graphs: WeakKeyDictionary[Graph, Captured] = WeakKeyDictionary()
         self._params: WeakKeyDictionary[Graph, IntervalMap] = WeakKeyDictionary()
+        self._params_sink = Listener(conflict=lambda old, new, how, graph: listener.rebind(old, new, how, str(graph)))
 
     # -- graphs ------------------------------------------------------------------------------------------------------
 
@@ -106,7 +107,7 @@ class Ordering(StreamOrdering):
     def _param_history(self, graph: Graph) -> IntervalMap:
         history = self._params.get(graph)
         if history is None:
-            history = self._params[graph] = IntervalMap()
+            history = self._params[graph] = IntervalMap(owner=graph.name)
         return history
 
     def _read_params(self, graph: Graph, actor: Actor, replay: Replay) -> None:
@@ -116,13 +117,7 @@ class Ordering(StreamOrdering):
         point = self._point(actor, f"replay of graph {graph.name!r}", replay.location)
         point.replay = replay
         for at, name in enumerate(graph.context.params):
-            access = Access(0, at, at + 1, False, argument=name)
-            history.touch(
-                point,
-                access,
-                lambda old, new, how: self.listener.rebind(old, new, how, graph.name),
-                lambda *_: None,
-            )
+            history.touch(point, Access(0, at, at + 1, False, argument=name), self._params_sink)
 
     def _walk(self, graph: Graph, captured: Captured, lane: Lane, replay: Replay) -> Generator[bool]:
         """The captured steps, one after the other; yields False while a flag holds the graph."""
@@ -180,13 +175,8 @@ class Ordering(StreamOrdering):
         def step() -> bool:
             point = self._point(lane, f"rebinding of graph {graph.name!r}", location)
             for name in names:
-                access = Access(0, order.index(name), order.index(name) + 1, True, argument=name)
-                history.touch(
-                    point,
-                    access,
-                    lambda old, new, how: self.listener.rebind(old, new, how, graph.name),
-                    lambda *_: None,
-                )
+                at = order.index(name)
+                history.touch(point, Access(0, at, at + 1, True, argument=name), self._params_sink)
             return True
 
         self._enqueue(lane, step)

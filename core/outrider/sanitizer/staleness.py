@@ -75,7 +75,7 @@ class Staleness:
             return
         shadow = self._ordering.memory.shadow(place.storage)
         shadow.label = shadow.label or label
-        shadow.history.expire(place.start, place.end, (reason, None))
+        shadow.expire(place.start, place.end, (reason, None))
 
     def mirror(self, mirror: Tensor | tuple[Graph, str], source: Tensor) -> None:
         """One region, or a graph's host parameter, is read as the present value of another."""
@@ -145,7 +145,7 @@ class Staleness:
         shadow = self._ordering.memory.shadow(place.storage)
         fresh: list[Record] = []
         old: list[tuple[int, int, Record]] = []
-        for interval in shadow.history.within(place.start, place.end):
+        for interval in shadow.within(place.start, place.end):
             for record in interval.writes:
                 if record[1] is None:
                     continue
@@ -180,7 +180,7 @@ class Staleness:
 
     def _rebound(self, age: Age, name: str, source: Access, stream: str, generation: int, location: str) -> None:
         shadow = self._ordering.memory.shadow(source.storage)
-        write = shadow.history.last_write(source.start, source.end)
+        write = shadow.last_write(source.start, source.end)
         if write is None or write[0].sequence <= age.rebound.get(name, age.before):
             return
         self._add(
@@ -218,7 +218,7 @@ class Staleness:
             assert isinstance(age, Age)
             if not (start < access.end and access.start < end and 0 < age.first <= access.born < age.last):
                 continue
-            write = shadow.history.last_write(access.start, access.end)
+            write = shadow.last_write(access.start, access.end)
             if write is None or write[0].sequence <= age.sequence:
                 continue
             self._add(
@@ -237,10 +237,10 @@ class Staleness:
 
     def _mirrored(self, point: Point, access: Access, shadow: Shadow, mirror: Mirror) -> None:
         source = self._ordering.memory.shadow(mirror.source.storage)
-        written = source.history.last_write(mirror.source.start, mirror.source.end)
+        written = source.last_write(mirror.source.start, mirror.source.end)
         if written is None:
             return
-        refreshed = shadow.history.last_write(mirror.start, mirror.end)
+        refreshed = shadow.last_write(mirror.start, mirror.end)
         if refreshed is not None and refreshed[0].sequence > written[0].sequence:
             return
         self._add(

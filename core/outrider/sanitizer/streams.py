@@ -30,6 +30,7 @@ class Listener:
     """What the detector tells; every field may be left as it is."""
 
     conflict: Callable[[Record, Point, Access | None, Shadow], None] = lambda *_: None
+    settled: Callable[[], Clock] = lambda: NOTHING
     reused: Callable[[Shadow, Record, Point, str], None] = lambda *_: None
     stale: Callable[[str, Record | None, Point, Access, Shadow], None] = lambda *_: None
     read: Callable[[Point, Access, Shadow], None] | None = None
@@ -57,6 +58,7 @@ class StreamOrdering(Lanes):
     ) -> None:
         super().__init__()
         self.listener = listener
+        listener.settled = self.settled
         self.rows_follow = rows_follow
         self.steps = steps
         self.memory = Memory(listener.reused)
@@ -77,27 +79,29 @@ class StreamOrdering(Lanes):
             capture.verbs.append(Verb("launch", operation.stream, operation))
             return
         lane = self.lanes.get(operation.stream) or self.lane(operation.stream)
-        if lane.held is None:
-            lane.launched_by(self.thread())
-            self.sequence += 1
-            point = Point(lane, operation.name, operation.location, self.sequence, operation)
-            self._access(point, operation.accesses)
-        else:
+        if lane.held is not None:
             self._enqueue(lane, lambda: self._launch(lane, operation))
+            return
+        lane.launched_by(self.thread())
+        self._launch(lane, operation)
 
     def _launch(self, lane: Lane, operation: Operation) -> bool:
-        self._access(self._point(lane, operation.name, operation.location, operation), operation.accesses)
+        self.sequence += 1
+        self._access(Point(lane, operation.name, operation.location, self.sequence, operation), operation.accesses)
         return True
 
     def _access(self, point: Point, accesses: tuple[Access, ...] | list[Access]) -> None:
         awaited = False
         shadows = self.memory.shadows
+        listener = self.listener
         for access in accesses:
             if access.by_rows and self.rows_follow:
                 awaited = True
                 continue
             shadow = shadows.get(access.storage) or self.memory.shadow(access.storage)
-            self.touch(point, access, shadow)
+            if listener.read is not None and not access.write:
+                listener.read(point, access, shadow)
+            shadow.touch(point, access, listener)
         if awaited:
             self._await_rows(point)
 
@@ -106,13 +110,7 @@ class StreamOrdering(Lanes):
         listener = self.listener
         if listener.read is not None and not access.write:
             listener.read(point, access, shadow)
-        shadow.history.touch(
-            point,
-            access,
-            lambda old, new, how: listener.conflict(old, new, how, shadow),
-            lambda why, origin, new, how: listener.stale(why, origin, new, how, shadow),
-            late,
-        )
+        shadow.touch(point, access, listener, late)
 
     def _await_rows(self, point: Point) -> None:
         # By identity: a captured operation is the same object in every replay, and the point keeps it alive.
@@ -155,12 +153,18 @@ class StreamOrdering(Lanes):
         if stream == HOST:
             self._allocate(self.thread(), storage, nbytes, stream, location)
             return
-        lane = self.lane(stream)
-        self._enqueue(lane, lambda: self._allocate(lane, storage, nbytes, stream, location))
+        lane = self.lanes.get(stream) or self.lane(stream)
+        if lane.held is not None:
+            self._enqueue(lane, lambda: self._allocate(lane, storage, nbytes, stream, location))
+            return
+        lane.launched_by(self.thread())
+        self._allocate(lane, storage, nbytes, stream, location)
 
     def _allocate(self, actor: Actor, storage: int, nbytes: int, stream: str, location: str) -> bool:
-        point = self._point(actor, "allocation", location)
-        point.step = self.steps(stream)  # the next step there is the first that can use the memory
+        self.sequence += 1
+        point = Point(actor, "allocation", location, self.sequence)
+        if self.memory.waits_for(stream):
+            point.step = self.steps(stream)  # the next step there is the first that can use the memory
         self.memory.allocate(storage, nbytes, stream, location, point, False)
         self._local.allocation = (storage, point)
         return True
@@ -170,8 +174,8 @@ class StreamOrdering(Lanes):
         capture: Captured | None = getattr(self._local, "capture", None)
         if capture is not None and stream != HOST:
             return  # the addresses stay with the graph
-        users = self._users.pop(storage, None)
-        shadow = self.memory.shadows.get(storage)
+        users = self._users.pop(storage, None) if self._users else None
+        shadow = self.memory.shadows.get(storage) if users else None
         if users and shadow is not None:
             location = here()
             for captured in users:
@@ -179,7 +183,11 @@ class StreamOrdering(Lanes):
         if stream == HOST:
             self.memory.free(storage, stream, self.thread(), here)
             return
-        lane = self.lane(stream)
+        lane = self.lanes.get(stream) or self.lane(stream)
+        if lane.held is None:
+            lane.launched_by(self.thread())
+            self.memory.free(storage, stream, lane, here)
+            return
 
         def step() -> bool:
             self.memory.free(storage, stream, lane, here)

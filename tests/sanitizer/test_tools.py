@@ -1,0 +1,247 @@
+"""The sanitizer as tools offer it: the fixture, the commands, timelines, the advisor, threads and memory."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.cli.main import main
+from outrider.device import Backend
+from outrider.sanitizer import Kind, RaceError, Sanitizer, watch
+from outrider.sanitizer.picture import page, svg
+from outrider.sanitizer.pytest_plugin import sanitized
+from outrider.sanitizer.races import RACES
+from outrider.sanitizer.races.program import filled, order
+from outrider.sanitizer.timeline import record
+from outrider_cpu.backend import CpuBackend
+from outrider_sim.backend import SimBackend
+
+__all__ = ["sanitized"]
+
+SCRIPT = """
+import sys
+import torch
+side = torch.sim.Stream()
+x = torch.zeros(4, device="sim")
+with torch.sim.stream(side):
+    y = x + 1
+if "wait" in sys.argv:
+    torch.sim.synchronize()
+"""
+FIXED = SCRIPT.replace("with torch", "torch.sim.synchronize()\nwith torch")
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    code = main([*arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_fixture_passes_a_clean_block_and_fails_another(sanitized: Any) -> None:
+    with sanitized(SimBackend()) as report:
+        pass
+    assert report.clean
+    backend = SimBackend()
+    with pytest.raises(RaceError, match="make 'plan' wait"), sanitized(backend):
+        RACES["read-after-write"].wrong(backend)
+
+
+def test_sanitize_finds_the_race_of_a_script(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, data = run(capsys, "sanitize", "--backend", "sim", "--json", "--", str(script))
+    assert code == 1
+    (finding,) = data["reports"][0]["findings"]
+    assert finding["kind"] == "read_after_write"
+    assert finding["second"]["location"] == f"{script}:7"
+    assert finding["schedule"] == "default.0@s1.0"
+
+
+def test_sanitize_passes_the_corrected_script(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text(FIXED)
+    assert main(["sanitize", "--backend", "sim", "--", str(script), "wait"]) == 0
+    assert "clean" in capsys.readouterr().out
+
+
+def test_sanitize_reports_a_script_that_fails(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text("raise ValueError('no')")
+    code, data = run(capsys, "sanitize", "--backend", "sim", "--json", "--", str(script))
+    assert (code, data["script_error"]) == (1, "ValueError: no")
+
+
+def test_sanitize_watches_backends_that_the_script_makes(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text(
+        "from outrider import get_backend\n"
+        "from outrider.sanitizer.races import RACES\n"
+        "RACES['covers-a-subset'].wrong(get_backend('sim'))\n"
+    )
+    code, data = run(capsys, "sanitize", "--backend", "cpu", "--json", "--", str(script))
+    assert code == 1
+    assert [finding["kind"] for report in data["reports"] for finding in report["findings"]] == ["read_after_write"]
+
+
+def test_explore_fails_with_a_schedule_that_replays(capsys: pytest.CaptureFixture[str]) -> None:
+    code, data = run(capsys, "explore", "write-after-read", "--json")
+    assert (code, data["failed"]) == (1, True)
+    code, again = run(capsys, "explore", "write-after-read", "--replay", data["shrunk"], "--json")
+    assert (code, again["schedule"], again["runs"]) == (1, data["shrunk"], 1)
+
+
+def test_explore_passes_the_corrected_program(capsys: pytest.CaptureFixture[str]) -> None:
+    code, data = run(capsys, "explore", "write-after-read", "--corrected", "--strategy", "exhaustive", "--json")
+    assert (code, data["exhausted"]) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["explore", "no-such-race"], "the corpus has no program"),
+        (["explore", "json:no_such"], "has no function"),
+        (["explore", "flag-set-twice"], "needs a backend with flags"),
+        (["explore", "read-after-write", "--backend", "cpu"], "decides its schedules itself"),
+        (["sanitize", "--backend", "sim", "--", "missing.py"], "doesn't exist"),
+    ],
+)
+def test_wrong_requests_say_what_is_wrong(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 1
+    assert text in capsys.readouterr().err
+
+
+def overlapped(backend: Backend) -> None:
+    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
+    ready, taken = backend.create_event("ready"), backend.create_event("taken")
+    x = filled(backend, forward, 1.0, 64, 64)
+    order(forward, plan)
+    for _ in range(3):
+        with backend.on(forward):
+            y = x @ x
+        forward.record(ready)
+        plan.wait(ready)
+        with backend.on(plan):
+            z = y + 1.0
+        plan.record(taken)
+        forward.wait(taken)
+    backend.synchronize()
+    del z
+
+
+@pytest.mark.parametrize("make", [SimBackend, CpuBackend])
+def test_a_timeline_has_streams_operations_and_fences(make: Any) -> None:
+    backend = make()
+    with record(backend) as timeline:
+        overlapped(backend)
+    assert {name: len(lane) for name, lane in timeline.spans.items()} == {"forward": 4, "plan": 3}
+    events = timeline.perfetto()["traceEvents"]
+    assert sum(e["ph"] == "X" for e in events) == 7
+    assert sum(e["ph"] == "s" for e in events) == sum(e["ph"] == "f" for e in events) == 6
+    starts = {e["id"]: e["ts"] for e in events if e["ph"] == "s"}
+    assert all(e["ts"] >= starts[e["id"]] for e in events if e["ph"] == "f")
+    assert svg(timeline).count("<rect") == 7
+    assert "forward" in page(timeline, "a <title>")
+    assert "<title>a &lt;title&gt;" in page(timeline, "a <title>")
+
+
+def test_a_timeline_says_which_wait_is_on_the_critical_path() -> None:
+    backend = SimBackend()
+    with record(backend) as timeline:
+        overlapped(backend)
+    costs = {cost.event: cost for cost in timeline.costs()}
+    assert costs["ready"].critical_us > 0
+    assert costs["ready"].count == 3
+
+
+def test_trace_writes_a_timeline_and_a_picture(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "t.json"
+    code, data = run(capsys, "trace", "--backend", "sim", "--out", str(out), "--json", "--", str(script), "wait")
+    assert code == 0
+    assert data["streams"] == ["default", "s1"]
+    assert json.loads(out.read_text())["traceEvents"]
+    assert "<svg" in (tmp_path / "t.html").read_text()
+
+
+def test_the_advisor_names_a_wait_that_orders_nothing_new() -> None:
+    backend = SimBackend()
+    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
+    ready = backend.create_event("ready")
+    with watch(backend) as report:
+        x = filled(backend, forward, 1.0)
+        forward.record(ready)
+        plan.wait(ready)
+        plan.wait(ready)
+        with backend.on(plan):
+            x + 1.0
+    assert report.clean
+    (advice,) = report.advice
+    assert (advice.stream, advice.event, advice.count) == ("plan", "ready", 1)
+    assert "test_tools.py" in advice.location
+
+
+def test_hand_overs_between_host_threads_are_seen() -> None:
+    """The copy's buffer goes to another thread through a queue: no alarm; without one: alarm."""
+    for handed_over in (True, False):
+        backend = CpuBackend()
+        copy = backend.create_stream("copy")
+        queue: Queue[int] = Queue()
+        started = threading.Barrier(2)  # orders nothing that the sanitizer would believe
+        with watch(backend) as report:
+            buffer = backend.empty_pinned("results", (4,), torch.float32)
+            with backend.on(copy):
+                x = torch.ones(4)
+
+            def reader(queue: Any = queue, buffer: Any = buffer, wait: bool = handed_over, started: Any = started) -> None:
+                started.wait()
+                if wait:
+                    queue.get()
+                buffer.tensor.sum()
+
+            thread = threading.Thread(target=reader)
+            thread.start()
+            backend.copy_async(buffer.tensor, x, stream=copy)
+            copy.synchronize()
+            queue.put(1)
+            started.wait()
+            thread.join()
+        assert {finding.kind for finding in report} == (set() if handed_over else {Kind.READ_AFTER_WRITE}), str(report)
+
+
+def test_memory_stays_bounded() -> None:
+    backend = SimBackend()
+    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
+    ready, taken = backend.create_event("ready"), backend.create_event("taken")
+    sanitizer = Sanitizer(backend)
+    backend.attach(sanitizer)
+    sizes = []
+    pool = filled(backend, forward, 0.0, 512, 8)
+    for step in range(600):
+        with backend.on(forward):
+            x = torch.ones(8, device=backend.device)
+            pool.index_copy_(0, torch.tensor([step % 512], device=backend.device), x.unsqueeze(0))
+        forward.record(ready)
+        plan.wait(ready)
+        with backend.on(plan):
+            y = x + pool[: step % 512 + 1].sum()
+        plan.record(taken)
+        forward.wait(taken)
+        taken.synchronize()
+        memory = sanitizer._ordering.memory
+        sizes.append(
+            len(memory.shadows)
+            + sum(len(shadow.records()) for shadow in memory.shadows.values())
+            + sum(len(shadow.intervals) for shadow in memory.shadows.values())
+            + len(sanitizer._ordering._awaited)
+        )
+    backend.detach()
+    assert sanitizer.report.clean, str(sanitizer.report)
+    assert max(sizes[300:]) <= max(sizes[:300]) + 5
+    assert max(sizes) < 120
+    del y
