@@ -7,26 +7,34 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.device import Backend, CapabilityError, ConfigError, RequestError, StepMode
+from outrider.device import Backend, ConfigError, RequestError
 from outrider.engine.buffers import StepBuffers
+from outrider.engine.checks import (
+    check_invariance,
+    check_options,
+    check_pages,
+    check_policy,
+    check_prompt,
+    check_tree,
+    context_limit,
+)
 from outrider.engine.config import EngineConfig
 from outrider.engine.fences import FenceSet
 from outrider.engine.logprobs import TokenLogprobs
+from outrider.engine.media import RequestMedia, expanded
 from outrider.engine.options import OptionTable
 from outrider.engine.pages import FreeList, PagePool
 from outrider.engine.request import Completion, FinishReason, Request, StepOutput
 from outrider.engine.results import Results, Ticket
 from outrider.engine.rows import FutureMap, RowTable
-from outrider.engine.sampling import MAX_LOGIT_BIAS, SamplingParams
+from outrider.engine.sampling import SamplingParams
 from outrider.engine.scheduler import OutOfPages, Scheduler, SchedulerLimits
 from outrider.engine.staging import Batch, Staging, staging_capacity
 from outrider.engine.step import Step, StepParts, Streams
 from outrider.engine.text import StopText
-from outrider.model import Decoder, KVCache, Tokenizer, load_decoder
+from outrider.model import Decoder, KVCache, Media, Tokenizer, VisionTower, load_decoder, load_vision
 from outrider.speculative.build import BUILDERS, DraftOptions, build
 from outrider.speculative.proposer import PlainProposer, Proposer
-
-DEFAULT_MAX_CONTEXT = 4096
 
 Progress = Callable[[str, int, int], None]
 
@@ -62,20 +70,18 @@ class Engine:
         proposer: Proposer | None = None,
         config: EngineConfig | None = None,
         tokenizer: Tokenizer | None = None,
+        vision: VisionTower | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.backend = backend
         self.model = model
         self.proposer = proposer = proposer or PlainProposer()
         self._tokenizer = tokenizer
-        _check_policy(backend)
-        if config.batch_invariant and not (model.native and model.kernels.row_invariant):
-            raise ConfigError(
-                "batch_invariant is set, but the model doesn't run on kernels that are; use Engine.from_checkpoint with a "
-                "model of a supported family, or make the Decoder with backend.kernels.batch_invariant()"
-            )
-        self.max_context = _max_context(config, model, proposer)
-        _check_tree(model, proposer)
+        self._vision = vision
+        check_policy(backend)
+        check_invariance(config, model)
+        check_tree(model, proposer)
+        self.max_context = context_limit(config, model, proposer)
         # A tree's nodes are scattered over slots behind the cached tokens, and all of them count until they're moved.
         spare = max(proposer.slots - 2, 0) if proposer.is_tree else 0
         table_width = -(-(self.max_context + proposer.slots) // config.page_size)
@@ -110,6 +116,7 @@ class Engine:
                 depth=proposer.depth,
                 is_tree=proposer.is_tree,
                 pages=table_width,
+                axes=model.config.rope.axes,
                 device=device,
             )
             capacity = staging_capacity(requests=config.max_requests, pages=table_width, prefill_chunk=config.prefill_chunk)
@@ -154,6 +161,7 @@ class Engine:
                 results=results,
                 page_size=config.page_size,
                 max_context=self.max_context,
+                vision=vision,
             ),
             slots=slots,
         )
@@ -198,7 +206,10 @@ class Engine:
         )
         proposer = build(speculate, options)
         tokenizer = Tokenizer.from_checkpoint(model_dir)
-        return cls(model, backend, proposer=proposer, config=config, tokenizer=tokenizer)
+        vision = None
+        if model.config.vision is not None:
+            vision = load_vision(model_dir, backend=backend, dtype=config.torch_dtype, progress=progress)
+        return cls(model, backend, proposer=proposer, config=config, tokenizer=tokenizer, vision=vision)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -229,24 +240,33 @@ class Engine:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def add_request(self, tokens: Sequence[int], params: SamplingParams | None = None, *, priority: int = 0) -> int:
+    def add_request(
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        media: Sequence[Media] = (),
+    ) -> int:
         """Queue a request; returns its id. A higher ``priority`` goes first and is preempted last.
 
         With ``n`` samples, each is a request of its own; their ids follow each other and the first is returned. The others
         start once the first one's prompt is on its way, and share its pages.
 
+        ``media``: images and videos (:class:`~outrider.model.MediaProcessor` makes them), in the order of their places in
+        ``tokens``, which have one placeholder token for each, or already one for each of its features.
+
         Raises :class:`RequestError` for a request that can't be served.
         """
         params = params or SamplingParams()
-        prompt = tuple(int(token) for token in tokens)
-        self._check_prompt(prompt, params)
-        stops = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stops.update(self.model.config.eos_token_ids)
-        self._check_options(params, stops)
+        model = self.model.config
+        prompt = expanded([int(token) for token in tokens], media, model.vision)
+        stops = self._check(prompt, params)
+        pictures = self._pictures(prompt, media)
+        rope_key = model.rope.sharing_key(len(prompt))
         samples = []
         for index in range(params.n):
-            request = Request(self._next_id, prompt, params.sample(index), frozenset(stops), priority)
+            request = Request(self._next_id, prompt, params.sample(index), stops, priority, pictures, rope_key)
             if params.stop:
                 request.stop_text = StopText(self.tokenizer.stream(), params.stop, overlook=params.min_tokens)
             self._next_id += 1
@@ -294,11 +314,16 @@ class Engine:
         return outputs
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        media: Sequence[Sequence[Media]] | None = None,
     ) -> list[Completion]:
         """Run requests to their ends; completions in the order of ``prompts``, the samples of one side by side.
 
-        Requests added before run along; what they produce meanwhile comes out of the next :meth:`step`.
+        ``media``: those of each prompt, in the order of ``prompts``. Requests added before run along; what they produce
+        meanwhile comes out of the next :meth:`step`.
         """
         if params is None or isinstance(params, SamplingParams):
             each: Sequence[SamplingParams] = [params or SamplingParams()] * len(prompts)
@@ -306,7 +331,13 @@ class Engine:
             each = params
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one, or as many")
-        firsts = [(self.add_request(p, chosen), chosen) for p, chosen in zip(prompts, each, strict=True)]
+        pictures = media if media is not None else [()] * len(prompts)
+        if len(pictures) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts came with media for {len(pictures)}; give one sequence for each")
+        firsts = [
+            (self.add_request(prompt, chosen, media=seen), chosen)
+            for prompt, chosen, seen in zip(prompts, each, pictures, strict=True)
+        ]
         requests = [self._requests[first + i] for first, chosen in firsts for i in range(chosen.n if chosen else 1)]
         ours = {request.id for request in requests}
         others: list[StepOutput] = []
@@ -316,14 +347,16 @@ class Engine:
         self._pending[:0] = others
         return [request.completion() for request in requests]
 
-    def stream(self, tokens: Sequence[int], params: SamplingParams | None = None) -> Iterator[StepOutput]:
+    def stream(
+        self, tokens: Sequence[int], params: SamplingParams | None = None, *, media: Sequence[Media] = ()
+    ) -> Iterator[StepOutput]:
         """Run one request, yielding its tokens as they come. Closing the iterator early aborts the request.
 
         Requests added before run along; what they produce meanwhile comes out of the next :meth:`step`.
         """
         if params is not None and params.n > 1:
             raise RequestError(f"n is {params.n}; a stream is one sample: use add_request and step, or generate")
-        request = self._requests[self.add_request(tokens, params)]
+        request = self._requests[self.add_request(tokens, params, media=media)]
         others: list[StepOutput] = []
         try:
             while not request.finished:
@@ -347,25 +380,31 @@ class Engine:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _check_prompt(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
-        if not prompt:
-            raise RequestError("the prompt is empty; give at least one token")
-        total = len(prompt) + params.max_tokens
-        if total > self.max_context:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens and asks for {params.max_tokens} more: {total} don't fit in the "
-                f"context of {self.max_context}; shorten the prompt or lower max_tokens"
-            )
-        needed, pages = self._scheduler.most_pages(total), self._scheduler.pages.count - 1
-        if needed > pages:
-            raise RequestError(
-                f"the request needs {needed} KV pages of {self.config.page_size} tokens, the cache has {pages}; raise "
-                "num_pages or lower max_tokens"
-            )
-        vocabulary = self.model.config.vocab_size
-        wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
-        if wrong is not None:
-            raise RequestError(f"token {wrong} of the prompt is outside the model's vocabulary of {vocabulary}")
+    def _check(self, prompt: tuple[int, ...], params: SamplingParams) -> frozenset[int]:
+        """Raise for what can't be served; else the request's stop tokens."""
+        config, vocabulary = self.config, self.model.config.vocab_size
+        check_prompt(prompt, params, context=self.max_context, vocabulary=vocabulary)
+        needed = self._scheduler.most_pages(len(prompt) + params.max_tokens)
+        check_pages(needed, self._scheduler.pages.count - 1, config.page_size)
+        stops = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops.update(self.model.config.eos_token_ids)
+        check_options(params, stops, config=config, vocabulary=vocabulary)
+        if params.stop:
+            self.tokenizer  # noqa: B018  (raises when there is none)
+        return frozenset(stops)
+
+    def _pictures(self, prompt: tuple[int, ...], media: Sequence[Media]) -> RequestMedia | None:
+        """The media of a prompt; placeholders without media raise."""
+        vision = self.model.config.vision
+        if vision is None:
+            return None
+        pictures = RequestMedia(media, prompt, vision)
+        if not media:
+            return None
+        if self._vision is None:
+            raise RequestError("this engine was built without a vision tower; use Engine.from_checkpoint, or pass vision")
+        return pictures
 
     def _next_batch(self) -> Batch | None:
         """The scheduler's next batch. Where it must preempt, what is in flight is handled first: that's rare."""
@@ -381,32 +420,6 @@ class Engine:
             if not follower.finished:
                 self._scheduler.add(follower)
         request.followers = []
-
-    def _check_options(self, params: SamplingParams, stops: set[int]) -> None:
-        vocabulary, listed = self.model.config.vocab_size, dict(params.biases)
-        wrong = next((token for token in listed if token >= vocabulary), None)
-        if wrong is None:
-            wrong = next((token for token in params.stop_token_ids if not 0 <= token < vocabulary), None)
-        if wrong is not None:
-            raise RequestError(f"token {wrong} of the sampling options is outside the model's vocabulary of {vocabulary}")
-        banned = {token for token, value in listed.items() if value == float("-inf")}
-        if params.min_tokens:
-            banned |= stops
-        if len(banned) >= vocabulary:
-            raise RequestError("logit_bias and min_tokens ban every token of the vocabulary; leave at least one")
-        entries = len(listed) + (len(stops) if params.min_tokens else 0)
-        if entries > MAX_LOGIT_BIAS:
-            raise RequestError(
-                f"logit_bias and the stop tokens that min_tokens bans make {entries} entries, a request may have "
-                f"{MAX_LOGIT_BIAS}; list fewer tokens"
-            )
-        if params.penalized and not self.config.penalties:
-            raise RequestError("this engine was built without penalties; build it with EngineConfig(penalties=True)")
-        most = min(self.config.max_logprobs, vocabulary)
-        if params.logprobs is not None and params.logprobs > most:
-            raise RequestError(f"logprobs is {params.logprobs}, this engine reports {most} at most; raise max_logprobs")
-        if params.stop:
-            self.tokenizer  # noqa: B018  (raises when there is none)
 
     def _handle_oldest(self) -> None:
         """Take in the results of the oldest iteration in flight; those of requests that are over are dropped."""
@@ -458,37 +471,3 @@ def _text_of(request: Request) -> str | None:
     text = watch.take()
     request.text.append(text)
     return text
-
-
-def _check_policy(backend: Backend) -> None:
-    sync = backend.speculative_sync
-    if StepMode.STAGED not in sync.step_modes or sync.exact_host_lengths or sync.rebind_params:
-        raise CapabilityError(
-            f"{backend.label} declares a policy that this version's step doesn't carry out (staged mode without host "
-            "lengths or rebound parameters is what it does)"
-        )
-
-
-def _check_tree(model: Decoder, proposer: Proposer) -> None:
-    if proposer.nodes < proposer.depth:
-        raise ConfigError(
-            f"the proposer {proposer.name!r} declares {proposer.nodes} nodes and paths of {proposer.depth}: a path has no "
-            "more nodes than its tree"
-        )
-    if proposer.is_tree and any(model.config.windows):
-        raise ConfigError(
-            f"the proposer {proposer.name!r} drafts trees, and the model has layers with a sliding window, which count slots"
-            " and not positions on a path; draft a chain (draft_topk=1)"
-        )
-
-
-def _max_context(config: EngineConfig, model: Decoder, proposer: Proposer) -> int:
-    limit = model.config.max_context
-    if proposer.max_context is not None:
-        limit = min(limit, proposer.max_context)
-    if config.max_context is None:
-        return min(limit, DEFAULT_MAX_CONTEXT)
-    if config.max_context > limit:
-        what = "model was" if limit == model.config.max_context else f"proposer {proposer.name!r} was"
-        raise ConfigError(f"max_context is {config.max_context}, the {what} made for {limit} at most")
-    return config.max_context

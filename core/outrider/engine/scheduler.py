@@ -90,7 +90,7 @@ class Scheduler:
         """Tell the prefix cache of the request's full pages among its first ``filled`` tokens."""
         tokens = request.context if request.needs_prefill else (*request.prompt, *request.output)
         request.page_key, request.registered = self.pages.register(
-            request.pages, tokens, filled, request.page_key, request.registered
+            request.pages, tokens, filled, request.page_key, request.registered, request.besides_tokens
         )
 
     def retire(self) -> None:
@@ -150,7 +150,7 @@ class Scheduler:
         admitted: list[Request] = []
         while self._waiting and self.rows.available:
             request = self._waiting[0]
-            hit, key = self.pages.match(request.context)
+            hit, key = self.pages.match(request.context, request.besides_tokens)
             longest = request.length_limit + self._limits.spare
             needed = self._pages_of(min(len(request.context) + self._limits.slots, longest))
             if needed - len(hit) > self.pages.available:
