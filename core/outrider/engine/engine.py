@@ -20,6 +20,7 @@ from outrider.engine.checks import (
 )
 from outrider.engine.config import EngineConfig
 from outrider.engine.fences import FenceSet
+from outrider.engine.hand_over import HandOver
 from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.media import RequestMedia, expanded
 from outrider.engine.options import OptionTable
@@ -32,6 +33,7 @@ from outrider.engine.scheduler import OutOfPages, Scheduler, SchedulerLimits
 from outrider.engine.staging import Batch, Staging, staging_capacity
 from outrider.engine.step import Step, StepParts, Streams
 from outrider.engine.text import StopText
+from outrider.engine.transfer import bring_here, collect
 from outrider.model import Decoder, KVCache, Media, Tokenizer, VisionTower, load_decoder, load_vision
 from outrider.speculative.build import BUILDERS, DraftOptions, build
 from outrider.speculative.proposer import PlainProposer, Proposer
@@ -145,26 +147,24 @@ class Engine:
                 growth=proposer.depth + 1, slots=proposer.slots, spare=spare, prefill_chunk=config.prefill_chunk
             ),
         )
-        self._step = Step(
-            StepParts(
-                backend=backend,
-                streams=streams,
-                fences=self._fences,
-                model=model,
-                cache=cache,
-                proposer=proposer,
-                rows=rows,
-                options=options,
-                future=future,
-                buffers=buffers,
-                staging=staging,
-                results=results,
-                page_size=config.page_size,
-                max_context=self.max_context,
-                vision=vision,
-            ),
-            slots=slots,
+        self._parts = StepParts(
+            backend=backend,
+            streams=streams,
+            fences=self._fences,
+            model=model,
+            cache=cache,
+            proposer=proposer,
+            rows=rows,
+            options=options,
+            future=future,
+            buffers=buffers,
+            staging=staging,
+            results=results,
+            page_size=config.page_size,
+            max_context=self.max_context,
+            vision=vision,
         )
+        self._step = Step(self._parts, slots=slots)
         self._in_flight: deque[Ticket] = deque()
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -268,7 +268,7 @@ class Engine:
         for index in range(params.n):
             request = Request(self._next_id, prompt, params.sample(index), stops, priority, pictures, rope_key)
             if params.stop:
-                request.stop_text = StopText(self.tokenizer.stream(), params.stop, overlook=params.min_tokens)
+                request.stop_text = self._watch(params)
             self._next_id += 1
             self._requests[request.id] = request
             samples.append(request)
@@ -291,6 +291,54 @@ class Engine:
         self._scheduler.drop_waiting(request)
         self._start_followers(request)
         self._scheduler.retire()
+
+    def hand_over(self, request_id: int) -> HandOver:
+        """Take a decoding request out, with its caches and its draft state, for another engine's :meth:`take_over`.
+
+        The host waits for the request's own iterations in flight; other requests go on. Tokens that this finds come out of
+        the next :meth:`step`, and are in the hand-over's output too. Raises :class:`RequestError` for a request that has
+        finished, or has no output yet.
+        """
+        request = self._requests.get(request_id)
+        while request is not None and request.in_flight:
+            self._handle_oldest()
+        if request is None or request.finished:
+            raise RequestError(f"request {request_id} isn't running; it may have finished already")
+        if not request.row or request.needs_prefill or not request.output:
+            raise RequestError(f"request {request_id} waits or is at its prompt; hand it over once it has put out a token")
+        with self.backend.guard("handing a request over"):
+            handed = collect(self._parts, request)
+        del self._requests[request_id]
+        request.finish_reason = FinishReason.HAND_OVER
+        self._pending.append(StepOutput(request_id, (), FinishReason.HAND_OVER))
+        self._scheduler.retire()
+        return handed
+
+    def take_over(self, handed: HandOver) -> int:
+        """Go on with a request from another engine of the same model and kind of proposer; returns its id here.
+
+        It decodes as soon as it's scheduled, without a prefill. Its completion has the whole output; :meth:`step` yields
+        what is new. From another backend its state is copied at once, and the host waits for that.
+
+        Raises :class:`ConfigError` when the engines don't fit, and :class:`RequestError` for a request that can't be served.
+        """
+        handed.check_fits(self.model.config, self.model.dtype, self.proposer)
+        stops = self._check(handed.prompt, handed.params)
+        request = Request(self._next_id, handed.prompt, handed.params, stops, handed.priority)
+        request.media = self._pictures(handed.prompt, handed.media)
+        request.rope_key = self.model.config.rope.sharing_key(len(handed.prompt))
+        request.output, request.logprobs = list(handed.output), list(handed.logprobs)
+        request.iterations, request.verified_tokens = handed.iterations, handed.verified_tokens
+        request.context = (*handed.prompt, *handed.output[:-1])
+        if handed.params.stop:
+            request.stop_text = self._watch(handed.params, handed.output)
+            request.text.append(request.stop_text.take())
+        with self.backend.guard("taking a request over"):
+            request.arrival = bring_here(self._parts, handed)
+        self._next_id += 1
+        self._requests[request.id] = request
+        self._scheduler.add(request)
+        return request.id
 
     def step(self) -> list[StepOutput]:
         """Run one iteration; returns the new tokens that the host learnt of, a record for each request that has some.
@@ -394,6 +442,13 @@ class Engine:
             self.tokenizer  # noqa: B018  (raises when there is none)
         return frozenset(stops)
 
+    def _watch(self, params: SamplingParams, output: Sequence[int] = ()) -> StopText:
+        """Looks for the stop strings, behind the ``output`` so far."""
+        watch = StopText(self.tokenizer.stream(), params.stop, overlook=params.min_tokens)
+        for token in output:
+            watch.push(token)
+        return watch
+
     def _pictures(self, prompt: tuple[int, ...], media: Sequence[Media]) -> RequestMedia | None:
         """The media of a prompt; placeholders without media raise."""
         vision = self.model.config.vision
@@ -438,6 +493,8 @@ class Engine:
             chunk.request.in_flight -= 1
             if first is not None and not chunk.request.finished:
                 self._emit(chunk.request, (first,), outcome.logprobs.get(chunk.request.id, ()))
+        for request, _ in ticket.batch.arrivals:
+            request.in_flight -= 1
 
     def _emit(self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         """Append tokens up to the first stop token, the one that completes a stop string, or the limit."""

@@ -75,6 +75,13 @@ FENCES: tuple[FenceSpec, ...] = (
         Hazard.WRITE_AFTER_READ,
         "staged inputs, rows and table entries against the next iteration and reuse by another request",
     ),
+    FenceSpec(
+        "handed_over",
+        "forward",
+        ("forward of another engine", "host"),
+        Hazard.READ_AFTER_WRITE,
+        "keys, values, draft caches and relay of a request that leaves for another engine",
+    ),
 )
 
 
@@ -96,4 +103,5 @@ class FenceSet:
         self.results_ready = sync.create_fence("results_ready")
         self.results_taken = sync.create_fence("results_taken")
         self.results_copied = ring("results_copied")
+        self.handed_over = sync.create_fence("handed_over")
         self.step_reads_done = sync.create_fence("step_reads_done")

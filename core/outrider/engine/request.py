@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from outrider.engine.hand_over import HandOver
 from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.media import RequestMedia
 from outrider.engine.pages import PageKey
@@ -21,6 +22,8 @@ class FinishReason(StrEnum):
     """``max_tokens`` were generated."""
     ABORT = "abort"
     """The caller aborted it."""
+    HAND_OVER = "hand_over"
+    """The caller took it out, for another engine to go on with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,8 @@ class Request:
     iterations: int = 0
     verified_tokens: int = 0
     preemptions: int = 0
+    arrival: HandOver | None = None
+    """What another engine computed of it, until that is in the cache."""
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     stop_text: StopText | None = None

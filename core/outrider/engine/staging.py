@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend, Fence, Stream
+from outrider.engine.hand_over import HandOver
 from outrider.engine.request import Request
 from outrider.model import RopeConfig
 
@@ -30,17 +31,21 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one iteration does. ``table_updates`` are (row, index, page)."""
+    """What one iteration does. ``table_updates`` are (row, index, page); ``arrivals`` are requests whose state comes from
+    another engine, and which decode from the next iteration on.
+    """
 
     prefill: tuple[PrefillChunk, ...]
     decode: tuple[Request, ...]
     admitted: tuple[Request, ...]
     table_updates: tuple[tuple[int, int, int], ...]
+    arrivals: tuple[tuple[Request, HandOver], ...] = ()
 
     @property
     def requests(self) -> tuple[Request, ...]:
         """Every request that the iteration works on."""
-        return (*self.decode, *(chunk.request for chunk in self.prefill))
+        prefilled = (chunk.request for chunk in self.prefill)
+        return (*self.decode, *prefilled, *(request for request, _ in self.arrivals))
 
 
 @dataclass(frozen=True, slots=True)

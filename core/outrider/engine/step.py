@@ -24,6 +24,7 @@ from outrider.engine.options import OptionTable
 from outrider.engine.results import Results, Ticket, logprobs_of
 from outrider.engine.rows import FutureMap, RowTable
 from outrider.engine.staging import Batch, Packer, Staging, pack, prefill_attention, prefill_inputs
+from outrider.engine.transfer import bring_in
 from outrider.model import Decoder, ForwardInput, KVCache, VisionTower
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Proposer
 from outrider.speculative.slots import slots_of
@@ -128,6 +129,8 @@ class Step:
         if any(request.params.penalized for request in batch.admitted):
             with parts.backend.on(streams.forward):
                 parts.options.begin(parts.staging.view, packer.segments)
+        if batch.arrivals:
+            bring_in(parts, batch.arrivals)
         if batch.prefill:
             self._prefill(batch, packer)
         if batch.decode:

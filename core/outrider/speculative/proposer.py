@@ -176,6 +176,13 @@ class Proposer(ABC):
         """How many tokens after a position its cache entry depends on: a shared prefix must agree on those too."""
         return 1 if self.extends else 0
 
+    @property
+    def caches(self) -> tuple[Tensor, ...]:
+        """Its own caches, [pages, page size, ...] each, all entries of a token in its slot; what a request takes along when
+        another engine goes on with it. They exist from :meth:`allocate` on.
+        """
+        return ()
+
     @abstractmethod
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """Make its own cache, if it has one, with the page numbers that the target's cache uses."""
