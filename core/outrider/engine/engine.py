@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.device import Backend, ConfigError, RequestError
-from outrider.engine.buffers import StepBuffers
+from outrider.engine.assembly import assemble, ring_slots
 from outrider.engine.checks import (
     check_invariance,
     check_options,
@@ -19,22 +19,19 @@ from outrider.engine.checks import (
     context_limit,
 )
 from outrider.engine.config import EngineConfig
-from outrider.engine.fences import FenceSet
 from outrider.engine.hand_over import HandOver
 from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.media import RequestMedia, expanded
-from outrider.engine.options import OptionTable
 from outrider.engine.pages import FreeList, PagePool
 from outrider.engine.request import Completion, FinishReason, Request, StepOutput
-from outrider.engine.results import Results, Ticket
-from outrider.engine.rows import FutureMap, RowTable
+from outrider.engine.results import Ticket
 from outrider.engine.sampling import SamplingParams
 from outrider.engine.scheduler import OutOfPages, Scheduler, SchedulerLimits
-from outrider.engine.staging import Batch, Staging, staging_capacity
-from outrider.engine.step import Step, StepParts, Streams
+from outrider.engine.staging import Batch
+from outrider.engine.step import Step
 from outrider.engine.text import StopText
 from outrider.engine.transfer import bring_here, collect
-from outrider.model import Decoder, KVCache, Media, Tokenizer, VisionTower, load_decoder, load_vision
+from outrider.model import Decoder, Media, Tokenizer, VisionTower, load_decoder, load_vision
 from outrider.speculative.build import BUILDERS, DraftOptions, build
 from outrider.speculative.proposer import PlainProposer, Proposer
 
@@ -84,87 +81,22 @@ class Engine:
         check_invariance(config, model)
         check_tree(model, proposer)
         self.max_context = context_limit(config, model, proposer)
+        self._parts = parts = assemble(
+            model, backend, proposer=proposer, config=config, max_context=self.max_context, vision=vision
+        )
         # A tree's nodes are scattered over slots behind the cached tokens, and all of them count until they're moved.
         spare = max(proposer.slots - 2, 0) if proposer.is_tree else 0
-        table_width = -(-(self.max_context + proposer.slots) // config.page_size)
-        pages = config.num_pages or config.max_requests * table_width + 1
-        slots = 2 if config.overlap else 1
-        device = backend.device
-
-        streams = Streams(*(backend.create_stream(name) for name in ("schedule", "forward", "plan", "copy")))
-        # Everything that lives as long as the engine is made on forward, and finished before any stream starts.
-        with backend.on(streams.forward), backend.guard("allocating the engine's caches and buffers"):
-            cache = KVCache.allocate(
-                model.config.num_layers,
-                model.config.num_kv_heads,
-                model.config.head_size,
-                pages=pages,
-                page_size=config.page_size,
-                dtype=config.torch_dtype,
-                device=device,
-            )
-            proposer.allocate(backend=backend, pages=pages, page_size=config.page_size)
-            rows = RowTable(rows=config.max_requests + 1, pages=table_width, device=device)
-            options = OptionTable(
-                rows=config.max_requests + 1,
-                vocabulary=model.config.vocab_size,
-                penalties=config.penalties,
-                device=device,
-            )
-            future = FutureMap(rows=config.max_requests + 1, relay=proposer.relay, device=device)
-            buffers = StepBuffers(
-                max_requests=config.max_requests,
-                nodes=proposer.nodes,
-                depth=proposer.depth,
-                is_tree=proposer.is_tree,
-                pages=table_width,
-                axes=model.config.rope.axes,
-                device=device,
-            )
-            capacity = staging_capacity(requests=config.max_requests, pages=table_width, prefill_chunk=config.prefill_chunk)
-            capacity += OptionTable.capacity(
-                requests=config.max_requests,
-                vocabulary=model.config.vocab_size,
-                max_context=self.max_context,
-                penalties=config.penalties,
-            )
-            staging = Staging(backend, slots=slots, capacity=capacity)
-            results = Results(
-                backend,
-                slots=slots,
-                max_requests=config.max_requests,
-                depth=proposer.depth,
-                max_logprobs=min(config.max_logprobs, model.config.vocab_size),
-            )
-        streams.forward.synchronize()
-
-        self._fences = FenceSet(backend.speculative_sync, slots=slots)
-        self._results = results
+        self._fences, self._results = parts.fences, parts.results
         self._scheduler = Scheduler(
             rows=FreeList("request row", config.max_requests + 1),
-            pages=PagePool(count=pages, page_size=config.page_size, ahead=proposer.lookahead, share=config.prefix_cache),
+            pages=PagePool(
+                count=parts.cache.pages, page_size=config.page_size, ahead=proposer.lookahead, share=config.prefix_cache
+            ),
             limits=SchedulerLimits(
                 growth=proposer.depth + 1, slots=proposer.slots, spare=spare, prefill_chunk=config.prefill_chunk
             ),
         )
-        self._parts = StepParts(
-            backend=backend,
-            streams=streams,
-            fences=self._fences,
-            model=model,
-            cache=cache,
-            proposer=proposer,
-            rows=rows,
-            options=options,
-            future=future,
-            buffers=buffers,
-            staging=staging,
-            results=results,
-            page_size=config.page_size,
-            max_context=self.max_context,
-            vision=vision,
-        )
-        self._step = Step(self._parts, slots=slots)
+        self._step = Step(parts, slots=ring_slots(config))
         self._in_flight: deque[Ticket] = deque()
         self._requests: dict[int, Request] = {}
         self._next_id = 0
