@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata
+from outrider.model import speculative_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +21,15 @@ class TreeInputs:
     """What trees need besides: the mask of verify, and draft-extend's own metadata, since only a path is taken in.
 
     ``mask`` bool [B*N, N]. Written in the extend plan: ``gather`` int64 [B*E], rows of verify along the path;
-    ``positions``, ``slots`` int64 [B*E]; ``kv_lens`` int32 [B]; ``sources``, ``destinations`` int64 [B*(E-1)], cache slots
-    that accepted nodes move between. ``query_start`` int32 [B+1] is constant.
+    ``positions``, ``slots`` int64 [B*E], ``rope_positions`` as the target's rope takes them; ``kv_lens`` int32 [B];
+    ``sources``, ``destinations`` int64 [B*(E-1)], cache slots that accepted nodes move between. ``query_start`` int32 [B+1]
+    is constant.
     """
 
     mask: Tensor
     gather: Tensor
     positions: Tensor
+    rope_positions: Tensor
     slots: Tensor
     kv_lens: Tensor
     sources: Tensor
@@ -39,9 +42,10 @@ class VerifyInputs:
     """What verify, accept and draft-extend read; written on plan. Views of one batch.
 
     ``rows``, ``lens``, ``seeds`` int64 [B]; ``temperature`` float32 [B]; ``tables`` int32 [B, P]; ``tokens``,
-    ``positions`` (as rotary embedding takes them), ``slots`` int64 [B*N]; ``kv_lens`` int32 [B]; ``query_start``
-    int32 [B+1]; ``extend_tokens`` int64 [B*E] and ``extend_last`` int64 [B], written in the extend plan; ``tree`` None for
-    chains.
+    ``positions`` (indices in the sequence), ``slots`` int64 [B*N]; ``rope_positions``, the same as the model's rope takes
+    them: [3, B*N] with ``deltas`` int64 [B], or ``positions`` itself where it has no axes, and then ``deltas`` is None;
+    ``kv_lens`` int32 [B]; ``query_start`` int32 [B+1]; ``extend_tokens`` int64 [B*E] and ``extend_last`` int64 [B], written
+    in the extend plan; ``tree`` None for chains.
     """
 
     rows: Tensor
@@ -51,12 +55,24 @@ class VerifyInputs:
     tables: Tensor
     tokens: Tensor
     positions: Tensor
+    rope_positions: Tensor
+    deltas: Tensor | None
     slots: Tensor
     kv_lens: Tensor
     query_start: Tensor
     extend_tokens: Tensor
     extend_last: Tensor
     tree: TreeInputs | None
+
+    def place_on_axes(self) -> None:
+        """Positions on three axes, from their sources; doing it again changes nothing. Nothing without axes."""
+        if self.deltas is not None:
+            _shift(self.positions, self.deltas, self.rope_positions)
+
+    def place_path_on_axes(self, tree: TreeInputs) -> None:
+        """The same for an accepted path."""
+        if self.deltas is not None:
+            _shift(tree.positions, self.deltas, tree.rope_positions)
 
     def attention(self, *, max_query: int, max_kv: int) -> AttentionMetadata:
         """Metadata of N new tokens for each request."""
@@ -80,10 +96,19 @@ class VerifyInputs:
         )
 
 
-class StepBuffers:
-    """Owner of the static buffers. ``nodes``: K; ``depth``: D, smaller than K only for trees."""
+def _shift(positions: Tensor, deltas: Tensor, out: Tensor) -> None:
+    each = deltas.unsqueeze(1).expand(-1, positions.shape[0] // deltas.shape[0]).flatten()
+    speculative_positions(positions, each, out=out)
 
-    def __init__(self, *, max_requests: int, nodes: int, depth: int, is_tree: bool, pages: int, device: torch.device) -> None:
+
+class StepBuffers:
+    """Owner of the static buffers. ``nodes``: K; ``depth``: D, smaller than K only for trees. ``axes``: rows of
+    the positions, 3 for mrope.
+    """
+
+    def __init__(
+        self, *, max_requests: int, nodes: int, depth: int, is_tree: bool, pages: int, axes: int, device: torch.device
+    ) -> None:
         self._width = width = nodes + 1
         self._extend = extend = depth + 1
         flat = max_requests * width
@@ -99,12 +124,14 @@ class StepBuffers:
         """Lengths of the batch's rows, gathered on schedule behind *published*."""
         self.lane = torch.arange(width, device=device)
         """0..K, the offsets of a request's new tokens; constant."""
+        positions, path_positions = zeros(flat), zeros(flat_extend)
         tree = None
         if is_tree:
             tree = TreeInputs(
                 mask=zeros(flat, width, dtype=torch.bool),
                 gather=zeros(flat_extend),
-                positions=zeros(flat_extend),
+                positions=path_positions,
+                rope_positions=path_positions if axes == 1 else zeros(axes, flat_extend),
                 slots=zeros(flat_extend),
                 kv_lens=zeros(max_requests, dtype=torch.int32),
                 sources=zeros(max_requests * depth),
@@ -118,7 +145,9 @@ class StepBuffers:
             temperature=zeros(max_requests, dtype=torch.float32),
             tables=zeros(max_requests, pages, dtype=torch.int32),
             tokens=zeros(flat),
-            positions=zeros(flat),
+            positions=positions,
+            rope_positions=positions if axes == 1 else zeros(axes, flat),
+            deltas=None if axes == 1 else zeros(max_requests),
             slots=zeros(flat),
             kv_lens=zeros(max_requests, dtype=torch.int32),
             query_start=every(width),
@@ -138,6 +167,8 @@ class StepBuffers:
             tables=full.tables[:batch],
             tokens=full.tokens[:flat],
             positions=full.positions[:flat],
+            rope_positions=full.rope_positions[..., :flat],
+            deltas=None if full.deltas is None else full.deltas[:batch],
             slots=full.slots[:flat],
             kv_lens=full.kv_lens[:batch],
             query_start=full.query_start[: batch + 1],
@@ -153,6 +184,7 @@ class StepBuffers:
             mask=full.mask[: batch * self._width],
             gather=full.gather[:flat],
             positions=full.positions[:flat],
+            rope_positions=full.rope_positions[..., :flat],
             slots=full.slots[:flat],
             kv_lens=full.kv_lens[:batch],
             sources=full.sources[:moves],

@@ -1,9 +1,12 @@
-"""What an engine refuses to be built with."""
+"""What an engine refuses, with the reason: at its making, and for a request."""
 
 from __future__ import annotations
 
-from outrider.device import Backend, CapabilityError, ConfigError, StepMode
+from collections.abc import Sequence
+
+from outrider.device import Backend, CapabilityError, ConfigError, RequestError, StepMode
 from outrider.engine.config import EngineConfig
+from outrider.engine.sampling import MAX_LOGIT_BIAS, SamplingParams
 from outrider.model import LanguageModel
 from outrider.speculative.proposer import Proposer
 
@@ -11,7 +14,7 @@ DEFAULT_MAX_CONTEXT = 4096
 
 
 def check_policy(backend: Backend) -> None:
-    """Raise :class:`CapabilityError` for a policy that this step doesn't carry out."""
+    """The step carries out what the backend's policy declares."""
     sync = backend.speculative_sync
     if StepMode.STAGED not in sync.step_modes or sync.exact_host_lengths or sync.rebind_params:
         raise CapabilityError(
@@ -20,8 +23,17 @@ def check_policy(backend: Backend) -> None:
         )
 
 
-def check_proposer(model: LanguageModel, proposer: Proposer) -> None:
-    """Raise :class:`ConfigError` for drafts that can't be, or that the model can't verify."""
+def check_invariance(config: EngineConfig, model: LanguageModel) -> None:
+    """A batch-invariant engine has kernels that are."""
+    if config.batch_invariant and not (model.native and model.kernels.row_invariant):
+        raise ConfigError(
+            "batch_invariant is set, but the model doesn't run on kernels that are; use Engine.from_checkpoint with a "
+            "model of a supported family, or make the Decoder with backend.kernels.batch_invariant()"
+        )
+
+
+def check_tree(model: LanguageModel, proposer: Proposer) -> None:
+    """The model can verify the proposer's drafts."""
     if proposer.nodes < proposer.depth:
         raise ConfigError(
             f"the proposer {proposer.name!r} declares {proposer.nodes} nodes and paths of {proposer.depth}: a path has no "
@@ -35,7 +47,7 @@ def check_proposer(model: LanguageModel, proposer: Proposer) -> None:
 
 
 def context_limit(config: EngineConfig, model: LanguageModel, proposer: Proposer) -> int:
-    """Tokens of prompt and output together: the chosen limit, or the least of the models' own and the default."""
+    """The engine's context: what was asked for, within what model and proposer were made for."""
     limit = model.config.max_context
     if proposer.max_context is not None:
         limit = min(limit, proposer.max_context)
@@ -45,3 +57,53 @@ def context_limit(config: EngineConfig, model: LanguageModel, proposer: Proposer
         what = "model was" if limit == model.config.max_context else f"proposer {proposer.name!r} was"
         raise ConfigError(f"max_context is {config.max_context}, the {what} made for {limit} at most")
     return config.max_context
+
+
+def check_prompt(prompt: Sequence[int], params: SamplingParams, *, context: int, vocabulary: int) -> None:
+    """The prompt consists of tokens, and its output fits behind it."""
+    if not prompt:
+        raise RequestError("the prompt is empty; give at least one token")
+    total = len(prompt) + params.max_tokens
+    if total > context:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens and asks for {params.max_tokens} more: {total} don't fit in the "
+            f"context of {context}; shorten the prompt or lower max_tokens"
+        )
+    wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise RequestError(f"token {wrong} of the prompt is outside the model's vocabulary of {vocabulary}")
+
+
+def check_pages(needed: int, pages: int, page_size: int) -> None:
+    """The cache has room for the request at its longest."""
+    if needed > pages:
+        raise RequestError(
+            f"the request needs {needed} KV pages of {page_size} tokens, the cache has {pages}; raise "
+            "num_pages or lower max_tokens"
+        )
+
+
+def check_options(params: SamplingParams, stops: set[int], *, config: EngineConfig, vocabulary: int) -> None:
+    """The sampling options name tokens that exist, leave some to choose from, and are within the engine's limits."""
+    listed = dict(params.biases)
+    wrong = next((token for token in listed if token >= vocabulary), None)
+    if wrong is None:
+        wrong = next((token for token in params.stop_token_ids if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise RequestError(f"token {wrong} of the sampling options is outside the model's vocabulary of {vocabulary}")
+    banned = {token for token, value in listed.items() if value == float("-inf")}
+    if params.min_tokens:
+        banned |= stops
+    if len(banned) >= vocabulary:
+        raise RequestError("logit_bias and min_tokens ban every token of the vocabulary; leave at least one")
+    entries = len(listed) + (len(stops) if params.min_tokens else 0)
+    if entries > MAX_LOGIT_BIAS:
+        raise RequestError(
+            f"logit_bias and the stop tokens that min_tokens bans make {entries} entries, a request may have "
+            f"{MAX_LOGIT_BIAS}; list fewer tokens"
+        )
+    if params.penalized and not config.penalties:
+        raise RequestError("this engine was built without penalties; build it with EngineConfig(penalties=True)")
+    most = min(config.max_logprobs, vocabulary)
+    if params.logprobs is not None and params.logprobs > most:
+        raise RequestError(f"logprobs is {params.logprobs}, this engine reports {most} at most; raise max_logprobs")

@@ -8,22 +8,39 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.device import Backend, ConfigError, Fence, RequestError
-from outrider.engine.buffers import StepBuffers
-from outrider.engine.checks import check_policy, check_proposer, context_limit
+from outrider.engine.assembly import assemble, ring_slots
+from outrider.engine.checks import (
+    check_invariance,
+    check_options,
+    check_pages,
+    check_policy,
+    check_prompt,
+    check_tree,
+    context_limit,
+)
 from outrider.engine.config import EngineConfig
-from outrider.engine.fences import FenceSet
+from outrider.engine.hand_over import HandOver
 from outrider.engine.logprobs import TokenLogprobs
-from outrider.engine.options import OptionTable
+from outrider.engine.media import RequestMedia, expanded
 from outrider.engine.pages import FreeList, PagePool
 from outrider.engine.request import Completion, FinishReason, Request, StepOutput
-from outrider.engine.results import Results, Ticket
-from outrider.engine.rows import FutureMap, RowTable
-from outrider.engine.sampling import MAX_LOGIT_BIAS, SamplingParams
+from outrider.engine.results import Ticket
+from outrider.engine.sampling import SamplingParams
 from outrider.engine.scheduler import OutOfPages, Scheduler, SchedulerLimits
-from outrider.engine.staging import Batch, Staging, staging_capacity
-from outrider.engine.step import Step, StepParts, Streams
+from outrider.engine.staging import Batch
+from outrider.engine.step import Step
 from outrider.engine.text import StopText
-from outrider.model import Decoder, KVCache, LanguageModel, Tokenizer, load_decoder, load_through_transformers
+from outrider.engine.transfer import bring_here, collect
+from outrider.model import (
+    Decoder,
+    LanguageModel,
+    Media,
+    Tokenizer,
+    VisionTower,
+    load_decoder,
+    load_through_transformers,
+    load_vision,
+)
 from outrider.speculative.build import BUILDERS, DraftOptions, build
 from outrider.speculative.proposer import PlainProposer, Proposer
 
@@ -62,101 +79,40 @@ class Engine:
         config: EngineConfig | None = None,
         tokenizer: Tokenizer | None = None,
         wrap_fence: Callable[[Fence], Fence] | None = None,
+        vision: VisionTower | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.backend = backend
         self.model = model
         self.proposer = proposer = proposer or PlainProposer()
         self._tokenizer = tokenizer
+        self._vision = vision
         check_policy(backend)
-        if config.batch_invariant and not (model.native and model.kernels.row_invariant):
-            raise ConfigError(
-                "batch_invariant is set, but the model doesn't run on kernels that are; use Engine.from_checkpoint with a "
-                "model of a supported family, or make the Decoder with backend.kernels.batch_invariant()"
-            )
+        check_invariance(config, model)
+        check_tree(model, proposer)
         self.max_context = context_limit(config, model, proposer)
-        check_proposer(model, proposer)
+        self._parts = parts = assemble(
+            model,
+            backend,
+            proposer=proposer,
+            config=config,
+            max_context=self.max_context,
+            vision=vision,
+            wrap_fence=wrap_fence,
+        )
         # A tree's nodes are scattered over slots behind the cached tokens, and all of them count until they're moved.
         spare = max(proposer.slots - 2, 0) if proposer.is_tree else 0
-        table_width = -(-(self.max_context + proposer.slots) // config.page_size)
-        pages = config.num_pages or config.max_requests * table_width + 1
-        slots = 2 if config.overlap else 1
-        device = backend.device
-
-        streams = Streams(*(backend.create_stream(name) for name in ("schedule", "forward", "plan", "copy")))
-        # Everything that lives as long as the engine is made on forward, and finished before any stream starts.
-        with backend.on(streams.forward), backend.guard("allocating the engine's caches and buffers"):
-            cache = KVCache.allocate(
-                model.config.num_layers,
-                model.config.num_kv_heads,
-                model.config.head_size,
-                pages=pages,
-                page_size=config.page_size,
-                dtype=config.torch_dtype,
-                device=device,
-            )
-            proposer.allocate(backend=backend, pages=pages, page_size=config.page_size)
-            rows = RowTable(rows=config.max_requests + 1, pages=table_width, device=device)
-            options = OptionTable(
-                rows=config.max_requests + 1,
-                vocabulary=model.config.vocab_size,
-                penalties=config.penalties,
-                device=device,
-            )
-            future = FutureMap(rows=config.max_requests + 1, relay=proposer.relay, device=device)
-            buffers = StepBuffers(
-                max_requests=config.max_requests,
-                nodes=proposer.nodes,
-                depth=proposer.depth,
-                is_tree=proposer.is_tree,
-                pages=table_width,
-                device=device,
-            )
-            capacity = staging_capacity(requests=config.max_requests, pages=table_width, prefill_chunk=config.prefill_chunk)
-            capacity += OptionTable.capacity(
-                requests=config.max_requests,
-                vocabulary=model.config.vocab_size,
-                max_context=self.max_context,
-                penalties=config.penalties,
-            )
-            staging = Staging(backend, slots=slots, capacity=capacity)
-            results = Results(
-                backend,
-                slots=slots,
-                max_requests=config.max_requests,
-                depth=proposer.depth,
-                max_logprobs=min(config.max_logprobs, model.config.vocab_size),
-            )
-        streams.forward.synchronize()
-
-        self._fences = FenceSet(backend.speculative_sync, slots=slots, wrap=wrap_fence)
-        self._results = results
+        self._fences, self._results = parts.fences, parts.results
         self._scheduler = Scheduler(
             rows=FreeList("request row", config.max_requests + 1),
-            pages=PagePool(count=pages, page_size=config.page_size, ahead=proposer.lookahead, share=config.prefix_cache),
+            pages=PagePool(
+                count=parts.cache.pages, page_size=config.page_size, ahead=proposer.lookahead, share=config.prefix_cache
+            ),
             limits=SchedulerLimits(
                 growth=proposer.depth + 1, slots=proposer.slots, spare=spare, prefill_chunk=config.prefill_chunk
             ),
         )
-        self._step = Step(
-            StepParts(
-                backend=backend,
-                streams=streams,
-                fences=self._fences,
-                model=model,
-                cache=cache,
-                proposer=proposer,
-                rows=rows,
-                options=options,
-                future=future,
-                buffers=buffers,
-                staging=staging,
-                results=results,
-                page_size=config.page_size,
-                max_context=self.max_context,
-            ),
-            slots=slots,
-        )
+        self._step = Step(parts, slots=ring_slots(config))
         self._in_flight: deque[Ticket] = deque()
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -201,7 +157,10 @@ class Engine:
         )
         proposer = build(speculate, options)
         tokenizer = Tokenizer.from_checkpoint(model_dir)
-        return cls(model, backend, proposer=proposer, config=config, tokenizer=tokenizer)
+        vision = None
+        if model.config.vision is not None:
+            vision = load_vision(model_dir, backend=backend, dtype=config.torch_dtype, progress=progress)
+        return cls(model, backend, proposer=proposer, config=config, tokenizer=tokenizer, vision=vision)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -232,26 +191,35 @@ class Engine:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def add_request(self, tokens: Sequence[int], params: SamplingParams | None = None, *, priority: int = 0) -> int:
+    def add_request(
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        media: Sequence[Media] = (),
+    ) -> int:
         """Queue a request; returns its id. A higher ``priority`` goes first and is preempted last.
 
         With ``n`` samples, each is a request of its own; their ids follow each other and the first is returned. The others
         start once the first one's prompt is on its way, and share its pages.
 
+        ``media``: images and videos (:class:`~outrider.model.MediaProcessor` makes them), in the order of their places in
+        ``tokens``, which have one placeholder token for each, or already one for each of its features.
+
         Raises :class:`RequestError` for a request that can't be served.
         """
         params = params or SamplingParams()
-        prompt = tuple(int(token) for token in tokens)
-        self._check_prompt(prompt, params)
-        stops = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stops.update(self.model.config.eos_token_ids)
-        self._check_options(params, stops)
+        model = self.model.config
+        prompt = expanded([int(token) for token in tokens], media, model.vision)
+        stops = self._check(prompt, params)
+        pictures = self._pictures(prompt, media)
+        rope_key = model.rope.sharing_key(len(prompt))
         samples = []
         for index in range(params.n):
-            request = Request(self._next_id, prompt, params.sample(index), frozenset(stops), priority)
+            request = Request(self._next_id, prompt, params.sample(index), stops, priority, pictures, rope_key)
             if params.stop:
-                request.stop_text = StopText(self.tokenizer.stream(), params.stop, overlook=params.min_tokens)
+                request.stop_text = self._watch(params)
             self._next_id += 1
             self._requests[request.id] = request
             samples.append(request)
@@ -275,6 +243,54 @@ class Engine:
         self._start_followers(request)
         self._scheduler.retire()
 
+    def hand_over(self, request_id: int) -> HandOver:
+        """Take a decoding request out, with its caches and its draft state, for another engine's :meth:`take_over`.
+
+        The host waits for the request's own iterations in flight; other requests go on. Tokens that this finds come out of
+        the next :meth:`step`, and are in the hand-over's output too. Raises :class:`RequestError` for a request that has
+        finished, or has no output yet.
+        """
+        request = self._requests.get(request_id)
+        while request is not None and request.in_flight:
+            self._handle_oldest()
+        if request is None or request.finished:
+            raise RequestError(f"request {request_id} isn't running; it may have finished already")
+        if not request.row or request.needs_prefill or not request.output:
+            raise RequestError(f"request {request_id} waits or is at its prompt; hand it over once it has put out a token")
+        with self.backend.guard("handing a request over"):
+            handed = collect(self._parts, request)
+        del self._requests[request_id]
+        request.finish_reason = FinishReason.HAND_OVER
+        self._pending.append(StepOutput(request_id, (), FinishReason.HAND_OVER))
+        self._scheduler.retire()
+        return handed
+
+    def take_over(self, handed: HandOver) -> int:
+        """Go on with a request from another engine of the same model and kind of proposer; returns its id here.
+
+        It decodes as soon as it's scheduled, without a prefill. Its completion has the whole output; :meth:`step` yields
+        what is new. From another backend its state is copied at once, and the host waits for that.
+
+        Raises :class:`ConfigError` when the engines don't fit, and :class:`RequestError` for a request that can't be served.
+        """
+        handed.check_fits(self.model.config, self.model.dtype, self.proposer)
+        stops = self._check(handed.prompt, handed.params)
+        request = Request(self._next_id, handed.prompt, handed.params, stops, handed.priority)
+        request.media = self._pictures(handed.prompt, handed.media)
+        request.rope_key = self.model.config.rope.sharing_key(len(handed.prompt))
+        request.output, request.logprobs = list(handed.output), list(handed.logprobs)
+        request.iterations, request.verified_tokens = handed.iterations, handed.verified_tokens
+        request.context = (*handed.prompt, *handed.output[:-1])
+        if handed.params.stop:
+            request.stop_text = self._watch(handed.params, handed.output)
+            request.text.append(request.stop_text.take())
+        with self.backend.guard("taking a request over"):
+            request.arrival = bring_here(self._parts, handed)
+        self._next_id += 1
+        self._requests[request.id] = request
+        self._scheduler.add(request)
+        return request.id
+
     def step(self) -> list[StepOutput]:
         """Run one iteration; returns the new tokens that the host learnt of, a record for each request that has some.
 
@@ -297,11 +313,16 @@ class Engine:
         return outputs
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        media: Sequence[Sequence[Media]] | None = None,
     ) -> list[Completion]:
         """Run requests to their ends; completions in the order of ``prompts``, the samples of one side by side.
 
-        Requests added before run along; what they produce meanwhile comes out of the next :meth:`step`.
+        ``media``: those of each prompt, in the order of ``prompts``. Requests added before run along; what they produce
+        meanwhile comes out of the next :meth:`step`.
         """
         if params is None or isinstance(params, SamplingParams):
             each: Sequence[SamplingParams] = [params or SamplingParams()] * len(prompts)
@@ -309,7 +330,13 @@ class Engine:
             each = params
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one, or as many")
-        firsts = [(self.add_request(p, chosen), chosen) for p, chosen in zip(prompts, each, strict=True)]
+        pictures = media if media is not None else [()] * len(prompts)
+        if len(pictures) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts came with media for {len(pictures)}; give one sequence for each")
+        firsts = [
+            (self.add_request(prompt, chosen, media=seen), chosen)
+            for prompt, chosen, seen in zip(prompts, each, pictures, strict=True)
+        ]
         requests = [self._requests[first + i] for first, chosen in firsts for i in range(chosen.n if chosen else 1)]
         ours = {request.id for request in requests}
         others: list[StepOutput] = []
@@ -319,14 +346,16 @@ class Engine:
         self._pending[:0] = others
         return [request.completion() for request in requests]
 
-    def stream(self, tokens: Sequence[int], params: SamplingParams | None = None) -> Iterator[StepOutput]:
+    def stream(
+        self, tokens: Sequence[int], params: SamplingParams | None = None, *, media: Sequence[Media] = ()
+    ) -> Iterator[StepOutput]:
         """Run one request, yielding its tokens as they come. Closing the iterator early aborts the request.
 
         Requests added before run along; what they produce meanwhile comes out of the next :meth:`step`.
         """
         if params is not None and params.n > 1:
             raise RequestError(f"n is {params.n}; a stream is one sample: use add_request and step, or generate")
-        request = self._requests[self.add_request(tokens, params)]
+        request = self._requests[self.add_request(tokens, params, media=media)]
         others: list[StepOutput] = []
         try:
             while not request.finished:
@@ -350,25 +379,38 @@ class Engine:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _check_prompt(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
-        if not prompt:
-            raise RequestError("the prompt is empty; give at least one token")
-        total = len(prompt) + params.max_tokens
-        if total > self.max_context:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens and asks for {params.max_tokens} more: {total} don't fit in the "
-                f"context of {self.max_context}; shorten the prompt or lower max_tokens"
-            )
-        needed, pages = self._scheduler.most_pages(total), self._scheduler.pages.count - 1
-        if needed > pages:
-            raise RequestError(
-                f"the request needs {needed} KV pages of {self.config.page_size} tokens, the cache has {pages}; raise "
-                "num_pages or lower max_tokens"
-            )
-        vocabulary = self.model.config.vocab_size
-        wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
-        if wrong is not None:
-            raise RequestError(f"token {wrong} of the prompt is outside the model's vocabulary of {vocabulary}")
+    def _check(self, prompt: tuple[int, ...], params: SamplingParams) -> frozenset[int]:
+        """Raise for what can't be served; else the request's stop tokens."""
+        config, vocabulary = self.config, self.model.config.vocab_size
+        check_prompt(prompt, params, context=self.max_context, vocabulary=vocabulary)
+        needed = self._scheduler.most_pages(len(prompt) + params.max_tokens)
+        check_pages(needed, self._scheduler.pages.count - 1, config.page_size)
+        stops = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops.update(self.model.config.eos_token_ids)
+        check_options(params, stops, config=config, vocabulary=vocabulary)
+        if params.stop:
+            self.tokenizer  # noqa: B018  (raises when there is none)
+        return frozenset(stops)
+
+    def _watch(self, params: SamplingParams, output: Sequence[int] = ()) -> StopText:
+        """Looks for the stop strings, behind the ``output`` so far."""
+        watch = StopText(self.tokenizer.stream(), params.stop, overlook=params.min_tokens)
+        for token in output:
+            watch.push(token)
+        return watch
+
+    def _pictures(self, prompt: tuple[int, ...], media: Sequence[Media]) -> RequestMedia | None:
+        """The media of a prompt; placeholders without media raise."""
+        vision = self.model.config.vision
+        if vision is None:
+            return None
+        pictures = RequestMedia(media, prompt, vision)
+        if not media:
+            return None
+        if self._vision is None:
+            raise RequestError("this engine was built without a vision tower; use Engine.from_checkpoint, or pass vision")
+        return pictures
 
     def _next_batch(self) -> Batch | None:
         """The scheduler's next batch. Where it must preempt, what is in flight is handled first: that's rare."""
@@ -384,32 +426,6 @@ class Engine:
             if not follower.finished:
                 self._scheduler.add(follower)
         request.followers = []
-
-    def _check_options(self, params: SamplingParams, stops: set[int]) -> None:
-        vocabulary, listed = self.model.config.vocab_size, dict(params.biases)
-        wrong = next((token for token in listed if token >= vocabulary), None)
-        if wrong is None:
-            wrong = next((token for token in params.stop_token_ids if not 0 <= token < vocabulary), None)
-        if wrong is not None:
-            raise RequestError(f"token {wrong} of the sampling options is outside the model's vocabulary of {vocabulary}")
-        banned = {token for token, value in listed.items() if value == float("-inf")}
-        if params.min_tokens:
-            banned |= stops
-        if len(banned) >= vocabulary:
-            raise RequestError("logit_bias and min_tokens ban every token of the vocabulary; leave at least one")
-        entries = len(listed) + (len(stops) if params.min_tokens else 0)
-        if entries > MAX_LOGIT_BIAS:
-            raise RequestError(
-                f"logit_bias and the stop tokens that min_tokens bans make {entries} entries, a request may have "
-                f"{MAX_LOGIT_BIAS}; list fewer tokens"
-            )
-        if params.penalized and not self.config.penalties:
-            raise RequestError("this engine was built without penalties; build it with EngineConfig(penalties=True)")
-        most = min(self.config.max_logprobs, vocabulary)
-        if params.logprobs is not None and params.logprobs > most:
-            raise RequestError(f"logprobs is {params.logprobs}, this engine reports {most} at most; raise max_logprobs")
-        if params.stop:
-            self.tokenizer  # noqa: B018  (raises when there is none)
 
     def _handle_oldest(self) -> None:
         """Take in the results of the oldest iteration in flight; those of requests that are over are dropped."""
@@ -428,6 +444,8 @@ class Engine:
             chunk.request.in_flight -= 1
             if first is not None and not chunk.request.finished:
                 self._emit(chunk.request, (first,), outcome.logprobs.get(chunk.request.id, ()))
+        for request, _ in ticket.batch.arrivals:
+            request.in_flight -= 1
 
     def _emit(self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         """Append tokens up to the first stop token, the one that completes a stop string, or the limit."""

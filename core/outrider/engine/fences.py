@@ -75,6 +75,13 @@ FENCES: tuple[FenceSpec, ...] = (
         Hazard.WRITE_AFTER_READ,
         "staged inputs, rows and table entries against the next iteration and reuse by another request",
     ),
+    FenceSpec(
+        "handed_over",
+        "forward",
+        ("forward of another engine", "host"),
+        Hazard.READ_AFTER_WRITE,
+        "keys, values, draft caches and relay of a request that leaves for another engine",
+    ),
 )
 
 
@@ -99,4 +106,5 @@ class FenceSet:
         self.results_ready = create("results_ready")
         self.results_taken = create("results_taken")
         self.results_copied = tuple(create(f"results_copied[{slot}]") for slot in range(slots))
+        self.handed_over = create("handed_over")
         self.step_reads_done = create("step_reads_done")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from outrider.device import SeamError
+
+Extra = Callable[[int, int], object]
+"""What the contents of a range of tokens depend on besides the tokens, such as images; None for nothing."""
 
 
 class FreeList:
@@ -127,7 +130,7 @@ class PagePool:
             else:
                 self._free.append(page)
 
-    def match(self, tokens: Sequence[int], extra: object = None) -> tuple[list[int], PageKey | None]:
+    def match(self, tokens: Sequence[int], extra: Extra | None = None) -> tuple[list[int], PageKey | None]:
         """Hold the cached pages of the longest known prefix of ``tokens`` that leaves at least one token to compute.
 
         Returns the pages and the key of the last.
@@ -152,7 +155,7 @@ class PagePool:
         filled: int,
         key: PageKey | None,
         done: int,
-        extra: object = None,
+        extra: Extra | None = None,
     ) -> tuple[PageKey | None, int]:
         """Make known the pages whose contents are enqueued: those that end within the first ``filled`` of ``tokens``.
 
@@ -180,11 +183,13 @@ class PagePool:
         self._free.extend(self._cached)
         self._cached.clear()
 
-    def _key(self, parent: PageKey | None, tokens: Sequence[int], index: int, extra: object) -> PageKey | None:
+    def _key(self, parent: PageKey | None, tokens: Sequence[int], index: int, extra: Extra | None) -> PageKey | None:
         start, end = index * self.page_size, (index + 1) * self.page_size
         if end + self._ahead > len(tokens):
             return None
-        return PageKey(parent, tuple(tokens[start:end]), tuple(tokens[end : end + self._ahead]), extra)
+        ahead = tuple(tokens[end : end + self._ahead])
+        besides = None if extra is None else extra(start, end + self._ahead)
+        return PageKey(parent, tuple(tokens[start:end]), ahead, besides)
 
     def _forget(self, page: int) -> None:
         del self._page_of[self._key_of.pop(page)]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from outrider.engine.hand_over import HandOver
 from outrider.engine.logprobs import TokenLogprobs
+from outrider.engine.media import RequestMedia
 from outrider.engine.pages import PageKey
 from outrider.engine.sampling import SamplingParams as SamplingParams
 from outrider.engine.text import StopText
@@ -20,6 +22,8 @@ class FinishReason(StrEnum):
     """``max_tokens`` were generated."""
     ABORT = "abort"
     """The caller aborted it."""
+    HAND_OVER = "hand_over"
+    """The caller took it out, for another engine to go on with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,10 @@ class Request:
     params: SamplingParams
     stop_tokens: frozenset[int]
     priority: int = 0
+    media: RequestMedia | None = None
+    """Images and videos of the prompt; None for text alone."""
+    rope_key: int = 0
+    """Prompts share pages only where this is equal (:meth:`RopeConfig.sharing_key`)."""
     output: list[int] = field(default_factory=list)
     context: tuple[int, ...] = ()
     row: int = 0
@@ -83,6 +91,8 @@ class Request:
     iterations: int = 0
     verified_tokens: int = 0
     preemptions: int = 0
+    arrival: HandOver | None = None
+    """What another engine computed of it, until that is in the cache."""
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     stop_text: StopText | None = None
@@ -99,6 +109,16 @@ class Request:
     def needs_prefill(self) -> bool:
         """Whether tokens of the context remain to be launched."""
         return self.prefilled < len(self.context)
+
+    @property
+    def delta(self) -> int:
+        """What positions on three axes are ahead of the index, behind the prompt."""
+        return self.media.delta if self.media is not None else 0
+
+    def besides_tokens(self, start: int, end: int) -> object:
+        """What keys and values of the tokens ``start`` to ``end`` depend on besides tokens: media, and the rope's state."""
+        digests = self.media.digests(start, end) if self.media is not None else ()
+        return (self.rope_key, digests) if self.rope_key or digests else None
 
     @property
     def finished(self) -> bool:

@@ -16,17 +16,21 @@ from outrider.speculative.proposer import RelaySpec
 
 
 class RowTable:
-    """``tables`` int32 [R, P]: block table; ``temperature`` float32 [R]; ``seeds`` int64 [R]."""
+    """``tables`` int32 [R, P]: block table; ``temperature`` float32 [R]; ``seeds`` int64 [R]; ``deltas`` int64 [R]: what a
+    position on three axes is ahead of the index, behind the prompt.
+    """
 
     def __init__(self, *, rows: int, pages: int, device: torch.device) -> None:
         self.tables = torch.zeros((rows, pages), dtype=torch.int32, device=device)
         self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
         self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.deltas = torch.zeros(rows, dtype=torch.int64, device=device)
 
-    def admit(self, rows: Tensor, temperature: Tensor, seeds: Tensor) -> None:
-        """Take over rows for new requests: sampling parameters, and an empty table."""
+    def admit(self, rows: Tensor, temperature: Tensor, seeds: Tensor, deltas: Tensor) -> None:
+        """Take over rows for new requests: sampling parameters, deltas, and an empty table."""
         self.temperature[rows] = temperature
         self.seeds[rows] = seeds
+        self.deltas[rows] = deltas
         self.tables.index_fill_(0, rows, 0)
 
     def append(self, entries: Tensor, pages: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
-from outrider.engine.pages import FreeList, PagePool
+from outrider.engine.pages import FreeList, PageKey, PagePool
 from outrider.engine.request import Request
 from outrider.engine.staging import Batch, PrefillChunk
 
@@ -73,12 +73,16 @@ class Scheduler:
         admitted = self._admit()
         decode = tuple(r for r in self._running if not r.finished and not r.needs_prefill)
         prefill = self._chunks()
-        if not decode and not prefill:
+        arrivals = tuple((r, r.arrival) for r in admitted if r.arrival is not None)
+        if not decode and not prefill and not arrivals:
             return None
         for chunk in prefill:
             chunk.request.prefilled = chunk.end
             self.register(chunk.request, chunk.end)
-        batch = Batch(prefill, decode, admitted, tuple(self._table_updates))
+        for request, _ in arrivals:
+            request.arrival = None  # the batch holds it now
+            request.prefilled = len(request.context)
+        batch = Batch(prefill, decode, admitted, tuple(self._table_updates), arrivals)
         self._table_updates.clear()
         for request in batch.requests:
             request.in_flight += 1
@@ -90,7 +94,7 @@ class Scheduler:
         """Tell the prefix cache of the request's full pages among its first ``filled`` tokens."""
         tokens = request.context if request.needs_prefill else (*request.prompt, *request.output)
         request.page_key, request.registered = self.pages.register(
-            request.pages, tokens, filled, request.page_key, request.registered
+            request.pages, tokens, filled, request.page_key, request.registered, request.besides_tokens
         )
 
     def retire(self) -> None:
@@ -150,7 +154,7 @@ class Scheduler:
         admitted: list[Request] = []
         while self._waiting and self.rows.available:
             request = self._waiting[0]
-            hit, key = self.pages.match(request.context)
+            hit, key = self._match(request)
             longest = request.length_limit + self._limits.spare
             needed = self._pages_of(min(len(request.context) + self._limits.slots, longest))
             if needed - len(hit) > self.pages.available:
@@ -168,6 +172,10 @@ class Scheduler:
             admitted.append(request)
         return tuple(admitted)
 
+    def _match(self, request: Request) -> tuple[list[int], PageKey | None]:
+        """Cached pages of its context; none where another engine computed it, since that is written to pages of its own."""
+        return ([], None) if request.arrival is not None else self.pages.match(request.context, request.besides_tokens)
+
     def _chunks(self) -> tuple[PrefillChunk, ...]:
         """The next tokens of each unfinished context, within the budget of an iteration."""
         chunks: list[PrefillChunk] = []
@@ -175,7 +183,7 @@ class Scheduler:
         for request in self._running:
             if budget == 0:
                 break
-            if request.finished or not request.needs_prefill:
+            if request.finished or not request.needs_prefill or request.arrival is not None:
                 continue
             end = min(len(request.context), request.prefilled + budget)
             chunks.append(PrefillChunk(request, request.prefilled, end))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend, Stream
+from outrider.engine.hand_over import HandOver
 from outrider.engine.request import Request
+from outrider.model import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +31,21 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one iteration does. ``table_updates`` are (row, index, page)."""
+    """What one iteration does. ``table_updates`` are (row, index, page); ``arrivals`` are requests whose state comes from
+    another engine, and which decode from the next iteration on.
+    """
 
     prefill: tuple[PrefillChunk, ...]
     decode: tuple[Request, ...]
     admitted: tuple[Request, ...]
     table_updates: tuple[tuple[int, int, int], ...]
+    arrivals: tuple[tuple[Request, HandOver], ...] = ()
 
     @property
     def requests(self) -> tuple[Request, ...]:
         """Every request that the iteration works on."""
-        return (*self.decode, *(chunk.request for chunk in self.prefill))
+        prefilled = (chunk.request for chunk in self.prefill)
+        return (*self.decode, *prefilled, *(request for request, _ in self.arrivals))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,9 @@ class PrefillInputs:
     ``tokens``, ``following`` (the token after each; unknown after a final chunk, where it's 0), ``positions``, ``slots``
     int64 [T]; ``rows``, ``last`` (index into T), ``ends`` (position after the last) int64 [S]; ``final`` and
     ``continues`` (the request's earlier tokens came in a chunk before, in no other way) bool [S].
+
+    ``rope_positions``: ``positions`` as the model's rope takes them, [3, T] with axes. ``prompt_lens`` int64 [T] of each
+    token's prompt, for a rope that depends on it.
     """
 
     tokens: Tensor
@@ -63,6 +72,8 @@ class PrefillInputs:
     query_start: Tensor
     max_query: int
     max_kv: int
+    rope_positions: Tensor
+    prompt_lens: Tensor | None
 
 
 def float_bits(value: float) -> int:
@@ -118,15 +129,16 @@ class Packer:
 
 def staging_capacity(*, requests: int, pages: int, prefill_chunk: int) -> int:
     """The most values that one batch packs."""
-    return 4 * prefill_chunk + 10 * requests + 1 + 2 * requests * pages
+    return 8 * prefill_chunk + 11 * requests + 1 + 2 * requests * pages
 
 
-def pack(batch: Batch, *, page_size: int, table_width: int) -> Packer:
+def pack(batch: Batch, *, page_size: int, table_width: int, rope: RopeConfig) -> Packer:
     """Everything that the device must know of a batch."""
     packer = Packer()
     packer.add("admitted", [r.row for r in batch.admitted])
     packer.add("temperature", [float_bits(r.params.temperature) for r in batch.admitted])
     packer.add("seeds", [r.params.seed for r in batch.admitted])
+    packer.add("deltas", [r.delta for r in batch.admitted])
     packer.add("entries", [row * table_width + index for row, index, _ in batch.table_updates])
     packer.add("pages", [page for _, _, page in batch.table_updates])
     packer.add("decode_rows", [r.row for r in batch.decode])
@@ -148,6 +160,13 @@ def pack(batch: Batch, *, page_size: int, table_width: int) -> Packer:
     packer.add("following", following)
     packer.add("positions", positions)
     packer.add("slots", slots)
+    if rope.sections:
+        packer.add(
+            "rope_positions", [place for axis in range(3) for chunk in batch.prefill for place in _places(chunk, axis)]
+        )
+    if rope.kind == "dynamic":
+        lens = [[len(chunk.request.prompt)] * (chunk.end - chunk.start) for chunk in batch.prefill]
+        packer.add("prompt_lens", [length for each in lens for length in each])
     packer.add("query_start", starts)
     packer.add("prefill_rows", [chunk.request.row for chunk in batch.prefill])
     packer.add("last", [start - 1 for start in starts[1:]])
@@ -157,12 +176,19 @@ def pack(batch: Batch, *, page_size: int, table_width: int) -> Packer:
     return packer
 
 
+def _places(chunk: PrefillChunk, axis: int) -> Sequence[int]:
+    media = chunk.request.media
+    return range(chunk.start, chunk.end) if media is None else media.positions(axis, chunk.start, chunk.end)
+
+
 def prefill_inputs(batch: Batch, staging: Staging, segments: Mapping[str, tuple[int, int]]) -> PrefillInputs:
     """Views of the staged prefill; the casts run in the caller's scope."""
+    axes, prompt_lens = segments.get("rope_positions"), segments.get("prompt_lens")
+    positions = staging.view(segments["positions"])
     return PrefillInputs(
         tokens=staging.view(segments["tokens"]),
         following=staging.view(segments["following"]),
-        positions=staging.view(segments["positions"]),
+        positions=positions,
         slots=staging.view(segments["slots"]),
         rows=staging.view(segments["prefill_rows"]),
         last=staging.view(segments["last"]),
@@ -172,6 +198,8 @@ def prefill_inputs(batch: Batch, staging: Staging, segments: Mapping[str, tuple[
         query_start=staging.view(segments["query_start"]).to(torch.int32),
         max_query=max(chunk.end - chunk.start for chunk in batch.prefill),
         max_kv=max(chunk.end for chunk in batch.prefill),
+        rope_positions=positions if axes is None else staging.view(axes).view(3, -1),
+        prompt_lens=None if prompt_lens is None else staging.view(prompt_lens),
     )
 
 

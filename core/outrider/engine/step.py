@@ -24,7 +24,8 @@ from outrider.engine.options import OptionTable
 from outrider.engine.results import Results, Ticket, logprobs_of
 from outrider.engine.rows import FutureMap, RowTable
 from outrider.engine.staging import Batch, Packer, Staging, pack, prefill_attention, prefill_inputs
-from outrider.model import ForwardInput, KVCache, LanguageModel
+from outrider.engine.transfer import bring_in
+from outrider.model import ForwardInput, KVCache, LanguageModel, VisionTower
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Proposer
 from outrider.speculative.slots import slots_of
 
@@ -57,18 +58,27 @@ class StepParts:
     results: Results
     page_size: int
     max_context: int
+    vision: VisionTower | None = None
 
 
-class _TextJoin:
-    """The joined plan of a text batch: positions have one dimension and no graph holds a copy of them."""
+class PlanAtJoin:
+    """The plan of a batch, for what a device needs between its join and verify (:class:`JoinedPlan`)."""
 
-    idle = False
+    def __init__(self, verify: VerifyInputs) -> None:
+        self._verify = verify
+
+    @property
+    def idle(self) -> bool:
+        """Whether the batch is empty."""
+        return self._verify.rows.shape[0] == 0
 
     def recompute(self, what: Recompute) -> None:
-        """A text model has no mrope positions."""
+        """Positions on three axes, from indices and deltas. Plain ones aren't computed at all."""
+        if what is Recompute.MROPE_POSITIONS:
+            self._verify.place_on_axes()
 
     def refresh(self, buffer: str) -> None:
-        """No graph is used."""
+        """No graph is used: verify reads the buffers themselves."""
 
 
 def _along(state: Tensor, tree: TreeInputs | None) -> Tensor:
@@ -107,7 +117,8 @@ class Step:
         slot = self._launched % self._slots
         self._launched += 1
 
-        packer = pack(batch, page_size=parts.page_size, table_width=parts.rows.tables.shape[1])
+        rope = parts.model.config.rope
+        packer = pack(batch, page_size=parts.page_size, table_width=parts.rows.tables.shape[1], rope=rope)
         parts.options.pack(batch.admitted, packer)
         self._stage(batch, packer, slot)
 
@@ -116,6 +127,8 @@ class Step:
         if any(request.params.penalized for request in batch.admitted):
             with parts.backend.on(streams.forward):
                 parts.options.begin(parts.staging.view, packer.segments)
+        if batch.arrivals:
+            bring_in(parts, batch.arrivals)
         if batch.prefill:
             self._prefill(batch, packer)
         if batch.decode:
@@ -141,7 +154,12 @@ class Step:
         with parts.backend.on(schedule):
             if batch.admitted:
                 bits = view(packer.segments["temperature"]).to(torch.int32)
-                parts.rows.admit(view(packer.segments["admitted"]), bits.view(torch.float32), view(packer.segments["seeds"]))
+                parts.rows.admit(
+                    view(packer.segments["admitted"]),
+                    bits.view(torch.float32),
+                    view(packer.segments["seeds"]),
+                    view(packer.segments["deltas"]),
+                )
                 parts.options.admit(view, packer.segments)
             if batch.table_updates:
                 parts.rows.append(view(packer.segments["entries"]), view(packer.segments["pages"]))
@@ -170,7 +188,16 @@ class Step:
             temperature = parts.rows.temperature.index_select(0, inputs.rows)
             seeds = parts.rows.seeds.index_select(0, inputs.rows)
             attention = prefill_attention(inputs, tables)
-            flat = ForwardInput(inputs.tokens, inputs.positions, inputs.slots, attention)
+            embeddings, embedded = self._features(batch, inputs.tokens.shape[0])
+            flat = ForwardInput(
+                inputs.tokens,
+                inputs.rope_positions,
+                inputs.slots,
+                attention,
+                embeddings,
+                embedded,
+                inputs.prompt_lens,
+            )
             hidden, captured = self._forward(flat)
             logits = parts.model.logits(hidden[inputs.last])
             options = parts.options.gather(requests, inputs.rows)
@@ -204,6 +231,8 @@ class Step:
                         hidden=hidden,
                         captured=captured,
                         positions=inputs.positions,
+                        rope_positions=inputs.rope_positions,
+                        deltas=self._deltas(inputs.rows),
                         slots=inputs.slots,
                         attention=attention,
                         last=inputs.last,
@@ -214,12 +243,36 @@ class Step:
                         relay=parts.future.resolve(inputs.rows).relay,
                         continues=inputs.continues,
                         prompt=inputs.tokens,
+                        embeddings=embeddings,
+                        embedded=embedded,
+                        prompt_lens=inputs.prompt_lens,
                     )
                 )
             else:
                 relay = {}
             # A chunk that isn't the last stashes too, for the next one; its row isn't drafted for before that.
             parts.future.stash(inputs.rows, first, relay)
+
+    def _features(self, batch: Batch, tokens: int) -> tuple[Tensor | None, Tensor | None]:
+        """Features of images and videos in the chunks [T, H], and where they are, bool [T]."""
+        parts = self._parts
+        chunks = [chunk for chunk in batch.prefill if chunk.request.media is not None]
+        if parts.vision is None or not chunks:
+            return None, None
+        model = parts.model
+        embeddings = torch.zeros((tokens, model.config.hidden_size), dtype=model.dtype, device=model.device)
+        embedded = torch.zeros(tokens, dtype=torch.bool, device=model.device)
+        begin = 0
+        for chunk in batch.prefill:
+            end = begin + chunk.end - chunk.start
+            if chunk.request.media is not None:
+                chunk.request.media.embed(parts.vision, chunk.start, chunk.end, embeddings[begin:end], embedded[begin:end])
+            begin = end
+        return embeddings, embedded
+
+    def _deltas(self, rows: Tensor) -> Tensor | None:
+        """Deltas [B] of ``rows`` for a model whose positions have axes."""
+        return self._parts.rows.deltas.index_select(0, rows) if self._parts.model.config.rope.sections else None
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
@@ -256,8 +309,8 @@ class Step:
         fences.plan_ready.wait(streams.forward)
         fences.step_reads_done.signal(streams.forward)
         with backend.on(streams.forward):
-            self._sync.after_join(_TextJoin())
-            flat = ForwardInput(verify.tokens, verify.positions, verify.slots, attention)
+            self._sync.after_join(PlanAtJoin(verify))
+            flat = ForwardInput(verify.tokens, verify.rope_positions, verify.slots, attention)
             hidden, captured = self._forward(flat)
             logits = parts.model.logits(hidden).view(count, self._width, -1)
             shaped = logits
@@ -304,6 +357,8 @@ class Step:
                             hidden=_along(hidden, verify.tree),
                             captured=tuple(_along(state, verify.tree) for state in captured),
                             positions=along.positions,
+                            rope_positions=along.rope_positions,
+                            deltas=verify.deltas,
                             slots=along.slots,
                             attention=extend_attention,
                             last=verify.extend_last,
@@ -361,6 +416,7 @@ class Step:
             tables=parts.rows.tables.index_select(0, rows),
             temperature=parts.rows.temperature.index_select(0, rows),
             seeds=parts.rows.seeds.index_select(0, rows),
+            deltas=self._deltas(rows),
             relay=resolved.relay,
             max_kv=max_kv,
             sampling=sampling,
@@ -377,18 +433,22 @@ class Step:
         verify.seeds.copy_(parts.rows.seeds.index_select(0, rows))
         verify.temperature.copy_(parts.rows.temperature.index_select(0, rows))
         verify.tables.copy_(parts.rows.tables.index_select(0, rows))
+        if verify.deltas is not None:
+            verify.deltas.copy_(parts.rows.deltas.index_select(0, rows))
         places = lens.unsqueeze(1) + parts.buffers.lane
         verify.slots.copy_(slots_of(places, verify.tables, parts.page_size).flatten())
         capacity = verify.tables.shape[1] * parts.page_size
         verify.kv_lens.copy_((lens + self._width).clamp(max=capacity))
         if verify.tree is None:
             verify.positions.copy_(self._valid(places).flatten())
+            verify.place_on_axes()
 
     def _plan_from_draft(self, last_tokens: Tensor, draft: Draft, verify: VerifyInputs) -> None:
         """Second part: what the draft produced. A tree's shape is one of its outputs."""
         verify.tokens.copy_(torch.cat((last_tokens.unsqueeze(1), draft.tokens), dim=1).flatten())
         if verify.tree is not None and draft.tree is not None:
             verify.positions.copy_(self._valid(verify.lens.unsqueeze(1) + draft.tree.depths).flatten())
+            verify.place_on_axes()
             verify.tree.mask.copy_(draft.tree.mask.flatten(0, 1))
 
     def _plan_extend(self, tokens: Tensor, accepted: Tensor, verify: VerifyInputs) -> None:
@@ -407,6 +467,7 @@ class Step:
         slots = slots_of(places, verify.tables, parts.page_size)
         tree.gather.copy_(node.flatten())
         tree.positions.copy_(self._valid(places).flatten())
+        verify.place_path_on_axes(tree)
         tree.slots.copy_(slots.flatten())
         capacity = verify.tables.shape[1] * parts.page_size
         tree.kv_lens.copy_((verify.lens + self._growth).clamp(max=capacity))

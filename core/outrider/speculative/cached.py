@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from outrider.device import Backend, ConfigError
 from outrider.model import KVCache, ModelConfig
@@ -32,6 +33,11 @@ class CachedProposer(Proposer):
             dtype=self._dtype,
             device=backend.device,
         )
+
+    @property
+    def caches(self) -> tuple[Tensor, ...]:
+        """Keys and values of each layer in turn."""
+        return tuple(tensor for pair in self.cache.layers for tensor in pair)
 
     @property
     def cache(self) -> KVCache:

@@ -15,6 +15,7 @@ from torch import Tensor
 from outrider.device import AttentionMetadata, ConfigError
 from outrider.model import ForwardInput, KVCache, LanguageModel
 from outrider.speculative.cached import CachedProposer, TreeProposer
+from outrider.speculative.places import given_places, text_places
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw
 from outrider.speculative.slots import slots_of
 from outrider.speculative.tree import Level, TreeShape
@@ -34,7 +35,22 @@ def _take_in(model: LanguageModel, cache: KVCache, page_size: int, inputs: Exten
     batch = inputs.last.shape[0]
     if inputs.prompt is not None:
         # The prompt's tokens, then the one behind them, which nobody has fed yet.
-        model.forward(ForwardInput(inputs.prompt, inputs.positions, inputs.slots, attention), cache)
+        # A draft model that knows images is taken to know the features of the target's tower, if they fit.
+        sees = (
+            model.config.vision is not None
+            and inputs.embeddings is not None
+            and inputs.embeddings.shape[1] == model.config.hidden_size
+        )
+        flat = ForwardInput(
+            inputs.prompt,
+            given_places(model.config.rope, inputs),
+            inputs.slots,
+            attention,
+            inputs.embeddings if sees else None,
+            inputs.embedded if sees else None,
+            inputs.prompt_lens,
+        )
+        model.forward(flat, cache)
         tokens, positions = inputs.tokens[inputs.last], inputs.positions[inputs.last] + 1
         query_start = torch.arange(batch + 1, dtype=torch.int32, device=tokens.device)
         attention = replace(attention, query_start=query_start, max_query=1, plan=None)
@@ -43,7 +59,8 @@ def _take_in(model: LanguageModel, cache: KVCache, page_size: int, inputs: Exten
         tokens, positions, last = inputs.tokens, inputs.positions + 1, inputs.last
     slots = slots_of(positions.view(batch, -1), attention.block_table, page_size).flatten()
     attention = replace(attention, kv_lens=attention.kv_lens + 1, tree_mask=None, max_kv=attention.max_kv + 1)
-    return model.forward(ForwardInput(tokens, positions, slots, attention), cache)[last]
+    places = text_places(model.config.rope, positions, inputs.deltas)
+    return model.forward(ForwardInput(tokens, places, slots, attention), cache)[last]
 
 
 class DraftModelProposer(CachedProposer):
@@ -102,7 +119,8 @@ class DraftModelProposer(CachedProposer):
                 max_kv=inputs.max_kv,
             )
             slots = slots_of(positions.unsqueeze(1), inputs.tables, self._page_size).flatten()
-            logits = model.logits(model.forward(ForwardInput(token, positions, slots, attention), self.cache))
+            places = text_places(model.config.rope, positions, inputs.deltas)
+            logits = model.logits(model.forward(ForwardInput(token, places, slots, attention), self.cache))
             token, drawn_from = draw(model.kernels, logits, inputs, positions + 1)
             tokens.append(token)
             probs.append(drawn_from)
@@ -167,7 +185,7 @@ class DraftModelTreeProposer(TreeProposer):
             )
             flat = ForwardInput(
                 level.tokens.flatten(),
-                (inputs.lens.unsqueeze(1) + level.depths).flatten(),
+                text_places(model.config.rope, (inputs.lens.unsqueeze(1) + level.depths).flatten(), inputs.deltas),
                 slots_of(places, inputs.tables, self._page_size).flatten(),
                 attention,
             )

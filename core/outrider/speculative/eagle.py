@@ -16,6 +16,7 @@ from torch import Tensor
 from outrider.device import AttentionMetadata, ConfigError
 from outrider.model import Eagle3Head, EagleHead, ForwardInput
 from outrider.speculative.cached import CachedProposer, TreeProposer
+from outrider.speculative.places import given_places, text_places
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw
 from outrider.speculative.slots import slots_of
 from outrider.speculative.tree import Level, TreeShape
@@ -44,7 +45,8 @@ class _HeadDrafts(CachedProposer):
 
     def _take_in(self, inputs: ExtendInputs) -> Tensor:
         """One pass over the accepted pairs; hidden states [B, H] behind the last ones."""
-        flat = ForwardInput(inputs.tokens, inputs.positions, inputs.slots, inputs.attention)
+        places = given_places(self._head.config.rope, inputs)
+        flat = ForwardInput(inputs.tokens, places, inputs.slots, inputs.attention, prompt_lens=inputs.prompt_lens)
         hidden = self._head.condition(inputs.hidden, inputs.captured)
         return self._head.forward(flat, hidden, self.cache)[inputs.last]
 
@@ -100,7 +102,8 @@ class EagleProposer(_HeadDrafts):
                 max_kv=inputs.max_kv,
             )
             slots = slots_of(positions.unsqueeze(1), inputs.tables, self._page_size).flatten()
-            hidden = self._head.forward(ForwardInput(token, positions, slots, attention), hidden, self.cache)
+            places = text_places(self._head.config.rope, positions, inputs.deltas)
+            hidden = self._head.forward(ForwardInput(token, places, slots, attention), hidden, self.cache)
             logits = self._head.logits(hidden)
             drawn, drawn_from = draw(self._head.kernels, logits, inputs, inputs.lens + 1 + step)
             token = self._tokens(drawn)
@@ -154,7 +157,7 @@ class EagleTreeProposer(_HeadDrafts, TreeProposer):
 
     def draft(self, inputs: DraftInputs) -> Draft:
         """D - 1 passes, each over all nodes expanded so far."""
-        root = inputs.relay["hidden"]
+        root, rope = inputs.relay["hidden"], self._head.config.rope
         outputs: Tensor | None = None  # [B, M, H] of the last pass
         features: Tensor | None = None  # [B, M, H]: hidden state of each node's parent
 
@@ -177,7 +180,7 @@ class EagleTreeProposer(_HeadDrafts, TreeProposer):
             )
             flat = ForwardInput(
                 level.tokens.flatten(),
-                (inputs.lens.unsqueeze(1) + level.depths - 1).flatten(),
+                text_places(rope, (inputs.lens.unsqueeze(1) + level.depths - 1).flatten(), inputs.deltas),
                 slots_of(places, inputs.tables, self._page_size).flatten(),
                 attention,
             )

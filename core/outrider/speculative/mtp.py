@@ -37,6 +37,8 @@ class MtpProposer(CachedProposer):
             raise ConfigError(
                 f"multi-token prediction by {count} heads with {branches} tokens each can't be; both are at least 1"
             )
+        if heads[0].config.rope.sections:
+            raise ConfigError("multi-token prediction over positions on three axes (mrope) isn't supported")
         self._heads = tuple(heads[:count])
         self._branches = branches
         self._parents = torch.empty(0, dtype=torch.int64)

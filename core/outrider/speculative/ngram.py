@@ -68,6 +68,11 @@ class NgramProposer(Proposer):
         """It takes the accepted tokens in."""
         return True
 
+    @property
+    def caches(self) -> tuple[Tensor, ...]:
+        """The history, a page a row."""
+        return (self._history.view(-1, self._page_size),)
+
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """One token a slot."""
         self._page_size = page_size

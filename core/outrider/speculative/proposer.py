@@ -31,7 +31,8 @@ class DraftInputs:
     """What a draft works on; every tensor is private to the draft, on the stream that it runs on.
 
     ``lens`` int64 [B]: tokens in the target's cache. ``last_tokens`` int64 [B]: the token after them, not cached yet.
-    ``tables`` int32 [B, P]. ``temperature`` float32 [B], ``seeds`` int64 [B]. ``relay``: what the iteration before
+    ``tables`` int32 [B, P]. ``temperature`` float32 [B], ``seeds`` int64 [B]. ``deltas`` int64 [B]: what a position on
+    three axes is ahead of its index, None where the target's positions are plain. ``relay``: what the iteration before
     relayed, each [B, ...]. ``max_kv``: host bound of cached tokens after this iteration. ``sampling``: some row has a
     temperature above 0, so that draft distributions are needed.
     """
@@ -41,6 +42,7 @@ class DraftInputs:
     tables: Tensor
     temperature: Tensor
     seeds: Tensor
+    deltas: Tensor | None
     relay: Mapping[str, Tensor]
     max_kv: int
     sampling: bool
@@ -66,21 +68,25 @@ class ExtendInputs:
 
     Flat over M tokens, as many of each request as its accepted path or its chunk of the prompt has, or more (then the rest
     is padding): ``tokens`` int64 [M], the token *after* each position; ``hidden`` [M, H], the target's final hidden state
-    at it, and ``captured``, the states [M, H] that enter its layers ``capture_layers``; ``positions`` and ``slots`` int64
-    [M]; ``attention`` over the draft's own cache.
+    at it, and ``captured``, the states [M, H] that enter its layers ``capture_layers``; ``positions`` (indices) and
+    ``slots`` int64 [M]; ``attention`` over the draft's own cache. ``rope_positions``: positions as the target's rope takes
+    them, [3, M] with axes, and then ``deltas`` int64 [B] is there (see :class:`DraftInputs`).
 
     Per request: ``last`` int64 [B], the index into M of its last valid token (what comes later is padding, never read);
     ``next_positions`` int64 [B], the position of the token to draft. ``relay``: what the call before relayed, each
     [B, ...]; it means something only where ``continues`` bool [B] holds: the call before ended just where this one starts.
 
     ``prompt`` int64 [M], the token *at* each position, where prompts are taken in; None when decoding, where these are
-    tokens that earlier calls had in ``tokens``.
+    tokens that earlier calls had in ``tokens``. With a prompt come ``embeddings``, ``embedded`` and ``prompt_lens`` as the
+    target has them (:class:`ForwardInput`).
     """
 
     tokens: Tensor
     hidden: Tensor
     captured: tuple[Tensor, ...]
     positions: Tensor
+    rope_positions: Tensor
+    deltas: Tensor | None
     slots: Tensor
     attention: AttentionMetadata
     last: Tensor
@@ -91,6 +97,9 @@ class ExtendInputs:
     relay: Mapping[str, Tensor]
     continues: Tensor
     prompt: Tensor | None
+    embeddings: Tensor | None = None
+    embedded: Tensor | None = None
+    prompt_lens: Tensor | None = None
 
 
 def draw(kernels: KernelSet, logits: Tensor, inputs: DraftInputs | ExtendInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,6 +175,13 @@ class Proposer(ABC):
     def lookahead(self) -> int:
         """How many tokens after a position its cache entry depends on: a shared prefix must agree on those too."""
         return 1 if self.extends else 0
+
+    @property
+    def caches(self) -> tuple[Tensor, ...]:
+        """Its own caches, [pages, page size, ...] each, all entries of a token in its slot; what a request takes along when
+        another engine goes on with it. They exist from :meth:`allocate` on.
+        """
+        return ()
 
     @abstractmethod
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:

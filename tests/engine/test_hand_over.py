@@ -1,0 +1,203 @@
+"""A request goes on in another engine: the same tokens and acceptance as without, whatever else runs in both."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from outrider import SamplingParams
+from outrider.device import ConfigError, RequestError
+from outrider.engine.config import EngineConfig
+from outrider.engine.engine import Engine
+from outrider.engine.request import FinishReason
+from outrider.speculative.eagle import EagleProposer
+from outrider_cpu.backend import CpuBackend
+from speculative import tiny
+from speculative.test_proposers import PROPOSERS
+
+CHOSEN = {"none": lambda: None} | PROPOSERS
+PROMPT, LONGEST = (3, 1, 4, 1, 5, 9, 2, 6), 24
+GREEDY = SamplingParams(max_tokens=LONGEST, ignore_eos=True)
+
+
+def engine(name, *, backend=None, **fields):
+    config = EngineConfig(**{"dtype": "float64", "max_context": 64, "page_size": 4} | fields)
+    return Engine(tiny.target(), backend or tiny.BACKEND, proposer=CHOSEN[name](), config=config)
+
+
+def finish(engine, request):
+    """Run one request to its end; its completion."""
+    record = engine._requests[request]
+    while not record.finished:
+        engine.step()
+    engine.drain()
+    return record.completion()
+
+
+def until_output(engine, request, tokens=1):
+    while len(engine._requests[request].output) < tokens:
+        engine.step()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("other_backend", [False, True])
+@pytest.mark.parametrize("name", ["none", "eagle", "eagle-tree", "eagle3", "mtp", "draft-model", "draft-model-tree", "ngram"])
+def test_tokens_and_acceptance_are_those_of_one_engine(name, other_backend, overlap):
+    alone = engine(name)
+    whole = finish(alone, alone.add_request(PROMPT, GREEDY))
+    first = engine(name, overlap=overlap)
+    second = engine(name, overlap=overlap, page_size=3, backend=CpuBackend() if other_backend else None)
+    free = [(each.free_pages, each.free_rows) for each in (first, second)]
+    for each in (first, second):  # others in flight, on either side
+        each.add_request((7, 8, 9), SamplingParams(max_tokens=LONGEST))
+        each.step()
+    request = first.add_request(PROMPT, GREEDY)
+    until_output(first, request, 6)
+    handed = first.hand_over(request)
+    assert handed.length == len(PROMPT) + len(handed.output) - 1
+    (last,) = [output for output in first.step() if output.request_id == request and output.finish_reason]
+    assert last.finish_reason is FinishReason.HAND_OVER
+    taken = finish(second, second.take_over(handed))
+    assert taken.token_ids == whole.token_ids
+    assert (taken.iterations, taken.acceptance_length) == (whole.iterations, whole.acceptance_length)
+    for each in (first, second):
+        while each.has_unfinished:
+            each.step()
+        each.drain()
+    assert free == [(each.free_pages, each.free_rows) for each in (first, second)]
+
+
+@pytest.mark.parametrize("name", ["none", "eagle", "eagle-tree", "mtp", "mtp-tree", "draft-model", "ngram", "ngram-tree"])
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 23), min_size=1, max_size=20).map(tuple), min_size=1, max_size=4),
+    moments=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    pages=st.integers(20, 40),
+    overlap=st.tuples(st.booleans(), st.booleans()),
+    chunk=st.sampled_from([3, 64]),
+)
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_requests_go_back_and_forth(name, prompts, moments, pages, overlap, chunk):
+    """Two engines, small enough to preempt; at drawn moments every request that can go changes the engine."""
+    sides = [
+        engine(name, overlap=overlap[side], prefill_chunk=chunk, page_size=3 + side, num_pages=pages, max_requests=3)
+        for side in (0, 1)
+    ]
+    free = [(each.free_pages, each.free_rows) for each in sides]
+    records = [sides[0]._requests[sides[0].add_request(prompt, GREEDY)] for prompt in prompts]
+    where = [0] * len(records)
+    step = 0
+    while not all(record.finished for record in records):
+        step += 1
+        for index, record in enumerate(records):
+            if not record.finished and step % moments[index % len(moments)] == 0 and step < 30:
+                side = where[index]
+                try:
+                    handed = sides[side].hand_over(record.id)
+                except RequestError:
+                    continue
+                where[index] = 1 - side
+                records[index] = sides[1 - side]._requests[sides[1 - side].take_over(handed)]
+        for side in sides:
+            side.step()
+    for record, prompt in zip(records, prompts, strict=True):
+        assert tuple(record.output) == plain(prompt)
+    for side in sides:
+        side.step()
+        side.drain()
+    assert free == [(each.free_pages, each.free_rows) for each in sides]
+
+
+def plain(prompt):
+    alone = tiny.engine(None, max_requests=1)
+    return alone.generate([prompt], GREEDY)[0].token_ids
+
+
+def test_sampling_penalties_and_logprobs_go_along():
+    params = SamplingParams(
+        max_tokens=LONGEST,
+        ignore_eos=True,
+        temperature=1.0,
+        seed=5,
+        frequency_penalty=0.7,
+        repetition_penalty=1.2,
+        logprobs=2,
+    )
+    alone = engine("none")
+    whole = finish(alone, alone.add_request(PROMPT, params))
+    first, second = engine("none", overlap=True), engine("none")
+    request = first.add_request(PROMPT, params)
+    until_output(first, request, 9)
+    taken = finish(second, second.take_over(first.hand_over(request)))
+    assert taken.token_ids == whole.token_ids
+    assert [each.token for each in taken.logprobs] == [each.token for each in whole.logprobs]
+
+
+def test_stop_strings_go_along(bundle64, prompt_tokens):
+    def make():
+        engine = bundle64.engine(speculate="none")
+        engine._tokenizer = tokenizer
+        return engine
+
+    from engine.conftest import BUNDLED
+    from outrider.model import Tokenizer
+
+    tokenizer = Tokenizer.from_checkpoint(BUNDLED / "target")
+    prompt = prompt_tokens[0][:12]
+    text = tokenizer.decode(bundle64.plain(prompt, LONGEST).token_ids)
+    params = SamplingParams(max_tokens=LONGEST, stop=(text[-6:-2],))
+    alone = make()
+    whole = finish(alone, alone.add_request(prompt, params))
+    first, second = make(), make()
+    request = first.add_request(prompt, params)
+    until_output(first, request, 4)
+    taken = finish(second, second.take_over(first.hand_over(request)))
+    assert (taken.token_ids, taken.text, taken.finish_reason) == (whole.token_ids, whole.text, whole.finish_reason)
+
+
+def test_what_can_not_be_handed_over():
+    first = engine("eagle", prefill_chunk=3)
+    request = first.add_request(PROMPT, GREEDY)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="waits or is at its prompt"):
+            first.hand_over(request)
+        first.step()
+    finish(first, request)
+    with pytest.raises(RequestError, match="isn't running"):
+        first.hand_over(request)
+
+
+def test_engines_that_do_not_fit():
+    first = engine("eagle")
+    request = first.add_request(PROMPT, GREEDY)
+    until_output(first, request)
+    handed = first.hand_over(request)
+    with pytest.raises(ConfigError, match="proposer is 'eagle', this one's is 'none'"):
+        engine("none").take_over(handed)
+    with pytest.raises(ConfigError, match="other caches or relays something else"):
+        engine("eagle-tree").take_over(handed)
+    other = Engine(tiny.decoder(rms_eps=1e-3), tiny.BACKEND, config=EngineConfig(dtype="float64"))
+    with pytest.raises(ConfigError, match="another model: rms_eps differ"):
+        other.take_over(handed)
+    with pytest.raises(RequestError, match="don't fit in the context of 16"):
+        engine("eagle", max_context=16).take_over(handed)
+    # Another length of the chain changes neither the cache nor the relay.
+    longer = Engine(
+        tiny.target(),
+        tiny.BACKEND,
+        proposer=EagleProposer(tiny.eagle_head(), draft_tokens=5),
+        config=EngineConfig(dtype="float64", max_context=64),
+    )
+    assert finish(longer, longer.take_over(handed)).token_ids == plain(PROMPT)
+
+
+def test_the_state_is_contiguous_and_its_own():
+    """Later work of the engine that it left, in the same pages, doesn't reach it."""
+    first = engine("eagle", max_requests=1, prefix_cache=False)
+    request = first.add_request(PROMPT, GREEDY)
+    until_output(first, request, 5)
+    handed = first.hand_over(request)
+    tensors = (*handed.keys_values, *handed.draft_caches, *handed.relay.values())
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    before = [tensor.clone() for tensor in tensors]
+    finish(first, first.add_request((9, 8, 7, 6, 5, 4, 3, 2, 1), GREEDY))
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))

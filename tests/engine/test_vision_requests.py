@@ -1,0 +1,272 @@
+"""Images and videos in requests: greedy tokens equal transformers' generate, whatever else runs and however it's drafted."""
+
+import functools
+
+import pytest
+import torch
+
+from model.test_vision import IMAGE, PROMPTS, VIDEO, frames, picture, reference_inputs
+from model.tiny import VISION_FAMILIES, write_checkpoint, write_eagle, write_vision_checkpoint
+from outrider import Engine, EngineConfig, SamplingParams
+from outrider.device import ConfigError, Recompute, RequestError, SpeculativeSync
+from outrider.engine.buffers import StepBuffers
+from outrider.engine.step import PlanAtJoin
+from outrider.model import MediaProcessor, expand_placeholders, load_decoder, load_eagle, load_vision
+from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
+from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
+from outrider.speculative.mtp import MtpProposer
+from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.tree import DynamicTree
+from outrider_cpu.backend import CpuBackend
+
+TOKENS = 12
+GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+
+
+class Checkpoint:
+    """A tiny checkpoint in transformers and in ours, and what transformers generates."""
+
+    def __init__(self, directory, family, backend):
+        self.directory, self.family, self.backend = directory, family, backend
+        self.reference = write_vision_checkpoint(directory, family)
+        self.reference.generation_config.eos_token_id = None
+        self.target = load_decoder(directory, backend=backend, dtype=torch.float32)
+        self.tower = load_vision(directory, backend=backend, dtype=torch.float32)
+        write_eagle(directory / "eagle")
+        self.head = load_eagle(directory / "eagle", target=self.target, backend=backend, dtype=torch.float32)
+        processor = MediaProcessor.from_checkpoint(directory)
+        self.prompts = {name: make(processor) for name, make in PROMPTS.items()}
+        self.processor = processor
+
+    def engine(self, proposer=None, *, backend=None, **fields):
+        config = EngineConfig(**{"page_size": 4, "max_context": 128, "prefill_chunk": 64} | fields)
+        return Engine(self.target, backend or self.backend, proposer=proposer, config=config, vision=self.tower)
+
+    @functools.cache  # noqa: B019  (as long as the module's tests)
+    def expected(self, name):
+        return self.generated(*self.prompts[name])
+
+    def generated(self, tokens, media):
+        tokens = expand_placeholders(tokens, media, self.target.config.vision)
+        inputs = reference_inputs(tokens, media, self.family)
+        out = self.reference.generate(**inputs, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
+        return tuple(out[0, len(tokens) :].tolist())
+
+    def check(self, engine, names=tuple(PROMPTS)):
+        pages, rows = engine.free_pages, engine.free_rows
+        prompts = [self.prompts[name] for name in names]
+        results = engine.generate([tokens for tokens, _ in prompts], GREEDY, media=[media for _, media in prompts])
+        for name, result in zip(names, results, strict=True):
+            assert result.token_ids == self.expected(name), name
+        assert (engine.free_pages, engine.free_rows) == (pages, rows)
+        return engine
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    torch.set_num_threads(1)
+    backend = CpuBackend()
+    return {family: Checkpoint(tmp_path_factory.mktemp(family), family, backend) for family in VISION_FAMILIES}
+
+
+@pytest.fixture(params=VISION_FAMILIES)
+def checkpoint(request, made):
+    return made[request.param]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunk", [5, 64])
+def test_plain_tokens_are_those_of_generate(checkpoint, overlap, chunk):
+    """Images of several sizes, videos and text in one batch; chunks that cut images."""
+    checkpoint.check(checkpoint.engine(overlap=overlap, prefill_chunk=chunk))
+
+
+def proposers(checkpoint):
+    target = checkpoint.target
+    return {
+        "ngram": lambda: NgramProposer(vocab_size=target.config.vocab_size, draft_tokens=3),
+        "ngram-tree": lambda: NgramProposer(vocab_size=target.config.vocab_size, draft_tokens=2, branches=2),
+        "same-model": lambda: DraftModelProposer(target, target=target, draft_tokens=3),
+        "same-model-tree": lambda: DraftModelTreeProposer(target, target=target, shape=DynamicTree(topk=2, depth=3)),
+        "eagle": lambda: EagleProposer(checkpoint.head, draft_tokens=3),
+        "eagle-tree": lambda: EagleTreeProposer(checkpoint.head, DynamicTree(topk=2, depth=3)),
+    }
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", ["ngram", "ngram-tree", "same-model", "same-model-tree", "eagle", "eagle-tree"])
+def test_speculative_tokens_are_those_of_generate(checkpoint, name, overlap):
+    engine = checkpoint.engine(proposers(checkpoint)[name](), overlap=overlap, prefill_chunk=7, max_requests=3)
+    checkpoint.check(engine)
+    if name == "same-model":
+        # It's accepted whole only if it sees the features and the positions of the target.
+        assert engine.stats.acceptance_length > 3
+    if name == "same-model-tree":
+        assert engine.stats.acceptance_length > 2.5
+
+
+def test_a_text_draft_model_gets_plain_positions(made, tmp_path):
+    """It was made for them; it's only worse for the images that it doesn't see."""
+    write_checkpoint(tmp_path, "qwen2")
+    checkpoint = made["qwen2_vl"]
+    draft = load_decoder(tmp_path, backend=checkpoint.backend, dtype=torch.float32)
+    checkpoint.check(checkpoint.engine(DraftModelProposer(draft, target=checkpoint.target, draft_tokens=2), overlap=True))
+
+
+def test_mtp_over_axes_is_refused(made):
+    class Head:
+        config = made["qwen2_vl"].target.config
+
+    with pytest.raises(ConfigError, match="mrope"):
+        MtpProposer([Head()])
+
+
+def counting(checkpoint):
+    """The tower's calls, by digest."""
+    seen = []
+
+    class Tower:
+        def encode(self, media):
+            seen.extend(each.digest for each in media)
+            return checkpoint.tower.encode(media)
+
+    return Tower(), seen
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_same_image_is_a_prefix_hit_and_another_is_not(checkpoint, overlap):
+    image, other = (checkpoint.processor.image(picture(32, 32, seed=seed)) for seed in (1, 2))
+    tokens = [1, 5, 6, 7, *IMAGE, 9, 17]
+    expected = [checkpoint.generated(tokens, [each]) for each in (image, other)]
+    tower, seen = counting(checkpoint)
+    config = EngineConfig(page_size=2, max_context=128, overlap=overlap)
+    engine = Engine(checkpoint.target, checkpoint.backend, config=config, vision=tower)
+    for index, (chosen, calls) in enumerate([(image, 1), (image, 1), (other, 2), (image, 2), (other, 2)]):
+        (result,) = engine.generate([tokens], GREEDY, media=[[chosen]])
+        assert result.token_ids == expected[chosen is other], index
+        assert len(seen) == calls, index
+
+
+def test_what_comes_before_an_image_is_shared(made):
+    checkpoint = made["qwen2_vl"]
+    engine = checkpoint.engine(page_size=2)
+    start = [1, 5, 6, 7, 8, 9]
+    image = checkpoint.processor.image(picture(16, 16))
+    engine.generate([[*start, *IMAGE, 9]], GREEDY, media=[[image]])
+    pages, _ = engine._scheduler.pages.match((*start, 20, 21))
+    assert len(pages) == 3
+    engine._scheduler.pages.give_back(pages)
+
+
+def test_preemption_keeps_the_images(checkpoint):
+    """Pages are so few that requests give theirs up in the middle of their output."""
+    engine = checkpoint.engine(num_pages=24, page_size=4, max_requests=4, prefix_cache=False)
+    names = ["image", "text", "image", "video"]
+    preempted = []
+    preempt = engine._scheduler._preempt
+    engine._scheduler._preempt = lambda: (preempted.append(1), preempt())
+    checkpoint.check(engine, names)
+    assert preempted
+
+
+def test_samples_of_an_image(made):
+    checkpoint = made["qwen2_5_vl"]
+    tokens, media = checkpoint.prompts["image"]
+    almost_greedy = SamplingParams(max_tokens=TOKENS, ignore_eos=True, n=3, temperature=1e-6)
+    results = checkpoint.engine().generate([tokens], almost_greedy, media=[media])
+    assert [result.token_ids for result in results] == [checkpoint.expected("image")] * 3
+
+
+def test_streaming(made):
+    checkpoint = made["qwen2_vl"]
+    tokens, media = checkpoint.prompts["image"]
+    outputs = list(checkpoint.engine(overlap=True).stream(tokens, GREEDY, media=media))
+    assert tuple(token for output in outputs for token in output.tokens) == checkpoint.expected("image")
+
+
+class RecomputingSync(SpeculativeSync):
+    """A policy that computes mrope positions again, twice, after the plan's result was spoilt."""
+
+    recompute_after_join = frozenset({Recompute.MROPE_POSITIONS})
+    refresh_before_replay = frozenset({"rope_positions"})
+    calls = 0
+
+    def after_join(self, plan):
+        positions = plan._verify.rope_positions
+        before = positions.clone()
+        if positions.dim() == 2:
+            positions.fill_(99)
+        super().after_join(plan)
+        assert torch.equal(positions, before)
+        super().after_join(plan)
+        assert torch.equal(positions, before)
+        type(self).calls += 1
+
+
+class RecomputingBackend(CpuBackend):
+    @property
+    def speculative_sync(self):
+        return RecomputingSync(self)
+
+
+@pytest.mark.parametrize("name", [None, "same-model", "ngram-tree"])
+def test_positions_are_computed_again_after_the_join(made, name):
+    checkpoint = made["qwen2_5_vl"]
+    proposer = None if name is None else proposers(checkpoint)[name]()
+    calls = RecomputingSync.calls
+    checkpoint.check(checkpoint.engine(proposer, backend=RecomputingBackend(), overlap=True))
+    assert RecomputingSync.calls > calls
+
+
+def test_nothing_is_computed_again_for_text_or_an_idle_batch():
+    def verify(axes, batch):
+        buffers = StepBuffers(max_requests=2, nodes=2, depth=2, is_tree=False, pages=2, axes=axes, device=torch.device("cpu"))
+        return buffers.verify(batch)
+
+    text, axes = verify(1, 2), verify(3, 2)
+    for inputs in (text, axes):
+        inputs.positions.copy_(torch.arange(6))
+        PlanAtJoin(inputs).recompute(Recompute.MROPE_POSITIONS)
+        PlanAtJoin(inputs).refresh("rope_positions")
+    assert torch.equal(text.rope_positions, torch.arange(6))
+    assert torch.equal(axes.rope_positions, torch.arange(6).expand(3, -1))
+    assert PlanAtJoin(verify(3, 0)).idle
+    assert not PlanAtJoin(axes).idle
+
+
+def test_requests_that_can_not_be_served(made, bundle32):
+    checkpoint = made["qwen2_vl"]
+    image = checkpoint.processor.image(picture(16, 16))
+    engine = checkpoint.engine()
+    with pytest.raises(RequestError, match="one more image than were given"):
+        engine.add_request([1, *IMAGE])
+    with pytest.raises(RequestError, match="has places for"):
+        engine.add_request([1, 5], media=[image])
+    with pytest.raises(RequestError, match=r"places for \['video'\], but \['image'\] were given"):
+        engine.add_request([1, *VIDEO], media=[image])
+    with pytest.raises(RequestError, match="takes text alone"):
+        bundle32.engine(speculate="none").add_request([1, 5], media=[image])
+    with pytest.raises(RequestError, match="without a vision tower"):
+        Engine(checkpoint.target, checkpoint.backend).add_request([1, *IMAGE], media=[image])
+    with pytest.raises(RequestError, match="came with media for 1"):
+        engine.generate([[1], [2]], media=[[]])
+    assert not engine.has_unfinished
+
+
+def test_expanded_placeholders_are_taken_as_they_are(made):
+    checkpoint = made["qwen2_vl"]
+    tokens, media = checkpoint.prompts["images-of-several-sizes"]
+    whole = expand_placeholders(tokens, media, checkpoint.target.config.vision)
+    (result,) = checkpoint.engine().generate([whole], GREEDY, media=[media])
+    assert result.token_ids == checkpoint.expected("images-of-several-sizes")
+
+
+def test_frames_of_a_video_count(made):
+    """Another frame at the end gives another output: the features of every frame arrive."""
+    checkpoint = made["qwen2_5_vl"]
+    tokens = [1, *VIDEO, 9]
+    engine = checkpoint.engine()
+    for count in (2, 5, 6):
+        video = checkpoint.processor.video(frames(count, 16, 16), frames_per_second=2.0)
+        (result,) = engine.generate([tokens], GREEDY, media=[[video]])
+        assert result.token_ids == checkpoint.generated(tokens, [video])
