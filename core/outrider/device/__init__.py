@@ -59,7 +59,15 @@ if TYPE_CHECKING:
     from outrider.device.memory import KeepAlive, MemoryInfo, PinnedBuffer
     from outrider.device.stream import Event, Flag, Stream
     from outrider.device.sync import EventFence, Fence, JoinedPlan, Recompute, SpeculativeSync, StepMode, Waiter
-    from outrider.device.tools import Access, ControllableDevice, Observer, Operation
+    from outrider.device.tools import (
+        Access,
+        ControllableDevice,
+        ExplorationResult,
+        Observer,
+        Operation,
+        ScheduleFailure,
+        TimedObserver,
+    )
     from outrider.device.torch_backend import TorchDeviceBackend, TorchEvent, TorchGraph, TorchStream
 
 # The same names as above, once more for the run time; tests/arch holds the two together.
@@ -75,6 +83,7 @@ _HOMES = {
         "GraphPool",
         "HostParam",
         "Scalar",
+        "ScheduleFailure",
     ),
     "kernels": (
         "AttentionMetadata",
@@ -94,6 +103,7 @@ _HOMES = {
     ),
     "sync": (
         "EventFence",
+        "ExplorationResult",
         "Fence",
         "JoinedPlan",
         "Recompute",
@@ -104,8 +114,11 @@ _HOMES = {
     "tools": (
         "Access",
         "ControllableDevice",
+        "ExplorationResult",
         "Observer",
         "Operation",
+        "ScheduleFailure",
+        "TimedObserver",
     ),
     "torch_backend": (
         "TorchDeviceBackend",
@@ -144,6 +157,7 @@ __all__ = [
     "EagerGraph",
     "Event",
     "EventFence",
+    "ExplorationResult",
     "Fence",
     "Flag",
     "Graph",
@@ -164,6 +178,7 @@ __all__ = [
     "RequestError",
     "RowResolver",
     "Scalar",
+    "ScheduleFailure",
     "SeamError",
     "SpeculativeSync",
     "StaleBufferError",
@@ -171,6 +186,7 @@ __all__ = [
     "Stream",
     "StreamOrderError",
     "SynchronousCopyError",
+    "TimedObserver",
     "TorchDeviceBackend",
     "TorchEvent",
     "TorchGraph",

@@ -11,13 +11,14 @@ are queued, in the order in which they were enqueued. A callback must not enqueu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from outrider.device.backend import Backend
     from outrider.device.graph import Graph
     from outrider.device.stream import Event, Flag, Stream
 
@@ -161,6 +162,15 @@ class Observer:
         """What the calling thread does from here comes after what was done before ``token`` was released."""
 
 
+class TimedObserver(Observer):
+    """An observer that also learns when operations ran, from backends that can tell."""
+
+    def ran(self, operation: Operation | None, name: str, stream: str, index: int, start_us: float, end_us: float) -> None:
+        """An operation has run, between these (virtual) microseconds. ``operation`` is what was launched, None for work
+        that has no report of its own (waits, records, the launch of a graph).
+        """
+
+
 @runtime_checkable
 class ControllableDevice(Protocol):
     """A device whose schedule a tool decides. A backend that has it offers it as ``Backend.control``."""
@@ -176,3 +186,54 @@ class ControllableDevice(Protocol):
 
     def virtual_time(self) -> float:
         """Seconds of simulated device time since the last reset."""
+
+    def steps(self, stream: Stream | None) -> tuple[str, int]:
+        """How schedules name ``stream`` (None: the calling thread), and how many steps it has enqueued (taken) so far."""
+
+    def delaying(self, step: tuple[str, int], after: tuple[str, int]) -> str:
+        """The schedule in which ``step`` isn't taken before ``after`` has been."""
+
+    def explore(self, program: Callable[[Backend], None], *, strategy: str, iterations: int, seed: int) -> ExplorationResult:
+        """Run ``program``, which makes what it needs and raises when something is wrong, under up to ``iterations``
+        schedules that ``strategy`` picks; stop at the first failure and shrink it.
+        """
+
+
+class ScheduleFailure(Protocol):
+    """A schedule under which a program failed. ``shrunk`` is what of it matters, ``orderings`` says so in words."""
+
+    @property
+    def run(self) -> int:
+        """Which run it was, from 0."""
+
+    @property
+    def error(self) -> BaseException:
+        """What the program raised."""
+
+    @property
+    def schedule(self) -> object:
+        """As found; ``str`` replays it."""
+
+    @property
+    def shrunk(self) -> object:
+        """What of it is needed; ``str`` replays it."""
+
+    @property
+    def orderings(self) -> tuple[str, ...]:
+        """One sentence for each ordering that is needed."""
+
+
+class ExplorationResult(Protocol):
+    """What an exploration came to."""
+
+    @property
+    def runs(self) -> int:
+        """Complete runs."""
+
+    @property
+    def exhausted(self) -> bool:
+        """No schedule is left."""
+
+    @property
+    def failure(self) -> ScheduleFailure | None:
+        """The first run that failed."""

@@ -69,10 +69,21 @@ class Actor:
         return f"<Actor {self.name!r} {dict(self.clock)}>"
 
 
+class Replay:
+    """One replay of a graph, as the points of its operations name it."""
+
+    __slots__ = ("generation", "graph", "location")
+
+    def __init__(self, graph: str, generation: int, location: str) -> None:
+        self.graph = graph
+        self.generation = generation
+        self.location = location
+
+
 class Point:
     """One operation, or one access of the host, with what it knew: shared by all its accesses."""
 
-    __slots__ = ("actor", "clock", "epoch", "graph", "location", "name", "operation", "replay", "sequence")
+    __slots__ = ("actor", "clock", "epoch", "location", "name", "number", "operation", "replay", "sequence")
 
     def __init__(
         self,
@@ -81,21 +92,19 @@ class Point:
         location: str,
         sequence: int,
         operation: Operation | None = None,
-        graph: str = "",
-        replay: int = 0,
     ) -> None:
         if actor.taken:
             actor.open_epoch()
         self.actor = actor
+        self.number = actor.number
         self.clock = actor.clock
         self.epoch = actor.clock[actor.number]
         self.name = name
         self.location = location
         self.sequence = sequence
         self.operation = operation
-        self.graph = graph
-        self.replay = replay
+        self.replay: Replay | None = None
 
     def before(self, other: Point) -> bool:
         """Whether this point happened before ``other``."""
-        return self.epoch <= other.clock.get(self.actor.number, 0)
+        return self.epoch <= other.clock.get(self.number, 0)

@@ -1,0 +1,428 @@
+"""The seam's backend on the simulated machine: an ordinary plugin, with one more handle for tools (`control`)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.device import (
+    Access,
+    Backend,
+    BackendLoadError,
+    Capabilities,
+    CaptureContext,
+    Event,
+    Flag,
+    Graph,
+    GraphCallable,
+    GraphPool,
+    KernelSet,
+    MemoryInfo,
+    Observer,
+    Recompute,
+    SeamError,
+    SpeculativeSync,
+    Stream,
+    StreamOrderError,
+    Waiter,
+)
+from outrider_sim.device import register
+from outrider_sim.dispatch import extent
+from outrider_sim.exhaustive import Exhaustive
+from outrider_sim.explore import Exploration, explore
+from outrider_sim.graphs import Capture, Program
+from outrider_sim.memory import Pool
+from outrider_sim.options import SimOptions
+from outrider_sim.pinned import PinnedTensor
+from outrider_sim.queue import EventState, FlagState, Kind, Op, StreamQueue
+from outrider_sim.schedule import Delay, Schedule, Step
+from outrider_sim.sim import Sim, host_extent
+from outrider_sim.strategies import Replay, Strategy
+from outrider_sim.tap import SeamTap
+from outrider_sim.tensor import SimTensor
+
+_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+
+
+class SimStream(Stream):
+    """A simulated stream. `queue` is its state, which tools may look at."""
+
+    backend: SimBackend
+
+    def __init__(self, backend: SimBackend, name: str, priority: int, queue: StreamQueue) -> None:
+        super().__init__(backend, name, priority)
+        self.queue_state = queue
+
+    @property
+    def native(self) -> Any:
+        """The queue."""
+        return self.queue_state
+
+    def _record(self, event: Event) -> None:
+        assert isinstance(event, SimEvent)
+        self.backend.sim.machine.record(event.state, self.queue_state)
+
+    def _wait(self, event: Event) -> None:
+        assert isinstance(event, SimEvent)
+        generation = event.state.latest
+        if generation is None:
+            raise StreamOrderError(f"event {event.name!r} was never recorded")
+        self.backend.sim.machine.wait(generation, self.queue_state)
+
+    def _synchronize(self) -> None:
+        self.backend.sim.machine.synchronize_stream(self.queue_state)
+
+    def _query(self) -> bool:
+        queue = self.queue_state
+        target = queue.issued
+        return self.backend.sim.machine.query(lambda: queue.done >= target, queue)
+
+
+class SimEvent(Event):
+    """A simulated event; `state` holds its generations."""
+
+    backend: SimBackend
+
+    def __init__(self, backend: SimBackend, name: str, timing: bool, state: EventState) -> None:
+        super().__init__(backend, name, timing)
+        self.state = state
+
+    def _query(self) -> bool:
+        generation = self.state.latest
+        assert generation is not None
+        return self.backend.sim.machine.query(lambda: generation.done, generation)
+
+    def _synchronize(self) -> None:
+        generation = self.state.latest
+        assert generation is not None
+        self.backend.sim.machine.synchronize_event(generation)
+
+    def _elapsed_ms(self, end: Event) -> float:
+        assert isinstance(end, SimEvent)
+        first, last = self.state.latest, end.state.latest
+        if first is None or last is None or not (first.done and last.done):
+            raise StreamOrderError(f"events {self.name!r} and {end.name!r} haven't both completed: synchronize with both first")
+        return (last.time - first.time) / 1000.0
+
+
+class SimFlag(Flag):
+    """A simulated flag."""
+
+    backend: SimBackend
+
+    def __init__(self, backend: SimBackend, name: str, state: FlagState) -> None:
+        super().__init__(backend, name)
+        self.state = state
+
+    def _set(self, stream: Stream) -> None:
+        self._enqueue(Kind.FLAG_SET, stream)
+
+    def _wait(self, stream: Stream) -> None:
+        self._enqueue(Kind.FLAG_WAIT, stream)
+
+    def _reset(self, stream: Stream) -> None:
+        self._enqueue(Kind.FLAG_RESET, stream)
+
+    def _enqueue(self, kind: Kind, stream: Stream) -> None:
+        assert isinstance(stream, SimStream)
+        self.backend.sim.machine.flag(kind, self.state, stream.queue_state)
+
+
+class SimGraph(Graph):
+    """A captured graph."""
+
+    backend: SimBackend
+
+    def __init__(self, backend: SimBackend, name: str, context: CaptureContext, fn: GraphCallable) -> None:
+        super().__init__(backend, name, context)
+        self.fn = fn
+        self.program: Program | None = None
+        self.pool: Pool | None = None
+        self.origin: SimStream | None = None
+
+    def _replay(self, stream: Stream) -> None:
+        assert isinstance(stream, SimStream)
+        assert self.program is not None
+        self.backend.sim.machine.replays = self.backend.replays
+        self.program.replay(stream.queue_state)
+
+    def _update_params(self, params: Mapping[str, tuple[int, ...]], stream: Stream) -> None:
+        if not self.backend.capabilities.updates_graph_params:
+            super()._update_params(params, stream)
+        assert isinstance(stream, SimStream)
+        assert self.program is not None
+        assert self.pool is not None
+        assert self.origin is not None
+        for name, values in params.items():
+            self.context.params[name].value = values
+        # The new values are found by capturing again; the operations that queued replays share get them when the update
+        # runs on its stream.
+        fresh = self.backend.record_program(self, self.fn, self.origin, self.pool, seen=False)
+        self.program.rebind(fresh, stream.queue_state)
+
+
+class SimSync(SpeculativeSync):
+    """The policy of the personality."""
+
+    def __init__(self, backend: SimBackend) -> None:
+        super().__init__(backend)
+        like = backend.sim.options.like
+        self.published_waiter = Waiter.HOST if like.host_wait_for_published else Waiter.STREAM
+        self.exact_host_lengths = like.exact_host_lengths
+        self.results_on_forward = like.results_on_forward
+        self.rebind_params = like.updates_graph_params
+        if like.recompute_mrope:
+            self.recompute_after_join = frozenset({Recompute.MROPE_POSITIONS})
+
+
+class SimControl:
+    """The handle by which tools decide who goes next (the seam's `ControllableDevice`, and more)."""
+
+    def __init__(self, backend: SimBackend) -> None:
+        self._backend = backend
+
+    @property
+    def _machine(self) -> Any:
+        return self._backend.sim.machine
+
+    def set_schedule(self, schedule: str) -> None:
+        """Replay a schedule from here on. Call it right after `reset`. Raises `ConfigError` for a string that is none."""
+        self.use(Replay(Schedule.parse(schedule)))
+
+    def use(self, strategy: Strategy) -> None:
+        """Let `strategy` decide from here on."""
+        self._machine.use(strategy)
+
+    def schedule(self) -> str:
+        """The departures from the order of the program since the last reset; replays them exactly."""
+        return str(self._machine.schedule())
+
+    def reset(self, strategy: Strategy | None = None) -> None:
+        """Drain, then start over: indices, decisions, virtual time, errors and random numbers. Live tensors keep their
+        memory, everything free is forgotten, and streams that nobody holds any more are gone. A lost device lives again.
+
+        `strategy` decides from here on; None: the one of the backend's options.
+        """
+        self._backend.start_over(strategy)
+
+    def virtual_time(self) -> float:
+        """Seconds of simulated time since the last reset, on the stream or thread that is furthest."""
+        machine = self._machine
+        clocks = [stream.clock for stream in machine.streams] + [thread.clock for thread in machine.threads]
+        return float(max(clocks)) / 1e6
+
+    def steps(self, stream: Stream | None) -> tuple[str, int]:
+        """How schedules name `stream` (None: the calling thread), and how many steps it has enqueued (taken) so far."""
+        if stream is None:
+            thread = self._machine.thread
+            return thread.label, thread.step
+        assert isinstance(stream, SimStream)
+        return stream.queue_state.label, stream.queue_state.issued
+
+    def delaying(self, step: tuple[str, int], after: tuple[str, int]) -> str:
+        """The schedule in which `step` isn't taken before `after` has been."""
+        return str(Schedule([Delay(Step(*step), Step(*after))]))
+
+    def explore(
+        self, program: Callable[[Backend], None], *, strategy: str = "mixed", iterations: int = 100, seed: int = 0
+    ) -> Exploration:
+        """Run `program` under up to `iterations` schedules; see `outrider_sim.explore`."""
+        return explore(self._backend, program, strategy=strategy, iterations=iterations, seed=seed)
+
+    def run_threads(self, *bodies: Callable[[], None]) -> None:
+        """Run the callables as host threads beside each other, one at a time, picked by the strategy; join them all.
+
+        Each starts on the caller's current stream. Raises what the first failing one raised.
+        """
+        self._machine.run_threads(*bodies)
+
+    def yield_(self) -> None:
+        """A point of the schedule in plain host code, where another thread or a stream may go on."""
+        from outrider_sim.queue import FREE
+
+        self._machine.point(FREE)
+
+
+class SimBackend(Backend):
+    """A simulated accelerator.
+
+    Each backend object is a device of its own: its streams, memory and schedule are shared with no other. torch calls
+    outside any `on` scope go to the one that was made last.
+    """
+
+    def __init__(self, options: SimOptions | None = None, ordinal: int = 0) -> None:
+        options = options or SimOptions()
+        if ordinal != 0:
+            raise BackendLoadError(f"backend 'sim': device {ordinal} was asked for, there is only device 0")
+        registered = register(options.name, options)
+        super().__init__("sim", registered.dispatcher.device)
+        self.sim = Sim(options)
+        self._dispatcher = registered.dispatcher
+        self._dispatcher.current = self.sim
+        registered.backend = self
+        self._sync = SimSync(self)
+        self._kernels = KernelSet()
+        self._control = SimControl(self)
+        like = options.like
+        self._capabilities = Capabilities(
+            asynchronous=True,
+            concurrent_streams=True,
+            stream_priorities=True,
+            event_timing=True,
+            flags=like.flags,
+            captures_graphs=True,
+            updates_graph_params=like.updates_graph_params,
+            forks_in_capture=like.forks_in_capture,
+            perturbs_timing=True,
+            reports_accesses=True,
+            row_exact_accesses=True,
+            memory_limit=True,
+            dtypes=_DTYPES,
+        )
+        # Work that nobody placed runs here; it is a stream of the backend like any other.
+        self.default_stream = SimStream(self, "default", 0, self.sim.machine.default)
+        self._streams.append(self.default_stream)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the personality can do."""
+        return self._capabilities
+
+    @property
+    def kernels(self) -> KernelSet:
+        """The torch references, each queued as one operation."""
+        return self._kernels
+
+    @property
+    def speculative_sync(self) -> SpeculativeSync:
+        """The policy of the personality."""
+        return self._sync
+
+    @property
+    def control(self) -> SimControl:
+        """Strategies, schedules, virtual time, host threads."""
+        return self._control
+
+    def versions(self) -> Mapping[str, str]:
+        """torch, and which family is imitated."""
+        return {**super().versions(), "device": f"simulated, like {self.sim.options.like.name}"}
+
+    # -- tools --------------------------------------------------------------------------------------------------------
+
+    def attach(self, observer: Observer) -> None:
+        """Report to `observer`, memory accesses included."""
+        super().attach(observer)
+        self.sim.machine.tap = SeamTap(self, observer)
+        self.sim.machine.update_mode()
+
+    def detach(self) -> None:
+        """Report to nobody."""
+        super().detach()
+        self.sim.machine.tap = None
+        self.sim.machine.update_mode()
+
+    def locate(self, tensor: Tensor) -> Access:
+        """The bytes of a device tensor or of a pinned one."""
+        if isinstance(tensor, PinnedTensor):
+            return host_extent(tensor, False)
+        if not isinstance(tensor, SimTensor):
+            raise SeamError(f"a tensor on {tensor.device} that isn't pinned has no place on {self.label}")
+        return extent(tensor, False, "")
+
+    def start_over(self, strategy: Strategy | None) -> None:
+        """See `SimControl.reset`."""
+        machine = self.sim.machine
+        machine.reset(strategy)
+        floor = self.sim.memory.start_over(getattr(strategy, "floor", None))
+        if isinstance(strategy, Exhaustive):
+            strategy.floor = floor
+        self.sim.manual_seed(self.sim.options.seed)
+        # A stream that only these lists hold was made by a run that is over; its name is free again.
+        held = [s for s in self._streams if s is self.default_stream or sys.getrefcount(s) > _ONLY_LISTED]
+        gone = [s for s in self._streams if s not in held]
+        self._streams[:] = held
+        for stream in gone:
+            assert isinstance(stream, SimStream)
+            machine.drop_stream(stream.queue_state)
+
+    # -- verbs --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _on(self, stream: Stream) -> Generator[None]:
+        assert isinstance(stream, SimStream)
+        dispatcher, machine = self._dispatcher, self.sim.machine
+        other, dispatcher.current = dispatcher.current, self.sim
+        before = machine.set_stream(stream.queue_state)
+        try:
+            yield
+        finally:
+            machine.set_stream(before)
+            dispatcher.current = other
+
+    def _create_stream(self, name: str, priority: int) -> Stream:
+        return SimStream(self, name, priority, self.sim.machine.create_stream(name, priority))
+
+    def _create_event(self, name: str, timing: bool) -> Event:
+        return SimEvent(self, name, timing, self.sim.machine.create_event(name))
+
+    def _create_flag(self, name: str) -> Flag:
+        return SimFlag(self, name, self.sim.machine.create_flag(name))
+
+    def _synchronize(self) -> None:
+        self.sim.machine.synchronize_device()
+
+    def _delay(self, stream: Stream, cycles: int) -> None:
+        assert isinstance(stream, SimStream)
+        # A virtual clock of 1 GHz; where the order matters, strategies hold streams back better than time does.
+        self.sim.machine.enqueue(Op(Kind.LAUNCH, "delay", cost=cycles / 1000.0), stream.queue_state)
+
+    def _empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.sim.pinned(shape, dtype)
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, PinnedTensor)
+
+    def memory_info(self) -> MemoryInfo:
+        """Bytes of the simulated device; cached blocks count as free."""
+        memory = self.sim.memory
+        return MemoryInfo(total=memory.limit, free=memory.limit - memory.allocated, allocated=memory.allocated)
+
+    def create_graph_pool(self, name: str) -> GraphPool:
+        """Private memory for graphs that never run at the same time."""
+        return GraphPool(self, name, Pool(name))
+
+    def _capture(
+        self, name: str, fn: GraphCallable, context: CaptureContext, stream: Stream, pool: GraphPool | None
+    ) -> Graph:
+        assert isinstance(stream, SimStream)
+        graph = SimGraph(self, name, context, fn)
+        graph.pool = pool.native if pool is not None else Pool(name)
+        graph.origin = stream
+        graph.program = self.record_program(graph, fn, stream, graph.pool, seen=True)
+        return graph
+
+    def record_program(self, graph: SimGraph, fn: GraphCallable, stream: SimStream, pool: Pool, *, seen: bool) -> Program:
+        """Capture `fn` on `stream`; `seen` says whether an observer learns of it. Streams are as before, whatever happens."""
+        capture = Capture(self.sim, graph.name, pool, stream.queue_state)
+        machine = self.sim.machine
+        tap, observer = machine.tap, self.observer
+        if not seen:
+            machine.tap = self.observer = None
+        try:
+            with self._on(stream):
+                capture.begin()
+                with self.capturing(graph, stream):
+                    fn(graph.context)
+                    return capture.finish()
+        finally:
+            capture.close()
+            machine.tap, self.observer = tap, observer
+
+
+# The list of streams, the loop variable and getrefcount's own argument.
+_ONLY_LISTED = 3

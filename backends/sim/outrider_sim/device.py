@@ -1,0 +1,142 @@
+"""Registration of the simulated device with torch, and the module `torch.sim`.
+
+torch has one slot for a device type from outside (PrivateUse1), and it can't be given back: the name is taken for the
+process. `register` takes it; nothing does so on import.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+
+from outrider.device import BackendLoadError
+from outrider_sim.dispatch import Dispatcher
+from outrider_sim.opinfo import OpInfo
+from outrider_sim.options import SimOptions
+from outrider_sim.pinned import PinnedTensor
+from outrider_sim.sim import Sim
+from outrider_sim.tensor import SimTensor
+
+# Their composites resize an empty tensor through `.out`, which memory of the device can't do.
+_FACTORIES = ("arange", "linspace", "logspace", "eye", "randperm", "tril_indices", "triu_indices")
+
+
+class Registered:
+    """The registration, once in a process: the device, its dispatcher, and what torch must not collect."""
+
+    def __init__(self, name: str, dispatcher: Dispatcher, module: ModuleType, kept: tuple[Any, ...]) -> None:
+        self.name = name
+        self.dispatcher = dispatcher
+        self.module = module
+        self.backend: Any = None  # the one made last: torch calls outside any scope are its
+        self._kept = kept
+
+
+class _Slot:
+    """torch's slot is one for the process and can't be given back, so its state is the module's."""
+
+    registered: Registered | None = None
+    lock = threading.Lock()
+
+
+def registered() -> Registered | None:
+    """The registration, if there is one."""
+    return _Slot.registered
+
+
+def register(name: str = "sim", options: SimOptions | None = None) -> Registered:
+    """Make `torch.device(name)` the simulated device. Again with the same name: returns what is there.
+
+    Raises `BackendLoadError` where another name took the slot (an installed torch_npu does so when torch is imported).
+    """
+    with _Slot.lock:
+        if _Slot.registered is not None:
+            if _Slot.registered.name != name:
+                raise BackendLoadError(
+                    f"the simulated device is {_Slot.registered.name!r} in this process and can't become {name!r}: torch "
+                    "takes one such name; use that name, or another process"
+                )
+            return _Slot.registered
+        taken = torch._C._get_privateuse1_backend_name()
+        if taken != "privateuseone":
+            raise BackendLoadError(
+                f"torch's slot for devices from outside is taken by {taken!r}, so {name!r} can't be simulated in this "
+                "process; start it with TORCH_DEVICE_BACKEND_AUTOLOAD=0, or use a process that doesn't import that package"
+            )
+        _Slot.registered = _register(name, options or SimOptions(name=name))
+        return _Slot.registered
+
+
+def _register(name: str, options: SimOptions) -> Registered:
+    from outrider_sim.torch_module import make_module
+
+    class Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[misc]
+        def is_available(self) -> bool:
+            return True
+
+        def has_primary_context(self, dev_id: int) -> bool:
+            del dev_id
+            return True
+
+        def is_built(self) -> bool:
+            return True
+
+    class Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc]
+        def type_(self) -> Any:
+            return torch._C._autograd.DeviceType.PrivateUse1
+
+    dispatcher: Dispatcher
+    module = make_module(name)
+    hooks, guard = Hooks(), Guard()
+    backend_registration._setup_privateuseone_for_python_backend(name, module, hooks, guard)
+    dispatcher = Dispatcher(torch.device(name, 0), Sim(options))
+    SimTensor._dispatch = staticmethod(dispatcher)
+    PinnedTensor._dispatch = staticmethod(dispatcher.pinned)
+    kept = (hooks, guard, *_libraries(dispatcher))
+    return Registered(name, dispatcher, module, kept)
+
+
+def _libraries(dispatcher: Dispatcher) -> Iterator[Any]:
+    """Kernels for the calls that reach PrivateUse1 below Python's key, and an autocast that lets everything pass."""
+    aten = torch.library.Library("aten", "IMPL")
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    explicit = torch._C.DispatchKey.CompositeExplicitAutograd
+    nonfunctional = torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for full in torch._C._dispatch_get_all_op_names():
+        if not full.startswith("aten::"):
+            continue
+        name, _, overload = full.removeprefix("aten::").partition(".")
+        factory = name in _FACTORIES and overload not in ("out", "start_out", "m_out", "generator_out")
+        if not factory and (has(full, composite) or has(full, explicit) or has(full, nonfunctional)):
+            continue
+        try:
+            func = getattr(getattr(torch.ops.aten, name), overload or "default")
+        except (AttributeError, RuntimeError):
+            continue  # some names exist for the JIT alone
+        aten.impl(full.removeprefix("aten::"), _factory(dispatcher, func) if factory else _kernel(dispatcher, func), "PrivateUse1")
+    yield aten
+    fallback = torch.library.Library("_", "IMPL")
+    fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    yield fallback
+
+
+def _kernel(dispatcher: Dispatcher, func: Any) -> Any:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return dispatcher(func, args, kwargs)
+
+    return kernel
+
+
+def _factory(dispatcher: Dispatcher, func: Any) -> Any:
+    info = OpInfo(func)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return dispatcher.factory(info, args, kwargs)
+
+    return kernel

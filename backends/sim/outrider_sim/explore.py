@@ -1,0 +1,171 @@
+"""Run a program under many schedules; shrink the first one that fails."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from outrider_sim.exhaustive import Exhaustive, Pruned
+from outrider_sim.schedule import Delay, Schedule
+from outrider_sim.strategies import Replay, Strategy, make_strategy, parse_strategy
+
+if TYPE_CHECKING:
+    from outrider_sim.backend import SimBackend
+
+Program = Callable[["SimBackend"], None]
+"""What is explored: makes its tensors and streams on the backend, and raises when something is wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A run that failed. `schedule` replays it; `shrunk` is what of it matters, and `orderings` says so in words."""
+
+    run: int
+    error: BaseException
+    schedule: Schedule
+    shrunk: Schedule
+    orderings: tuple[str, ...]
+
+
+@dataclass(kw_only=True)
+class Exploration:
+    """What came of it. `runs` counts complete runs, `pruned` those that were cut short as repetitions; `exhausted` says
+    that no schedule is left.
+    """
+
+    runs: int = 0
+    pruned: int = 0
+    exhausted: bool = False
+    failure: Failure | None = None
+    distinct: set[str] = field(default_factory=set)
+
+
+def strategies(spec: str, seed: int = 0) -> Iterator[Strategy]:
+    """One strategy for each run of an exploration: `pct:d=3`, `random`, `exhaustive`, `mixed`, `replay:STRING`, …
+
+    Ends with the last path of `exhaustive`, and after one run of a strategy that has only one. Raises `ConfigError` for
+    a name or option that doesn't exist.
+    """
+    name, options = parse_strategy(spec)
+    first = make_strategy(name, seed, options)
+    if isinstance(first, Exhaustive):
+        while not first.exhausted:
+            yield first
+        return
+    yield first
+    if name in ("random", "pct", "mixed"):
+        while True:
+            seed += 1
+            yield make_strategy(name, seed, options)
+
+
+def run_once(backend: SimBackend, program: Program, strategy: Strategy) -> BaseException | None:
+    """One run from a fresh start, the device drained at its end; returns what it raised.
+
+    `Pruned` is returned like a failure; KeyboardInterrupt and SystemExit pass through.
+    """
+    backend.control.reset(strategy)
+    try:
+        program(backend)
+        backend.synchronize()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        # Frames would keep the run's streams and tensors, and their names and memory, from the next run.
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__context__
+        return error
+    finally:
+        strategy.end()
+    return None
+
+
+def explore(
+    backend: SimBackend,
+    program: Program,
+    *,
+    strategy: str = "mixed",
+    iterations: int = 100,
+    seed: int = 0,
+    shrinking: bool = True,
+    count_distinct: bool = False,
+) -> Exploration:
+    """Run `program` under up to `iterations` schedules and stop at the first failure, shrunk unless `shrinking` is off.
+
+    `count_distinct` keeps the schedules seen, as strings.
+    """
+    result = Exploration()
+    source = strategies(strategy, seed)
+    for number in range(iterations):
+        chosen = next(source, None)
+        if chosen is None:
+            break
+        error = run_once(backend, program, chosen)
+        if isinstance(error, Pruned):
+            result.pruned += 1
+            continue
+        result.runs += 1
+        if count_distinct:
+            result.distinct.add(backend.control.schedule())
+        if error is not None:
+            result.failure = _failure(backend, program, number, error, shrinking)
+            return result
+    result.exhausted = next(source, None) is None
+    return result
+
+
+def _failure(backend: SimBackend, program: Program, number: int, error: BaseException, shrinking: bool) -> Failure:
+    schedule = Schedule.parse(backend.control.schedule())
+    shrunk = shrink(backend, program, schedule, type(error)) if shrinking else schedule
+    return Failure(
+        run=number, error=error, schedule=schedule, shrunk=shrunk, orderings=tuple(explain(backend, program, shrunk))
+    )
+
+
+def shrink(backend: SimBackend, program: Program, schedule: Schedule, kind: type[BaseException]) -> Schedule:
+    """The least of `schedule`'s delays with which the program still raises a `kind`.
+
+    Delta debugging over the delays, so each one left is needed: without it the program passes or fails otherwise. Where
+    the failure doesn't come back at all (the program isn't deterministic), `schedule` is returned as it is.
+    """
+
+    def fails(delays: list[Delay]) -> bool:
+        return isinstance(run_once(backend, program, Replay(Schedule(delays))), kind)
+
+    delays = list(schedule)
+    if not fails(delays):
+        return schedule
+    if fails([]):
+        return Schedule()
+    pieces = 2
+    while len(delays) > 1:
+        size = max(1, len(delays) // pieces)
+        for start in range(0, len(delays), size):
+            rest = delays[:start] + delays[start + size :]
+            if rest and fails(rest):
+                delays, pieces = rest, max(2, pieces - 1)
+                break
+        else:
+            if size == 1:
+                break
+            pieces = min(len(delays), pieces * 2)
+    return Schedule(delays)
+
+
+def explain(backend: SimBackend, program: Program, schedule: Schedule) -> list[str]:
+    """One sentence for each delay of `schedule`, with the operations' names and lines, from one more run."""
+    names: dict[str, str] = {}
+    machine = backend.sim.machine
+    machine.names = names
+    try:
+        run_once(backend, program, Replay(schedule))
+    finally:
+        machine.names = None
+    return [
+        f"{d.step} ({names.get(str(d.step), 'not reached')}) runs only after {d.after} ({names.get(str(d.after), 'not reached')})"
+        for d in schedule
+    ]

@@ -1,0 +1,178 @@
+"""Capture and replay: operations recorded with the addresses that they had, issued again as one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from outrider.device import CaptureError, SeamError
+from outrider_sim.memory import Block, Pool
+from outrider_sim.queue import EventState, Generation, Kind, Op, StreamQueue
+
+if TYPE_CHECKING:
+    from outrider_sim.machine import Machine
+    from outrider_sim.sim import Sim
+
+_EDGES = (Kind.RECORD, Kind.WAIT)
+
+
+class Capture:
+    """An open capture. Operations enqueued on its streams come here instead of a queue; none of them runs.
+
+    The first stream is the one that was captured; others join by waiting for an event recorded on one that belongs.
+    """
+
+    def __init__(self, sim: Sim, name: str, pool: Pool, origin: StreamQueue) -> None:
+        self.sim = sim
+        self.name = name
+        self.pool = pool
+        self.origin = origin
+        self.open = False
+        self.lanes: dict[StreamQueue, int] = {}
+        self.nodes: list[tuple[int, Op]] = []
+
+    def begin(self) -> None:
+        """Divert the stream. Raises `CaptureError` where it's captured already."""
+        if self.origin.capture is not None:
+            raise CaptureError(f"stream {self.origin.label!r} is being captured already")
+        self.open = True
+        self.fork(self.origin)
+
+    def fork(self, stream: StreamQueue) -> None:
+        """Pull `stream` into the capture."""
+        stream.capture = self
+        self.lanes[stream] = len(self.lanes)
+
+    def add(self, op: Op, stream: StreamQueue) -> None:
+        """Append an operation. Raises `CaptureError` for a wait on something outside."""
+        if op.kind == Kind.WAIT and op.target.captured is not self:
+            raise CaptureError(
+                f"a wait for {op.target} was captured, but that record isn't part of the capture; wait on the stream before "
+                "the replay"
+            )
+        op.order = len(self.nodes) + 1
+        self.nodes.append((self.lanes[stream], op))
+        tap = self.sim.machine.tap
+        if tap is not None:
+            tap.launched(op, stream, op.order - 1)
+
+    def poison(self, block: Block, stream: StreamQueue) -> None:
+        """Memory that was freed during the capture is poisoned again by each replay."""
+        op = Op(Kind.POISON, "poison", block.fill_poison)
+        op.order = len(self.nodes) + 1
+        self.nodes.append((self.lanes[stream], op))
+
+    def close(self) -> None:
+        """Leave the streams as they were."""
+        self.open = False
+        for stream in self.lanes:
+            stream.capture = None
+
+    def finish(self) -> Program:
+        """The captured program. Raises `CaptureError` unless every stream that was pulled in has been joined."""
+        self._check_joined()
+        return Program(self.sim, self.name, self.nodes, len(self.lanes))
+
+    def _check_joined(self) -> None:
+        count = len(self.lanes)
+        clocks = [[0] * count for _ in range(count)]
+        seen: dict[Generation, list[int]] = {}
+        for lane, op in self.nodes:
+            if op.kind == Kind.RECORD:
+                seen[op.target] = list(clocks[lane])
+            elif op.kind == Kind.WAIT:
+                clocks[lane] = [max(a, b) for a, b in zip(clocks[lane], seen[op.target], strict=True)]
+            else:
+                clocks[lane][lane] += 1
+        for stream, lane in self.lanes.items():
+            if clocks[0][lane] < clocks[lane][lane]:
+                raise CaptureError(
+                    f"stream {stream.label!r} was pulled into the capture of {self.name!r} and never joined: record an event "
+                    f"on it after its last operation and let {self.origin.label!r} wait for it"
+                )
+
+
+class Program:
+    """A captured graph: operations by lane. Queued replays share the operations, so that a rebinding which comes too early
+    changes a replay in flight, as on a device.
+    """
+
+    def __init__(self, sim: Sim, name: str, nodes: Sequence[tuple[int, Op]], lanes: int) -> None:
+        self.sim = sim
+        self.name = name
+        self.nodes = list(nodes)
+        self.lanes = lanes
+        self._branches: list[StreamQueue] = []
+        # With one lane, its own order is all the order there is.
+        self._straight = [op for _, op in nodes if op.kind not in _EDGES] if lanes == 1 else []
+        self._random = any(op.seed is not None for _, op in nodes)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def replay(self, stream: StreamQueue) -> None:
+        """Enqueue everything on `stream`; further lanes get streams of their own, held between launch and end."""
+        machine = self.sim.machine
+        launch = Op(Kind.LAUNCH, f"launch {self.name}", cost=machine.like.kernel_us)
+        if self.lanes == 1:
+            ops = [self._issue(op) for op in self._straight] if self._random else self._straight
+            machine.launch(ops, stream, launch)
+        else:
+            self._replay_lanes(machine, stream, launch)
+
+    def _replay_lanes(self, machine: Machine, stream: StreamQueue, launch: Op) -> None:
+        while len(self._branches) < self.lanes - 1:
+            self._branches.append(machine.create_stream(f"{self.name}.branch{len(self._branches) + 1}"))
+        event = EventState(0, f"edges of {self.name}")
+        edges: dict[Generation, Generation] = {}
+        lanes: list[list[Op]] = [[] for _ in range(self.lanes)]
+        queues = [stream, *self._branches]
+        start = Generation(event, 0, stream, stream.issued)
+        lanes[0].append(_edge(Kind.RECORD, start, 0))
+        for lane in range(1, self.lanes):
+            lanes[lane].append(_edge(Kind.WAIT, start, 0))
+        for lane, op in self.nodes:
+            if op.kind == Kind.RECORD:
+                edges[op.target] = Generation(event, op.order, queues[lane], 0)
+                lanes[lane].append(_edge(Kind.RECORD, edges[op.target], op.order))
+            elif op.kind == Kind.WAIT:
+                lanes[lane].append(_edge(Kind.WAIT, edges[op.target], op.order))
+            else:
+                lanes[lane].append(self._issue(op))
+        for queue, ops in zip(queues[1:], lanes[1:], strict=True):
+            queue.base_seq = machine.seq
+            queue.queue.extend(ops)
+            queue.issued += len(ops)
+        machine.launch(lanes[0], stream, launch)
+
+    def _issue(self, op: Op) -> Op:
+        if op.seed is None:
+            return op
+        fresh = op.again()
+        fresh.fn = op.fn.again(op.seed())  # type: ignore[union-attr]
+        return fresh
+
+    def rebind(self, other: Program, stream: StreamQueue) -> None:
+        """Take over the operands of `other`, the same graph captured with other host parameters, in the order of `stream`.
+
+        Raises `SeamError` where the two differ in more than operands.
+        """
+        mine, theirs = ([(lane, op.kind, op.name) for lane, op in program.nodes] for program in (self, other))
+        if mine != theirs:
+            raise SeamError(
+                f"graph {self.name!r}: other host parameters give another sequence of operations ({len(mine)} and "
+                f"{len(theirs)}), which a rebind can't change; capture a graph for them"
+            )
+        pairs = [(op, new) for (_, op), (_, new) in zip(self.nodes, other.nodes, strict=True) if op.kind not in _EDGES]
+
+        def apply() -> None:
+            for op, new in pairs:
+                op.fn, op.args, op.kwargs, op.post = new.fn, new.args, new.kwargs, new.post
+
+        self.sim.machine.enqueue(Op(Kind.LAUNCH, f"rebind {self.name}", apply, cost=self.sim.machine.like.kernel_us), stream)
+
+
+def _edge(kind: Kind, generation: Generation, order: int) -> Op:
+    op = Op(kind, "edge", target=generation)
+    op.order = order
+    return op

@@ -1,0 +1,250 @@
+"""Device memory: blocks behind a caching allocator.
+
+A block is memory that stays where it is. An allocation is one use of a block, from the call that made it to the last
+reference: tensors, views and autograd hold the allocation, queued operations hold only the bytes. Freed memory goes back
+at once to the pool that it came from and is handed out again in the order of the stream that allocated it, which is safe
+for that stream alone: the race that `keep_alive` prevents on a device exists here too.
+
+Freed memory is poisoned in the order of its stream: every float becomes NaN and every integer a huge index, so that
+reading it shows. Fresh memory is poisoned when it is made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from outrider.device import OutOfDeviceMemory
+from outrider_sim.source import python_line
+
+if TYPE_CHECKING:
+    from outrider_sim.machine import Machine
+    from outrider_sim.meta import Meta
+    from outrider_sim.queue import StreamQueue
+
+# As float16, bfloat16, float32 and float64 this is NaN; as int32 and int64 it is out of range for any index.
+_PATTERN = 0x7FFF
+_SMALL = 1 << 20
+_ALIGN = 512
+_BASE = 0x5_0000_0000
+
+
+class Block:
+    """Memory at one simulated address. `nbytes` is a multiple of 512 and at least 512."""
+
+    __slots__ = ("address", "fill", "last", "nbytes", "pool", "stream", "typed", "views")
+
+    def __init__(self, pool: Pool, stream: StreamQueue, nbytes: int, address: int, poison: bool) -> None:
+        self.pool = pool
+        self.stream = stream
+        self.nbytes = nbytes
+        self.address = address
+        with torch._C._InferenceMode(False):  # an inference tensor couldn't be written outside that mode
+            bytes_ = torch.empty(nbytes, dtype=torch.uint8)
+            self.fill = bytes_.view(torch.int16)
+        self.typed: dict[torch.dtype, Tensor] = {torch.uint8: bytes_}
+        # One tensor for each way in which the block was ever used: loops find theirs here.
+        self.views: dict[Meta, Tensor] = {}
+        self.last: int | None = None
+        if poison:
+            self.fill.fill_(_PATTERN)
+
+    def fill_poison(self) -> None:
+        """Overwrite everything with the pattern."""
+        self.fill.fill_(_PATTERN)
+
+    def inner(self, meta: Meta) -> Tensor:
+        """The host tensor over these bytes with the given shape, strides and dtype, from offset 0."""
+        found = self.views.get(meta)
+        if found is None:
+            typed = self.typed.get(meta.dtype)
+            if typed is None:
+                size = meta.itemsize
+                typed = self.typed[meta.dtype] = self.typed[torch.uint8][: self.nbytes // size * size].view(meta.dtype)
+            found = torch.as_strided(typed, meta.shape, meta.stride, 0)
+            if len(self.views) > 64:
+                self.views.clear()
+            self.views[meta] = found
+        return found
+
+
+class Pool:
+    """Free blocks by stream and size. `graph` names the graph whose private pool this is."""
+
+    __slots__ = ("dead", "free", "graph", "reserved")
+
+    def __init__(self, graph: str = "") -> None:
+        self.graph = graph
+        self.dead = False  # blocks that come back are dropped
+        self.free: dict[tuple[int, int], list[Block]] = {}
+        self.reserved = 0
+
+
+class Allocation:
+    """One use of a block. Dropping the last reference frees it. `id` is never used twice."""
+
+    __slots__ = ("block", "id", "line", "machine_memory", "nbytes", "stream", "users")
+
+    def __init__(self, memory: Memory, block: Block, ident: int, nbytes: int, stream: StreamQueue) -> None:
+        self.machine_memory = memory
+        self.block = block
+        self.id = ident
+        self.nbytes = nbytes
+        self.stream = stream
+        self.line = ""
+        self.users: list[tuple[StreamQueue, int]] | None = None
+
+    def used_by(self, stream: StreamQueue) -> None:
+        """Don't hand the memory out again before what `stream` holds now has run."""
+        if self.users is None:
+            self.users = []
+        self.users.append((stream, stream.issued))
+
+    def __del__(self) -> None:
+        self.machine_memory.release(self)
+
+    @property
+    def address(self) -> int:
+        """The simulated device address of the first byte."""
+        return self.block.address
+
+
+class Memory:
+    """The caching allocator of one machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        options = machine.options
+        self.machine = machine
+        self.limit = options.memory
+        self.poison = options.poison
+        self.pool = Pool()
+        self.count = 0  # allocations so far; the number of the next one
+        self.allocated = 0
+        self.peak = 0
+        self.reserved = 0
+        self._next = _BASE
+        # Blocks that were freed while a stream of `record_stream` still had work.
+        self._held: list[tuple[Block, list[tuple[StreamQueue, int]]]] = []
+        self._ids = 0
+        self._faults = frozenset(n for kind, n in options.faults if kind == "oom")
+
+    def allocate(self, nbytes: int, stream: StreamQueue) -> Allocation:
+        """Memory for `nbytes` in the order of `stream`; in a capture, from the graph's private pool.
+
+        Raises `OutOfDeviceMemory` where it doesn't fit; the device lives on.
+        """
+        self.count += 1
+        if self.count in self._faults:
+            raise OutOfDeviceMemory(f"allocation {self.count} of {nbytes} bytes failed on request (fault=oom@{self.count})")
+        if self._held:
+            self._return_held()
+        size = _rounded(nbytes)
+        capture = stream.capture
+        pool = self.pool if capture is None else capture.pool
+        free = pool.free.get((stream.id, size))
+        if free:
+            block = free.pop()
+        else:
+            block = self._fresh(pool, stream, size)
+        self.allocated += size
+        if self.allocated > self.peak:
+            self.peak = self.allocated
+        self._ids += 1
+        made = Allocation(self, block, self._ids, nbytes, stream)
+        tap = self.machine.tap
+        if tap is not None:
+            made.line = python_line()
+            tap.allocated(made, block.last)
+        if self.machine.tracks:
+            self.machine.bases[self._ids] = block.address
+        block.last = self._ids
+        return made
+
+    def take_address(self, nbytes: int) -> int:
+        """A range of simulated addresses, for memory that isn't a block (pinned host memory)."""
+        start = self._next
+        self._next += _rounded(nbytes) + _ALIGN
+        return start
+
+    def release(self, allocation: Allocation) -> None:
+        """Take a block back; the bytes are poisoned after what its stream holds now."""
+        block = allocation.block
+        self.allocated -= block.nbytes
+        tap = self.machine.tap
+        if tap is not None:
+            tap.freed(allocation)
+        if allocation.users is not None and any(stream.done < issued for stream, issued in allocation.users):
+            self._held.append((block, allocation.users))
+        else:
+            self._give_back(block)
+
+    def _return_held(self) -> None:
+        held, self._held = self._held, []
+        for block, users in held:
+            if any(stream.done < issued for stream, issued in users):
+                self._held.append((block, users))
+            else:
+                self._give_back(block)
+
+    def _give_back(self, block: Block) -> None:
+        stream = block.stream
+        if self.poison:
+            if stream.capture is not None and block.pool is stream.capture.pool:
+                stream.capture.poison(block, stream)
+            elif stream.queue:
+                stream.poison.append((stream.issued, block))
+            else:
+                block.fill_poison()
+        pool = block.pool
+        if pool.dead:
+            self.reserved -= block.nbytes
+            pool.reserved -= block.nbytes
+        else:
+            pool.free.setdefault((stream.id, block.nbytes), []).append(block)
+
+    def empty_cache(self) -> None:
+        """Give free blocks back. Nobody may have work in flight that touches them, as on a device."""
+        self._drop(self.pool)
+
+    def start_over(self, floor: int | None) -> int:
+        """Forget every free block, so that the next run finds memory as the first one did; addresses start at `floor`
+        again, if one is given. Returns where they start.
+        """
+        self._drop(self.pool)
+        self.pool.dead = True
+        self.pool = Pool()
+        self.count = 0
+        self.peak = self.allocated
+        if floor is not None:
+            self._next = floor
+        return self._next
+
+    def _drop(self, pool: Pool) -> None:
+        for blocks in pool.free.values():
+            for block in blocks:
+                pool.reserved -= block.nbytes
+                self.reserved -= block.nbytes
+        pool.free.clear()
+
+    def _fresh(self, pool: Pool, stream: StreamQueue, size: int) -> Block:
+        if self.reserved + size > self.limit:
+            self.empty_cache()
+        if self.reserved + size > self.limit:
+            raise OutOfDeviceMemory(
+                f"{size} bytes don't fit: {self.reserved} of {self.limit} bytes are taken ({self.allocated} by tensors); "
+                "free tensors, or raise the option memory"
+            )
+        block = Block(pool, stream, size, self.take_address(size), self.poison)
+        self.reserved += size
+        pool.reserved += size
+        return block
+
+
+def _rounded(nbytes: int) -> int:
+    """Size class: multiples of 512 bytes up to 1 MiB, then an eighth of the next power of two."""
+    if nbytes <= _SMALL:
+        return (nbytes + _ALIGN - 1) // _ALIGN * _ALIGN or _ALIGN
+    step = 1 << max(0, (nbytes - 1).bit_length() - 3)
+    return (nbytes + step - 1) // step * step

@@ -1,0 +1,153 @@
+"""What can be said about a simulated device: `sim:seed=7,strategy=pct,d=3,like=npu`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from outrider.device import ConfigError
+from outrider_sim.strategies import MAKERS, integer
+from outrider_sim.strategies import OPTIONS as STRATEGY_OPTIONS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Personality:
+    """How a family of devices behaves. Times are virtual microseconds, rates are per microsecond."""
+
+    name: str
+    forks_in_capture: bool = True
+    updates_graph_params: bool = False
+    flags: bool = False
+    exact_host_lengths: bool = False
+    recompute_mrope: bool = False
+    host_wait_for_published: bool = False
+    results_on_forward: bool = False
+    launch_us: float = 4.0
+    """Host time to enqueue one operation."""
+    kernel_us: float = 2.0
+    """Least device time of an operation."""
+    wait_us: float = 0.5
+    """Device time of a wait on a stream."""
+    sync_us: float = 8.0
+    """Host time of a synchronise, beyond the waiting."""
+    bytes_per_us: float = 4.0e6
+    """Memory bandwidth: 4 TB/s."""
+    link_bytes_per_us: float = 5.0e4
+    """Bandwidth of copies between host and device: 50 GB/s."""
+    flops_per_us: float = 5.0e8
+    """Arithmetic: 500 TFLOP/s."""
+
+
+PERSONALITIES: Mapping[str, Personality] = MappingProxyType(
+    {
+        "cuda": Personality(name="cuda"),
+        # A stream wait costs more than a host wait on some of these parts, and results are copied on the forward stream.
+        "rocm": Personality(name="rocm", wait_us=20.0, host_wait_for_published=True, results_on_forward=True),
+        # Attention takes host lists of lengths, so graphs are rebound; positions are computed again after the join.
+        "npu": Personality(
+            name="npu",
+            forks_in_capture=False,
+            updates_graph_params=True,
+            flags=True,
+            exact_host_lengths=True,
+            recompute_mrope=True,
+            launch_us=8.0,
+            sync_us=20.0,
+        ),
+    }
+)
+
+FAULTS: Mapping[str, str] = MappingProxyType(
+    {
+        "oom": "the n-th allocation doesn't fit",
+        "error": "the n-th enqueued operation fails; the device lives on",
+        "lost": "the n-th enqueued operation fails and takes the device with it",
+    }
+)
+
+OPTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "like": f"personality: {', '.join(PERSONALITIES)}",
+        "seed": "seed of strategies and of the device's random numbers",
+        "strategy": f"who goes next: {', '.join(sorted(MAKERS))}",
+        **STRATEGY_OPTIONS,
+        "memory": "bytes of device memory, with suffix KiB, MiB or GiB (default 64GiB)",
+        "poison": "fill fresh and freed memory with a pattern: on (default) or off",
+        "fault": f"KIND@N joined by '+', KIND one of {', '.join(FAULTS)}",
+        "late": "copies: copies run only when nothing else can",
+        "events": "generations (default), or recycled: a wait sees whatever record comes first, as a naive driver would",
+        "name": "torch device name, one for the process (default sim)",
+    }
+)
+"""Option → what it means, for help and for messages."""
+
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimOptions:
+    """A simulated device. `faults` maps (kind, n) pairs as in `OPTIONS`; `memory` is in bytes."""
+
+    like: Personality = PERSONALITIES["cuda"]
+    seed: int = 0
+    strategy: str = "program"
+    strategy_options: Mapping[str, str] = field(default_factory=dict)
+    memory: int = 64 << 30
+    poison: bool = True
+    faults: frozenset[tuple[str, int]] = frozenset()
+    late_copies: bool = False
+    recycled_events: bool = False
+    name: str = "sim"
+
+
+def parse_options(options: Mapping[str, str]) -> SimOptions:
+    """Options from the `key=value` pairs of a backend's name. Raises `ConfigError` for what doesn't exist or fit."""
+    for key in options:
+        if key not in OPTIONS:
+            raise ConfigError(f"backend 'sim' has no option {key!r}; known: {', '.join(OPTIONS)}")
+    like = _choice(options, "like", tuple(PERSONALITIES))
+    strategy = options.get("strategy", "program")
+    if strategy not in MAKERS:
+        raise ConfigError(f"option strategy={strategy!r}: expected one of {', '.join(sorted(MAKERS))}")
+    return SimOptions(
+        like=PERSONALITIES[like],
+        seed=integer(options, "seed", 0),
+        strategy=strategy,
+        strategy_options=MappingProxyType({k: v for k, v in options.items() if k in STRATEGY_OPTIONS}),
+        memory=_bytes(options.get("memory", "64GiB")),
+        poison=_choice(options, "poison", ("on", "off")) == "on",
+        faults=_faults(options.get("fault", "")),
+        late_copies=_choice(options, "late", ("nothing", "copies")) == "copies",
+        recycled_events=_choice(options, "events", ("generations", "recycled")) == "recycled",
+        name=options.get("name", "sim"),
+    )
+
+
+def _choice(options: Mapping[str, str], key: str, values: tuple[str, ...]) -> str:
+    value = options.get(key, values[0])
+    if value not in values:
+        raise ConfigError(f"option {key}={value!r}: expected one of {', '.join(values)}")
+    return value
+
+
+def _bytes(text: str) -> int:
+    number, factor = text, 1
+    for suffix, unit in _UNITS.items():
+        if text.endswith(suffix):
+            number, factor = text.removesuffix(suffix), unit
+    if not number.isdigit() or int(number) == 0:
+        raise ConfigError(f"option memory={text!r}: expected a positive number of bytes, such as 2GiB")
+    return int(number) * factor
+
+
+def _faults(text: str) -> frozenset[tuple[str, int]]:
+    faults = set()
+    for part in filter(None, text.split("+")):
+        kind, at, number = part.partition("@")
+        if kind not in FAULTS or not at or not number.isdigit() or int(number) == 0:
+            raise ConfigError(
+                f"option fault={text!r}: {part!r} is not KIND@N with KIND one of {', '.join(FAULTS)} and N from 1"
+            )
+        faults.add((kind, int(number)))
+    return frozenset(faults)

@@ -1,0 +1,100 @@
+"""Pinned host memory: host tensors that copies may read and write while the host goes on.
+
+A pinned tensor is an ordinary host tensor with a class of its own, so that every read or write by the host passes here
+and becomes a point of the schedule. Queued copies never hold the caller's object, whose contents Python code may
+exchange, but a plain tensor over the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+
+class HostAllocation:
+    """Pinned memory from the call that made it to the last reference. `id` is the address, as everywhere in torch."""
+
+    __slots__ = ("address", "id", "line", "nbytes", "release")
+
+    def __init__(self, tensor: Tensor, release: Callable[[HostAllocation], None]) -> None:
+        storage = tensor.untyped_storage()
+        self.address = self.id = storage.data_ptr()
+        self.nbytes = storage.nbytes()
+        self.line = ""
+        self.release = release
+
+    def __del__(self) -> None:
+        self.release(self)
+
+
+class PinnedTensor(Tensor):
+    """A host tensor that the device can reach. Views are pinned too; results of computations are plain tensors."""
+
+    _alloc: HostAllocation
+
+    # As for the device's own tensors: torch calls the class, set once by the registration.
+    _dispatch: ClassVar[Callable[..., Any]]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note what the host reads and writes, then compute on plain tensors."""
+        return cls._dispatch(func, types, args, kwargs or {})
+
+    def is_pinned(self, *_: Any) -> bool:
+        """Always."""
+        return True
+
+    def tolist(self) -> Any:
+        """Values as Python numbers; a host read."""
+        return self.plain(write=False).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The array shares the memory: what is done with it isn't seen, so it counts as one read now."""
+        del force
+        return self.plain(write=False).numpy()
+
+    def __array__(self, *args: Any) -> Any:
+        return self.plain(write=False).__array__(*args)
+
+    def plain(self, *, write: bool | None) -> Tensor:
+        """A plain tensor over the same bytes; `write` says which host access to note, None notes none."""
+        made = alias(self)
+        if write is not None:
+            type(self)._dispatch("host", (), (self, write), {})
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        made = self.plain(write=False).clone()
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain(write=False).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        del tensor_contents
+        return repr(self.plain(write=False))
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """A plain tensor over the same bytes, unknown to dispatch and autograd."""
+    # The inference-mode guard keeps the alias usable outside; DisableTorchDispatch reaches the bytes below the class.
+    with torch._C._DisableTorchDispatch(), torch._C._InferenceMode(False):
+        made = torch.empty(0, dtype=tensor.dtype)
+        made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return made
+
+
+def pin(plain: Tensor, allocation: HostAllocation) -> PinnedTensor:
+    """A pinned tensor over `plain`, which lies in the memory of `allocation`."""
+    with torch._C._InferenceMode(False):
+        made = Tensor._make_subclass(PinnedTensor, plain)  # type: ignore[attr-defined]
+    made._alloc = allocation
+    return made  # type: ignore[no-any-return]

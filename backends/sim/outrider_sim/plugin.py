@@ -1,0 +1,35 @@
+"""Entry point of the backend ``sim``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from outrider.device.plugin import BackendInfo, CiDeclaration, hookimpl
+
+if TYPE_CHECKING:
+    from outrider.device.backend import Backend
+
+
+@hookimpl
+def backend_info() -> BackendInfo:
+    """The simulated device runs everywhere torch does; it's for finding bugs, so it is never chosen unless named."""
+    from outrider_sim.options import OPTIONS
+
+    return BackendInfo(
+        name="sim",
+        description="simulated accelerator with adversarial, replayable schedules",
+        priority=-1,
+        device_count=1,
+        options=OPTIONS,
+        ci=CiDeclaration(level="L4"),
+    )
+
+
+@hookimpl
+def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
+    """A fresh simulated device with these options; takes torch's slot for outside devices in this process."""
+    from outrider_sim.backend import SimBackend
+    from outrider_sim.options import parse_options
+
+    return SimBackend(parse_options(options), ordinal)

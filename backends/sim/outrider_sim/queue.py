@@ -1,0 +1,240 @@
+"""What waits in a simulated stream: operations, and the events and flags that they set and wait for.
+
+An operation is known by `(stream, index)`: the index counts what was enqueued on that stream since the last reset, so
+it does not depend on the order in which streams ran. Everything here is plain state; `machine` gives it meaning.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from outrider.device import Access
+
+
+class Kind(IntEnum):
+    """What an operation does to the machine. Kinds up to COPY run a function, the others move events and flags."""
+
+    KERNEL = 0
+    COPY = 1
+    POISON = 2
+    RECORD = 3
+    WAIT = 4
+    FLAG_SET = 5
+    FLAG_WAIT = 6
+    FLAG_RESET = 7
+    LAUNCH = 8
+
+
+class Generation:
+    """One record of an event: what a wait that was enqueued after it waits for."""
+
+    __slots__ = ("captured", "done", "event", "issued", "number", "stream", "time")
+
+    def __init__(self, event: EventState, number: int, stream: StreamQueue, issued: int) -> None:
+        self.event = event
+        self.number = number
+        self.stream = stream
+        self.issued = issued  # index of the record on its stream
+        self.done = False
+        self.time = 0.0
+        self.captured: Any = None  # the capture that this record is an edge of
+
+    def __str__(self) -> str:
+        return f"{self.event.label} generation {self.number} (recorded at {self.stream.label}.{self.issued})"
+
+
+class EventState:
+    """An event, recorded again and again; `latest` is the generation that the next wait takes."""
+
+    __slots__ = ("count", "id", "latest", "name")
+
+    def __init__(self, ident: int, name: str) -> None:
+        self.id = ident
+        self.name = name
+        self.latest: Generation | None = None
+        self.count = 0
+
+    @property
+    def label(self) -> str:
+        """The name for people."""
+        return self.name or f"event {self.id}"
+
+
+class FlagState:
+    """A resettable flag: waiting before setting is legal, a second set before the reset is lost."""
+
+    __slots__ = ("id", "is_set", "lost", "name", "time")
+
+    def __init__(self, ident: int, name: str) -> None:
+        self.id = ident
+        self.name = name
+        self.is_set = False
+        self.lost = 0
+        self.time = 0.0
+
+    @property
+    def label(self) -> str:
+        """The name for people."""
+        return self.name or f"flag {self.id}"
+
+
+class Op:
+    """One operation, in a queue or in a captured graph.
+
+    `fn(*args, **kwargs)` runs on plain host tensors that alias the simulated memory; where `post` is set, it is called
+    with the result to put it into its place. `target` is the generation, flag or graph of the kinds that have one.
+    """
+
+    __slots__ = (
+        "accesses",
+        "args",
+        "cost",
+        "fn",
+        "host_time",
+        "kind",
+        "kwargs",
+        "line",
+        "name",
+        "order",
+        "post",
+        "report",
+        "rows",
+        "seed",
+        "seq",
+        "target",
+    )
+
+    def __init__(
+        self,
+        kind: int,
+        name: str,
+        fn: Callable[..., Any] | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        post: Any = None,
+        target: Any = None,
+        cost: float = 0.0,
+    ) -> None:
+        self.kind = kind
+        self.name = name
+        self.fn = fn
+        self.args = args
+        self.kwargs = kwargs if kwargs is not None else {}
+        self.post = post
+        self.target = target
+        self.cost = cost  # microseconds on the device
+        self.seq = -1  # place in the order of the program; -1: as the graph launch before it
+        self.order = 0  # place in a graph
+        self.host_time = 0.0
+        self.accesses: tuple[Access, ...] = ()
+        self.line = ""
+        self.report: Any = None  # what a tool made of it when it was enqueued
+        self.rows: Any = None  # how to find the rows that it touches, from its operands when it runs
+        self.seed: Any = None
+
+    def again(self) -> Op:
+        """A copy of this operation, for another issue of it."""
+        op = Op(self.kind, self.name, self.fn, self.args, self.kwargs, self.post, self.target, self.cost)
+        op.order, op.accesses, op.line, op.rows, op.seed, op.report = (
+            self.order,
+            self.accesses,
+            self.line,
+            self.rows,
+            self.seed,
+            self.report,
+        )
+        return op
+
+
+class StreamQueue:
+    """The queue of one simulated stream. `done` of its `issued` operations have run; the rest waits in order."""
+
+    __slots__ = (
+        "base_seq",
+        "capture",
+        "clock",
+        "done",
+        "id",
+        "issued",
+        "label",
+        "late",
+        "name",
+        "poison",
+        "priority",
+        "queue",
+    )
+
+    def __init__(self, ident: int, name: str, priority: int = 0) -> None:
+        self.id = ident
+        self.label = str(ident)  # the actor's name in schedules
+        self.name = name
+        self.priority = priority
+        self.queue: deque[Op] = deque()
+        self.issued = 0
+        self.done = 0
+        self.clock = 0.0  # virtual microseconds
+        self.base_seq = 0
+        self.capture: Any = None
+        self.late = False
+        self.poison: deque[tuple[int, Any]] = deque()
+
+    @property
+    def step(self) -> int:
+        """Index of the operation that goes next."""
+        return self.done
+
+    def __str__(self) -> str:
+        return f"stream {self.id}" + (f" ({self.name})" if self.name else "")
+
+
+class HostThread:
+    """A host thread as an actor of the schedule: it takes a step at each point where it meets the device."""
+
+    __slots__ = (
+        "action",
+        "baton",
+        "clock",
+        "error",
+        "finished",
+        "id",
+        "label",
+        "name",
+        "os",
+        "ready",
+        "step",
+        "stream",
+        "waits_for",
+    )
+
+    def __init__(self, ident: int, name: str, stream: StreamQueue) -> None:
+        self.id = ident
+        self.label = f"host{ident}"
+        self.name = name
+        self.step = 0
+        self.stream = stream  # current stream
+        self.ready: Callable[[], bool] | None = None  # what it waits for; None: it can go on
+        self.waits_for = ""
+        self.action: Action = FREE
+        self.baton: Any = None
+        self.os: Any = None
+        self.finished = False
+        self.error: BaseException | None = None
+        self.clock = 0.0
+
+    def __str__(self) -> str:
+        return f"host thread {self.id}" + (f" ({self.name})" if self.name else "")
+
+
+class Action(NamedTuple):
+    """What a host thread is about to do, as far as its order against device operations can matter."""
+
+    what: str  # enqueue, query, flag, sync, host, free
+    target: Any = None
+    accesses: tuple[Access, ...] = ()
+
+
+FREE = Action("free")
+ENQUEUE = Action("enqueue")

@@ -1,0 +1,114 @@
+"""A schedule: how a run departed from the order of the program.
+
+Left alone, the machine runs each operation as soon as it can, in the order in which the program enqueued it, before
+the host goes on. A schedule is the list of departures: *delays* of the form "step X not before step Y is done". A step
+is `(actor, index)`: an actor is a stream (by its name) or a host thread (`host0`, `host1`, …), the index counts that
+actor's steps since the last reset. Written `forward.5@plan.3/host0.2@copy.1`: operation 5 of stream `forward` waits
+until operation 3 of `plan` has run, and so on. `-` is the order of the program itself.
+
+Because a delay names operations and not positions in a log, the same string stays meaningful while a schedule is
+shrunk, and what is left after shrinking *is* the ordering that matters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from outrider.device import ConfigError
+
+PROGRAM = "-"
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.+-]")
+
+
+class Step(NamedTuple):
+    """One step of one actor."""
+
+    actor: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.actor}.{self.index}"
+
+
+class Delay(NamedTuple):
+    """`step` doesn't run before `after` has run."""
+
+    step: Step
+    after: Step
+
+    def __str__(self) -> str:
+        return f"{self.step}@{self.after}"
+
+
+def safe_name(name: str) -> str:
+    """The actor name for a stream's name: letters, digits and `_.+-` alone, so that a schedule needs no quoting."""
+    return _UNSAFE.sub("-", name)
+
+
+class Schedule:
+    """An immutable list of delays, at most one for each step."""
+
+    __slots__ = ("_after",)
+
+    def __init__(self, delays: Iterable[Delay] = ()) -> None:
+        self._after: dict[Step, Step] = {}
+        for delay in delays:
+            self._after[delay.step] = delay.after
+
+    @classmethod
+    def of(cls, after: Mapping[Step, Step]) -> Schedule:
+        """The schedule in which each key waits for its value."""
+        return cls(Delay(step, other) for step, other in after.items())
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """The schedule that `str` printed. Raises `ConfigError` for anything else."""
+        text = text.strip()
+        if text in ("", PROGRAM):
+            return cls()
+        delays = []
+        for part in text.split("/"):
+            step, at, after = part.partition("@")
+            if not at:
+                raise ConfigError(
+                    f"schedule: {part!r} is not a delay; expected actor.index@actor.index, joined by '/', as "
+                    "printed by a failing run"
+                )
+            delays.append(Delay(_parse_step(step, part), _parse_step(after, part)))
+        return cls(delays)
+
+    def __iter__(self) -> Iterator[Delay]:
+        return (Delay(step, after) for step, after in self._after.items())
+
+    def __len__(self) -> int:
+        return len(self._after)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schedule) and self._after == other._after
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._after.items()))
+
+    def __str__(self) -> str:
+        return "/".join(str(delay) for delay in self) or PROGRAM
+
+    def __repr__(self) -> str:
+        return f"Schedule({str(self)!r})"
+
+    @property
+    def after(self) -> Mapping[Step, Step]:
+        """Step → the step that it waits for."""
+        return self._after
+
+    def explain(self) -> list[str]:
+        """One sentence a delay, for people."""
+        return [f"{d.step} runs after {d.after}, although the program enqueued it first" for d in self]
+
+
+def _parse_step(text: str, part: str) -> Step:
+    actor, dot, index = text.rpartition(".")
+    if not dot or not actor or not index.isdigit():
+        raise ConfigError(f"schedule: {text!r} in {part!r} is not a step; expected actor.index, such as forward.5")
+    return Step(actor, int(index))

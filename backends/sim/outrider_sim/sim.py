@@ -1,0 +1,99 @@
+"""One simulated device: machine, memory, random numbers."""
+
+from __future__ import annotations
+
+import random
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from outrider.device import Access, CaptureError
+from outrider_sim.machine import Machine
+from outrider_sim.memory import Memory
+from outrider_sim.options import SimOptions
+from outrider_sim.pinned import HostAllocation, PinnedTensor, pin
+from outrider_sim.queue import Action, StreamQueue
+from outrider_sim.source import python_line
+
+
+def _quiet() -> AbstractContextManager[Any]:
+    """Run host kernels below everything that is ambient where they happen to run: modes, autocast, autograd."""
+    guard: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(_AMBIENT)
+    return guard
+
+
+_AMBIENT = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+)
+
+
+class Sim:
+    """The state behind one backend object. Tensors keep the memory that they live in, whatever device is current."""
+
+    def __init__(self, options: SimOptions) -> None:
+        self.options = options
+        self.machine = Machine(options)
+        self.machine.quiet = _quiet
+        self.memory = Memory(self.machine)
+        self.seeds = random.Random(options.seed)
+
+    def next_seed(self) -> int:
+        """The seed of one random operation: drawn when it is enqueued, so values don't depend on the schedule."""
+        return self.seeds.getrandbits(62)
+
+    def manual_seed(self, seed: int) -> None:
+        """Start the device's random numbers again."""
+        self.seeds.seed(seed)
+
+    def synchronize(self, stream: StreamQueue, why: str) -> None:
+        """Block the host inside a torch call. Raises `CaptureError` in a capture, where nothing runs."""
+        if stream.capture is not None:
+            raise CaptureError(f"{why} would wait for stream {stream.label!r}, which is capturing: nothing runs in a capture")
+        self.machine.synchronize_stream(stream)
+        if self.machine.tap is not None:
+            self.machine.tap.synchronized(stream)
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> PinnedTensor:
+        """Fresh pinned host memory."""
+        with torch._C._DisableTorchDispatch(), torch._C._InferenceMode(False):
+            plain = torch.empty(shape, dtype=dtype)
+            if self.options.poison:
+                plain.fill_(float("nan") if dtype.is_floating_point else 0x7F if dtype.itemsize == 1 else 0x7FFF)
+        allocation = HostAllocation(plain, self._release_host)
+        if self.machine.tracks:
+            self.machine.bases[allocation.id] = self.memory.take_address(allocation.nbytes)
+        tap = self.machine.tap
+        if tap is not None:
+            allocation.line = python_line()
+            tap.allocated(allocation, None)
+        return pin(plain, allocation)
+
+    def _release_host(self, allocation: HostAllocation) -> None:
+        if self.machine.tap is not None:
+            self.machine.tap.freed(allocation)
+
+    def host_access(self, tensor: PinnedTensor, write: bool) -> None:
+        """The host reads or writes pinned memory now: a point of the schedule."""
+        machine = self.machine
+        accesses: tuple[Access, ...] = ()
+        if machine.tracks:
+            accesses = (host_extent(tensor, write),)
+        machine.point(Action("host", tensor, accesses))
+        if machine.tap is not None:
+            machine.tap.host_accessed(accesses[0], python_line())
+
+
+def host_extent(tensor: PinnedTensor, write: bool, argument: str = "") -> Access:
+    """The bytes of a pinned tensor."""
+    size = tensor.element_size()
+    low = tensor.storage_offset() * size
+    if tensor.is_contiguous():
+        return Access(tensor._alloc.id, low, low + tensor.numel() * size, write, None, None, argument)
+    shape, stride = tuple(tensor.shape), tuple(s * size for s in tensor.stride())
+    span = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + size if tensor.numel() else 0
+    return Access(tensor._alloc.id, low, low + span, write, shape, stride, argument)

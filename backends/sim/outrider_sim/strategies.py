@@ -1,0 +1,267 @@
+"""Who goes next: the strategies.
+
+The machine asks a strategy whenever more than one actor could take a step. The candidates come in the order of the
+program: streams by the age of their next operation, then the host threads. A host thread is a candidate while it is
+about to do something with the device (enqueue, query, touch pinned memory) and nothing holds it back, so a strategy
+decides how far the host runs ahead as well as how the streams interleave.
+
+A strategy object serves one run; `Plan` makes one for each run of an exploration.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from outrider.device import ConfigError
+from outrider_sim.schedule import Schedule, Step
+
+if TYPE_CHECKING:
+    from outrider_sim.queue import HostThread, StreamQueue
+
+
+class Actor(Protocol):
+    """A stream or a host thread, as a strategy sees it."""
+
+    @property
+    def label(self) -> str:
+        """The name in schedules; stable over runs of one program."""
+
+    @property
+    def step(self) -> int:
+        """Index of the step that it takes next."""
+
+
+class Strategy:
+    """The order of the program: each operation at once, the host last. Base class of the others."""
+
+    name = "program"
+    host_first = False
+    """The host runs on whenever it can, so the machine needn't ask while the only thread enqueues."""
+    needs_accesses = False
+    """Decisions look at what operations read and write."""
+    sees_all = False
+    """Asked also where there is one candidate alone."""
+
+    def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
+        """Index of the candidate that goes next; there are at least two."""
+        del candidates
+        return 0
+
+    def begin(self) -> None:
+        """A run starts."""
+
+    def end(self) -> None:
+        """The run is over, whether it failed or not."""
+
+
+class Lazy(Strategy):
+    """The host first: streams run only when a host thread waits for them, in the order of the program."""
+
+    name = "lazy"
+    host_first = True
+
+    def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
+        """The first host thread, else the oldest operation."""
+        for i, actor in enumerate(candidates):
+            if actor.label.startswith("host"):
+                return i
+        return 0
+
+
+class Slowest(Strategy):
+    """One stream runs only when nothing else can, not even the host."""
+
+    name = "slowest"
+
+    def __init__(self, stream: str) -> None:
+        self.stream = stream
+
+    def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
+        """The first candidate that isn't the stream."""
+        return 1 if candidates[0].label == self.stream else 0
+
+
+class Fastest(Strategy):
+    """One stream runs whenever it can; the others only when a host thread waits."""
+
+    name = "fastest"
+
+    def __init__(self, stream: str) -> None:
+        self.stream = stream
+
+    def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
+        """The stream, else a host thread, else the oldest operation."""
+        host = 0
+        for i, actor in enumerate(candidates):
+            if actor.label == self.stream:
+                return i
+            if not host and actor.label.startswith("host"):
+                host = i
+        return host
+
+
+class Random(Strategy):
+    """Any candidate; how much the host is favoured is drawn once a run, so that queues are short or deep."""
+
+    name = "random"
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._host_weight = self._random.choice((1, 1, 4, 16))
+
+    def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
+        """A weighted draw."""
+        weights = [self._host_weight if a.label.startswith("host") else 1 for a in candidates]
+        point = self._random.randrange(sum(weights))
+        for i, weight in enumerate(weights):
+            point -= weight
+            if point < 0:
+                return i
+        return 0
+
+
+class Pct(Strategy):
+    """Probabilistic concurrency testing: random priorities, lowered at `depth` - 1 random steps.
+
+    A bug that needs `depth` orderings among `n` actors and `steps` decisions is found in one run with probability at
+    least 1 / (n * steps ** (depth - 1)). `steps` should be about the number of decisions of a run.
+    """
+
+    name = "pct"
+
+    def __init__(self, seed: int, depth: int = 3, steps: int = 200) -> None:
+        self._random = random.Random(seed)
+        self._priority: dict[str, float] = {}
+        self._changes = sorted(self._random.randrange(max(1, steps)) for _ in range(depth - 1))
+        self._low = 0.0
+        self._count = 0
+
+    def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
+        """The candidate of the highest priority."""
+        priority = self._priority
+        best = 0
+        highest = float("-inf")
+        for i, actor in enumerate(candidates):
+            value = priority.get(actor.label)
+            if value is None:
+                value = priority[actor.label] = 1.0 + self._random.random()
+            if value > highest:
+                best, highest = i, value
+        self._count += 1
+        while self._changes and self._changes[0] < self._count:
+            self._changes.pop(0)
+            self._low -= 1.0
+            priority[candidates[best].label] = self._low
+        return best
+
+
+class Replay(Strategy):
+    """A schedule again: the order of the program, departed from only where the schedule says so."""
+
+    name = "replay"
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._after = schedule.after
+        self._done: dict[str, int] = {}
+
+    def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
+        """The first candidate whose delay is over; if all are held, the first (the schedule is of another program)."""
+        for i, actor in enumerate(candidates):
+            if not self.held(Step(actor.label, actor.step)):
+                return i
+        return 0
+
+    def held(self, step: Step) -> bool:
+        """Whether the schedule still holds the step back."""
+        after = self._after.get(step)
+        return after is not None and self._done.get(after.actor, 0) <= after.index
+
+    def note(self, label: str, done: int) -> None:
+        """An actor has taken `done` steps."""
+        self._done[label] = done
+
+
+Options = Mapping[str, str]
+
+
+def _stream(options: Options) -> str:
+    if "stream" not in options:
+        raise ConfigError("strategy: 'slowest' and 'fastest' need stream=NAME")
+    return options["stream"]
+
+
+def integer(options: Options, key: str, default: int, minimum: int = 0) -> int:
+    """An integer option. Raises `ConfigError` unless it is at least `minimum`."""
+    text = options.get(key, str(default))
+    try:
+        value = int(text)
+    except ValueError:
+        value = minimum - 1
+    if value < minimum:
+        raise ConfigError(f"option {key}={text!r}: expected an integer of at least {minimum}")
+    return value
+
+
+def _exhaustive(_: Options, __: int) -> Strategy:
+    from outrider_sim.exhaustive import Exhaustive  # imports this module
+
+    return Exhaustive()
+
+
+def _mixed(options: Options, seed: int) -> Strategy:
+    # Extremes first, since they find most shallow bugs at once; then PCT and random in turn.
+    if seed == 0:
+        return Strategy()
+    if seed == 1:
+        return Lazy()
+    return Random(seed) if seed % 2 else Pct(seed, integer(options, "d", 2, 1), integer(options, "k", 200, 1))
+
+
+MAKERS: Mapping[str, Callable[[Options, int], Strategy]] = {
+    "program": lambda _, __: Strategy(),
+    "lazy": lambda _, __: Lazy(),
+    "slowest": lambda o, _: Slowest(_stream(o)),
+    "fastest": lambda o, _: Fastest(_stream(o)),
+    "random": lambda _, seed: Random(seed),
+    "pct": lambda o, seed: Pct(seed, integer(o, "d", 3, 1), integer(o, "k", 200, 1)),
+    "exhaustive": _exhaustive,
+    "replay": lambda o, _: Replay(Schedule.parse(o.get("schedule", ""))),
+    "mixed": _mixed,
+}
+"""Strategy name → maker from options and seed."""
+
+OPTIONS: Mapping[str, str] = {
+    "stream": "stream of the strategies slowest and fastest",
+    "d": "bug depth of pct",
+    "k": "decisions that pct expects in a run",
+    "schedule": "delays of the strategy replay",
+}
+"""Options that strategies take."""
+
+
+def make_strategy(name: str, seed: int = 0, options: Options | None = None) -> Strategy:
+    """The strategy `name` for the run numbered `seed`. Raises `ConfigError` for a name or option that isn't known."""
+    if name not in MAKERS:
+        raise ConfigError(f"strategy {name!r} doesn't exist; known: {', '.join(sorted(MAKERS))}")
+    chosen = options or {}
+    for key in chosen:
+        if key not in OPTIONS:
+            raise ConfigError(f"strategy {name!r} has no option {key!r}; known: {', '.join(sorted(OPTIONS))}")
+    return MAKERS[name](chosen, seed)
+
+
+def parse_strategy(spec: str) -> tuple[str, dict[str, str]]:
+    """`pct:d=3,k=60` → name and options. A schedule after `replay:` is taken whole."""
+    name, _, rest = spec.partition(":")
+    if name == "replay" and not rest.startswith("schedule="):
+        return name, {"schedule": rest}
+    options: dict[str, str] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ConfigError(f"strategy {spec!r}: {part!r} is not key=value")
+        options[key] = value
+    return name, options

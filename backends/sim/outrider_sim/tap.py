@@ -1,0 +1,66 @@
+"""From the machine's reports to the seam's observer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from outrider.device import Access, Observer, Operation
+from outrider_sim.pinned import HostAllocation
+from outrider_sim.queue import Kind, Op, StreamQueue
+
+if TYPE_CHECKING:
+    from outrider_sim.backend import SimBackend
+
+
+class SeamTap:
+    """Tells an observer of the seam what the machine does. Streams, events, flags and captures the seam reports itself."""
+
+    def __init__(self, backend: SimBackend, observer: Observer) -> None:
+        self._backend = backend
+        self._observer = observer
+        self.timeline = getattr(observer, "ran", None)
+
+    def launched(self, op: Op, stream: StreamQueue, index: int) -> None:
+        """Kernels and copies are operations; records, waits and launches have reports of their own."""
+        if op.kind > Kind.COPY:
+            return
+        op.report = Operation(
+            op.name, stream.name or stream.label, index, op.accesses, op.line
+        )
+        self._observer.launched(op.report)
+
+    def ran(self, op: Op, stream: StreamQueue, index: int, start: float, end: float) -> None:
+        """Virtual times, for observers that draw timelines."""
+        if self.timeline is not None:
+            self.timeline(op.report, op.name, stream.name or stream.label, index, start, end)
+
+    def synchronized(self, stream: StreamQueue) -> None:
+        """A synchronise inside a torch call orders the host as any other does."""
+        for candidate in self._backend.streams:
+            if candidate.native is stream:
+                self._observer.stream_synchronized(candidate)
+
+    def allocated(self, allocation: Any, previous: int | None) -> None:
+        """Memory was handed out."""
+        if isinstance(allocation, HostAllocation):
+            self._observer.allocated(allocation.id, allocation.nbytes, "host", allocation.line)
+            return
+        stream = allocation.stream
+        self._observer.allocated(allocation.id, allocation.nbytes, stream.name or stream.label, allocation.line)
+        if previous is not None:
+            self._observer.address_reused(allocation.id, previous)
+
+    def freed(self, allocation: Any) -> None:
+        """Memory came back."""
+        host = isinstance(allocation, HostAllocation)
+        self._observer.freed(allocation.id, "host" if host else allocation.stream.name or allocation.stream.label)
+
+    def host_accessed(self, access: Access, line: Any) -> None:
+        """The host touched pinned memory."""
+        self._observer.host_accessed(access, line)
+
+    def rows(self, op: Op, stream: StreamQueue, index: int) -> None:
+        """The rows that an operation is about to touch."""
+        del stream, index
+        if op.report is not None:
+            self._observer.rows_touched(op.report, op.rows())

@@ -1,0 +1,183 @@
+"""The tensor that torch sees: a wrapper whose truth is a host tensor over a simulated block."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from outrider.device import Access
+    from outrider_sim.memory import Allocation
+    from outrider_sim.meta import Meta
+
+_make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+
+
+class SimStorage:
+    """What `untyped_storage()` answers: the identity and size of a simulated storage, without its bytes."""
+
+    def __init__(self, allocation: Allocation, device: torch.device) -> None:
+        self._allocation = allocation
+        self.device = device
+
+    def data_ptr(self) -> int:
+        """The simulated address."""
+        return self._allocation.address
+
+    def nbytes(self) -> int:
+        """Bytes that were asked for."""
+        return self._allocation.nbytes
+
+    size = nbytes
+    __len__ = nbytes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SimStorage) and other._allocation is self._allocation
+
+    def __hash__(self) -> int:
+        return hash(self._allocation.id)
+
+
+class SimTensor(Tensor):
+    """A tensor on the simulated device.
+
+    `_inner` is the host tensor that queued operations work on, `_alloc` what keeps the memory, `_meta` the interned
+    shape, strides and dtype. Reading a value waits for the device, as on any accelerator.
+    """
+
+    _inner: Tensor
+    _alloc: Allocation
+    _meta: Meta
+    _seen: dict[tuple[bool, str], Access] | None = None  # accesses, as tools were told them
+    _born = -1  # graph replays before this object was made
+
+    # torch calls the class, so the class has to know the device: set once, by the registration.
+    _dispatch: ClassVar[Callable[..., Any]]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every operation arrives here and is queued, done (views) or waited for (reads)."""
+        del types
+        return cls._dispatch(func, args, kwargs)
+
+    def __tensor_flatten__(self) -> NoReturn:
+        """Never flattened: torch.nn looks for the method to learn that converting a module must swap its parameters in
+        place, which is what keeps tied weights tied.
+        """
+        raise NotImplementedError("a tensor of the simulated device has no inner tensors to flatten")
+
+    @staticmethod
+    def __tensor_unflatten__(*_: Any) -> NoReturn:
+        """The other half of the marker."""
+        raise NotImplementedError("a tensor of the simulated device can't be unflattened")
+
+    def data_ptr(self) -> int:
+        """The simulated address of the first element."""
+        return self._alloc.address + self._inner.storage_offset() * self._meta.itemsize
+
+    @property  # type: ignore[override]
+    def data(self) -> Tensor:
+        """The same memory outside autograd."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, SimTensor):
+            raise RuntimeError(f"data of a tensor on {self.device} can't become a tensor on {value.device}")
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._inner, self._alloc, self._meta, self._seen = value._inner, value._alloc, value._meta, None
+
+    def untyped_storage(self) -> Any:
+        """Identity and size of the storage; its bytes can't be reached from the host."""
+        return SimStorage(self._alloc, self.device)
+
+    def is_pinned(self, *_: Any) -> bool:
+        """Device memory isn't pinned host memory."""
+        return False
+
+    def tolist(self) -> Any:
+        """Values as Python numbers; waits for the current stream."""
+        return self.cpu().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Only with `force`: the host can't see device memory."""
+        if not force:
+            raise TypeError(f"can't convert {self.device} tensor to numpy; use Tensor.cpu() to copy it to the host first")
+        return self.detach().cpu().numpy()
+
+    def __array__(self, *_: Any) -> NoReturn:
+        raise TypeError(f"can't convert {self.device} tensor to numpy; use Tensor.cpu() to copy it to the host first")
+
+    def record_stream(self, stream: Any) -> None:
+        """Don't hand the memory out again before what `stream` holds now has run."""
+        queue = getattr(stream, "queue_state", stream)
+        self._alloc.used_by(queue)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise RuntimeError("only tensors that the user made support deepcopy")
+        with torch.no_grad():
+            made = self.detach().clone()
+        made.requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            made._is_param = True  # type: ignore[attr-defined]
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Through the host: the default would pickle the whole block.
+        del protocol
+        host = self.detach().cpu()
+        return (_rebuild, (host, str(self.device), self.requires_grad, getattr(self, "_is_param", False)))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        del tensor_contents
+        host = self.detach().cpu()
+        text = repr(host)
+        tail = f", device='{self.device}'"
+        if self.requires_grad:
+            tail += ", requires_grad=True"
+        return f"{text[:-1]}{tail})"
+
+
+def _rebuild(host: Tensor, device: str, requires_grad: bool, parameter: bool) -> Tensor:
+    made = host.to(device)
+    if parameter:
+        return torch.nn.Parameter(made, requires_grad)
+    return made.requires_grad_(requires_grad)
+
+
+def wrap(inner: Tensor, meta: Meta, allocation: Allocation, device: torch.device) -> SimTensor:
+    """A tensor over `inner`, which lies in the memory of `allocation`."""
+    if torch.is_inference_mode_enabled():
+        # Views of normal tensors must be normal tensors, and nothing needs ours to be inference tensors.
+        with torch._C._InferenceMode(False):
+            made = _make(
+                SimTensor,
+                meta.shape,
+                strides=meta.stride,
+                storage_offset=inner.storage_offset(),
+                dtype=meta.dtype,
+                device=device,
+            )
+    else:
+        made = _make(
+            SimTensor, meta.shape, strides=meta.stride, storage_offset=inner.storage_offset(), dtype=meta.dtype, device=device
+        )
+    made._inner = inner
+    made._alloc = allocation
+    made._meta = meta
+    made._born = allocation.machine_memory.machine.replays
+    return made  # type: ignore[no-any-return]

@@ -1,0 +1,217 @@
+"""What the sanitizer says: findings, collected into a report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from outrider.device import OutriderError
+
+
+class Kind(StrEnum):
+    """What is wrong."""
+
+    READ_AFTER_WRITE = "read after write"
+    WRITE_AFTER_READ = "write after read"
+    WRITE_AFTER_WRITE = "write after write"
+    ALLOCATION = "used before its allocation is ordered"
+    REUSE = "freed while in use"
+    REBIND = "parameter rebound during a replay"
+    FLAG_LOST = "flag set twice"
+    FLAG_RESET = "flag reset too early"
+    FLAG_NEVER_SET = "flag never set"
+    UNDEFINED = "read before it was written"
+    STALE = "read after its contents were over"
+    STALE_PADDING = "stale padding"
+    STALE_OUTPUT = "graph output read after its next replay"
+    STALE_MIRROR = "mirror behind its source"
+    NOT_REBOUND = "parameter not rebound"
+
+
+STALENESS = frozenset(
+    {
+        Kind.UNDEFINED,
+        Kind.STALE,
+        Kind.STALE_PADDING,
+        Kind.STALE_OUTPUT,
+        Kind.STALE_MIRROR,
+        Kind.NOT_REBOUND,
+    }
+)
+
+
+class RaceError(OutriderError):
+    """The sanitizer found something; the text is the report, ``report`` the object."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One access, or another step that a finding names.
+
+    ``actor`` is a stream or a host thread; ``index`` the operation's position on its stream (-1 for the host);
+    ``generation`` the replay of ``graph`` that it belongs to (0 outside graphs).
+    """
+
+    operation: str
+    actor: str
+    host: bool
+    index: int
+    location: str
+    graph: str = ""
+    generation: int = 0
+    argument: str = ""
+    start: int = 0
+    end: int = 0
+
+    def __str__(self) -> str:
+        where = f" at {self.location}" if self.location else ""
+        graph = f" in replay {self.generation} of graph {self.graph!r}" if self.graph else ""
+        place = f"on {self.actor}" if self.host or self.index < 0 else f"on stream {self.actor!r} (operation {self.index})"
+        argument = f", operand {self.argument!r}" if self.argument else ""
+        extent = f", bytes {self.start} to {self.end}" if self.end else ""
+        return f"{self.operation} {place}{graph}{argument}{extent}{where}"
+
+    @property
+    def brief(self) -> str:
+        """Name and line alone."""
+        return f"{self.operation} at {self.location}" if self.location else self.operation
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong, with what is needed to repair it.
+
+    ``first`` came first in the order of the program. ``missing`` is the edge to add (or what to refresh). ``hint`` says
+    which ordering is there and why it doesn't reach. ``schedule`` makes the damage visible on a controllable device.
+    ``count`` is how often it was met.
+    """
+
+    kind: Kind
+    first: Site | None
+    second: Site
+    missing: str
+    memory: str = ""
+    hint: str = ""
+    schedule: str | None = None
+    count: int = 1
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Findings of one key are one finding."""
+        one, two = self.first, self.second
+        return (
+            self.kind,
+            two.operation,
+            two.actor,
+            two.location,
+            two.graph,
+            *((one.operation, one.actor, one.location, one.graph) if one else ()),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "kind": self.kind.name.lower(),
+            "title": self.kind.value,
+            "first": _site_dict(self.first),
+            "second": _site_dict(self.second),
+            "missing": self.missing,
+            "memory": self.memory,
+            "hint": self.hint,
+            "schedule": self.schedule,
+            "count": self.count,
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.kind.value}{f' ({self.count} times)' if self.count > 1 else ''}"]
+        if self.first is not None:
+            lines.append(f"  first:   {self.first}")
+        lines.append(f"  {'then' if self.first else 'at'}:    {self.second}")
+        for title, text in (("memory", self.memory), ("now", self.hint), ("fix", self.missing), ("replay", self.schedule)):
+            if text:
+                lines.append(f"  {title + ':':<8} {text}")
+        return "\n".join(lines)
+
+
+def _site_dict(site: Site | None) -> dict[str, Any] | None:
+    if site is None:
+        return None
+    return {name: getattr(site, name) for name in Site.__slots__}
+
+
+@dataclass
+class Report:
+    """What one watched run showed. It fills while the run goes on.
+
+    ``advice`` are waits that could go, ``blind_spots`` what the sanitizer didn't see.
+    """
+
+    backend: str = ""
+    blind_spots: list[str] = field(default_factory=list)
+    advice: list[Any] = field(default_factory=list)
+    operations: int = 0
+    most: int = 200
+    left_out: int = 0
+    _found: dict[tuple[object, ...], Finding] = field(default_factory=dict)
+
+    def add(self, finding: Finding) -> None:
+        """Take a finding, or count it to the one that says the same."""
+        known = self._found.get(finding.key)
+        if known is not None:
+            self._found[finding.key] = replace(known, count=known.count + 1)
+        elif len(self._found) < self.most:
+            self._found[finding.key] = finding
+        else:
+            self.left_out += 1
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Every finding, in the order of discovery."""
+        return tuple(self._found.values())
+
+    @property
+    def clean(self) -> bool:
+        """Nothing was found."""
+        return not self._found
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.findings)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __bool__(self) -> bool:
+        return True  # a report is there, also when it's clean
+
+    def raise_if_any(self) -> None:
+        """Raise :class:`RaceError` unless the run was clean."""
+        if self._found:
+            raise RaceError(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "backend": self.backend,
+            "clean": self.clean,
+            "operations": self.operations,
+            "findings": [finding.as_dict() for finding in self.findings],
+            "left_out": self.left_out,
+            "advice": [item.as_dict() for item in self.advice],
+            "blind_spots": list(self.blind_spots),
+        }
+
+    def __str__(self) -> str:
+        if self.clean:
+            return f"clean: {self.operations} operations on {self.backend}"
+        parts = [f"{len(self)} finding{'s' if len(self) > 1 else ''} in {self.operations} operations on {self.backend}"]
+        parts += [f"{number}. {finding}" for number, finding in enumerate(self.findings, 1)]
+        if self.left_out:
+            parts.append(f"and {self.left_out} more that aren't listed")
+        parts += [f"not seen: {spot}" for spot in self.blind_spots]
+        return "\n".join(parts)

@@ -1,0 +1,20 @@
+"""Where in the person's program something happened."""
+
+from __future__ import annotations
+
+import sys
+
+_INSIDE = ("outrider.device", "outrider.sanitizer", "outrider_", "torch", "contextlib", "threading", "weakref", "concurrent.")
+
+
+def here() -> str:
+    """``file:line`` of the innermost caller outside torch, the seam, the sanitizer and the plugins; or an empty string."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(_INSIDE):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ""
