@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "generate": "outrider.cli.generate:generate",
     "backends": "outrider.cli.backends:backends",
     "doctor": "outrider.cli.doctor:doctor",
+    "conform": "outrider.cli.conform:conform",
     "bench": {"decode": "outrider.cli.bench_decode:decode"},
 }
 _HELP = "Overlapped speculative decoding of LLMs behind a small hardware-backend interface."
