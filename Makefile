@@ -35,7 +35,7 @@ types: $(VENV)/.ready
 	$(BIN)/mypy core $(BACKENDS)
 
 imports: $(VENV)/.ready
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache    # its cache misses a package that is new
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .

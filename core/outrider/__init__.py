@@ -11,14 +11,15 @@ if TYPE_CHECKING:
     from outrider.device.errors import OutriderError
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
-    from outrider.engine.request import SamplingParams, StepOutput
+    from outrider.engine.request import StepOutput
+    from outrider.engine.sampling import SamplingParams
     from outrider.registry import get_backend
 
 _HOMES = {
     "Engine": "outrider.engine.engine",
     "EngineConfig": "outrider.engine.config",
     "OutriderError": "outrider.device.errors",
-    "SamplingParams": "outrider.engine.request",
+    "SamplingParams": "outrider.engine.sampling",
     "StepOutput": "outrider.engine.request",
     "get_backend": "outrider.registry",
 }

@@ -133,9 +133,13 @@ class Registry:
         """Every name on offer, sorted; nothing is loaded for it."""
         return tuple(sorted({offer.entry_point.name for offer in self._offers()}))
 
-    def candidates(self) -> tuple[Candidate, ...]:
-        """Every name on offer with its status. Loads each plugin, and never raises because of one."""
-        return tuple(self._examine(name) for name in self.names)
+    def candidates(self, *, load: bool = True) -> tuple[Candidate, ...]:
+        """Every name on offer with its status. Loads each plugin, and never raises because of one.
+
+        ``load=False`` loads none, where even that isn't safe: those that could be loaded are then "broken", without a
+        reason.
+        """
+        return tuple(self._examine(name, load=load) for name in self.names)
 
     def info(self, name: str) -> BackendInfo:
         """What the named plugin says about itself; loads that plugin alone."""
@@ -256,7 +260,7 @@ class Registry:
             raise AmbiguousBackend(_duplicate_reason(name, offers) + "; uninstall one of them")
         return offers[0]
 
-    def _examine(self, name: str) -> Candidate:
+    def _examine(self, name: str, *, load: bool) -> Candidate:
         offers = self._offers(name)
         found = Candidate(
             name=name,
@@ -268,6 +272,8 @@ class Registry:
         )
         if len(offers) > 1:
             return found
+        if not load:
+            return replace(found, status="broken", reason="", advice="")
         try:
             info = self._describe(offers[0])
         except BackendError as error:

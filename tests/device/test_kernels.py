@@ -51,9 +51,10 @@ def ragged_batches(draw):
     return page_size, lens, heads, draw(st.integers(0, 8)), draw(st.booleans()), draw(st.integers(0, 3))
 
 
-@given(ragged_batches())
+@pytest.mark.parametrize("kernels", [KERNELS, KERNELS.batch_invariant()], ids=lambda kernels: kernels.name)
+@given(case=ragged_batches())
 @settings(max_examples=60, deadline=None)
-def test_paged_attention_equals_a_loop_over_tokens(case):
+def test_paged_attention_equals_a_loop_over_tokens(kernels, case):
     page_size, lens, (heads, kv_heads), window, with_tree, padding = case
     generator = torch.Generator().manual_seed(hash(case[1:2].__repr__()) % 1000)
     size, batch = 8, len(lens)
@@ -80,7 +81,7 @@ def test_paged_attention_equals_a_loop_over_tokens(case):
         max_kv=max(n + c for n, c in lens),
         tree_mask=mask,
     )
-    out = KERNELS.paged_attention(q, k_cache, v_cache, metadata, scale=0.3, window=window)
+    out = kernels.paged_attention(q, k_cache, v_cache, metadata, scale=0.3, window=window)
 
     expected = torch.zeros_like(q)
     for b, (new, context) in enumerate(lens):

@@ -9,8 +9,9 @@ import torch
 
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.model import load_decoder, load_eagle
-from outrider.speculative.eagle import EagleProposer
+from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import PlainProposer
+from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
 
 BUNDLED = Path(str(files("outrider"))) / "bundled"
@@ -29,7 +30,10 @@ class Bundle:
 
     def engine(self, *, speculate="eagle", **config):
         config = EngineConfig(dtype=self.dtype, **config)
-        proposer = EagleProposer(self.head, draft_tokens=config.draft_tokens) if speculate == "eagle" else PlainProposer()
+        if speculate == "tree":
+            proposer = EagleTreeProposer(self.head, DynamicTree(topk=2, depth=config.draft_tokens))
+        else:
+            proposer = EagleProposer(self.head, draft_tokens=config.draft_tokens) if speculate == "eagle" else PlainProposer()
         return Engine(self.target, self.backend, proposer=proposer, config=config)
 
     def plain(self, prompt, max_tokens):

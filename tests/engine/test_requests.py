@@ -3,8 +3,7 @@
 import pytest
 
 from outrider import EngineConfig, SamplingParams
-from outrider.device import ConfigError, RequestError, SeamError
-from outrider.engine.pages import FreeList
+from outrider.device import ConfigError, RequestError
 from outrider.engine.request import FinishReason
 
 
@@ -116,17 +115,3 @@ def test_closing_a_stream_aborts_its_request(bundle64, prompt_tokens):
     stream.close()
     assert not engine.has_unfinished
     assert engine.free_pages == pages
-
-
-def test_a_number_is_never_free_twice():
-    numbers = FreeList("KV page", 3)
-    page = numbers.take()
-    numbers.give_back((page,))
-    with pytest.raises(SeamError, match="isn't taken"):
-        numbers.give_back((page,))
-    with pytest.raises(SeamError, match="isn't taken"):
-        numbers.give_back((0,))
-    numbers.take()
-    numbers.take()
-    with pytest.raises(SeamError, match="no KV page left"):
-        numbers.take()

@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import KernelSet
@@ -53,7 +60,7 @@ def tiny(tmp_path_factory):
     return root
 
 
-def draw(tiny, kernels=None):
+def draw(tiny, kernels=None, **options):
     """Joint counts of the first three tokens over many seeds."""
     backend = CpuBackend()
     if kernels is not None:
@@ -62,20 +69,21 @@ def draw(tiny, kernels=None):
     head = load_eagle(tiny / "eagle", target=target, backend=backend, dtype=torch.float32)
     config = EngineConfig(max_requests=512, page_size=4, max_context=16, prefill_chunk=512 * len(PROMPT))
     engine = Engine(target, backend, proposer=EagleProposer(head, draft_tokens=2), config=config)
-    each = [SamplingParams(max_tokens=3, temperature=TEMPERATURE, seed=seed) for seed in range(DRAWS)]
+    each = [SamplingParams(max_tokens=3, temperature=TEMPERATURE, seed=seed, **options) for seed in range(DRAWS)]
     counts = torch.zeros((VOCABULARY,) * 3, dtype=torch.float64)
     for result in engine.generate([PROMPT] * DRAWS, each):
         counts[result.token_ids] += 1
     return counts, engine.stats.acceptance_length
 
 
-def expected(tiny):
-    """The target's exact joint distribution, from transformers."""
+def expected(tiny, reshape=lambda tokens, logits: logits):
+    """The target's exact joint distribution, from transformers; ``reshape`` changes logits."""
     model = LlamaForCausalLM.from_pretrained(tiny / "target").eval()
 
     def probs(tokens):
         with torch.no_grad():
-            return torch.softmax(model(torch.tensor([tokens])).logits[0, -1].double() / TEMPERATURE, -1)
+            logits = model(torch.tensor([tokens])).logits[0, -1].double()
+            return torch.softmax(reshape(tokens, logits) / TEMPERATURE, -1)
 
     joint = torch.zeros((VOCABULARY,) * 3, dtype=torch.float64)
     first = probs(PROMPT)
@@ -103,6 +111,48 @@ def test_speculative_samples_follow_the_target(tiny):
     counts, acceptance = draw(tiny)
     assert acceptance > 1.3, "the head must be accepted sometimes, or nothing is tested"
     assert chi_square_excess(counts, expected(tiny)) < 1
+
+
+def reshape(tokens, logits):
+    """Frequency and repetition penalties by transformers and by hand, then its warpers for top-k, top-p and min-p."""
+    scores = RepetitionPenaltyLogitsProcessor(OPTIONS["repetition_penalty"])(
+        torch.tensor([tokens]), logits.view(1, -1).clone()
+    )
+    for token in set(tokens[len(PROMPT) :]):
+        scores[0, token] -= OPTIONS["frequency_penalty"] * tokens[len(PROMPT) :].count(token)
+    scores = scores / TEMPERATURE
+    for warper in (
+        TopKLogitsWarper(OPTIONS["top_k"]),
+        TopPLogitsWarper(OPTIONS["top_p"]),
+        MinPLogitsWarper(OPTIONS["min_p"]),
+    ):
+        scores = warper(None, scores)
+    return scores[0] * TEMPERATURE
+
+
+OPTIONS = {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.12}
+
+
+def test_speculative_samples_with_options_follow_the_reshaped_target(tiny):
+    counts, acceptance = draw(tiny, **OPTIONS)
+    probs = expected(tiny, reshape)
+    assert acceptance > 1.2
+    assert 0 < int((probs == 0).sum()) < probs.numel(), "something must be cut, and something left"
+    assert counts[probs == 0].sum() == 0
+    assert chi_square_excess(counts, probs) < 1
+    assert chi_square_excess(counts, expected(tiny)) > 1
+
+
+def test_penalties_without_the_drafted_prefix_fail_the_same_test(tiny):
+    class Forgetful(KernelSet):
+        """Penalises by what is committed alone."""
+
+        def penalize_logits(self, logits, tokens, _, rows, counts, penalties):
+            nothing = torch.zeros(tokens.numel(), tokens.shape[1], dtype=torch.bool)
+            return super().penalize_logits(logits, tokens, nothing, rows, counts, penalties)
+
+    counts, _ = draw(tiny, Forgetful(), **OPTIONS)
+    assert chi_square_excess(counts, expected(tiny, reshape)) > 1
 
 
 def test_a_wrong_accept_rule_fails_the_same_test(tiny):

@@ -85,7 +85,11 @@ class Driver:
         sequence = self.sequence()
         chunk = chunk or len(prompt)
         for start in range(0, len(prompt), chunk):
-            logits = self.logits([(sequence, prompt[start : start + chunk])])[-1]
+            part = prompt[start : start + chunk]
+            extra = {}
+            if self.model.config.rope.kind == "dynamic":
+                extra["prompt_lens"] = torch.full((len(part),), len(prompt), device=self.device)
+            logits = self.logits([(sequence, part)], **extra)[-1]
         tokens, chosen = [], []
         for _ in range(count):
             chosen.append(logits)

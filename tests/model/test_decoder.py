@@ -6,7 +6,7 @@ import torch
 from model.harness import Driver
 from model.tiny import FAMILIES, ROPES, write_checkpoint
 from outrider.device import ConfigError
-from outrider.model import load_decoder
+from outrider.model import RopeConfig, load_decoder
 
 PROMPT = [1, 17, 44, 90, 5, 61, 61, 8, 33, 72, 12, 51, 3, 29, 88, 40, 7, 19, 66, 25, 31]
 STEPS = 24
@@ -51,6 +51,22 @@ def test_family(tmp_path, backend, name, shards):
 def test_rope(tmp_path, backend, name, rope):
     reference = write_checkpoint(tmp_path, name, rope_parameters=dict(ROPES[rope]))
     agree(tmp_path, backend, reference)
+
+
+@pytest.mark.parametrize("chunk", [None, 6])
+@pytest.mark.parametrize("original", [12, 21, 22, 30])
+def test_dynamic_rope_past_the_original_context(tmp_path, backend, original, chunk):
+    """Prompt and generation on either side of the length where the base begins to grow."""
+    rope = ROPES["dynamic"]
+    reference = write_checkpoint(tmp_path, "llama", rope_parameters=dict(rope), max_position_embeddings=original)
+    agree(tmp_path, backend, reference, chunk=chunk)
+
+
+def test_what_dynamic_rope_lets_prompts_share():
+    rope = RopeConfig(kind="dynamic", factor=2.0, original_context=100)
+    assert rope.sharing_key(99) == rope.sharing_key(100) == 0
+    assert rope.sharing_key(101) != rope.sharing_key(102)
+    assert RopeConfig().sharing_key(101) == 0
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 20])

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from model.harness import Driver
-from model.tiny import tiny_config, write_checkpoint, write_eagle
+from model.tiny import tiny_config, write_checkpoint, write_eagle, write_vision_checkpoint
 from outrider.device import CheckpointError
 from outrider.model import load_decoder, load_eagle
 
@@ -71,6 +71,24 @@ def test_head_is_the_published_one(tmp_path, backend, shape):
     assert torch.allclose(whole, expected, atol=1e-4), (whole - expected).abs().max()
     assert torch.allclose(run((0, 4), (4, 8), (8, 9)), expected, atol=1e-4)
     assert torch.allclose(head.logits(whole), whole @ target.weights.head.T, atol=1e-5)
+
+
+def test_head_of_a_target_with_axes(tmp_path, backend):
+    """Over a vision-language target the head takes positions on three axes; on text they change nothing."""
+    write_vision_checkpoint(tmp_path / "target", "qwen2_vl", rope={"mrope_section": [1, 1, 2]})
+    state = write_eagle(tmp_path / "head")
+    target = load_decoder(tmp_path / "target", backend=backend, dtype=torch.float32)
+    head = load_eagle(tmp_path / "head", target=target, backend=backend, dtype=torch.float32)
+    assert head.config.rope.sections == (1, 1, 2)
+    driver = Driver(target)
+    hidden = driver.hidden([(driver.sequence(), TOKENS)])
+    draft = Driver(target)
+    draft.model = head
+    draft.cache = type(draft.cache).allocate(1, 2, 8, pages=64, page_size=4, dtype=torch.float32, device=target.device)
+    with torch.no_grad():
+        out = head.forward(draft.inputs([(draft.sequence(), TOKENS)]), hidden, draft.cache)
+    expected = reference_head(state, torch.tensor(TOKENS), hidden, state["embed_tokens.weight"])
+    assert torch.allclose(out, expected, atol=1e-4), (out - expected).abs().max()
 
 
 def test_wrong_width(tmp_path, backend):

@@ -86,6 +86,39 @@ def write_checkpoint(directory, name, *, shards=1, seed=0, **overrides):
     return model.eval()
 
 
+VISION_TOKENS = {"vision_start_token_id": 90, "vision_end_token_id": 91, "image_token_id": 92, "video_token_id": 93}
+
+VISION_FAMILIES = {
+    "qwen2_vl": {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
+    "qwen2_5_vl": {
+        "depth": 2,
+        "hidden_size": 24,
+        "out_hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 40,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+        "tokens_per_second": 3,
+    },
+}
+
+
+def write_vision_checkpoint(directory, family, *, shards=1, seed=0, rope=None, tie=False):
+    """Write a tiny vision-language checkpoint with its image processor; returns transformers' model."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    text = SHAPE | {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [1, 1, 2]}}
+    text["rope_parameters"] |= rope or {}
+    vision = VISION_FAMILIES[family] | {"patch_size": 4, "initializer_range": 0.2}
+    config = CONFIG_MAPPING[family](text_config=text, vision_config=vision, tie_word_embeddings=tie, **VISION_TOKENS)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    model.save_pretrained(directory, max_shard_size=size if shards == 1 else size // shards)
+    Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1600}).save_pretrained(directory)
+    return model.eval()
+
+
 def write_eagle(directory, *, hidden_size=32, seed=1, bias=True, input_norm=False, embedding=True, fmt="safetensors"):
     """Write a random EAGLE head in its published format; returns its tensors."""
     torch.manual_seed(seed)
@@ -112,6 +145,46 @@ def write_eagle(directory, *, hidden_size=32, seed=1, bias=True, input_norm=Fals
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(directory)
+    if fmt == "safetensors":
+        from safetensors.torch import save_file
+
+        save_file(state, directory / "model.safetensors")
+    else:
+        torch.save(state, directory / "pytorch_model.bin")
+    return state
+
+
+def write_eagle3(directory, *, draft_vocab=40, seed=2, layers=(0, 1, 2), fmt="safetensors", vocab=96):
+    """Write a random EAGLE-3 head in its published format; returns its tensors. ``layers``: whose inputs it reads."""
+    torch.manual_seed(seed)
+    config = tiny_config("llama", num_hidden_layers=1)
+    hidden, inner, kv = config.hidden_size, config.intermediate_size, config.num_key_value_heads * config.head_dim
+    shapes = {
+        "fc.weight": (hidden, 3 * hidden),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (draft_vocab, hidden),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "midlayer.self_attn.q_proj.weight": (hidden, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (kv, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (kv, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, hidden),
+        "midlayer.mlp.gate_proj.weight": (inner, hidden),
+        "midlayer.mlp.up_proj.weight": (inner, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, inner),
+    }
+    state = {key: torch.randn(shape) * 0.3 for key, shape in shapes.items()}
+    kept = torch.randperm(vocab)[:draft_vocab].sort().values
+    state["d2t"] = kept - torch.arange(draft_vocab)
+    state["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, kept, True)
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config.architectures = ["LlamaForCausalLMEagle3"]
+    config.draft_vocab_size = draft_vocab
+    if layers is not None:
+        config.eagle_config = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]}
     config.save_pretrained(directory)
     if fmt == "safetensors":
         from safetensors.torch import save_file

@@ -33,7 +33,9 @@ def doctor(
         # Plugins that look at torch in this process must meet a torch that works, if there is one.
         disable_autoload()
     registry = Registry()
-    rows = [row(candidate) for candidate in registry.candidates()]
+    # A torch that crashes would take this process along when a plugin looks at it.
+    importable = torch.ok or torch.version_without_autoload is not None
+    rows = [row(candidate) for candidate in registry.candidates(load=importable)]
     for values in rows:
         if not torch.ok:
             _block(values, torch)

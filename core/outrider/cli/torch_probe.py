@@ -6,6 +6,7 @@ mislead, and because a library that crashes takes the process along.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import re
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from outrider.cli.environment import without_autoload
+from outrider.device.errors import BackendLoadError
 
 _PROBE = """
 import json
@@ -92,3 +94,20 @@ def _import(environment: dict[str, str] | None) -> tuple[str | None, tuple[str, 
         tail = result.stderr.strip().splitlines()[-3:]
         return None, (f"import torch ended the process with status {result.returncode}", *tail)
     return report.get("version"), tuple(report.get("errors", ()))
+
+
+def require_torch() -> None:
+    """Import torch, or say why that fails, before anything else does in a more confusing way."""
+    try:
+        importlib.import_module("torch")
+    except Exception as error:
+        chain: list[str] = []
+        seen: BaseException | None = error
+        while seen is not None:
+            chain.append(f"{type(seen).__name__}: {seen}")
+            seen = seen.__cause__
+        says, advice = explain("\n".join(chain))
+        text = "; ".join(chain)
+        raise BackendLoadError(
+            f"torch can't be imported: {text}. {says} {' '.join(advice)} `outrider doctor` says more"
+        ) from error

@@ -24,7 +24,13 @@ class EngineConfig:
     the reserved one included; None: enough for every request at full context. ``max_context``: tokens of prompt and
     output together; None: the model's, at most 4096. ``prefill_chunk``: prompt tokens processed in an iteration.
     ``draft_tokens``: length of a draft chain. ``dtype``: of weights, activations and cache. ``overlap``: the host plans
-    an iteration while the one before runs, and reads its results one iteration later.
+    an iteration while the one before runs, and reads its results one iteration later. ``prefix_cache``: requests share
+    the pages of a common prefix.
+
+    ``penalties``: hold token counts for repetition, presence and frequency penalties, 4 bytes for each request row and
+    token of the vocabulary. ``max_logprobs``: the most likeliest tokens that a request may ask for.
+    ``batch_invariant``: a request's output is bit for bit the same whatever else runs, with kernels that are slower; it
+    still depends on ``max_context`` and ``page_size``.
     """
 
     max_requests: int = 8
@@ -35,13 +41,26 @@ class EngineConfig:
     draft_tokens: int = 4
     dtype: str = "float32"
     overlap: bool = False
+    prefix_cache: bool = True
+    penalties: bool = True
+    max_logprobs: int = 20
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("max_requests", 1), ("page_size", 1), ("prefill_chunk", 1), ("draft_tokens", 1)):
+        for name, least in (
+            ("max_requests", 1),
+            ("page_size", 1),
+            ("prefill_chunk", 1),
+            ("draft_tokens", 1),
+            ("max_logprobs", 0),
+        ):
             _check_int(name, getattr(self, name), least)
         for name, least in (("num_pages", 2), ("max_context", 2)):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), least)
+        for name in ("overlap", "penalties", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected True or False")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
 

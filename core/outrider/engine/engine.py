@@ -11,13 +11,17 @@ from outrider.device import Backend, CapabilityError, ConfigError, RequestError,
 from outrider.engine.buffers import StepBuffers
 from outrider.engine.config import EngineConfig
 from outrider.engine.fences import FenceSet
-from outrider.engine.pages import FreeList
-from outrider.engine.request import Completion, FinishReason, Request, SamplingParams, StepOutput
+from outrider.engine.logprobs import TokenLogprobs
+from outrider.engine.options import OptionTable
+from outrider.engine.pages import FreeList, PagePool
+from outrider.engine.request import Completion, FinishReason, Request, StepOutput
 from outrider.engine.results import Results, Ticket
 from outrider.engine.rows import FutureMap, RowTable
-from outrider.engine.scheduler import Scheduler
-from outrider.engine.staging import Staging, staging_capacity
+from outrider.engine.sampling import MAX_LOGIT_BIAS, SamplingParams
+from outrider.engine.scheduler import OutOfPages, Scheduler, SchedulerLimits
+from outrider.engine.staging import Batch, Staging, staging_capacity
 from outrider.engine.step import Step, StepParts, Streams
+from outrider.engine.text import StopText
 from outrider.model import Decoder, KVCache, Tokenizer, load_decoder, load_eagle
 from outrider.speculative.eagle import EagleProposer
 from outrider.speculative.proposer import PlainProposer, Proposer
@@ -66,9 +70,16 @@ class Engine:
         self.proposer = proposer = proposer or PlainProposer()
         self._tokenizer = tokenizer
         _check_policy(backend)
+        if config.batch_invariant and not (model.native and model.kernels.row_invariant):
+            raise ConfigError(
+                "batch_invariant is set, but the model doesn't run on kernels that are; use Engine.from_checkpoint with a "
+                "model of a supported family, or make the Decoder with backend.kernels.batch_invariant()"
+            )
         self.max_context = _max_context(config, model)
-        width = proposer.draft_tokens + 1
-        table_width = -(-self.max_context // config.page_size)
+        _check_tree(model, proposer)
+        # A tree's nodes are scattered over slots behind the cached tokens, and all of them count until they're moved.
+        spare = max(proposer.slots - 2, 0) if proposer.is_tree else 0
+        table_width = -(-(self.max_context + proposer.slots) // config.page_size)
         pages = config.num_pages or config.max_requests * table_width + 1
         slots = 2 if config.overlap else 1
         device = backend.device
@@ -87,22 +98,46 @@ class Engine:
             )
             proposer.allocate(backend=backend, pages=pages, page_size=config.page_size)
             rows = RowTable(rows=config.max_requests + 1, pages=table_width, device=device)
+            options = OptionTable(
+                rows=config.max_requests + 1,
+                vocabulary=model.config.vocab_size,
+                penalties=config.penalties,
+                device=device,
+            )
             future = FutureMap(rows=config.max_requests + 1, relay=proposer.relay, device=device)
             buffers = StepBuffers(
-                max_requests=config.max_requests, draft_tokens=proposer.draft_tokens, pages=table_width, device=device
+                max_requests=config.max_requests,
+                nodes=proposer.nodes,
+                depth=proposer.depth,
+                is_tree=proposer.is_tree,
+                pages=table_width,
+                device=device,
             )
             capacity = staging_capacity(requests=config.max_requests, pages=table_width, prefill_chunk=config.prefill_chunk)
+            capacity += OptionTable.capacity(
+                requests=config.max_requests,
+                vocabulary=model.config.vocab_size,
+                max_context=self.max_context,
+                penalties=config.penalties,
+            )
             staging = Staging(backend, slots=slots, capacity=capacity)
-            results = Results(backend, slots=slots, max_requests=config.max_requests, draft_tokens=proposer.draft_tokens)
+            results = Results(
+                backend,
+                slots=slots,
+                max_requests=config.max_requests,
+                depth=proposer.depth,
+                max_logprobs=min(config.max_logprobs, model.config.vocab_size),
+            )
         streams.forward.synchronize()
 
         self._fences = FenceSet(backend.speculative_sync, slots=slots)
         self._results = results
         self._scheduler = Scheduler(
             rows=FreeList("request row", config.max_requests + 1),
-            pages=FreeList("KV page", pages),
-            page_size=config.page_size,
-            prefill_chunk=config.prefill_chunk,
+            pages=PagePool(count=pages, page_size=config.page_size, ahead=proposer.lookahead, share=config.prefix_cache),
+            limits=SchedulerLimits(
+                growth=proposer.depth + 1, slots=proposer.slots, spare=spare, prefill_chunk=config.prefill_chunk
+            ),
         )
         self._step = Step(
             StepParts(
@@ -113,6 +148,7 @@ class Engine:
                 cache=cache,
                 proposer=proposer,
                 rows=rows,
+                options=options,
                 future=future,
                 buffers=buffers,
                 staging=staging,
@@ -122,7 +158,6 @@ class Engine:
             ),
             slots=slots,
         )
-        self._width = width
         self._in_flight: deque[Ticket] = deque()
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -149,6 +184,8 @@ class Engine:
         if speculate not in SPECULATE:
             raise ConfigError(f"speculate is {speculate!r}; expected one of {', '.join(SPECULATE)}")
         model = load_decoder(model_dir, backend=backend, dtype=config.torch_dtype, progress=progress)
+        if config.batch_invariant:
+            model = Decoder(model.config, model.weights, backend.kernels.batch_invariant())
         proposer: Proposer = PlainProposer()
         if speculate == "eagle":
             if draft_dir is None:
@@ -177,7 +214,7 @@ class Engine:
 
     @property
     def free_pages(self) -> int:
-        """KV pages that no request holds."""
+        """KV pages that no request holds; some of them may be cached prefixes."""
         return self._scheduler.pages.available
 
     @property
@@ -187,19 +224,35 @@ class Engine:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def add_request(self, tokens: Sequence[int], params: SamplingParams | None = None) -> int:
-        """Queue a request; returns its id. Raises :class:`RequestError` for a prompt that can't be served."""
+    def add_request(self, tokens: Sequence[int], params: SamplingParams | None = None, *, priority: int = 0) -> int:
+        """Queue a request; returns its id. A higher ``priority`` goes first and is preempted last.
+
+        With ``n`` samples, each is a request of its own; their ids follow each other and the first is returned. The others
+        start once the first one's prompt is on its way, and share its pages.
+
+        Raises :class:`RequestError` for a request that can't be served.
+        """
         params = params or SamplingParams()
         prompt = tuple(int(token) for token in tokens)
         self._check_prompt(prompt, params)
         stops = set(params.stop_token_ids)
         if not params.ignore_eos:
             stops.update(self.model.config.eos_token_ids)
-        request = Request(self._next_id, prompt, params, frozenset(stops))
-        self._next_id += 1
-        self._requests[request.id] = request
-        self._scheduler.add(request)
-        return request.id
+        self._check_options(params, stops)
+        samples = []
+        for index in range(params.n):
+            request = Request(self._next_id, prompt, params.sample(index), frozenset(stops), priority)
+            if params.stop:
+                request.stop_text = StopText(self.tokenizer.stream(), params.stop, overlook=params.min_tokens)
+            self._next_id += 1
+            self._requests[request.id] = request
+            samples.append(request)
+        first = samples[0]
+        first.followers = samples[1:]
+        self._scheduler.add(first)
+        if not self.config.prefix_cache:
+            self._start_followers(first)
+        return first.id
 
     def abort(self, request_id: int) -> None:
         """End a request now. What it has produced so far stays valid; its last iteration, if one is in flight, is
@@ -209,8 +262,9 @@ class Engine:
         if request is None:
             raise RequestError(f"request {request_id} isn't waiting or running; it may have finished already")
         request.finish_reason = FinishReason.ABORT
-        self._pending.append(StepOutput(request.id, (), FinishReason.ABORT))
+        self._pending.append(StepOutput(request.id, (), FinishReason.ABORT, text=_text_of(request)))
         self._scheduler.drop_waiting(request)
+        self._start_followers(request)
         self._scheduler.retire()
 
     def step(self) -> list[StepOutput]:
@@ -219,10 +273,13 @@ class Engine:
         With ``overlap`` the iteration is launched, and the results are those of the one before.
         """
         with self.backend.guard("running an iteration"):
-            batch = self._scheduler.next_batch()
+            batch = self._next_batch()
             if batch is not None:
                 self._in_flight.append(self._step.launch(batch))
                 self._counts["iterations"] += 1
+                for chunk in batch.prefill:
+                    if chunk.final:
+                        self._start_followers(chunk.request)
             keep = 1 if self.config.overlap and batch is not None else 0
             while len(self._in_flight) > keep:
                 self._handle_oldest()
@@ -234,7 +291,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Run requests to their ends; completions in the order of ``prompts``.
+        """Run requests to their ends; completions in the order of ``prompts``, the samples of one side by side.
 
         Requests added before run along; what they produce meanwhile comes out of the next :meth:`step`.
         """
@@ -244,7 +301,8 @@ class Engine:
             each = params
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one, or as many")
-        requests = [self._requests[self.add_request(p, chosen)] for p, chosen in zip(prompts, each, strict=True)]
+        firsts = [(self.add_request(p, chosen), chosen) for p, chosen in zip(prompts, each, strict=True)]
+        requests = [self._requests[first + i] for first, chosen in firsts for i in range(chosen.n if chosen else 1)]
         ours = {request.id for request in requests}
         others: list[StepOutput] = []
         while not all(request.finished for request in requests):
@@ -258,6 +316,8 @@ class Engine:
 
         Requests added before run along; what they produce meanwhile comes out of the next :meth:`step`.
         """
+        if params is not None and params.n > 1:
+            raise RequestError(f"n is {params.n}; a stream is one sample: use add_request and step, or generate")
         request = self._requests[self.add_request(tokens, params)]
         others: list[StepOutput] = []
         try:
@@ -291,7 +351,7 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens and asks for {params.max_tokens} more: {total} don't fit in the "
                 f"context of {self.max_context}; shorten the prompt or lower max_tokens"
             )
-        needed, pages = -(-total // self.config.page_size), self._scheduler.pages.count - 1
+        needed, pages = self._scheduler.most_pages(total), self._scheduler.pages.count - 1
         if needed > pages:
             raise RequestError(
                 f"the request needs {needed} KV pages of {self.config.page_size} tokens, the cache has {pages}; raise "
@@ -301,6 +361,47 @@ class Engine:
         wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
         if wrong is not None:
             raise RequestError(f"token {wrong} of the prompt is outside the model's vocabulary of {vocabulary}")
+
+    def _next_batch(self) -> Batch | None:
+        """The scheduler's next batch. Where it must preempt, what is in flight is handled first: that's rare."""
+        try:
+            return self._scheduler.next_batch()
+        except OutOfPages:
+            self.drain()
+            return self._scheduler.next_batch()
+
+    def _start_followers(self, request: Request) -> None:
+        """Queue the samples that waited for the prompt of ``request``, to share its pages."""
+        for follower in request.followers:
+            if not follower.finished:
+                self._scheduler.add(follower)
+        request.followers = []
+
+    def _check_options(self, params: SamplingParams, stops: set[int]) -> None:
+        vocabulary, listed = self.model.config.vocab_size, dict(params.biases)
+        wrong = next((token for token in listed if token >= vocabulary), None)
+        if wrong is None:
+            wrong = next((token for token in params.stop_token_ids if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise RequestError(f"token {wrong} of the sampling options is outside the model's vocabulary of {vocabulary}")
+        banned = {token for token, value in listed.items() if value == float("-inf")}
+        if params.min_tokens:
+            banned |= stops
+        if len(banned) >= vocabulary:
+            raise RequestError("logit_bias and min_tokens ban every token of the vocabulary; leave at least one")
+        entries = len(listed) + (len(stops) if params.min_tokens else 0)
+        if entries > MAX_LOGIT_BIAS:
+            raise RequestError(
+                f"logit_bias and the stop tokens that min_tokens bans make {entries} entries, a request may have "
+                f"{MAX_LOGIT_BIAS}; list fewer tokens"
+            )
+        if params.penalized and not self.config.penalties:
+            raise RequestError("this engine was built without penalties; build it with EngineConfig(penalties=True)")
+        most = min(self.config.max_logprobs, vocabulary)
+        if params.logprobs is not None and params.logprobs > most:
+            raise RequestError(f"logprobs is {params.logprobs}, this engine reports {most} at most; raise max_logprobs")
+        if params.stop:
+            self.tokenizer  # noqa: B018  (raises when there is none)
 
     def _handle_oldest(self) -> None:
         """Take in the results of the oldest iteration in flight; those of requests that are over are dropped."""
@@ -314,28 +415,44 @@ class Engine:
                 request.verified_tokens += len(tokens)
                 self._counts["request_iterations"] += 1
                 self._counts["verified_tokens"] += len(tokens)
-                self._emit(request, tokens)
+                self._emit(request, tokens, outcome.logprobs.get(request.id, ()))
         for chunk, first in zip(ticket.batch.prefill, outcome.first_tokens, strict=True):
             chunk.request.in_flight -= 1
             if first is not None and not chunk.request.finished:
-                self._emit(chunk.request, (first,))
+                self._emit(chunk.request, (first,), outcome.logprobs.get(chunk.request.id, ()))
 
-    def _emit(self, request: Request, tokens: Sequence[int]) -> None:
-        """Append tokens up to the first stop token or the limit."""
+    def _emit(self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        """Append tokens up to the first stop token, the one that completes a stop string, or the limit."""
         taken: list[int] = []
+        watch = request.stop_text
         for token in tokens:
             taken.append(token)
-            if token in request.stop_tokens:
+            if token in request.stop_tokens or (watch is not None and watch.push(token)):
                 request.finish_reason = FinishReason.STOP
                 break
             if len(request.output) + len(taken) == request.params.max_tokens:
                 request.finish_reason = FinishReason.LENGTH
                 break
         request.output.extend(taken)
+        self._scheduler.register(request, len(request.prompt) + len(request.output) - 1)
         self._counts["emitted_tokens"] += len(taken)
-        self._pending.append(StepOutput(request.id, tuple(taken), request.finish_reason))
+        request.logprobs.extend(logprobs[: len(taken)])
+        text = _text_of(request)
+        self._pending.append(StepOutput(request.id, tuple(taken), request.finish_reason, tuple(logprobs[: len(taken)]), text))
         if request.finished:
             del self._requests[request.id]
+
+
+def _text_of(request: Request) -> str | None:
+    """The new text of a request with stop strings; all of it once it's over, which may show one more stop string."""
+    watch = request.stop_text
+    if watch is None:
+        return None
+    if request.finished and watch.finish() and request.finish_reason is FinishReason.LENGTH:
+        request.finish_reason = FinishReason.STOP
+    text = watch.take()
+    request.text.append(text)
+    return text
 
 
 def _check_policy(backend: Backend) -> None:
@@ -344,6 +461,19 @@ def _check_policy(backend: Backend) -> None:
         raise CapabilityError(
             f"{backend.label} declares a policy that this version's step doesn't carry out (staged mode without host "
             "lengths or rebound parameters is what it does)"
+        )
+
+
+def _check_tree(model: Decoder, proposer: Proposer) -> None:
+    if proposer.nodes < proposer.depth:
+        raise ConfigError(
+            f"the proposer {proposer.name!r} declares {proposer.nodes} nodes and paths of {proposer.depth}: a path has no "
+            "more nodes than its tree"
+        )
+    if proposer.is_tree and any(model.config.windows):
+        raise ConfigError(
+            f"the proposer {proposer.name!r} drafts trees, and the model has layers with a sliding window, which count slots"
+            " and not positions on a path; draft a chain (draft_topk=1)"
         )
 
 

@@ -1,8 +1,10 @@
-"""Numbers for KV pages and request rows: free lists whose entry 0 is reserved for padding."""
+"""Numbers for request rows and KV pages. Entry 0 is reserved for padding in both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from outrider.device import SeamError
 
@@ -10,7 +12,7 @@ from outrider.device import SeamError
 class FreeList:
     """Numbers 1..count-1, handed out lowest first after a start, most recently freed first later.
 
-    Freeing a number twice, or 0, raises: a page that two requests own is the worst bug that a cache can have.
+    Freeing a number twice, or 0, raises: a row that two requests own is the worst bug that a batch can have.
     """
 
     def __init__(self, what: str, count: int) -> None:
@@ -32,10 +34,157 @@ class FreeList:
         self._taken.add(number)
         return number
 
-    def give_back(self, numbers: Iterable[int]) -> None:
-        """Return numbers that were taken."""
-        for number in numbers:
-            if number not in self._taken:
-                raise SeamError(f"{self.what} {number} was given back but isn't taken")
-            self._taken.remove(number)
-            self._free.append(number)
+    def give_back(self, number: int) -> None:
+        """Return a number that was taken."""
+        if number not in self._taken:
+            raise SeamError(f"{self.what} {number} was given back but isn't taken")
+        self._taken.remove(number)
+        self._free.append(number)
+
+
+@dataclass(frozen=True, slots=True)
+class PageKey:
+    """Identity of a full page's contents: everything that its keys and values depend on.
+
+    ``parent`` is the key of the page before it (None for the first), ``tokens`` are the page's own, ``ahead`` those after
+    it that a draft's cache depends on. ``extra`` distinguishes contents that tokens don't show, such as images.
+    """
+
+    parent: PageKey | None
+    tokens: tuple[int, ...]
+    ahead: tuple[int, ...]
+    extra: object = None
+
+    def __hash__(self) -> int:
+        # The parent's hash is cached by identity of the chain: hashing must not walk it.
+        return hash((id(self.parent), self.tokens, self.ahead, self.extra))
+
+    def __eq__(self, other: object) -> bool:
+        # Parents are interned by the pool, so identity decides.
+        return (
+            isinstance(other, PageKey)
+            and self.parent is other.parent
+            and self.tokens == other.tokens
+            and self.ahead == other.ahead
+            and self.extra == other.extra
+        )
+
+
+class PagePool:
+    """KV pages with shared prefixes: each page is free, held by one or more requests, or cached with no holder.
+
+    A page is registered under its key as soon as the work that fills it is enqueued: every access to KV pages is on one
+    stream, so whoever is given the page reads it later in that order. A cached page without a holder is reused, oldest
+    first, when no page is free. ``ahead`` is how many tokens after a page its contents depend on: an EAGLE draft's keys
+    and values at position i depend on token i+1.
+    """
+
+    def __init__(self, *, count: int, page_size: int, ahead: int, share: bool) -> None:
+        self.count = count
+        self.page_size = page_size
+        self._ahead = ahead
+        self._share = share
+        self._free = list(range(count - 1, 0, -1))
+        self._holders: dict[int, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._page_of: dict[PageKey, int] = {}
+        self._key_of: dict[int, PageKey] = {}
+
+    @property
+    def available(self) -> int:
+        """Pages that can be taken: free ones, and cached ones that nobody holds."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def cached(self) -> int:
+        """Pages that nobody holds and whose contents may be hit again."""
+        return len(self._cached)
+
+    def take(self) -> int:
+        """A page with contents of no meaning."""
+        if self._free:
+            page = self._free.pop()
+        elif self._cached:
+            page, _ = self._cached.popitem(last=False)
+            self._forget(page)
+        else:
+            raise SeamError(f"no KV page left: all {self.count - 1} are held")
+        self._holders[page] = 1
+        return page
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """Drop one hold on each page, the last one first so that a chain is evicted from its end."""
+        for page in reversed(list(pages)):
+            holders = self._holders.get(page, 0)
+            if holders == 0:
+                raise SeamError(f"KV page {page} was given back but nobody holds it")
+            if holders > 1:
+                self._holders[page] = holders - 1
+                continue
+            del self._holders[page]
+            if page in self._key_of:
+                self._cached[page] = None
+            else:
+                self._free.append(page)
+
+    def match(self, tokens: Sequence[int], extra: object = None) -> tuple[list[int], PageKey | None]:
+        """Hold the cached pages of the longest known prefix of ``tokens`` that leaves at least one token to compute.
+
+        Returns the pages and the key of the last.
+        """
+        pages: list[int] = []
+        key: PageKey | None = None
+        while (len(pages) + 1) * self.page_size < len(tokens):
+            candidate = self._key(key, tokens, len(pages), extra)
+            page = self._page_of.get(candidate) if candidate is not None else None
+            if page is None:
+                break
+            key = self._key_of[page]
+            self._cached.pop(page, None)
+            self._holders[page] = self._holders.get(page, 0) + 1
+            pages.append(page)
+        return pages, key
+
+    def register(
+        self,
+        pages: Sequence[int],
+        tokens: Sequence[int],
+        filled: int,
+        key: PageKey | None,
+        done: int,
+        extra: object = None,
+    ) -> tuple[PageKey | None, int]:
+        """Make known the pages whose contents are enqueued: those that end within the first ``filled`` of ``tokens``.
+
+        ``done`` pages were brought in before, the last under ``key``. Returns both, brought forward. Where another page is
+        known by the same key already, that one stays the one to hit.
+        """
+        while self._share and (done + 1) * self.page_size <= filled:
+            candidate = self._key(key, tokens, done, extra)
+            if candidate is None:
+                break
+            known = self._page_of.get(candidate)
+            if known is None:
+                self._page_of[candidate] = pages[done]
+                self._key_of[pages[done]] = candidate
+                key = candidate
+            else:
+                key = self._key_of[known]
+            done += 1
+        return key, done
+
+    def forget_all(self) -> None:
+        """Make every page unknown, as after a fault that may have spoilt their contents."""
+        for page in list(self._key_of):
+            self._forget(page)
+        self._free.extend(self._cached)
+        self._cached.clear()
+
+    def _key(self, parent: PageKey | None, tokens: Sequence[int], index: int, extra: object) -> PageKey | None:
+        start, end = index * self.page_size, (index + 1) * self.page_size
+        if end + self._ahead > len(tokens):
+            return None
+        return PageKey(parent, tuple(tokens[start:end]), tuple(tokens[end : end + self._ahead]), extra)
+
+    def _forget(self, page: int) -> None:
+        del self._page_of[self._key_of.pop(page)]

@@ -2,48 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from outrider.device import Backend, Fence, PinnedBuffer, Stream
+from outrider.engine.logprobs import LogprobBuffers, TokenLogprobs
+from outrider.engine.request import Request
 from outrider.engine.staging import Batch
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Redeems the results of one launched iteration, once."""
+    """Redeems the results of one launched iteration, once. ``logprobs``: their generation, if the iteration has some."""
 
     batch: Batch
     slot: int
     generation: int
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Results on the host, in the order of the batch. ``decoded``: new tokens of each decoding request.
-    ``first_tokens``: the token after each prefill chunk, None where the prompt goes on.
+    ``first_tokens``: the token after each prefill chunk, None where the prompt goes on. ``logprobs``: by request id, of
+    those that asked.
     """
 
     decoded: tuple[tuple[int, ...], ...]
     first_tokens: tuple[int | None, ...]
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]]
 
 
 class Results:
-    """Rows 0..M-1 hold decoding requests, M..2M-1 prefill chunks: accepted, then K+1 tokens padded with -1."""
+    """Rows 0..M-1 hold decoding requests, M..2M-1 prefill chunks: accepted, then D+1 tokens padded with -1,
+    where D is the longest path that a draft can have.
+    """
 
-    def __init__(self, backend: Backend, *, slots: int, max_requests: int, draft_tokens: int) -> None:
+    def __init__(self, backend: Backend, *, slots: int, max_requests: int, depth: int, max_logprobs: int = 0) -> None:
         self._backend = backend
         self._max_requests = max_requests
-        shape = (2 * max_requests, draft_tokens + 2)
+        shape = (2 * max_requests, depth + 2)
         self._device = torch.zeros(shape, dtype=torch.int64, device=backend.device)
         self._ring: list[PinnedBuffer] = [
             backend.empty_pinned(f"results[{slot}]", shape, torch.int64) for slot in range(slots)
         ]
+        self._logprobs = LogprobBuffers(backend, slots=slots, max_requests=max_requests, width=depth + 1, most=max_logprobs)
 
     def write_decode(self, accepted: Tensor, tokens: Tensor) -> None:
-        """``accepted`` [B], ``tokens`` [B, K+1]; on forward."""
+        """``accepted`` [B], ``tokens`` [B, D+1]; on forward."""
         count = accepted.shape[0]
         self._device[:count, 0] = accepted
         self._device[:count, 1:] = tokens
@@ -53,12 +62,21 @@ class Results:
         start = self._max_requests
         self._device[start : start + tokens.shape[0], 1] = tokens
 
+    def write_decode_logprobs(self, values: Tensor, ids: Tensor) -> None:
+        """``values`` [B, K+1, 1+c], ``ids`` [B, K+1, c] of the decoding requests' new tokens; on forward."""
+        self._logprobs.write(0, values, ids)
+
+    def write_prefill_logprobs(self, values: Tensor, ids: Tensor) -> None:
+        """``values`` [S, 1, 1+c], ``ids`` [S, 1, c] of the first tokens; on forward."""
+        self._logprobs.write(self._max_requests, values, ids)
+
     def copy_out(self, batch: Batch, slot: int, stream: Stream) -> Ticket:
         """Copy into the pinned slot on ``stream``."""
         buffer = self._ring[slot]
         generation = buffer.renew()
         self._backend.copy_async(buffer.tensor, self._device, stream=stream)
-        return Ticket(batch, slot, generation)
+        logprobs = self._logprobs.copy_out(slot, stream) if logprobs_of(batch.requests) is not None else None
+        return Ticket(batch, slot, generation, logprobs)
 
     def redeem(self, ticket: Ticket, copied: Fence) -> Outcome:
         """Host: wait until the copy has landed, then read it."""
@@ -68,4 +86,26 @@ class Results:
         firsts = tuple(
             rows[self._max_requests + i][1] if chunk.final else None for i, chunk in enumerate(ticket.batch.prefill)
         )
-        return Outcome(decoded, firsts)
+        return Outcome(decoded, firsts, self._read_logprobs(ticket, decoded, firsts))
+
+    def _read_logprobs(
+        self, ticket: Ticket, decoded: tuple[tuple[int, ...], ...], firsts: tuple[int | None, ...]
+    ) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+        if ticket.logprobs is None:
+            return {}
+        batch = ticket.batch
+        emitted = [(row, request, decoded[row]) for row, request in enumerate(batch.decode)]
+        for index, (chunk, first) in enumerate(zip(batch.prefill, firsts, strict=True)):
+            if first is not None:
+                emitted.append((self._max_requests + index, chunk.request, (first,)))
+        return {
+            request.id: self._logprobs.read(ticket.slot, ticket.logprobs, row, tokens, request.params.logprobs)
+            for row, request, tokens in emitted
+            if request.params.logprobs is not None
+        }
+
+
+def logprobs_of(requests: Sequence[Request]) -> int | None:
+    """How many likeliest tokens the batch must report: the most that a request wants, None when none wants any."""
+    wanted = [request.params.logprobs for request in requests if request.params.logprobs is not None]
+    return max(wanted) if wanted else None

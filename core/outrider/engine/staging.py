@@ -15,7 +15,7 @@ from outrider.engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """The next prompt tokens of one request, ``start`` inclusive to ``end`` exclusive."""
+    """The next context tokens of one request, ``start`` inclusive to ``end`` exclusive."""
 
     request: Request
     start: int
@@ -23,8 +23,8 @@ class PrefillChunk:
 
     @property
     def final(self) -> bool:
-        """Whether the prompt ends with this chunk."""
-        return self.end == len(self.request.prompt)
+        """Whether the context ends with this chunk."""
+        return self.end == len(self.request.context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class PrefillInputs:
     """Device views of a ragged prefill batch: T tokens of S sequences.
 
     ``tokens``, ``following`` (the token after each; unknown after a final chunk, where it's 0), ``positions``, ``slots``
-    int64 [T]; ``rows``, ``last`` (index into T), ``ends`` (position after the last) int64 [S]; ``final`` bool [S].
+    int64 [T]; ``rows``, ``last`` (index into T), ``ends`` (position after the last) int64 [S]; ``final`` and
+    ``continues`` (the request's earlier tokens came in a chunk before, in no other way) bool [S].
     """
 
     tokens: Tensor
@@ -58,12 +59,14 @@ class PrefillInputs:
     last: Tensor
     ends: Tensor
     final: Tensor
+    continues: Tensor
     query_start: Tensor
     max_query: int
     max_kv: int
 
 
-def _float_bits(value: float) -> int:
+def float_bits(value: float) -> int:
+    """The bits of ``value`` as float32, as a whole number."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
@@ -117,14 +120,14 @@ class Packer:
 
 def staging_capacity(*, requests: int, pages: int, prefill_chunk: int) -> int:
     """The most values that one batch packs."""
-    return 4 * prefill_chunk + 9 * requests + 1 + 2 * requests * pages
+    return 4 * prefill_chunk + 10 * requests + 1 + 2 * requests * pages
 
 
 def pack(batch: Batch, *, page_size: int, table_width: int) -> Packer:
     """Everything that the device must know of a batch."""
     packer = Packer()
     packer.add("admitted", [r.row for r in batch.admitted])
-    packer.add("temperature", [_float_bits(r.params.temperature) for r in batch.admitted])
+    packer.add("temperature", [float_bits(r.params.temperature) for r in batch.admitted])
     packer.add("seeds", [r.params.seed for r in batch.admitted])
     packer.add("entries", [row * table_width + index for row, index, _ in batch.table_updates])
     packer.add("pages", [page for _, _, page in batch.table_updates])
@@ -135,9 +138,9 @@ def pack(batch: Batch, *, page_size: int, table_width: int) -> Packer:
     slots: list[int] = []
     starts = [0]
     for chunk in batch.prefill:
-        prompt = chunk.request.prompt
-        tokens.extend(prompt[chunk.start : chunk.end])
-        shifted = list(prompt[chunk.start + 1 : chunk.end + 1])
+        context = chunk.request.context
+        tokens.extend(context[chunk.start : chunk.end])
+        shifted = list(context[chunk.start + 1 : chunk.end + 1])
         following.extend(shifted if len(shifted) == chunk.end - chunk.start else [*shifted, 0])
         for position in range(chunk.start, chunk.end):
             positions.append(position)
@@ -152,6 +155,7 @@ def pack(batch: Batch, *, page_size: int, table_width: int) -> Packer:
     packer.add("last", [start - 1 for start in starts[1:]])
     packer.add("ends", [chunk.end for chunk in batch.prefill])
     packer.add("final", [int(chunk.final) for chunk in batch.prefill])
+    packer.add("continues", [int(chunk.start > chunk.request.prefill_start) for chunk in batch.prefill])
     return packer
 
 
@@ -166,6 +170,7 @@ def prefill_inputs(batch: Batch, staging: Staging, segments: Mapping[str, tuple[
         last=staging.view(segments["last"]),
         ends=staging.view(segments["ends"]),
         final=staging.view(segments["final"]) > 0,
+        continues=staging.view(segments["continues"]) > 0,
         query_start=staging.view(segments["query_start"]).to(torch.int32),
         max_query=max(chunk.end - chunk.start for chunk in batch.prefill),
         max_kv=max(chunk.end for chunk in batch.prefill),

@@ -9,23 +9,32 @@ from outrider.model.checkpoint_config import supported_families
 from outrider.model.config import ModelConfig, VisionConfig
 from outrider.model.decoder import Decoder, DecoderWeights
 from outrider.model.eagle import EagleHead, EagleWeights
+from outrider.model.eagle3 import Eagle3Head, Eagle3Weights
+from outrider.model.head_loading import load_eagle, load_eagle3
 from outrider.model.inputs import ForwardInput
+from outrider.model.language_model import LanguageModel
 from outrider.model.layer import LayerWeights
-from outrider.model.loading import Progress, load_decoder, load_eagle
+from outrider.model.loading import load_decoder
 from outrider.model.media import Media, MediaProcessor, expand_placeholders
 from outrider.model.mrope import MediaGrid, prompt_positions, speculative_positions
 from outrider.model.rope import RopeConfig
 from outrider.model.stream_decoder import StreamDecoder
+from outrider.model.tensors import Progress
 from outrider.model.tokenizer import Tokenizer
+from outrider.model.transformers_decoder import TransformersDecoder
+from outrider.model.transformers_loading import load_through_transformers
 from outrider.model.vision import VisionTower, load_vision
 
 __all__ = [
     "Decoder",
     "DecoderWeights",
+    "Eagle3Head",
+    "Eagle3Weights",
     "EagleHead",
     "EagleWeights",
     "ForwardInput",
     "KVCache",
+    "LanguageModel",
     "LayerWeights",
     "Media",
     "MediaGrid",
@@ -35,11 +44,14 @@ __all__ = [
     "RopeConfig",
     "StreamDecoder",
     "Tokenizer",
+    "TransformersDecoder",
     "VisionConfig",
     "VisionTower",
     "expand_placeholders",
     "load_decoder",
     "load_eagle",
+    "load_eagle3",
+    "load_through_transformers",
     "load_vision",
     "prompt_positions",
     "speculative_positions",

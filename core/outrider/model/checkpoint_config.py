@@ -50,7 +50,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         fields["tie_embeddings"] = bool(whole.tie_word_embeddings)  # a property of the whole, not of its text part
         if family in _VISION_FAMILIES:
             fields["vision"] = _vision(whole)
-        fields["eos_token_ids"], fields["bos_token_id"] = _special_tokens(directory, hf)
+        fields["eos_token_ids"], fields["bos_token_id"] = special_tokens(directory, hf)
         return ModelConfig(family=family, rope=_rope(hf, mrope=family in _VISION_FAMILIES), **fields)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
@@ -169,22 +169,24 @@ def _rope(hf: HfConfig, *, mrope: bool) -> RopeConfig:
 
 
 def _original_context(hf: HfConfig) -> int:
+    if hf.rope_parameters.get("rope_type") == "dynamic":  # the one kind for which transformers ignores the field
+        return int(hf.max_position_embeddings)
     return int(hf.rope_parameters.get("original_max_position_embeddings") or hf.max_position_embeddings)
 
 
 def _context(hf: HfConfig) -> int:
     """The longest sequence that the config promises.
 
-    yarn states both the original context and the factor, and published configs leave max_position_embeddings at the
-    original; for the other kinds max_position_embeddings is the promise.
+    yarn and dynamic state the original context and the factor, and published configs leave max_position_embeddings at
+    the original; for the other kinds max_position_embeddings is the promise.
     """
     declared = int(hf.max_position_embeddings)
-    if hf.rope_parameters.get("rope_type") == "yarn":
+    if hf.rope_parameters.get("rope_type") in ("yarn", "dynamic"):
         return max(declared, int(_original_context(hf) * hf.rope_parameters.get("factor", 1.0)))
     return declared
 
 
-def _special_tokens(directory: Path, hf: HfConfig) -> tuple[tuple[int, ...], int | None]:
+def special_tokens(directory: Path, hf: HfConfig) -> tuple[tuple[int, ...], int | None]:
     """End and start tokens: generation_config.json decides where it's there, as in transformers' ``generate``."""
     path = directory / "generation_config.json"
     given = read_json(path) if path.exists() else {}

@@ -14,8 +14,9 @@ from outrider.device import ConfigError, KernelSet
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
+from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
-from outrider.model.rope import RotaryTable
+from outrider.model.rotary import rotary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,55 +29,39 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
 
 
-class Decoder:
+class Decoder(LanguageModel):
     """A decoder of the Llama kind, as plain calls of a backend's kernels.
 
-    Every method enqueues on the stream whose scope the caller opened, may be captured, and reads no device value on the
-    host. Parameters: ``config``; ``weights`` on the device; ``kernels`` of that device's backend.
+    Parameters: ``config``; ``weights`` on the device; ``kernels`` of that device's backend.
     """
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, kernels: KernelSet) -> None:
-        self.config = config
+        super().__init__(config, kernels)
         self.weights = weights
-        self.kernels = kernels
-        self._rotary = RotaryTable(
-            config.rope, config.head_size, config.max_context, dtype=self.dtype, device=weights.norm.device
-        )
+        self._rotary = rotary(config.rope, config.head_size, config.max_context, dtype=self.dtype, device=self.device)
         self._layers = tuple(
             DecoderLayer(config, layer, kernels, window=window)
             for layer, window in zip(weights.layers, config.windows, strict=True)
         )
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of weights, hidden states and logits."""
-        return self.weights.norm.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.weights.norm.device
+    def embedding(self) -> Tensor:
+        """The table of embeddings [V, H]."""
+        return self.weights.embedding
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [T, H] of int64 ``tokens`` [T]."""
         return self.kernels.embedding(tokens, self.weights.embedding)
 
-    def forward(self, inputs: ForwardInput, cache: KVCache) -> Tensor:
-        """Hidden states [T, H] after the final norm; writes the tokens' keys and values to their slots."""
-        return self.forward_captured(inputs, cache, ())[0]
-
     def forward_captured(
         self, inputs: ForwardInput, cache: KVCache, layers: tuple[int, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """:meth:`forward`, and also the residual stream [T, H] as it enters each of ``layers``, in that order.
-
-        EAGLE-3 heads read three of them. Raises :class:`ConfigError` for a layer that doesn't exist.
-        """
+        """See :meth:`LanguageModel.forward_captured`."""
         beyond = [layer for layer in layers if not 0 <= layer < len(self._layers)]
         if beyond:
             raise ConfigError(f"there are no layers {beyond} to capture, the decoder has {len(self._layers)}")
         entering: dict[int, Tensor] = {}
-        cos_sin = self._rotary.gather(inputs.positions)
+        cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         residual = self._embed_inputs(inputs)
         x: Tensor | None = None
         for index, (layer, pages) in enumerate(zip(self._layers, cache.layers, strict=True)):

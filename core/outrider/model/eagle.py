@@ -12,10 +12,10 @@ from torch import Tensor
 
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
-from outrider.model.decoder import Decoder
 from outrider.model.inputs import ForwardInput
+from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
-from outrider.model.rope import RotaryTable
+from outrider.model.rotary import rotary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,24 +32,44 @@ class EagleWeights:
 
 
 class EagleHead:
-    """Drafts one token at a time from the target's hidden states. Placement and capture as for :class:`Decoder`.
+    """Drafts one token at a time from the target's hidden states. Placement and capture as for :class:`LanguageModel`.
 
     At position i the head reads the hidden state of position i and the token of position i + 1, and what it returns
     stands for the hidden state of position i + 1: its keys and values at position i so depend on the token after it.
     ``config`` is the head's own, with the target's vocabulary and context.
     """
 
-    def __init__(self, config: ModelConfig, weights: EagleWeights, target: Decoder) -> None:
+    def __init__(self, config: ModelConfig, weights: EagleWeights, target: LanguageModel) -> None:
         self.config = config
         self.weights = weights
         self.target = target
         self.kernels = target.kernels
         context = max(config.max_context, target.config.max_context)
-        self._rotary = RotaryTable(config.rope, config.head_size, context, dtype=target.dtype, device=target.device)
+        self._rotary = rotary(config.rope, config.head_size, context, dtype=target.dtype, device=target.device)
         self._layers = tuple(
             DecoderLayer(config, layer, self.kernels, window=window)
             for layer, window in zip(weights.layers, config.windows, strict=True)
         )
+
+    @property
+    def capture_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose input the head reads: none."""
+        return ()
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Size of the vocabulary that drafts come from: the target's."""
+        return self.target.config.vocab_size
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """The target's id of each draft token; None, since they're the same."""
+        return None
+
+    def condition(self, final: Tensor, captured: tuple[Tensor, ...]) -> Tensor:
+        """What the head reads of the target [T, H]: its final hidden states."""
+        del captured
+        return final
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
         """Guessed hidden states [T, H] from ``inputs`` and ``hidden`` [T, H]; no final norm.
@@ -57,7 +77,7 @@ class EagleHead:
         ``inputs.tokens`` are one position ahead of ``hidden`` (see the class); ``inputs.positions`` are those of
         ``hidden``. ``cache`` is the head's own, with its layers and heads.
         """
-        cos_sin = self._rotary.gather(inputs.positions)
+        cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         embedded = self.kernels.embedding(inputs.tokens, self.weights.embedding)
         residual = self.kernels.linear(torch.cat((embedded, hidden), dim=-1), self.weights.fusion, self.weights.fusion_bias)
         x: Tensor | None = None

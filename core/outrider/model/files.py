@@ -94,6 +94,13 @@ class CheckpointFiles:
             )
         return tensor
 
+    def read_ids(self, name: str) -> Tensor:
+        """Read a tensor of integers as int64, on the host; :class:`CheckpointError` for another dtype."""
+        tensor = self.tensors[name].read(name)
+        if tensor.dtype not in (torch.int64, torch.int32):
+            raise CheckpointError(f"{self.tensors[name].path}: tensor {name!r} is {tensor.dtype}, expected int64")
+        return tensor.to(torch.int64)
+
 
 def open_checkpoint(directory: Path) -> CheckpointFiles:
     """Open the tensor files of ``directory``: an index if there is one, else the single file; safetensors first.

@@ -19,6 +19,9 @@ class ForwardInput:
 
     ``embeddings`` [T, H] in the model's dtype with ``embedded`` bool [T]: rows that replace the embedding of their token
     (image and video features). Both or none.
+
+    ``prompt_lens`` int64 [T], only for a rope with dynamic scaling: the length of each token's prompt, needed for the
+    tokens of prompts alone. A batch that decodes leaves it out.
     """
 
     tokens: Tensor
@@ -27,3 +30,4 @@ class ForwardInput:
     attention: AttentionMetadata
     embeddings: Tensor | None = None
     embedded: Tensor | None = None
+    prompt_lens: Tensor | None = None

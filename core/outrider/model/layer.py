@@ -65,14 +65,19 @@ class DecoderLayer:
             normed = kernels.rms_norm(residual, weights.attention_norm, eps)
         else:
             normed = kernels.add_rms_norm(x, residual, weights.attention_norm, eps)
-        attended = self._attend(normed, inputs, cos_sin, cache)
-        normed = kernels.add_rms_norm(attended, residual, weights.mlp_norm, eps)
+        return self.mlp(self.attend(normed, inputs, cos_sin, cache), residual)
+
+    def mlp(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """Add ``attended`` to ``residual`` [T, H] in place; returns the MLP's output [T, H], not added yet."""
+        weights, kernels = self._weights, self._kernels
+        normed = kernels.add_rms_norm(attended, residual, weights.mlp_norm, self._config.rms_eps)
         gate_up = kernels.linear(normed, weights.gate_up, weights.gate_up_bias)
         return kernels.linear(kernels.silu_mul(gate_up), weights.down, weights.down_bias)
 
-    def _attend(
+    def attend(
         self, normed: Tensor, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
     ) -> Tensor:
+        """Attention's output [T, H] for normed input; writes keys and values to their slots."""
         config, weights, kernels = self._config, self._weights, self._kernels
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
         qkv = kernels.linear(normed, weights.qkv, weights.qkv_bias).view(-1, heads + 2 * kv_heads, size)

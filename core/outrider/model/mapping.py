@@ -1,7 +1,7 @@
 """Which tensors of a checkpoint make up which weights, and what shape each must have.
 
-The only place that knows the names in checkpoints. A :class:`Target` is a weight as the model wants it; its pieces are
-the checkpoint's tensors, stacked along the first dimension.
+With ``head_mapping`` the only place that knows the names in checkpoints. A :class:`Target` is a weight as the model
+wants it; its pieces are the checkpoint's tensors, stacked along the first dimension.
 
 Letters: H hidden size, Hq query heads, Hkv key heads, D head size, I intermediate size, V vocabulary.
 """
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from outrider.model.config import ModelConfig
 from outrider.model.decoder import DecoderWeights
-from outrider.model.eagle import EagleWeights
 from outrider.model.layer import LayerWeights
 
 
@@ -40,8 +39,15 @@ class Target:
         return (sum(piece.shape[0] for piece in self.pieces), *self.pieces[0].shape[1:])
 
 
-def _layer_targets(config: ModelConfig, prefix: str, name: str, *, attention_norm: bool = True) -> list[Target]:
+def layer_targets(
+    config: ModelConfig, prefix: str, name: str, *, attention_norm: bool = True, attention_width: int | None = None
+) -> list[Target]:
+    """Weights of one layer, called ``name`` in the model, ``prefix`` in the checkpoint.
+
+    ``attention_width`` is what the attention reads, the hidden size unless told.
+    """
     hidden, inner = config.hidden_size, config.intermediate_size
+    width = attention_width or hidden
     queries, keys = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
 
     def target(field: str, *pieces: tuple[str, tuple[int, ...]]) -> Target:
@@ -56,9 +62,9 @@ def _layer_targets(config: ModelConfig, prefix: str, name: str, *, attention_nor
     targets = [
         target(
             "qkv",
-            attention("q_proj", "weight", queries, hidden),
-            attention("k_proj", "weight", keys, hidden),
-            attention("v_proj", "weight", keys, hidden),
+            attention("q_proj", "weight", queries, width),
+            attention("k_proj", "weight", keys, width),
+            attention("v_proj", "weight", keys, width),
         ),
         target("output", attention("o_proj", "weight", hidden, queries)),
         target("gate_up", mlp("gate_proj", "weight", inner, hidden), mlp("up_proj", "weight", inner, hidden)),
@@ -87,7 +93,8 @@ def _layer_targets(config: ModelConfig, prefix: str, name: str, *, attention_nor
     return targets
 
 
-def _layer(weights: Mapping[str, Tensor], name: str) -> LayerWeights:
+def layer_weights(weights: Mapping[str, Tensor], name: str) -> LayerWeights:
+    """The layer's record from the loaded targets."""
     prefix = f"{name}."
     return LayerWeights(**{key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)})
 
@@ -101,7 +108,7 @@ def decoder_targets(config: ModelConfig, present: Container[str]) -> list[Target
     table = (config.vocab_size, config.hidden_size)
     targets = [Target("embedding", (Piece(f"{stem}.embed_tokens.weight", table),))]
     for index in range(config.num_layers):
-        targets += _layer_targets(config, f"{stem}.layers.{index}", f"layers.{index}")
+        targets += layer_targets(config, f"{stem}.layers.{index}", f"layers.{index}")
     targets.append(Target("norm", (Piece(f"{stem}.norm.weight", (config.hidden_size,)),)))
     if not config.tie_embeddings:
         targets.append(Target("head", (Piece("lm_head.weight", table),)))
@@ -114,35 +121,7 @@ def decoder_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> Decod
         embedding=weights["embedding"],
         head=weights["embedding"] if config.tie_embeddings else weights["head"],
         norm=weights["norm"],
-        layers=tuple(_layer(weights, f"layers.{index}") for index in range(config.num_layers)),
-    )
-
-
-def eagle_targets(config: ModelConfig, present: Container[str]) -> list[Target]:
-    """Weights of an EAGLE head. ``present`` are the checkpoint's tensor names, for what a head may ship or not.
-
-    Published heads have no ``layers.0.input_layernorm`` and no final norm; they may have ``fc.bias`` and their own copy
-    of the embedding.
-    """
-    hidden = config.hidden_size
-    targets = [Target("fusion", (Piece("fc.weight", (hidden, 2 * hidden)),))]
-    if "fc.bias" in present:
-        targets.append(Target("fusion_bias", (Piece("fc.bias", (hidden,)),)))
-    if "embed_tokens.weight" in present:
-        targets.append(Target("embedding", (Piece("embed_tokens.weight", (config.vocab_size, hidden)),)))
-    for index in range(config.num_layers):
-        norm = index > 0 or "layers.0.input_layernorm.weight" in present
-        targets += _layer_targets(config, f"layers.{index}", f"layers.{index}", attention_norm=norm)
-    return targets
-
-
-def eagle_weights(config: ModelConfig, weights: Mapping[str, Tensor], *, embedding: Tensor) -> EagleWeights:
-    """The head's record from the loaded targets; ``embedding`` is the target's, for a head that ships none."""
-    return EagleWeights(
-        fusion=weights["fusion"],
-        fusion_bias=weights.get("fusion_bias"),
-        embedding=weights.get("embedding", embedding),
-        layers=tuple(_layer(weights, f"layers.{index}") for index in range(config.num_layers)),
+        layers=tuple(layer_weights(weights, f"layers.{index}") for index in range(config.num_layers)),
     )
 
 

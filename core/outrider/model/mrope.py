@@ -44,8 +44,11 @@ def prompt_positions(tokens: Sequence[int], media: Sequence[MediaGrid], vision: 
     """Positions int64 [3, n] of a prompt, on the host, and its delta.
 
     ``tokens`` hold each feature's placeholder token; ``media`` are in order of appearance. A token after the prompt, at
-    index i, has position i + delta on every axis. Equal to transformers' ``get_rope_index``, which also defines where
-    text goes on after a video: after its larger side, whatever its time axis took.
+    index i, has position i + delta on every axis.
+
+    The positions are those of transformers' ``get_rope_index``, which lets text go on after the larger side of a video,
+    whatever its time axis took. The delta is that of ``generate``, which goes on from the last token;
+    ``get_rope_index`` returns another one where a video's time axis went further than that.
 
     Raises :class:`RequestError` when placeholders and media don't match.
     """
@@ -68,7 +71,7 @@ def prompt_positions(tokens: Sequence[int], media: Sequence[MediaGrid], vision: 
     if not parts:
         return torch.empty(3, 0, dtype=torch.int64), 0
     positions = torch.cat(parts, dim=1)
-    return positions, int(positions.max()) + 1 - len(tokens)
+    return positions, int(positions[:, -1].max()) + 1 - len(tokens)
 
 
 def speculative_positions(positions: Tensor, deltas: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -1,7 +1,4 @@
-"""Rotary position embeddings: the frequencies of each scaling type, and the cosines and sines of a forward.
-
-Letters: T new tokens, D head size, P positions of the table.
-"""
+"""RopeConfig: how positions turn into angles, and the frequencies of each scaling type. Letters: D head size."""
 
 from __future__ import annotations
 
@@ -14,10 +11,6 @@ import torch
 from torch import Tensor
 
 from outrider.device import ConfigError
-
-# Drafts may run past the end of the context. What they compute there is never accepted, but it must be finite, and a
-# gather must not leave the table.
-DRAFT_MARGIN = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,11 +47,20 @@ class RopeConfig:
             raise ConfigError(f"rope of kind {self.kind!r}: original_context is {self.original_context}, expected > 0")
         if self.sections and len(self.sections) != 3:
             raise ConfigError(f"rope: sections are {self.sections}, expected three: time, height, width")
+        if self.sections and self.kind == "dynamic":
+            raise ConfigError("rope: dynamic scaling together with sections isn't supported")
 
     @property
     def axes(self) -> int:
         """Rows of the positions: 3 for mrope, else 1."""
         return 3 if self.sections else 1
+
+    def sharing_key(self, prompt_length: int) -> int:
+        """Two prompts may share the keys of a common prefix only where this is equal for both.
+
+        Always 0, except with dynamic scaling past the original context: a prompt's length changes all its angles then.
+        """
+        return prompt_length if self.kind == "dynamic" and prompt_length > self.original_context else 0
 
     @property
     def amplitude(self) -> float:
@@ -121,37 +123,6 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
 
 
 _FREQUENCIES: Mapping[str, Callable[[RopeConfig, int], Tensor]] = MappingProxyType(
-    # dynamic scaling leaves the frequencies alone up to the original context, which is the context it's served with
+    # dynamic: what it begins with; past the original context they depend on the sequence's length
     {"default": _default, "linear": _linear, "dynamic": _default, "llama3": _llama3, "yarn": _yarn}
 )
-
-
-class RotaryTable:
-    """Cosines and sines of every position, computed once in float32 and kept in the model's dtype.
-
-    For mrope the table is not kept: a time axis isn't bounded by the number of tokens, so the angles are computed from
-    the positions, in float32 too.
-    """
-
-    def __init__(self, rope: RopeConfig, head_size: int, positions: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._rope = rope
-        self._dtype = dtype
-        frequencies = inverse_frequencies(rope, head_size)
-        if rope.sections:
-            axis = torch.repeat_interleave(torch.arange(3), torch.tensor(rope.sections))
-            self._frequencies = frequencies.to(device)
-            self._axis = axis.to(device)
-        else:
-            angles = torch.arange(positions + DRAFT_MARGIN, dtype=torch.float32).unsqueeze(1) * frequencies
-            angles = torch.cat((angles, angles), dim=-1)
-            self._cos = (angles.cos() * rope.amplitude).to(dtype).to(device)
-            self._sin = (angles.sin() * rope.amplitude).to(dtype).to(device)
-
-    def gather(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [T, D] of int64 ``positions`` [T], or [3, T] for mrope. Reads nothing on the host."""
-        if not self._rope.sections:
-            return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-        axes = positions.index_select(0, self._axis).t()  # [T, D/2]: each frequency's own axis
-        angles = axes.to(torch.float32) * self._frequencies
-        angles = torch.cat((angles, angles), dim=-1)
-        return (angles.cos() * self._rope.amplitude).to(self._dtype), (angles.sin() * self._rope.amplitude).to(self._dtype)

@@ -17,9 +17,9 @@ from outrider.device import Backend, CheckpointError, ConfigError
 from outrider.model.checkpoint_config import hf_config, read_json
 from outrider.model.config import ModelConfig
 from outrider.model.files import open_checkpoint
-from outrider.model.loading import Progress, check_tensors, load_tensors, placed
 from outrider.model.mapping import Piece, Target, vision_name
 from outrider.model.media import Media
+from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
 
 
 class VisionTower:

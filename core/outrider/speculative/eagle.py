@@ -1,8 +1,9 @@
-"""EAGLE (Li et al. 2024): a one-layer head drafts on the target's features.
+"""EAGLE (Li et al. 2024, 2025): a head of one layer drafts on the target's features; as a chain or as a tree.
 
-The pair at position i is the target's hidden state at i and the token at i+1; its output predicts the hidden state at
-i+1, which the target's own output head turns into a guess of the token at i+2. Draft-extend runs the accepted pairs with
-the target's true features and yields the first draft token of the next iteration, so K draft tokens cost K passes.
+The pair at position i is the target's hidden state at i (for EAGLE-3, three of its inner states, fused) and the token at
+i+1; its output stands for the hidden state at i+1, which an output head turns into a guess of the token at i+2.
+Draft-extend runs the accepted pairs with the target's true features and yields the first draft tokens of the next
+iteration, so a draft of depth D costs D passes.
 """
 
 from __future__ import annotations
@@ -13,49 +14,28 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend, ConfigError
-from outrider.model import EagleHead, ForwardInput, KVCache
-from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Proposer, RelaySpec
+from outrider.model import Eagle3Head, EagleHead, ForwardInput, KVCache
+from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Proposer, RelaySpec, draw
 from outrider.speculative.slots import slots_of
+from outrider.speculative.tree import Level, TreeShape
+
+DraftHead = EagleHead | Eagle3Head
 
 
-class EagleProposer(Proposer):
-    """A chain of K tokens from an EAGLE head.
+class _HeadProposer(Proposer):
+    """What a chain and a tree of one head have in common: the head's cache, and draft-extend up to the hidden state."""
 
-    Relays, for each request, the first draft token, the head's hidden state behind it and, when the request samples, the
-    distribution that the token was drawn from.
-    """
-
-    name = "eagle"
-
-    def __init__(self, head: EagleHead, *, draft_tokens: int) -> None:
-        if draft_tokens < 1:
-            raise ConfigError(f"draft_tokens is {draft_tokens}; an EAGLE chain has at least 1 token")
+    def __init__(self, head: DraftHead) -> None:
         self._head = head
-        self._draft_tokens = draft_tokens
         self._cache: KVCache | None = None
         self._page_size = 0
 
-    @property
-    def draft_tokens(self) -> int:
-        """K."""
-        return self._draft_tokens
-
-    @property
-    def relay(self) -> tuple[RelaySpec, ...]:
-        """First draft token, hidden state behind it, distribution that it was drawn from."""
-        config = self._head.config
-        return (
-            RelaySpec("token", (), torch.int64),
-            RelaySpec("hidden", (config.hidden_size,), self._head.target.dtype),
-            RelaySpec("probs", (self._head.target.config.vocab_size,), torch.float32),
-        )
-
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """One layer of keys and values."""
+        """Keys and values of the head's layers."""
         config = self._head.config
         self._page_size = page_size
         self._cache = KVCache.allocate(
-            1,
+            config.num_layers,
             config.num_kv_heads,
             config.head_size,
             pages=pages,
@@ -65,11 +45,63 @@ class EagleProposer(Proposer):
         )
 
     @property
+    def head(self) -> DraftHead:
+        """The head that drafts."""
+        return self._head
+
+    @property
+    def capture_layers(self) -> tuple[int, ...]:
+        """Those that the head reads."""
+        return self._head.capture_layers
+
+    @property
     def cache(self) -> KVCache:
         """The head's cache; exists from :meth:`allocate` on."""
         if self._cache is None:
-            raise ConfigError("the EAGLE proposer has no cache yet; the engine allocates it")
+            raise ConfigError(f"the proposer {self.name!r} has no cache yet; the engine allocates it")
         return self._cache
+
+    def _take_in(self, inputs: ExtendInputs) -> Tensor:
+        """One pass over the accepted pairs; hidden states [B, H] behind the last ones."""
+        flat = ForwardInput(inputs.tokens, inputs.positions, inputs.slots, inputs.attention)
+        hidden = self._head.condition(inputs.hidden, inputs.captured)
+        return self._head.forward(flat, hidden, self.cache)[inputs.last]
+
+    def _tokens(self, draft_ids: Tensor) -> Tensor:
+        """The target's ids of draft tokens, any shape."""
+        ids = self._head.target_ids
+        return draft_ids if ids is None else ids[draft_ids]
+
+
+class EagleProposer(_HeadProposer):
+    """A chain of K tokens from an EAGLE head.
+
+    Relays, for each request, the first draft token, the head's hidden state behind it and, when the request samples, the
+    distribution that the token was drawn from.
+    """
+
+    name = "eagle"
+
+    def __init__(self, head: DraftHead, *, draft_tokens: int) -> None:
+        if draft_tokens < 1:
+            raise ConfigError(f"draft_tokens is {draft_tokens}; an EAGLE chain has at least 1 token")
+        super().__init__(head)
+        self._draft_tokens = draft_tokens
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self._draft_tokens
+
+    @property
+    def relay(self) -> tuple[RelaySpec, ...]:
+        """First draft token, hidden state behind it, distribution that it was drawn from."""
+        target = self._head.target
+        return (
+            RelaySpec("token", (), torch.int64),
+            RelaySpec("hidden", (self._head.config.hidden_size,), target.dtype),
+            RelaySpec("probs", (self._head.draft_vocab_size,), torch.float32),
+        )
 
     def draft(self, inputs: DraftInputs) -> Draft:
         """K - 1 passes: the first token comes with the relay."""
@@ -88,28 +120,119 @@ class EagleProposer(Proposer):
             )
             slots = slots_of(positions.unsqueeze(1), inputs.tables, self._page_size).flatten()
             hidden = self._head.forward(ForwardInput(token, positions, slots, attention), hidden, self.cache)
-            token, drawn_from = self._draw(hidden, inputs.temperature, inputs.seeds, inputs.lens + 1 + step, inputs.sampling)
+            logits = self._head.logits(hidden)
+            drawn, drawn_from = draw(self._head.kernels, logits, inputs, inputs.lens + 1 + step)
+            token = self._tokens(drawn)
             tokens.append(token)
             probs.append(drawn_from)
-        return Draft(torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if inputs.sampling else None)
+        return Draft(torch.stack(tokens, dim=1), self._over_target(torch.stack(probs, dim=1)) if inputs.sampling else None)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """One pass over the accepted pairs."""
-        flat = ForwardInput(inputs.tokens, inputs.positions, inputs.slots, inputs.attention)
-        hidden = self._head.forward(flat, inputs.hidden, self.cache)[inputs.last]
-        token, probs = self._draw(hidden, inputs.temperature, inputs.seeds, inputs.next_positions, inputs.sampling)
-        relay = {"token": token, "hidden": hidden}
+        hidden = self._take_in(inputs)
+        token, probs = draw(self._head.kernels, self._head.logits(hidden), inputs, inputs.next_positions)
+        relay = {"token": self._tokens(token), "hidden": hidden}
         if inputs.sampling:
             relay["probs"] = probs
         return relay
 
-    def _draw(
-        self, hidden: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, sampling: bool
-    ) -> tuple[Tensor, Tensor]:
-        logits = self._head.logits(hidden)
-        token = self._head.kernels.sample(logits, temperature, seeds, positions, draft=True)
-        if not sampling:
-            return token, logits
-        # Rows at temperature 0 don't read their distribution; 1 keeps the division finite for them.
-        scale = torch.where(temperature > 0, temperature, 1.0).unsqueeze(-1)
-        return token, torch.softmax(logits.float() / scale, dim=-1)
+    def _over_target(self, probs: Tensor) -> Tensor:
+        """Distributions [B, K, Vd] over the draft vocabulary, as ones over the target's [B, K, V]."""
+        ids = self._head.target_ids
+        if ids is None:
+            return probs
+        full = probs.new_zeros((*probs.shape[:-1], self._head.target.config.vocab_size))
+        return full.index_copy_(2, ids, probs)
+
+
+class EagleTreeProposer(_HeadProposer):
+    """A tree of K nodes from an EAGLE head, fixed or dynamic.
+
+    The head's keys and values of drafted nodes lie in scratch slots behind the committed ones, under a tree mask; the next
+    draft-extend overwrites them. Relays the T likeliest first tokens, their log-probabilities, and the head's hidden state
+    behind them. The choice is deterministic, also for requests that sample.
+    """
+
+    name = "eagle"
+
+    def __init__(self, head: DraftHead, shape: TreeShape) -> None:
+        super().__init__(head)
+        self._shape = shape
+
+    @property
+    def depth(self) -> int:
+        """D."""
+        return self._shape.depth
+
+    @property
+    def nodes(self) -> int:
+        """K."""
+        return self._shape.nodes
+
+    @property
+    def is_tree(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def slots(self) -> int:
+        """Those of verify or of the expanded nodes, whichever are more."""
+        return max(self._shape.nodes + 1, self._shape.expanded)
+
+    @property
+    def relay(self) -> tuple[RelaySpec, ...]:
+        """First draft tokens, their log-probabilities, the hidden state behind them."""
+        branches = self._shape.branches
+        return (
+            RelaySpec("tokens", (branches,), torch.int64),
+            RelaySpec("scores", (branches,), torch.float32),
+            RelaySpec("hidden", (self._head.config.hidden_size,), self._head.target.dtype),
+        )
+
+    def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
+        """The head's cache, and the shape's constants."""
+        super().allocate(backend=backend, pages=pages, page_size=page_size)
+        self._shape.bind(backend.device)
+
+    def draft(self, inputs: DraftInputs) -> Draft:
+        """D - 1 passes, each over all nodes expanded so far."""
+        root = inputs.relay["hidden"]
+        outputs: Tensor | None = None  # [B, M, H] of the last pass
+        features: Tensor | None = None  # [B, M, H]: hidden state of each node's parent
+
+        def expand(level: Level) -> Tensor:
+            nonlocal outputs, features
+            batch, nodes = level.tokens.shape
+            if outputs is None or features is None:
+                features = root.unsqueeze(1).expand(batch, nodes, -1)
+            else:
+                parents = level.parents[:, -level.fresh :].unsqueeze(-1).expand(-1, -1, root.shape[-1])
+                features = torch.cat((features, outputs.gather(1, parents)), dim=1)
+            places = inputs.lens.unsqueeze(1) + torch.arange(nodes, device=root.device)
+            attention = AttentionMetadata(
+                query_start=torch.arange(0, batch * nodes + 1, nodes, dtype=torch.int32, device=root.device),
+                kv_lens=(inputs.lens + nodes).to(torch.int32),
+                block_table=inputs.tables,
+                max_query=nodes,
+                max_kv=inputs.max_kv,
+                tree_mask=level.mask.flatten(0, 1),
+            )
+            flat = ForwardInput(
+                level.tokens.flatten(),
+                (inputs.lens.unsqueeze(1) + level.depths - 1).flatten(),
+                slots_of(places, inputs.tables, self._page_size).flatten(),
+                attention,
+            )
+            hidden = self._head.forward(flat, features.flatten(0, 1), self.cache)
+            outputs = hidden.view(batch, nodes, -1)
+            return self._head.logits(outputs[:, -level.fresh :])
+
+        first, scores = inputs.relay["tokens"], inputs.relay["scores"]
+        tokens, tree = self._shape.grow(first, scores, expand, ids=self._head.target_ids)
+        return Draft(tokens, None, tree)
+
+    def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
+        """One pass over the accepted pairs."""
+        hidden = self._take_in(inputs)
+        first = torch.log_softmax(self._head.logits(hidden).float(), dim=-1).topk(self._shape.branches, dim=-1)
+        return {"tokens": self._tokens(first.indices), "scores": first.values, "hidden": hidden}

@@ -1,6 +1,7 @@
 """The interface of a proposer, and plain decoding as the proposer that drafts nothing.
 
-Letters: B requests of a batch, K draft tokens, N rows of a flat token batch, H hidden size, V vocabulary, P pages.
+Letters: B requests of a batch, K drafted tokens, N = K+1 nodes of a draft with its root, D longest path from the root
+(D = K for a chain), M rows of a flat token batch, H hidden size, V vocabulary, P pages.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, Backend
+from outrider.device import AttentionMetadata, Backend, KernelSet
+from outrider.speculative.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +48,38 @@ class DraftInputs:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A chain for each request: ``tokens`` int64 [B, K]; ``probs`` float32 [B, K, V], the distribution that each was
-    drawn from, None when no row samples.
+    """What was drafted for each request: ``tokens`` int64 [B, K].
+
+    ``tree`` None: they're a chain, and ``probs`` float32 [B, K, V] is the distribution that each was drawn from, None
+    when no row samples. Else ``tokens[:, i]`` is the token of the tree's node i + 1 (node 0, the root, is the request's
+    last token) and there are no ``probs``: a tree is verified without them (``KernelSet.verify_tree``).
     """
 
     tokens: Tensor
     probs: Tensor | None
+    tree: Tree | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ExtendInputs:
     """Newly accepted tokens, with the target's hidden states, for the draft to catch up with.
 
-    Flat over N tokens: ``tokens`` int64 [N], the token *after* each position; ``hidden`` [N, H], the target's hidden
-    state at it; ``positions`` and ``slots`` int64 [N]; ``attention`` over the draft's own cache. Per request: ``last``
-    int64 [B], the index into N of its last valid token (what comes later is padding, never read); ``next_positions``
-    int64 [B], the position of the token to draft.
+    Flat over M tokens, as many of each request as its accepted path or its chunk of the prompt has, or more (then the rest
+    is padding): ``tokens`` int64 [M], the token *after* each position; ``hidden`` [M, H], the target's final hidden state
+    at it, and ``captured``, the states [M, H] that enter its layers ``capture_layers``; ``positions`` and ``slots`` int64
+    [M]; ``attention`` over the draft's own cache.
+
+    Per request: ``last`` int64 [B], the index into M of its last valid token (what comes later is padding, never read);
+    ``next_positions`` int64 [B], the position of the token to draft. ``relay``: what the call before relayed, each
+    [B, ...]; it means something only where ``continues`` bool [B] holds: the call before ended just where this one starts.
+
+    ``prompt`` int64 [M], the token *at* each position, where prompts are taken in; None when decoding, where these are
+    tokens that earlier calls had in ``tokens``.
     """
 
     tokens: Tensor
     hidden: Tensor
+    captured: tuple[Tensor, ...]
     positions: Tensor
     slots: Tensor
     attention: AttentionMetadata
@@ -74,6 +88,22 @@ class ExtendInputs:
     temperature: Tensor
     seeds: Tensor
     sampling: bool
+    relay: Mapping[str, Tensor]
+    continues: Tensor
+    prompt: Tensor | None
+
+
+def draw(kernels: KernelSet, logits: Tensor, inputs: DraftInputs | ExtendInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """A draft token for each row of ``logits`` [B, V], and the distribution float32 [B, V] that it was drawn from.
+
+    Where no row samples, the second is meaningless.
+    """
+    token = kernels.sample(logits, inputs.temperature, inputs.seeds, positions, draft=True)
+    if not inputs.sampling:
+        return token, logits
+    # Rows at temperature 0 don't read their distribution; 1 keeps the division finite for them.
+    scale = torch.where(inputs.temperature > 0, inputs.temperature, 1.0).unsqueeze(-1)
+    return token, torch.softmax(logits.float() / scale, dim=-1)
 
 
 class Proposer(ABC):
@@ -87,8 +117,30 @@ class Proposer(ABC):
 
     @property
     @abstractmethod
-    def draft_tokens(self) -> int:
-        """K: how many tokens it drafts in an iteration; 0 for plain decoding."""
+    def depth(self) -> int:
+        """D: the longest path that it drafts in an iteration, in tokens; 0 for plain decoding."""
+
+    @property
+    def nodes(self) -> int:
+        """K: how many tokens it drafts in an iteration, at least D; D for a chain."""
+        return self.depth
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether its drafts are trees; then each has a :class:`Tree`."""
+        return False
+
+    @property
+    def slots(self) -> int:
+        """How many cache slots behind the cached tokens an iteration may write: those of verify, or more if the draft
+        needs more in its own cache.
+        """
+        return self.nodes + 1
+
+    @property
+    def capture_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose input it wants to see in ``extend``."""
+        return ()
 
     @property
     @abstractmethod
@@ -99,6 +151,11 @@ class Proposer(ABC):
     def extends(self) -> bool:
         """Whether it must see the accepted tokens (``extend``) before it can draft again."""
         return bool(self.relay)
+
+    @property
+    def lookahead(self) -> int:
+        """How many tokens after a position its cache entry depends on: a shared prefix must agree on those too."""
+        return 1 if self.extends else 0
 
     @abstractmethod
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
@@ -119,7 +176,7 @@ class PlainProposer(Proposer):
     name = "none"
 
     @property
-    def draft_tokens(self) -> int:
+    def depth(self) -> int:
         """0."""
         return 0
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device.kernels import reference
+from outrider.device.kernels import reference, shaping
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "DEF")
@@ -68,6 +68,46 @@ _define(
         draft_tokens.new_empty((draft_tokens.shape[0],)),
     ),
 )
+_define(
+    "bias_logits(Tensor logits, Tensor positions, Tensor entries, Tensor tokens, Tensor values, Tensor until) -> Tensor",
+    shaping.bias_logits,
+    lambda logits, *rest: torch.empty_like(logits, memory_format=torch.contiguous_format),
+)
+_define(
+    "penalize_logits(Tensor logits, Tensor tokens, Tensor? tree_mask, Tensor rows, Tensor counts, Tensor penalties) "
+    "-> Tensor",
+    shaping.penalize_logits,
+    lambda logits, *rest: torch.empty_like(logits, memory_format=torch.contiguous_format),
+)
+_define("count_tokens(Tensor(a!) counts, Tensor rows, Tensor tokens) -> ()", shaping.count_tokens, lambda *operands: None)
+_define(
+    "truncate_logits(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p) -> Tensor",
+    shaping.truncate_logits,
+    lambda logits, *rest: torch.empty_like(logits, memory_format=torch.contiguous_format),
+)
+_define(
+    "logprobs(Tensor logits, Tensor tokens, int count) -> (Tensor, Tensor)",
+    shaping.logprobs,
+    lambda logits, tokens, count: (
+        logits.new_empty((*tokens.shape, 1 + count), dtype=torch.float32),
+        tokens.new_empty((*tokens.shape, count)),
+    ),
+)
+_define(
+    "verify_tree(Tensor target_logits, Tensor tokens, Tensor parents, Tensor temperature, Tensor seeds, Tensor positions, "
+    "int depth, bool sampling) -> (Tensor, Tensor, Tensor)",
+    reference.verify_tree,
+    lambda target_logits, tokens, parents, temperature, seeds, positions, depth, sampling: (
+        tokens.new_empty((tokens.shape[0], depth + 1)),
+        tokens.new_empty((tokens.shape[0], depth + 1)),
+        tokens.new_empty((tokens.shape[0],)),
+    ),
+)
+_define(
+    "move_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor sources, Tensor destinations) -> ()",
+    reference.move_cache,
+    lambda k_cache, v_cache, sources, destinations: None,
+)
 
 
 def _rows_of_slots(arguments: Mapping[str, Any]) -> Tensor:
@@ -86,12 +126,35 @@ def _rows_of_pages(arguments: Mapping[str, Any]) -> Tensor:
     return torch.masked_select(rows, offset < lens.to(torch.int64).unsqueeze(1))
 
 
+def _cells_of_rows(arguments: Mapping[str, Any]) -> Tensor:
+    """Cells of ``counts`` that reading whole rows touches."""
+    rows: Tensor = arguments["rows"]
+    vocabulary = arguments["counts"].shape[1]
+    cells: Tensor = rows.unsqueeze(1) * vocabulary + torch.arange(vocabulary, device=rows.device)
+    return cells.flatten()
+
+
+def _cells_of_tokens(arguments: Mapping[str, Any]) -> Tensor:
+    """Cells of ``counts`` that counting touches; what isn't counted touches cell 0, of the reserved row."""
+    tokens: Tensor = arguments["tokens"]
+    rows: Tensor = arguments["rows"]
+    return torch.where(tokens >= 0, rows.unsqueeze(1) * arguments["counts"].shape[1] + tokens, 0).flatten()
+
+
+def _rows_of_moves(arguments: Mapping[str, Any]) -> Tensor:
+    """Cache rows that a move reads or writes: sources and destinations."""
+    return torch.cat((arguments["sources"].flatten(), arguments["destinations"].flatten()))
+
+
 RowResolver = Callable[[Mapping[str, Any]], Tensor]
 
 ROW_ACCESS: Mapping[str, Mapping[str, RowResolver]] = MappingProxyType(
     {
         "outrider::rope_write_cache": MappingProxyType({"k_cache": _rows_of_slots, "v_cache": _rows_of_slots}),
         "outrider::paged_attention": MappingProxyType({"k_cache": _rows_of_pages, "v_cache": _rows_of_pages}),
+        "outrider::penalize_logits": MappingProxyType({"counts": _cells_of_rows}),
+        "outrider::count_tokens": MappingProxyType({"counts": _cells_of_tokens}),
+        "outrider::move_cache": MappingProxyType({"k_cache": _rows_of_moves, "v_cache": _rows_of_moves}),
     }
 )
 """Operator → operand → resolver. A resolver takes the call's arguments by schema name (host tensors with the values at

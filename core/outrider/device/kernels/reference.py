@@ -151,3 +151,41 @@ def verify_chain(
     last = following.gather(1, accepted.unsqueeze(1))
     tokens = torch.where(lane < accepted.unsqueeze(1), drafts, torch.where(lane == accepted.unsqueeze(1), last, -1))
     return tokens, accepted
+
+
+def verify_tree(
+    target_logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    depth: int,
+    sampling: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk from the root: choose the target's token at each node, follow the child that holds it, stop where none does."""
+    batch, device = tokens.shape[0], tokens.device
+    row = torch.arange(batch, device=device)
+    here = row.new_zeros(batch)
+    alive = torch.ones(batch, dtype=torch.bool, device=device)
+    accepted = row.new_zeros(batch)
+    out, path = [], []
+    for level in range(depth + 1):
+        logits = target_logits[row, here]
+        choice = sample(logits, temperature, seeds, positions + level, LANE_SAMPLE) if sampling else logits.argmax(-1)
+        out.append(torch.where(alive, choice, -1))
+        path.append(torch.where(alive, here, 0))
+        match = (parents == here.unsqueeze(1)) & (tokens == choice.unsqueeze(1))
+        alive = alive & match.any(dim=1)
+        if level < depth:
+            accepted = accepted + alive.to(torch.int64)
+            here = torch.where(alive, match.to(torch.int8).argmax(dim=1), here)
+    return torch.stack(out, dim=1), torch.stack(path, dim=1), accepted
+
+
+def move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    """Copy cache rows; every row is read before any is written."""
+    page_size = k_cache.shape[1]
+    for cache in (k_cache, v_cache):
+        rows = cache[sources // page_size, sources % page_size]  # a copy, so sources and destinations may overlap
+        cache[destinations // page_size, destinations % page_size] = rows

@@ -1,0 +1,248 @@
+"""``outrider generate``: text from a prompt."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+from rich.console import Console
+
+from outrider.cli.models import DraftOption, DraftTokensOption, DtypeOption, ModelOption, SpeculateOption, Speculation, load
+from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
+from outrider.cli.sampling_options import (
+    FrequencyPenaltyOption,
+    LogprobsOption,
+    MinPOption,
+    PresencePenaltyOption,
+    RepetitionPenaltyOption,
+    SamplesOption,
+    StopOption,
+    TopKOption,
+    TopPOption,
+    logprob_data,
+)
+from outrider.device.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from outrider.engine.engine import Engine
+    from outrider.engine.logprobs import TokenLogprobs
+    from outrider.engine.request import SamplingParams, StepOutput
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Option(help="The text to go on from.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompt-file", metavar="F", help="A file with the text; - is standard input.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="New tokens at most.")] = 64,
+    temperature: Annotated[float, typer.Option(metavar="T", help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(metavar="S", help="Of the draws, where the temperature isn't 0.")] = 0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: RepetitionPenaltyOption = 1.0,
+    presence_penalty: PresencePenaltyOption = 0.0,
+    frequency_penalty: FrequencyPenaltyOption = 0.0,
+    stop: StopOption = None,
+    logprobs: LogprobsOption = None,
+    n: SamplesOption = 1,
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    backend: BackendOption = None,
+    speculate: SpeculateOption = None,
+    draft_tokens: DraftTokensOption = 4,
+    dtype: DtypeOption = "float32",
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also decode greedily without speculation; exit code 1 if the tokens differ.")
+    ] = False,
+    json_output: JsonOption = False,
+) -> Report:
+    """Go on from a prompt. Text streams as it comes; without --model the bundled model writes it."""
+    from outrider.cli.torch_probe import require_torch
+
+    text = _prompt(prompt, prompt_file)
+    if compare and temperature != 0:
+        raise ConfigError(f"--compare compares greedy decoding, the temperature is {temperature}; leave --temperature out")
+    if compare and n > 1:
+        raise ConfigError(f"--compare compares one output with another, --n is {n}; leave --n out")
+    require_torch()
+    from outrider.engine.request import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        stop=tuple(stop or ()),
+        logprobs=logprobs,
+        n=n,
+    )
+    speculation = Speculation.choose(speculate, model=model, draft=draft, draft_tokens=draft_tokens)
+    engine = load(backend, speculation, max_requests=n, dtype=dtype)
+    if n > 1:
+        return _samples(engine, text, params, speculation.kind)
+    run = _Run(prompt=text)
+    try:
+        run.stream(engine, params, None if json_output else sys.stdout.write)
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted after {len(run.tokens)} tokens", run.data(engine)) from None
+    data: dict[str, object] = {**run.data(engine), "speculate": speculation.kind}
+    if not compare:
+        return Report(data=data, render=lambda console: _summary(console, data))
+    plain = _Run(prompt=text)
+    plain_engine = load(backend, speculation.without(), max_requests=1, dtype=dtype)
+    plain.stream(plain_engine, params, None)
+    same = plain.tokens == run.tokens
+    data["same_as_plain"] = same
+    data["plain"] = plain.data(plain_engine)
+
+    def render(console: Console) -> None:
+        _summary(console, data)
+        console.print(f"plain decoding: {plain.tokens_per_s:.1f} tokens/s, {plain.iterations} iterations")
+        console.print(f"same tokens as plain greedy decoding: {'yes' if same else 'no'}")
+        if not same:
+            at = next((i for i, pair in enumerate(zip(run.tokens, plain.tokens, strict=False)) if pair[0] != pair[1]), None)
+            console.print(f"first difference: {'in the length' if at is None else f'at token {at}'}")
+
+    return Report(data=data, render=render, exit_code=0 if same else 1)
+
+
+@dataclass(slots=True)
+class _Run:
+    """One generation, and what came out of it until now."""
+
+    prompt: str
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    iterations: int = 0
+    acceptance_length: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return len(self.tokens) / self.seconds if self.seconds else 0.0
+
+    def stream(self, engine: Engine, params: SamplingParams, write: Callable[[str], object] | None) -> None:
+        """Generate, giving text to ``write`` as soon as it's certain."""
+        tokenizer = engine.tokenizer
+        decoder = tokenizer.stream()
+        before = engine.stats
+        started = time.perf_counter()
+        try:
+            # Closed here, not by the garbage collector: an interrupted stream must end its request now.
+            outputs = cast("Generator[StepOutput]", engine.stream(tokenizer.encode(self.prompt), params))
+            with closing(outputs):
+                for output in outputs:
+                    self.tokens.extend(output.tokens)
+                    self.logprobs.extend(output.logprobs)
+                    # With stop strings the engine decides where the text ends.
+                    pieces = (decoder.push(token) for token in output.tokens)
+                    self._say(output.text if output.text is not None else "".join(pieces), write)
+                    if output.finish_reason is not None:
+                        self.finish_reason = str(output.finish_reason)
+            if not params.stop:
+                self._say(decoder.flush(), write)
+        finally:
+            self.seconds = time.perf_counter() - started
+            after = engine.stats
+            self.iterations = after.request_iterations - before.request_iterations
+            verified = after.verified_tokens - before.verified_tokens
+            self.acceptance_length = verified / self.iterations if self.iterations else 0.0
+            if write is not None and self.text:
+                write("\n")
+                sys.stdout.flush()
+
+    def _say(self, piece: str, write: Callable[[str], object] | None) -> None:
+        self.text += piece
+        if write is not None and piece:
+            write(piece)
+            sys.stdout.flush()
+
+    def data(self, engine: Engine) -> dict[str, object]:
+        """What scripts get."""
+        return {
+            "text": self.text,
+            "token_ids": self.tokens,
+            **({"logprobs": logprob_data(self.logprobs)} if self.logprobs else {}),
+            "finish_reason": self.finish_reason,
+            "acceptance_length": self.acceptance_length,
+            "iterations": self.iterations,
+            "backend": engine.backend.name,
+            "device": str(engine.backend.device),
+            "tokens_per_s": self.tokens_per_s,
+            "seconds": self.seconds,
+        }
+
+
+def _samples(engine: Engine, text: str, params: SamplingParams, speculate: str) -> Report:
+    """Several samples of one prompt: printed when all are done, since their tokens come side by side."""
+    started = time.perf_counter()
+    results = engine.generate([engine.tokenizer.encode(text)], params)
+    seconds = time.perf_counter() - started
+    samples = [
+        {
+            "text": result.text if result.text is not None else engine.tokenizer.decode(result.token_ids),
+            "token_ids": result.token_ids,
+            "finish_reason": str(result.finish_reason),
+            **({"logprobs": logprob_data(result.logprobs)} if result.logprobs else {}),
+        }
+        for result in results
+    ]
+    data: dict[str, object] = {
+        "samples": samples,
+        "acceptance_length": engine.stats.acceptance_length,
+        "iterations": engine.stats.iterations,
+        "finish_reason": ", ".join(str(sample["finish_reason"]) for sample in samples),
+        "backend": engine.backend.name,
+        "device": str(engine.backend.device),
+        "tokens_per_s": sum(len(result.token_ids) for result in results) / seconds,
+        "seconds": seconds,
+        "speculate": speculate,
+    }
+
+    def render(console: Console) -> None:
+        for index, sample in enumerate(samples):
+            console.print(f"--- sample {index}")
+            console.print(str(sample["text"]))
+        _summary(console, data)
+
+    return Report(data=data, render=render)
+
+
+def _summary(console: Console, data: dict[str, object]) -> None:
+    console.print(
+        f"\n{data['tokens_per_s']:.1f} tokens/s, acceptance length {data['acceptance_length']:.2f}, "
+        f"{data['iterations']} iterations, finished: {data['finish_reason']}, backend {data['backend']} ({data['device']})"
+    )
+
+
+def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise RequestError(
+            f"{'neither' if prompt is None else 'both'} --prompt TEXT {'nor' if prompt is None else 'and'} --prompt-file F "
+            "given; expected exactly one of them"
+        )
+    if prompt_file is None:
+        text = prompt or ""
+    else:
+        data = sys.stdin.buffer.read() if str(prompt_file) == "-" else prompt_file.read_bytes()
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise RequestError(f"{prompt_file}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+    if not text:
+        raise RequestError("the prompt is empty; give at least one character")
+    return text

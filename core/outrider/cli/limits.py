@@ -1,0 +1,100 @@
+"""How fast an iteration could be: the bytes that it must read, over the bandwidth that this device shows now."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from outrider.device import Backend, Stream
+    from outrider.engine.engine import Engine
+    from outrider.model import ModelConfig
+
+_HOST_BYTES = 256 << 20
+_DEVICE_BYTES = 2 << 30
+_REPEATS = 7
+
+
+def measure_bandwidth(backend: Backend) -> float:
+    """Bytes a second, the better of a copy (read and written) and a reduction (read), each the median of a few runs.
+
+    The buffers are larger than any cache, and at most a quarter of the memory that is free.
+    """
+    import torch
+
+    memory = backend.memory_info()
+    size = min(_DEVICE_BYTES, memory.free // 4) if memory.total else _HOST_BYTES
+    stream = backend.create_stream("bandwidth")
+    with backend.on(stream):
+        source = torch.ones(size // 4, dtype=torch.float32, device=backend.device)
+        target = torch.empty_like(source)
+    copy = _median_seconds(backend, stream, lambda: target.copy_(source))
+    read = _median_seconds(backend, stream, lambda: source.sum())
+    return max(2 * source.nbytes / copy, source.nbytes / read)
+
+
+def _median_seconds(backend: Backend, stream: Stream, work: Callable[[], object]) -> float:
+    timed = backend.capabilities.event_timing
+    seconds = []
+    for repeat in range(_REPEATS + 1):
+        stream.synchronize()
+        began = time.perf_counter()
+        if timed:
+            start, end = (backend.create_event(name, timing=True) for name in ("bandwidth-start", "bandwidth-end"))
+            stream.record(start)
+        with backend.on(stream):
+            work()
+        if timed:
+            stream.record(end)
+        stream.synchronize()
+        if repeat:  # the first one warms up
+            seconds.append(start.elapsed_ms(end) / 1e3 if timed else time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float:
+    """Bytes that one decode iteration must read: each weight once a pass, and the keys and values of the context.
+
+    The embedding table counts only where the output head is the same tensor: otherwise a few rows of it are read. A
+    chain of K drafted tokens costs K passes of the head, each with the target's output head. Activations don't count.
+    """
+    from outrider.speculative.eagle import EagleProposer
+
+    target = engine.model
+    output = target.weights.head.nbytes
+    weights = _bytes(target.weights.layers) + target.weights.norm.nbytes + output
+    cached = _cached_bytes(target.config, target.dtype.itemsize)
+    proposer = engine.proposer
+    if isinstance(proposer, EagleProposer):
+        head = proposer.head
+        passes = proposer.depth
+        weights += passes * (_bytes(head.weights) - head.weights.embedding.nbytes + output)
+        cached += passes * _cached_bytes(head.config, target.dtype.itemsize)
+    return weights + batch * context * cached
+
+
+def _cached_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Bytes of keys and values for each token of context."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_size * itemsize
+
+
+def _bytes(weights: Any) -> int:
+    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in _tensors(weights)}.values())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif is_dataclass(value):
+        for each in fields(value):
+            yield from _tensors(getattr(value, each.name))

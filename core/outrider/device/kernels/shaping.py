@@ -1,0 +1,87 @@
+"""Torch references of what reshapes logits before a token is drawn, and of the log-probabilities that are reported.
+
+Shapes: B requests, N nodes of each (1 at a prompt's end, K+1 in a chain, the nodes of a tree), V vocabulary, R request
+rows, M entries of a bias list. Node 0 holds a request's last committed token; the logits at a node decide the token after
+it. Everything is vectorised and reads nothing back to the host. Statistics are in float32 or wider.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+IN_PROMPT, OCCURRENCE = 1, 2
+"""How ``counts`` packs a token's history: bit 0 says that it is in the prompt, the rest counts it in the output."""
+
+
+def bias_logits(logits: Tensor, positions: Tensor, entries: Tensor, tokens: Tensor, values: Tensor, until: Tensor) -> Tensor:
+    """Add each request's first ``entries`` biases, those whose ``until`` lies beyond the position that is decided."""
+    batch, nodes, _ = logits.shape
+    lane = torch.arange(tokens.shape[1], device=tokens.device)
+    applies = (lane < entries.unsqueeze(1)).unsqueeze(1) & (positions.unsqueeze(2) < until.unsqueeze(1))  # [B, N, M]
+    # where, not a product: a ban is -inf, and 0 * -inf is NaN. What doesn't apply adds -0, which changes no bit. Entries of
+    # one token may be added in any order: the engine gives a token one bias and bans, and -inf absorbs what it meets.
+    added = torch.where(applies, values.unsqueeze(1), -0.0).to(logits.dtype)
+    return logits.scatter_add(2, tokens.unsqueeze(1).expand(batch, nodes, -1), added)
+
+
+def penalize_logits(
+    logits: Tensor, tokens: Tensor, tree_mask: Tensor | None, rows: Tensor, counts: Tensor, penalties: Tensor
+) -> Tensor:
+    """Penalties by each row's history and, at each node, the drafted tokens on the way to it."""
+    batch, nodes, vocabulary = logits.shape
+    history = counts.index_select(0, rows).unsqueeze(1)  # [B, 1, V]
+    if nodes == 1:
+        drafted = torch.zeros_like(history)
+    else:
+        lane = torch.arange(nodes, device=logits.device)
+        on_path = (lane.unsqueeze(0) <= lane.unsqueeze(1)) if tree_mask is None else tree_mask.view(batch, nodes, nodes)
+        # Node 0 is committed: the history has it already.
+        on_path = (on_path & (lane > 0)).expand(batch, nodes, nodes).to(counts.dtype)
+        drafted = torch.zeros((batch, nodes, vocabulary), dtype=counts.dtype, device=logits.device)
+        drafted = drafted.scatter_add(2, tokens.unsqueeze(1).expand(batch, nodes, nodes), on_path)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    repetition, presence, frequency = (column.view(batch, 1, 1).to(wide.dtype) for column in penalties.unbind(1))
+    occurrences = history // OCCURRENCE + drafted
+    seen = (occurrences > 0) | (history % OCCURRENCE == IN_PROMPT)
+    repeated = torch.where(wide > 0, wide / repetition, wide * repetition)
+    wide = torch.where(seen, repeated, wide)
+    wide = wide - frequency * occurrences - presence * (occurrences > 0)
+    return wide.to(logits.dtype)
+
+
+def count_tokens(counts: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """Count output ``tokens`` (-1: none) in their rows; what isn't counted adds zero to the reserved row."""
+    real = tokens >= 0
+    index = torch.where(real, rows.unsqueeze(1), 0)
+    counts.index_put_((index, tokens.clamp(min=0)), real.to(counts.dtype) * OCCURRENCE, accumulate=True)
+
+
+def truncate_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """``-inf`` where top-k, then top-p, then min-p drop a token from softmax(logits / temperature)."""
+    batch, _, vocabulary = logits.shape
+    hot = temperature > 0
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scaled = wide / torch.where(hot, temperature, 1.0).to(wide.dtype).view(batch, 1, 1)
+    ranked, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    k = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary).view(batch, 1, 1)
+    # Equals of the k-th largest stay, as the warpers of transformers have it.
+    keep = ranked >= ranked.gather(2, (k - 1).expand(batch, logits.shape[1], 1))
+    probs = torch.softmax(ranked.masked_fill(~keep, -torch.inf), dim=-1)
+    above = probs.cumsum(-1) - probs  # mass of the tokens that are likelier
+    nucleus = top_p.to(wide.dtype).view(batch, 1, 1)
+    # A nucleus of 1 is everything: rounding in the sum must not cost the tail.
+    keep = keep & ((above < nucleus) | (nucleus >= 1))
+    keep = keep & (probs >= min_p.to(wide.dtype).view(batch, 1, 1) * probs[..., :1])
+    # The likeliest token stays whatever rounding does; a greedy row keeps all.
+    rank = torch.arange(vocabulary, device=logits.device)
+    keep = keep | (rank == 0) | ~hot.view(batch, 1, 1)
+    return logits.masked_fill(~torch.zeros_like(keep).scatter(2, order, keep), -torch.inf)
+
+
+def logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of ``tokens`` and of the ``count`` likeliest tokens, and the latter's ids."""
+    logs = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+    chosen = logs.gather(2, tokens.clamp(min=0).unsqueeze(2))
+    best, ids = torch.topk(logs, count, dim=-1)
+    return torch.cat((chosen, best), dim=2).to(torch.float32), ids

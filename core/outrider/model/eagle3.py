@@ -1,0 +1,92 @@
+"""The EAGLE-3 head: reads three of the target's hidden states, and has its own, smaller output head (Li et al. 2025).
+
+Letters: T new tokens, N rows of logits, H hidden size of the head, Ht of the target, V vocabulary, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.device import KernelSet
+from outrider.model.cache import KVCache
+from outrider.model.config import ModelConfig
+from outrider.model.inputs import ForwardInput
+from outrider.model.language_model import LanguageModel
+from outrider.model.layer import DecoderLayer, LayerWeights
+from outrider.model.rotary import rotary
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Eagle3Weights:
+    """Tensors of a head: ``fusion`` [H, 3 Ht], ``embedding`` [V, H], ``head`` [Vd, H], ``norm`` and ``hidden_norm`` [H].
+
+    The layer's attention reads embedding and hidden state side by side (``qkv`` [(Hq + 2 Hkv) D, 2 H]); its
+    ``attention_norm`` is that of the embedding. ``target_ids`` int64 [Vd] names each draft token in the target's
+    vocabulary, or is None where both are the same.
+    """
+
+    fusion: Tensor
+    embedding: Tensor
+    head: Tensor
+    norm: Tensor
+    hidden_norm: Tensor
+    layer: LayerWeights
+    target_ids: Tensor | None
+
+
+class Eagle3Head:
+    """Drafts from three intermediate states of the target. Placement and capture as for :class:`LanguageModel`.
+
+    Used as :class:`EagleHead` is, but what the target computed passes through :meth:`condition` first, and draft logits
+    are over the head's own vocabulary. ``capture_layers`` are the target's layers whose input it reads.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Eagle3Weights, target: LanguageModel, *, capture_layers: tuple[int, ...]
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.target = target
+        self.capture_layers = capture_layers
+        self.kernels: KernelSet = target.kernels
+        context = max(config.max_context, target.config.max_context)
+        self._rotary = rotary(config.rope, config.head_size, context, dtype=target.dtype, device=target.device)
+        self._layer = DecoderLayer(config, weights.layer, self.kernels, window=config.windows[0])
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Vd."""
+        return self.weights.head.shape[0]
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """int64 [Vd]: the target's id of each draft token; None where they're the same."""
+        return self.weights.target_ids
+
+    def condition(self, final: Tensor, captured: tuple[Tensor, ...]) -> Tensor:
+        """What the head reads of the target [T, H], from :meth:`LanguageModel.forward_captured`'s result."""
+        del final
+        return self.kernels.linear(torch.cat(captured, dim=-1), self.weights.fusion)
+
+    def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
+        """The head's states [T, H] from ``inputs`` and ``hidden`` [T, H]: of :meth:`condition`, or an earlier result.
+
+        Tokens, positions and cache as for :meth:`EagleHead.forward`.
+        """
+        weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
+        assert weights.layer.attention_norm is not None  # every EAGLE-3 head has one
+        cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
+        embedded = kernels.embedding(inputs.tokens, weights.embedding)
+        embedded = kernels.rms_norm(embedded, weights.layer.attention_norm, eps)
+        normed = torch.cat((embedded, kernels.rms_norm(hidden, weights.hidden_norm, eps)), dim=-1)
+        residual = hidden.clone()
+        attended = self._layer.attend(normed, inputs, cos_sin, cache.layers[0])
+        return residual.add_(self._layer.mlp(attended, residual))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Draft logits [N, Vd] of ``hidden`` [N, H]."""
+        normed = self.kernels.rms_norm(hidden, self.weights.norm, self.config.rms_eps)
+        return self.kernels.linear(normed, self.weights.head)

@@ -1,0 +1,137 @@
+"""Loading the heads that draft for a target: EAGLE and EAGLE-3 in their published formats."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.device import Backend, CheckpointError
+from outrider.model.checkpoint_config import read_json
+from outrider.model.config import ModelConfig
+from outrider.model.eagle import EagleHead
+from outrider.model.eagle3 import Eagle3Head
+from outrider.model.files import CheckpointFiles, open_checkpoint
+from outrider.model.head_mapping import eagle3_targets, eagle3_weights, eagle_targets, eagle_weights
+from outrider.model.language_model import LanguageModel
+from outrider.model.rope import RopeConfig
+from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
+
+
+def load_eagle(
+    directory: str | Path, *, target: LanguageModel, backend: Backend, dtype: torch.dtype, progress: Progress | None = None
+) -> EagleHead:
+    """Load an EAGLE head for ``target``: its published format, safetensors or ``pytorch_model.bin``.
+
+    As :func:`load_decoder`; also a head whose width, vocabulary or dtype isn't the target's is an error.
+    """
+    directory = Path(directory)
+    files = open_checkpoint(directory)
+    config = _head_config(directory, target, dtype, files.tensors, "layers.0")
+    if config.hidden_size != target.config.hidden_size:
+        raise _foreign(directory, "hidden_size", config.hidden_size, target.config.hidden_size)
+    targets = eagle_targets(config, files.tensors)
+    check_tensors(files, targets, optional=set())
+    with placed(backend, dtype):
+        weights = load_tensors(files, targets, dtype=dtype, device=backend.device, progress=progress)
+        return EagleHead(config, eagle_weights(config, weights, embedding=target.embedding), target)
+
+
+def load_eagle3(
+    directory: str | Path, *, target: LanguageModel, backend: Backend, dtype: torch.dtype, progress: Progress | None = None
+) -> Eagle3Head:
+    """Load an EAGLE-3 head for ``target``: its published format, safetensors or ``pytorch_model.bin``.
+
+    As :func:`load_eagle`; also a draft vocabulary that points outside the target's is an error. The target's layers
+    that it reads are those that its config names (``eagle_config.eagle_aux_hidden_state_layer_ids``, the layers whose
+    output it reads), or else the published choice: the inputs of layers 2, n / 2 and n - 3.
+    """
+    directory = Path(directory)
+    files = open_checkpoint(directory)
+    config = _head_config(directory, target, dtype, files.tensors, "midlayer")
+    raw = read_json(directory / "config.json")
+    layers = _capture_layers(directory, raw, target.config.num_layers)
+    draft_vocab = raw.get("draft_vocab_size") or config.vocab_size
+    targets = eagle3_targets(config, target.config, draft_vocab, files.tensors)
+    check_tensors(files, targets, optional={"d2t", "t2d"})  # t2d says what d2t says, the other way round
+    target_ids = _target_ids(files, draft_vocab, config.vocab_size)
+    with placed(backend, dtype):
+        weights = load_tensors(files, targets, dtype=dtype, device=backend.device, progress=progress)
+        ids = None if target_ids is None else target_ids.to(backend.device)
+        record = eagle3_weights(weights, embedding=target.embedding, target_ids=ids)
+        return Eagle3Head(config, record, target, capture_layers=layers)
+
+
+def _head_config(
+    directory: Path, target: LanguageModel, dtype: torch.dtype, present: Container[str], layer: str
+) -> ModelConfig:
+    """The head's config, made to go with its target and with the biases that its layer ``layer`` really has."""
+    config = ModelConfig.from_checkpoint(directory)
+    if config.vocab_size != target.config.vocab_size:
+        raise _foreign(directory, "vocab_size", config.vocab_size, target.config.vocab_size)
+    if dtype != target.dtype:
+        raise CheckpointError(f"{directory}: the head can't be loaded as {dtype}, its target is {target.dtype}")
+    return replace(
+        config,
+        attention_bias=f"{layer}.self_attn.q_proj.bias" in present,
+        output_bias=f"{layer}.self_attn.o_proj.bias" in present,
+        rope=_head_rope(directory, config, target.config),
+    )
+
+
+def _foreign(directory: Path, name: str, found: int, wanted: int) -> CheckpointError:
+    return CheckpointError(
+        f"{directory / 'config.json'}: the head's {name} is {found}, the target's is {wanted}: this head belongs to "
+        "another model"
+    )
+
+
+def _head_rope(directory: Path, head: ModelConfig, target: ModelConfig) -> RopeConfig:
+    """A head takes the target's positions, so one without mrope gets its target's axes: on text they're equal."""
+    sections = head.rope.sections or target.rope.sections
+    if sections and (not target.rope.sections or sum(sections) != head.head_size // 2):
+        raise CheckpointError(
+            f"{directory / 'config.json'}: rope sections of the head {list(head.rope.sections)} (head size "
+            f"{head.head_size}) don't go with those of the target {list(target.rope.sections)}"
+        )
+    return replace(head.rope, sections=sections)
+
+
+def _capture_layers(directory: Path, raw: dict[str, object], depth: int) -> tuple[int, ...]:
+    own = raw.get("eagle_config")
+    outputs = own.get("eagle_aux_hidden_state_layer_ids") if isinstance(own, dict) else None
+    if outputs is None:
+        layers = tuple(sorted({2, depth // 2, depth - 3}))
+    elif isinstance(outputs, list) and all(isinstance(layer, int) for layer in outputs):
+        layers = tuple(layer + 1 for layer in outputs)
+    else:
+        layers = ()
+    if len(layers) != 3 or not all(0 <= layer < depth for layer in layers):
+        raise CheckpointError(
+            f"{directory / 'config.json'}: the head would read the inputs of layers {list(layers)} of a target of {depth} "
+            "layers, expected three layers; name them in eagle_config.eagle_aux_hidden_state_layer_ids"
+        )
+    return layers
+
+
+def _target_ids(files: CheckpointFiles, draft_vocab: int, vocab: int) -> Tensor | None:
+    """The target's id of each draft token: ``d2t`` holds how far ahead it is."""
+    if "d2t" not in files.tensors:
+        if draft_vocab != vocab:
+            raise CheckpointError(f"{files.origin}: missing: 'd2t' [{draft_vocab}], since draft_vocab_size isn't vocab_size")
+        return None
+    offsets = files.read_ids("d2t")
+    if offsets.shape != (draft_vocab,):
+        raise CheckpointError(
+            f"{files.tensors['d2t'].path}: tensor 'd2t' has shape {list(offsets.shape)}, expected [{draft_vocab}]"
+        )
+    ids = torch.arange(draft_vocab) + offsets
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
+        raise CheckpointError(
+            f"{files.tensors['d2t'].path}: tensor 'd2t' points to tokens {int(ids.min())} to {int(ids.max())}, outside the "
+            f"target's vocabulary of {vocab}"
+        )
+    return ids

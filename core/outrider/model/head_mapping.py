@@ -1,0 +1,67 @@
+"""Which tensors of a checkpoint make up the weights of a head that drafts. Letters as in ``mapping``."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+from torch import Tensor
+
+from outrider.model.config import ModelConfig
+from outrider.model.eagle import EagleWeights
+from outrider.model.eagle3 import Eagle3Weights
+from outrider.model.mapping import Piece, Target, layer_targets, layer_weights
+
+
+def eagle_targets(config: ModelConfig, present: Container[str]) -> list[Target]:
+    """Weights of an EAGLE head. ``present`` are the checkpoint's tensor names, for what a head may ship or not.
+
+    Published heads have no ``layers.0.input_layernorm`` and no final norm; they may have ``fc.bias`` and their own copy
+    of the embedding.
+    """
+    hidden = config.hidden_size
+    targets = [Target("fusion", (Piece("fc.weight", (hidden, 2 * hidden)),))]
+    if "fc.bias" in present:
+        targets.append(Target("fusion_bias", (Piece("fc.bias", (hidden,)),)))
+    if "embed_tokens.weight" in present:
+        targets.append(Target("embedding", (Piece("embed_tokens.weight", (config.vocab_size, hidden)),)))
+    for index in range(config.num_layers):
+        norm = index > 0 or "layers.0.input_layernorm.weight" in present
+        targets += layer_targets(config, f"layers.{index}", f"layers.{index}", attention_norm=norm)
+    return targets
+
+
+def eagle_weights(config: ModelConfig, weights: Mapping[str, Tensor], *, embedding: Tensor) -> EagleWeights:
+    """The head's record from the loaded targets; ``embedding`` is the target's, for a head that ships none."""
+    return EagleWeights(
+        fusion=weights["fusion"],
+        fusion_bias=weights.get("fusion_bias"),
+        embedding=weights.get("embedding", embedding),
+        layers=tuple(layer_weights(weights, f"layers.{index}") for index in range(config.num_layers)),
+    )
+
+
+def eagle3_targets(config: ModelConfig, target: ModelConfig, draft_vocab: int, present: Container[str]) -> list[Target]:
+    """Weights of an EAGLE-3 head, whose attention reads embedding and hidden state side by side."""
+    hidden = config.hidden_size
+    targets = [
+        Target("fusion", (Piece("fc.weight", (hidden, 3 * target.hidden_size)),)),
+        Target("norm", (Piece("norm.weight", (hidden,)),)),
+        Target("head", (Piece("lm_head.weight", (draft_vocab, hidden)),)),
+        Target("hidden_norm", (Piece("midlayer.hidden_norm.weight", (hidden,)),)),
+    ]
+    if "embed_tokens.weight" in present or hidden != target.hidden_size:
+        targets.append(Target("embedding", (Piece("embed_tokens.weight", (config.vocab_size, hidden)),)))
+    return targets + layer_targets(config, "midlayer", "layer", attention_width=2 * hidden)
+
+
+def eagle3_weights(weights: Mapping[str, Tensor], *, embedding: Tensor, target_ids: Tensor | None) -> Eagle3Weights:
+    """The head's record from the loaded targets; ``embedding`` is the target's, for a head that ships none."""
+    return Eagle3Weights(
+        fusion=weights["fusion"],
+        embedding=weights.get("embedding", embedding),
+        head=weights["head"],
+        norm=weights["norm"],
+        hidden_norm=weights["hidden_norm"],
+        layer=layer_weights(weights, "layer"),
+        target_ids=target_ids,
+    )

@@ -1,0 +1,92 @@
+"""Cosines and sines of a forward's positions. Letters: T new tokens, D head size, P positions of the table."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from outrider.model.rope import RopeConfig, inverse_frequencies
+
+# Drafts may run past the end of the context. What they compute there is never accepted, but it must be finite, and a
+# gather must not leave the table.
+DRAFT_MARGIN = 256
+
+
+class Rotary(ABC):
+    """Angles of one model. Enqueues on the ambient stream, may be captured, reads nothing on the host."""
+
+    @abstractmethod
+    def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [T, D] of int64 ``positions`` [T] (or [3, T]); see :class:`ForwardInput`."""
+
+
+def rotary(rope: RopeConfig, head_size: int, positions: int, *, dtype: torch.dtype, device: torch.device) -> Rotary:
+    """The angles of ``rope`` for positions below ``positions``, results in ``dtype`` on ``device``."""
+    if rope.sections:
+        return _Axes(rope, head_size, dtype, device)
+    if rope.kind == "dynamic":
+        return _Dynamic(rope, head_size, dtype, device)
+    return _Table(rope, head_size, positions, dtype, device)
+
+
+class _Table(Rotary):
+    """Every position's, computed once in float32 and kept in the model's dtype."""
+
+    def __init__(self, rope: RopeConfig, head_size: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        angles = torch.arange(positions + DRAFT_MARGIN, dtype=torch.float32).unsqueeze(1) * inverse_frequencies(
+            rope, head_size
+        )
+        cos, sin = _cos_sin(angles, rope.amplitude, dtype)
+        self._cos, self._sin = cos.to(device), sin.to(device)
+
+    def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
+        del prompt_lens
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+
+class _Axes(Rotary):
+    """mrope: each frequency takes the position on its own axis.
+
+    No table: a video's time axis isn't bounded by the number of tokens.
+    """
+
+    def __init__(self, rope: RopeConfig, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._amplitude, self._dtype = rope.amplitude, dtype
+        self._frequencies = inverse_frequencies(rope, head_size).to(device)
+        self._axis = torch.repeat_interleave(torch.arange(3), torch.tensor(rope.sections)).to(device)
+
+    def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
+        del prompt_lens
+        own = positions.index_select(0, self._axis).t()  # [T, D/2]
+        return _cos_sin(own.to(torch.float32) * self._frequencies, self._amplitude, self._dtype)
+
+
+class _Dynamic(Rotary):
+    """Dynamic NTK scaling: past the original context the base grows with the sequence.
+
+    A prompt is rotated by the base of its whole length, in however many chunks it comes, and each token after it by the
+    base of its own length, as happens when transformers prefills a prompt and then decodes; keys keep the rotation that
+    they were written with. So a token's angles depend on its position and its prompt alone, and neither speculation,
+    nor chunking, nor recomputation after a preemption changes them.
+    """
+
+    def __init__(self, rope: RopeConfig, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._rope, self._dtype = rope, dtype
+        self._power = head_size / (head_size - 2)
+        self._exponent = (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size).to(device)
+
+    def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
+        rope = self._rope
+        lens = positions + 1 if prompt_lens is None else torch.maximum(positions + 1, prompt_lens)
+        lens = lens.clamp(min=rope.original_context).unsqueeze(1).to(torch.float32)  # [T, 1]
+        base = rope.theta * (rope.factor * lens / rope.original_context - (rope.factor - 1)) ** self._power
+        angles = positions.unsqueeze(1).to(torch.float32) * (1.0 / base**self._exponent)
+        return _cos_sin(angles, rope.amplitude, self._dtype)
+
+
+def _cos_sin(angles: Tensor, amplitude: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[T, D] each from float32 ``angles`` [T, D/2]: both halves of a head turn by the same angles."""
+    angles = torch.cat((angles, angles), dim=-1)
+    return (angles.cos() * amplitude).to(dtype), (angles.sin() * amplitude).to(dtype)

@@ -1,0 +1,171 @@
+"""Loading through the door: what transformers can run, and the checks that it really runs right on paged attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.device import AttentionMetadata, Backend, CheckpointError
+from outrider.model.cache import KVCache
+from outrider.model.checkpoint_config import read_json, special_tokens
+from outrider.model.config import ModelConfig
+from outrider.model.inputs import ForwardInput
+from outrider.model.tensors import placed
+from outrider.model.transformers_decoder import ATTENTION, PagedPass, TransformersDecoder, paged_attention
+
+_PAGE = 4
+_PROBE = (11, 7)  # lengths of the two sequences that the check runs
+# Relative to the size of the logits. Both sides round alike, but in another order.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_STATEFUL_ROPE = ("dynamic", "longrope")
+
+
+def load_through_transformers(directory: str | Path, *, backend: Backend, dtype: torch.dtype) -> TransformersDecoder:
+    """Load any decoder that transformers can run with a replaceable attention.
+
+    Slower than a native one. Raises :class:`CheckpointError` for a checkpoint that transformers doesn't load completely,
+    and for a model whose attention the paged cache can't serve: one that caps its scores, that has layers without
+    attention, chunked attention or rope scaling that depends on the batch, or, whatever the reason, one whose logits
+    through the paged cache aren't those without it.
+    """
+    from transformers import AttentionInterface
+
+    directory = Path(directory)
+    AttentionInterface.register(ATTENTION, paged_attention)
+    read_json(directory / "config.json")
+    with placed(backend, dtype):
+        model = _load(directory, dtype).to(backend.device).eval().requires_grad_(False)
+        config = _config(directory, model.config)
+        if not model._supports_attention_backend:
+            raise CheckpointError(f"{directory}: transformers' {type(model).__name__} has no replaceable attention")
+        decoder = TransformersDecoder(config, model, backend.kernels)
+        _check(directory, decoder, model)
+    return decoder
+
+
+def _load(directory: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # transformers and safetensors raise many kinds
+        raise CheckpointError(f"{directory}: transformers can't load it: {error}") from error
+    model, found = loaded
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if found[what]:
+            names = ", ".join(sorted(str(key) for key in found[what])[:5])
+            raise CheckpointError(f"{directory}: transformers found {what.replace('_', ' ')}: {names}")
+    return model
+
+
+def _config(directory: Path, hf: Any) -> ModelConfig:
+    """The parts of a ModelConfig that an engine reads; the rest is transformers' business."""
+    rope = getattr(hf, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type")} | {each.get("rope_type") for each in rope.values() if isinstance(each, dict)}
+    stateful = [kind for kind in _STATEFUL_ROPE if kind in kinds]
+    if stateful:
+        raise CheckpointError(
+            f"{directory}: rope scaling {stateful[0]!r} depends on the longest sequence of a batch in transformers, so a "
+            "request's tokens would depend on its neighbours"
+        )
+    if getattr(hf, "attention_chunk_size", None):
+        raise CheckpointError(f"{directory}: chunked attention (attention_chunk_size) isn't supported")
+    heads = hf.num_attention_heads
+    layers = hf.num_hidden_layers
+    eos, bos = special_tokens(directory, hf)
+    return ModelConfig(
+        family=hf.model_type,
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        intermediate_size=getattr(hf, "intermediate_size", None) or hf.hidden_size,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=getattr(hf, "num_key_value_heads", None) or heads,
+        head_size=getattr(hf, "head_dim", None) or hf.hidden_size // heads,
+        rms_eps=0.0,
+        max_context=hf.max_position_embeddings,
+        windows=_windows(directory, hf),
+        eos_token_ids=eos,
+        bos_token_id=bos,
+    )
+
+
+def _windows(directory: Path, hf: Any) -> tuple[int, ...]:
+    window = getattr(hf, "sliding_window", None) or 0
+    kinds = getattr(hf, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * hf.num_hidden_layers
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise CheckpointError(f"{directory}: layers of kind {', '.join(unknown)} have no place in the paged cache")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _check(directory: Path, decoder: TransformersDecoder, model: Any) -> None:
+    """Two sequences through the paged cache, in two ragged batches, against each alone and without a cache."""
+    config, device = decoder.config, decoder.device
+    prompts = [[(7 * index + 3) % config.vocab_size for index in range(length)] for length in _PROBE]
+    with torch.no_grad():
+        expected = [model(torch.tensor([prompt], device=device), use_cache=False).logits[0] for prompt in prompts]
+    model.set_attn_implementation(ATTENTION)
+    span = -(-max(_PROBE) // _PAGE)
+    cache = KVCache.allocate(
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_size,
+        pages=1 + len(prompts) * span,
+        page_size=_PAGE,
+        dtype=decoder.dtype,
+        device=device,
+    )
+    half = [length // 2 for length in _PROBE]
+    for begin, end in (([0] * len(half), half), (half, list(_PROBE))):
+        inputs = _ragged(prompts, begin, end, span, device)
+        paged = PagedPass(inputs, cache, decoder.kernels)
+        try:
+            logits = decoder.logits(decoder.run(paged, ())[0])
+        except CheckpointError as error:
+            raise CheckpointError(f"{directory}: {error}") from error
+        except Exception as error:  # whatever a model does with an attention that it doesn't know
+            raise CheckpointError(f"{directory}: {config.family} can't run on paged attention: {error}") from error
+        if tuple(paged.windows) != config.windows:
+            raise CheckpointError(
+                f"{directory}: {len(paged.windows)} attentions with windows {sorted(set(paged.windows))} ran, expected "
+                f"{config.num_layers} with {sorted(set(config.windows))}"
+            )
+        row = 0
+        for one, first, last in zip(expected, begin, end, strict=True):
+            _compare(directory, logits[row : row + last - first], one[first:last], decoder.dtype)
+            row += last - first
+
+
+def _compare(directory: Path, found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    difference = float((found - expected).norm() / expected.norm())
+    if not difference <= _TOLERANCE[dtype]:
+        raise CheckpointError(
+            f"{directory}: its logits through the paged cache differ from those without it by {difference:.1e} of their "
+            f"size, allowed is {_TOLERANCE[dtype]:.0e}: this model does something that the paged attention doesn't"
+        )
+
+
+def _ragged(prompts: list[list[int]], begin: list[int], end: list[int], span: int, device: torch.device) -> ForwardInput:
+    """Tokens ``begin`` to ``end`` of each prompt, whose pages are ``span`` in a row from page 1 on."""
+    places = [(row, index) for row in range(len(prompts)) for index in range(begin[row], end[row])]
+    new = torch.tensor([0, *(last - first for first, last in zip(begin, end, strict=True))])
+    pages = 1 + torch.arange(len(prompts) * span, dtype=torch.int32).view(len(prompts), span)
+    metadata = AttentionMetadata(
+        query_start=new.cumsum(0).to(torch.int32).to(device),
+        kv_lens=torch.tensor(end, dtype=torch.int32, device=device),
+        block_table=pages.to(device),
+        max_query=int(new.max()),
+        max_kv=max(end),
+    )
+    return ForwardInput(
+        torch.tensor([prompts[row][index] for row, index in places], device=device),
+        torch.tensor([index for _, index in places], device=device),
+        torch.tensor([(1 + row * span) * _PAGE + index for row, index in places], device=device),
+        metadata,
+    )

@@ -1,0 +1,90 @@
+"""``outrider bench decode``: the figures hang together."""
+
+import pytest
+import torch
+
+from outrider.cli.limits import iteration_bytes, measure_bandwidth
+from outrider.cli.models import Speculation, load
+from outrider.registry import get_backend
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch):
+    monkeypatch.setattr("outrider.cli.limits._HOST_BYTES", 1 << 20)
+
+
+def test_figures(outrider):
+    result = outrider("bench", "decode", "--backend", "cpu", "--batch", "1,3", "--new-tokens", "16", "--json").json
+    assert (result["backend"], result["model"], result["draft"], result["speculate"]) == (
+        "cpu",
+        "bundled",
+        "bundled",
+        "eagle",
+    )
+    assert [row["batch"] for row in result["results"]] == [1, 3]
+    for row in result["results"]:
+        assert row["ratio_to_limit"] == pytest.approx(row["iteration_ms"] / row["limit_ms"])
+        assert row["limit_ms"] == pytest.approx(row["bytes_per_iteration"] / result["bandwidth_gb_per_s"] / 1e6, rel=1e-4)
+        assert row["iteration_ms_min"] <= row["iteration_ms"] <= row["iteration_ms_max"]
+        assert 1 <= row["acceptance_length"] <= 5
+        assert row["tokens_per_s"] > 0
+        assert 64 <= row["mean_context"] <= 80
+
+
+def test_plain(outrider):
+    result = outrider("bench", "decode", "--speculate", "none", "--new-tokens", "8", "--json").json
+    assert result["draft_tokens"] == 0
+    assert result["results"][0]["acceptance_length"] == 1
+    assert result["results"][0]["iterations"] == 6  # one of the 8 is prefill's, and the last iteration ends the request
+
+
+def test_for_people(outrider):
+    result = outrider("bench", "decode", "--new-tokens", "8")
+    assert result.code == 0
+    assert "bandwidth measured in this run" in result.out
+    assert result.out.splitlines()[-1].split()[0] == "1"
+
+
+def test_bytes_of_an_iteration_counted_by_hand():
+    speculation = Speculation.choose("eagle", model=None, draft=None, draft_tokens=3)
+    engine = load("cpu", speculation, max_requests=1, dtype="float32")
+    target, head = engine.model, engine.proposer.head
+    layers = sum(t.nbytes for layer in target.weights.layers for t in slots(layer))
+    output, embedding = target.weights.head.nbytes, head.weights.embedding
+    one_pass = head.weights.fusion.nbytes + sum(t.nbytes for layer in head.weights.layers for t in slots(layer)) + output
+    if head.weights.fusion_bias is not None:
+        one_pass += head.weights.fusion_bias.nbytes
+    weights = layers + target.weights.norm.nbytes + output + 3 * one_pass
+    assert embedding.nbytes > 0
+    assert iteration_bytes(engine, batch=1, context=0) == weights
+    config = target.config
+    token = 2 * 4 * config.num_kv_heads * config.head_size
+    drafted = 2 * 4 * head.config.num_kv_heads * head.config.head_size
+    grown = iteration_bytes(engine, batch=2, context=10) - weights
+    assert grown == 20 * (token * config.num_layers + 3 * drafted)
+
+
+def slots(layer):
+    return [value for name in layer.__slots__ if isinstance(value := getattr(layer, name), torch.Tensor)]
+
+
+def test_bandwidth_is_of_this_world():
+    assert 1e8 < measure_bandwidth(get_backend("cpu")) < 1e13
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch", "1,x"], "--batch is '1,x'"),
+        (["--batch", "0"], "--batch is '0'"),
+        (["--batch", ""], "--batch is ''"),
+        (["--new-tokens", "0"], "--new-tokens is 0"),
+        (["--prompt-tokens", "-1"], "--prompt-tokens is -1"),
+        (["--new-tokens", "1"], "--new-tokens 1 is too few"),
+        (["--backend", "no-such-chip"], "no backend named"),
+    ],
+)
+def test_bad_input(outrider, arguments, message):
+    result = outrider("bench", "decode", *arguments)
+    assert (result.code, result.out) == (1, "")
+    assert message in result.err

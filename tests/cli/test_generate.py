@@ -1,0 +1,268 @@
+"""``outrider generate`` on the bundled model: what it prints, what scripts get, and bad input."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from outrider.cli.models import bundled
+
+PROMPT = "def read("
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A copy of the bundled model and its head, to be spoilt; returns the two directories."""
+    for part in ("target", "eagle"):
+        shutil.copytree(bundled(part), tmp_path / part)
+    return tmp_path / "target", tmp_path / "eagle"
+
+
+def edit(path, **changes):
+    config = json.loads(path.read_text())
+    config.update(changes)
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def test_the_same_tokens_with_and_without_speculation(outrider):
+    common = ("generate", "--prompt", PROMPT, "--max-tokens", "64", "--json", "--speculate")
+    eagle, plain = (outrider(*common, kind).json for kind in ("eagle", "none"))
+    assert eagle["token_ids"] == plain["token_ids"]
+    assert len(eagle["token_ids"]) == 64
+    assert eagle["text"] == plain["text"]
+    assert eagle["finish_reason"] == "length"
+    assert eagle["backend"] == "cpu"
+    assert eagle["acceptance_length"] > 2 > plain["acceptance_length"] == 1
+    assert eagle["iterations"] < plain["iterations"] == 63
+    assert eagle["tokens_per_s"] > 0
+
+
+def test_streams_text_and_sums_up(outrider):
+    result = outrider("generate", "--prompt", PROMPT, "--max-tokens", "24", "--compare")
+    text = outrider("generate", "--prompt", PROMPT, "--max-tokens", "24", "--json").json["text"]
+    assert result.code == 0
+    assert result.out.startswith(f"{text}\n\n")
+    assert "tokens/s, acceptance length" in result.out
+    assert "iterations" in result.out
+    assert result.out.endswith("same tokens as plain greedy decoding: yes\n")
+
+
+def test_compare_that_differs_is_exit_1(outrider, monkeypatch):
+    from outrider.engine.engine import Engine
+
+    honest = Engine.stream
+    calls = []
+
+    def stream(self, tokens, params):
+        calls.append(1)
+        return honest(self, tokens if len(calls) == 1 else tokens[:-1], params)
+
+    monkeypatch.setattr(Engine, "stream", stream)
+    result = outrider("generate", "--prompt", PROMPT, "--max-tokens", "24", "--compare")
+    assert result.code == 1
+    assert "same tokens as plain greedy decoding: no" in result.out
+    assert "first difference: at token" in result.out
+
+
+def test_sampling_is_decided_by_the_seed(outrider):
+    def sample(seed):
+        arguments = ("--max-tokens", "16", "--temperature", "1", "--seed", seed, "--json")
+        return outrider("generate", "--prompt", PROMPT, *arguments).json["token_ids"]
+
+    assert sample("1") == sample("1")
+    assert sample("1") != sample("2")
+
+
+def test_prompt_from_a_file(outrider, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT)
+    common = ("generate", "--max-tokens", "8", "--json")
+    assert outrider(*common, "--prompt-file", str(file)).json["text"] == outrider(*common, "--prompt", PROMPT).json["text"]
+
+
+def test_a_model_without_a_head_decodes_plainly(outrider):
+    result = outrider("generate", "--model", str(bundled("target")), "--prompt", PROMPT, "--max-tokens", "8", "--json").json
+    assert result["speculate"] == "none"
+
+
+def test_the_environment_names_the_backend(outrider, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_BACKEND", "no-such-chip")
+    result = outrider("generate", "--prompt", PROMPT)
+    assert result.code == 1
+    assert "no backend named 'no-such-chip'" in result.err
+    assert "OUTRIDER_BACKEND asks for it" in result.err
+    assert outrider("generate", "--prompt", PROMPT, "--max-tokens", "2", "--backend", "cpu").code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (["--prompt", ""], "RequestError", "the prompt is empty"),
+        ([], "RequestError", "neither --prompt TEXT nor --prompt-file F"),
+        (["--prompt", "a", "--prompt-file", "b"], "RequestError", "both --prompt TEXT and --prompt-file F"),
+        (["--prompt-file", "/no/such/file"], "FileNotFoundError", "/no/such/file: No such file"),
+        (["--prompt", "x = 1\n" * 4000], "RequestError", "don't fit in the context"),
+        (["--prompt", "a", "--max-tokens", "-1"], "ConfigError", "max_tokens is -1"),
+        (["--prompt", "a", "--max-tokens", "0"], "ConfigError", "max_tokens is 0"),
+        (["--prompt", "a", "--temperature", "nan"], "ConfigError", "temperature is nan"),
+        (["--prompt", "a", "--temperature", "-1"], "ConfigError", "temperature is -1"),
+        (["--prompt", "a", "--seed", str(2**70)], "ConfigError", "seed is"),
+        (["--prompt", "a", "--draft-tokens", "0"], "ConfigError", "draft_tokens is 0"),
+        (["--prompt", "a", "--dtype", "int8"], "ConfigError", "dtype is 'int8'"),
+        (["--prompt", "a", "--speculate", "medusa"], "ConfigError", "--speculate is 'medusa'; expected eagle or none"),
+        (["--prompt", "a", "--compare", "--temperature", "1"], "ConfigError", "--compare compares greedy decoding"),
+        (["--prompt", "a", "--backend", "no-such-chip"], "BackendNotFound", "no backend named 'no-such-chip'"),
+        (["--prompt", "a", "--backend", "cpu:seed=1"], "ConfigError", "takes no options"),
+        (["--prompt", "a", "--backend", "cpu:1"], "BackendLoadError", "there is only device 0"),
+        (["--prompt", "a", "--backend", ":"], "ConfigError", "isn't a name"),
+        (["--prompt", "a", "--model", "/no/such/model"], "CheckpointError", "/no/such/model"),
+    ],
+)
+def test_bad_input(outrider, arguments, kind, message):
+    result = outrider("generate", *arguments)
+    assert (result.code, result.out) == (1, "")
+    assert message in result.err
+    error = outrider("generate", *arguments, "--json").json["error"]
+    assert error["type"] == kind
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize("arguments", [["--max-tokens", "many"], ["--temperature", "warm"], ["--beam", "4"]])
+def test_wrong_usage(outrider, arguments):
+    assert outrider("generate", "--prompt", "a", *arguments).code == 2
+
+
+def test_not_text(outrider, tmp_path):
+    file = tmp_path / "prompt.bin"
+    file.write_bytes(b"a\xff")
+    result = outrider("generate", "--prompt-file", str(file))
+    assert result.code == 1
+    assert "not UTF-8 text" in result.err
+
+
+def test_installed_but_unable(outrider, install):
+    install("chip", usable=False, reason="no device found", advice="plug one in")
+    install("broken", "import no_such_vendor_package")
+    install("chop", priority=1)
+    for name, kind, message in (
+        ("chip", "BackendLoadError", "installed but can't run here: no device found; plug one in"),
+        ("broken", "BackendLoadError", "no_such_vendor_package"),
+        ("auto", "AmbiguousBackend", "'chop' (outrider-chop 1.0)"),
+    ):
+        result = outrider("generate", "--prompt", "a", "--backend", name, "--json")
+        assert result.code == 1
+        assert result.json["error"]["type"] == kind
+        assert message in result.json["error"]["message"]
+
+
+def truncate(target, _):
+    file = target / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100_000])
+
+
+def corrupt(target, _):
+    file = target / "model.safetensors"
+    file.write_bytes(b"\xff" * 64 + file.read_bytes()[64:])
+
+
+def drop_tensor(target, _):
+    tensors = load_file(target / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, target / "model.safetensors")
+
+
+def wrong_width(_, eagle):
+    tensors = load_file(eagle / "model.safetensors")
+    tensors["fc.weight"] = tensors["fc.weight"][:, 8:].contiguous()
+    save_file(tensors, eagle / "model.safetensors")
+
+
+SPOILT = {
+    "truncated": (truncate, "model.safetensors"),
+    "corrupted": (corrupt, "model.safetensors"),
+    "missing tensor": (drop_tensor, "model.norm.weight"),
+    "wrong width": (wrong_width, "fc.weight"),
+    "unknown architecture": (lambda t, _: edit(t / "config.json", model_type="mamba9", architectures=["Mamba9"]), "mamba9"),
+    "no config": (lambda t, _: (t / "config.json").unlink(), "config.json"),
+    "config isn't JSON": (lambda t, _: (t / "config.json").write_text("{"), "config.json"),
+    "no tokenizer": (lambda t, _: (t / "tokenizer.json").unlink(), "tokenizer.json"),
+    "no weights": (lambda t, _: (t / "model.safetensors").unlink(), "target"),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_a_spoilt_checkpoint(outrider, checkpoint, kind):
+    spoil, named = SPOILT[kind]
+    target, eagle = checkpoint
+    spoil(target, eagle)
+    result = outrider("generate", "--model", str(target), "--draft", str(eagle), "--prompt", "a", "--json")
+    assert result.code == 1
+    error = result.json["error"]
+    assert error["type"] == "CheckpointError"
+    assert named in error["message"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_full_disk_while_streaming(child, arguments):
+    with open("/dev/full", "w") as full:
+        result = child("generate", "--prompt", PROMPT, "--max-tokens", "8", *arguments, stdout=full)
+    assert result.code == 1
+    assert "no space left on the device" in result.err
+    assert result.err.count("\n") == 1
+
+
+def start(*arguments, output):
+    return subprocess.Popen(
+        [sys.executable, "-m", "outrider.cli.main", "generate", "--prompt", PROMPT, "--max-tokens", "2000", *arguments],
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_ctrl_c_while_streaming_keeps_what_was_streamed(tmp_path):
+    path = tmp_path / "out.txt"
+    with path.open("w") as output:
+        process = start(output=output)
+        try:
+            deadline = time.monotonic() + 120
+            while path.stat().st_size < 40:
+                assert process.poll() is None, process.stderr.read()
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert errors.startswith("outrider: interrupted after ")
+    assert errors.count("\n") == 1
+    text = Path(path).read_text()
+    assert len(text) > 40
+    assert text.endswith("\n")
+
+
+def test_interrupted_json_is_one_object_with_what_there_is(outrider, monkeypatch):
+    from outrider.engine.engine import Engine
+
+    honest = Engine.stream
+
+    def stream(self, tokens, params):
+        yield from list(honest(self, tokens, params))[:3]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "stream", stream)
+    result = outrider("generate", "--prompt", PROMPT, "--json")
+    assert result.code == 130
+    assert result.json["error"]["type"] == "Interrupted"
+    assert "interrupted after" in result.json["error"]["message"]
+    assert result.json["token_ids"]
+    assert result.json["text"]

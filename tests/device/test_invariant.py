@@ -1,0 +1,124 @@
+"""Batch-invariant kernels: a row's bits don't depend on the other rows."""
+
+import pytest
+import torch
+
+from outrider.device import AttentionMetadata, KernelSet
+from outrider.device.kernels.invariant import InvariantKernels
+
+EXACT = {"bias_logits", "penalize_logits", "count_tokens", "move_cache"}
+"""Single additions, products, quotients and copies: each is rounded once, whatever the shape of the call."""
+
+PLAIN, KERNELS = KernelSet(), KernelSet().batch_invariant()
+DTYPES = [torch.float32, torch.bfloat16]
+ROWS = 37
+
+
+def test_every_kernel_is_wrapped_or_exact():
+    methods = {name for name, value in vars(KernelSet).items() if callable(value) and not name.startswith("_")}
+    wrapped = {name for name in vars(InvariantKernels) if not name.startswith("_")}
+    assert methods - wrapped == EXACT
+    assert KERNELS.row_invariant
+    assert not PLAIN.row_invariant
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+
+
+def same_in_any_company(function, *rows):
+    """Row i alone, in a batch of all, and in a batch of others where it has another place."""
+    whole = function(*rows)
+    for i in (0, 1, 5, 17, 36):
+        alone = function(*(tensor[i : i + 1] for tensor in rows))[0]
+        others = torch.cat((torch.arange(i + 1, ROWS), torch.arange(i + 1)))[-(i + 3) :]
+        elsewhere = function(*(tensor[others] for tensor in rows))[-1]
+        if not (torch.equal(bits(alone), bits(whole[i])) and torch.equal(bits(alone), bits(elsewhere))):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", [1, 16])
+@pytest.mark.parametrize("shape", [(32, 96), (100, 77), (257, 64), (1024, 512), (64, 2048)])
+def test_linear(dtype, tile, shape):
+    wide, narrow = shape
+    x, weight, bias = torch.randn(ROWS, wide).to(dtype), torch.randn(narrow, wide).to(dtype), torch.randn(narrow).to(dtype)
+    kernels = InvariantKernels(PLAIN, tile=tile)
+    assert same_in_any_company(lambda rows: kernels.linear(rows, weight, bias), x)
+    torch.testing.assert_close(kernels.linear(x, weight, bias), PLAIN.linear(x, weight, bias), atol=2e-2, rtol=2e-2)
+    levels = x[:36].view(9, 4, wide)
+    assert torch.equal(kernels.linear(levels, weight, bias).flatten(0, 1), kernels.linear(x, weight, bias)[:36])
+
+
+def test_the_same_check_fails_plain_kernels():
+    x, weight = torch.randn(ROWS, 1024), torch.randn(512, 1024)
+    assert not same_in_any_company(lambda rows: PLAIN.linear(rows, weight), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_and_activation(dtype):
+    x, weight = torch.randn(ROWS, 77).to(dtype), torch.randn(77).to(dtype)
+    assert same_in_any_company(lambda rows: KERNELS.rms_norm(rows, weight, 1e-6), x)
+    assert same_in_any_company(lambda a, b: KERNELS.add_rms_norm(a, b.clone(), weight, 1e-6), x, x.flip(0))
+    assert same_in_any_company(KERNELS.silu_mul, x[:, :66])
+    residual = x.clone()
+    KERNELS.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(residual, x + x)
+
+
+def paged(kernels, q, k_cache, v_cache, table, lens, queries, bound):
+    metadata = AttentionMetadata(
+        query_start=torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32),
+        kv_lens=torch.tensor(lens, dtype=torch.int32),
+        block_table=table,
+        max_query=max(queries),
+        max_kv=bound,
+    )
+    return kernels.paged_attention(q, k_cache, v_cache, metadata, scale=0.3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_in_other_company_chunks_and_bounds(dtype):
+    k_cache, v_cache = torch.randn(31, 4, 2, 16).to(dtype), torch.randn(31, 4, 2, 16).to(dtype)
+    q, table = torch.randn(9, 4, 16).to(dtype), torch.arange(1, 31, dtype=torch.int32).view(3, 10)
+    together = paged(KERNELS, q, k_cache, v_cache, table, [21, 3, 40], [5, 1, 3], 40)
+    alone = paged(KERNELS, q[:5], k_cache, v_cache, table[:1], [21], [5], 21)
+    first, rest = (
+        paged(KERNELS, q[:2], k_cache, v_cache, table[:1], [18], [2], 18),
+        paged(KERNELS, q[2:5], k_cache, v_cache, table[:1], [21], [3], 30),
+    )
+    assert torch.equal(bits(together[:5]), bits(alone))
+    assert torch.equal(bits(torch.cat((first, rest))), bits(alone))
+    plain = paged(PLAIN, q, k_cache, v_cache, table, [21, 3, 40], [5, 1, 3], 40)
+    torch.testing.assert_close(together, plain, atol=2e-2, rtol=2e-2)
+
+
+def test_rope_and_cache_write():
+    k_cache = torch.zeros(20, 2, 2, 8)
+    q, k, cos, sin = torch.randn(ROWS, 4, 8), torch.randn(ROWS, 2, 8), torch.randn(ROWS, 8), torch.randn(ROWS, 8)
+    results = []
+    for kernels in (PLAIN, KERNELS):
+        mine, caches = (q.clone(), k.clone()), (k_cache.clone(), k_cache.clone())
+        kernels.rope_write_cache(*mine, k, cos, sin, *caches, torch.arange(2, ROWS + 2))
+        results.append((*mine, *caches))
+    for plain, invariant in zip(*results, strict=True):
+        torch.testing.assert_close(invariant, plain)
+
+
+def test_draws_and_reports():
+    logits, hot = torch.randn(ROWS, 2, 300) * 3, torch.rand(ROWS) + 0.5
+    seeds, positions = torch.arange(ROWS), torch.arange(ROWS) * 3
+    top_k, share = torch.full((ROWS,), 50), torch.full((ROWS,), 0.9)
+    assert same_in_any_company(
+        lambda *rows: KERNELS.truncate_logits(*rows, share[: len(rows[0])] * 0), logits, hot, top_k, share
+    )
+    assert same_in_any_company(
+        lambda rows: KERNELS.logprobs(rows, torch.zeros(len(rows), 2, dtype=torch.int64), 3)[0], logits
+    )
+    drawn = KERNELS.sample(logits[:, 0], hot, seeds, positions, draft=True)
+    assert torch.equal(drawn, PLAIN.sample(logits[:, 0], hot, seeds, positions, draft=True))
+    probs = torch.softmax(torch.randn(ROWS, 1, 300), -1)
+    arguments = (logits, drawn.unsqueeze(1), probs, hot, seeds, positions)
+    for mine, plain in zip(KERNELS.verify_chain(*arguments), PLAIN.verify_chain(*arguments), strict=True):
+        assert torch.equal(mine, plain)

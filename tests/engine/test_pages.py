@@ -1,0 +1,134 @@
+"""Rows, pages, shared prefixes and preemption: who owns what, on drawn histories."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider import SamplingParams
+from outrider.device import SeamError
+from outrider.engine.pages import FreeList, PagePool
+
+
+def test_a_row_is_never_free_twice():
+    rows = FreeList("request row", 3)
+    row = rows.take()
+    rows.give_back(row)
+    for number in (row, 0):
+        with pytest.raises(SeamError, match="isn't taken"):
+            rows.give_back(number)
+    rows.take()
+    rows.take()
+    with pytest.raises(SeamError, match="no request row left"):
+        rows.take()
+
+
+class Holder:
+    """One request's view of the pool."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+        self.pages, self.key, self.done = [], None, 0
+
+
+sequences = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
+
+
+@given(
+    st.lists(st.tuples(sequences, st.integers(0, 12)), min_size=1, max_size=25),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([0, 1]),
+    st.integers(4, 14),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_hit_always_has_the_contents_that_its_tokens_say(history, page_size, ahead, count):
+    """Contents are modelled by what was written: a page's tokens, all before them, and those ahead."""
+    pool = PagePool(count=count, page_size=page_size, ahead=ahead, share=True)
+    written, holders = {}, []
+    for tokens, drop in history:
+        holder = Holder(tokens)
+        hit, holder.key = pool.match(tokens)
+        assert len(hit) * page_size < len(tokens)
+        for index, page in enumerate(hit):
+            end = (index + 1) * page_size
+            assert written[page] == (tokens[:end], tokens[end : end + ahead])
+        holder.pages, holder.done = list(hit), len(hit)
+        needed = -(-len(tokens) // page_size)
+        if needed - len(hit) > pool.available:
+            pool.give_back(hit)
+        else:
+            while len(holder.pages) < needed:
+                page = pool.take()
+                assert all(page not in other.pages for other in holders), "a page that somebody holds was handed out"
+                end = (len(holder.pages) + 1) * page_size
+                written[page] = (tokens[:end], tokens[end : end + ahead])
+                holder.pages.append(page)
+            holder.key, holder.done = pool.register(holder.pages, tokens, len(tokens), holder.key, holder.done)
+            holders.append(holder)
+        if holders and drop < len(holders):
+            pool.give_back(holders.pop(drop).pages)
+        held = {page for holder in holders for page in holder.pages}
+        assert pool.available == count - 1 - len(held)
+    for holder in holders:
+        pool.give_back(holder.pages)
+    assert pool.available == count - 1
+
+
+def test_a_draft_needs_one_token_more_than_the_page():
+    """Same page, another token after it: the target's cache would do, an EAGLE head's wouldn't."""
+    for ahead, expected in ((0, 1), (1, 0)):
+        pool = PagePool(count=9, page_size=2, ahead=ahead, share=True)
+        first = [pool.take(), pool.take()]
+        pool.register(first, (1, 2, 3, 4), 4, None, 0)
+        assert len(pool.match((1, 2, 9, 9))[0]) == expected
+
+
+def test_giving_back_what_nobody_holds_raises():
+    pool = PagePool(count=4, page_size=2, ahead=0, share=True)
+    page = pool.take()
+    pool.give_back([page])
+    with pytest.raises(SeamError, match="nobody holds"):
+        pool.give_back([page])
+
+
+def test_a_shared_prefix_is_computed_once(bundle64, prompt_tokens):
+    engine = bundle64.engine(max_requests=2, page_size=4, max_context=96, prefill_chunk=64)
+    prefix = prompt_tokens[0][:32]
+    prompts = [[*prefix, *prompt_tokens[i][:6]] for i in (1, 2, 3)]
+    results = engine.generate(prompts[:1], SamplingParams(max_tokens=8))
+    taken = []
+    forward = bundle64.target.forward
+    try:
+        bundle64.target.forward = lambda inputs, cache: (taken.append(inputs.tokens.shape[0]), forward(inputs, cache))[1]
+        results += engine.generate(prompts[1:], SamplingParams(max_tokens=8))
+    finally:
+        del bundle64.target.forward
+    # 32 tokens are known; the last page of them isn't hit, since the draft depends on the token after it.
+    assert taken[0] == 2 * (4 + 6)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.token_ids == bundle64.plain(prompt, 20).token_ids[:8]
+    assert engine.stats.acceptance_length > 1.5
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("speculate", ["eagle", "none"])
+def test_preempted_requests_end_with_the_same_tokens(bundle64, prompt_tokens, speculate, overlap):
+    engine = bundle64.engine(speculate=speculate, overlap=overlap, max_requests=4, page_size=4, num_pages=17, max_context=48)
+    prompts = [tokens[:9] for tokens in prompt_tokens[:5]]
+    requests = [
+        engine._requests[engine.add_request(p, SamplingParams(max_tokens=20), priority=i % 2)] for i, p in enumerate(prompts)
+    ]
+    while engine.has_unfinished:
+        engine.step()
+    assert sum(request.preemptions for request in requests) > 0
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert tuple(request.output) == bundle64.plain(prompt, 20).token_ids
+    assert (engine.free_pages, engine.free_rows) == (16, 4)
+
+
+def test_the_more_urgent_request_goes_first(bundle64, prompt_tokens):
+    engine = bundle64.engine(max_requests=1, max_context=48)
+    order = {engine.add_request(prompt_tokens[i][:6], SamplingParams(max_tokens=2), priority=i): i for i in range(3)}
+    ended = []
+    while engine.has_unfinished:
+        ended += [order[output.request_id] for output in engine.step() if output.finish_reason]
+    assert ended == [2, 1, 0]

@@ -1,0 +1,164 @@
+"""config.json as published checkpoints spell it, older spellings included."""
+
+import json
+
+import pytest
+
+from outrider.model import ModelConfig, RopeConfig
+
+COMMON = {"hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}
+
+LLAMA_2 = COMMON | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "vocab_size": 32000,
+}
+VICUNA_16K = LLAMA_2 | {"rope_scaling": {"factor": 4.0, "type": "linear"}}
+LLAMA_31 = LLAMA_2 | {
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "vocab_size": 128256,
+}
+MISTRAL = COMMON | {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+QWEN_25_YARN = COMMON | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+QWEN_2_VL = COMMON | {
+    "architectures": ["Qwen2VLForConditionalGeneration"],
+    "model_type": "qwen2_vl",
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "vision_token_id": 151654,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vision_config": {
+        "depth": 32,
+        "embed_dim": 1280,
+        "mlp_ratio": 4,
+        "num_heads": 16,
+        "in_chans": 3,
+        "hidden_size": 1536,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+    },
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vocab_size": 151936,
+}
+
+
+def read(tmp_path, published):
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    return ModelConfig.from_checkpoint(tmp_path)
+
+
+def test_llama_2(tmp_path):
+    config = read(tmp_path, LLAMA_2)
+    assert (config.num_layers, config.num_kv_heads, config.head_size, config.max_context) == (32, 32, 128, 4096)
+    assert config.rope == RopeConfig(original_context=4096)
+    assert (config.eos_token_ids, config.bos_token_id) == ((2,), 1)
+
+
+def test_linear_by_its_old_name(tmp_path):
+    config = read(tmp_path, VICUNA_16K)
+    assert (config.rope.kind, config.rope.factor, config.rope.theta) == ("linear", 4.0, 10000.0)
+
+
+def test_llama_31(tmp_path):
+    config = read(tmp_path, LLAMA_31)
+    assert config.rope == RopeConfig(kind="llama3", theta=500000.0, factor=8.0, original_context=8192)
+    assert config.max_context == 131072
+    assert config.eos_token_ids == (128001, 128008, 128009)
+
+
+@pytest.mark.parametrize(("window", "expected"), [(4096, 4096), (None, 0)])
+def test_mistral(tmp_path, window, expected):
+    config = read(tmp_path, MISTRAL | {"sliding_window": window})
+    assert set(config.windows) == {expected}
+    assert not config.attention_bias
+
+
+def test_qwen_25_yarn(tmp_path):
+    config = read(tmp_path, QWEN_25_YARN)
+    assert (config.rope.kind, config.rope.factor, config.rope.original_context) == ("yarn", 4.0, 32768)
+    assert config.max_context == 131072
+    assert set(config.windows) == {0}
+    assert config.attention_bias
+    assert not config.output_bias
+
+
+def test_qwen_2_vl_flat(tmp_path):
+    config = read(tmp_path, QWEN_2_VL)
+    assert config.rope.sections == (16, 24, 24)
+    assert (config.rope.kind, config.rope.theta) == ("default", 1000000.0)
+    assert config.tie_embeddings
+    assert (config.vision.image_token, config.vision.video_token, config.vision.merge) == (151655, 151656, 2)
+    assert config.vision.tokens_per_second == 0

@@ -1,0 +1,278 @@
+"""Vision-language models against transformers: positions, features, logits and greedy tokens."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from model.harness import Driver
+from model.tiny import VISION_FAMILIES, VISION_TOKENS, write_vision_checkpoint
+from outrider.device import CheckpointError, RequestError
+from outrider.model import (
+    MediaGrid,
+    MediaProcessor,
+    ModelConfig,
+    expand_placeholders,
+    load_decoder,
+    load_vision,
+    prompt_positions,
+    speculative_positions,
+)
+
+STEPS = 12
+START, END = VISION_TOKENS["vision_start_token_id"], VISION_TOKENS["vision_end_token_id"]
+IMAGE, VIDEO = [START, VISION_TOKENS["image_token_id"], END], [START, VISION_TOKENS["video_token_id"], END]
+
+
+def picture(rows, columns, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (rows, columns, 3), dtype=np.uint8)
+
+
+def frames(count, rows, columns):
+    return [picture(rows, columns, seed=10 + index) for index in range(count)]
+
+
+PROMPTS = {
+    "text": lambda processor: ([1, 5, 9, 17, 30, 41], []),
+    "image": lambda processor: ([1, 5, *IMAGE, 9, 17], [processor.image(picture(20, 28))]),
+    "images-of-several-sizes": lambda processor: (
+        [1, *IMAGE, 5, *IMAGE, *IMAGE, 9, 17],
+        [processor.image(picture(*size, seed=index)) for index, size in enumerate([(8, 8), (40, 17), (16, 70)])],
+    ),
+    "video": lambda processor: ([1, 5, *VIDEO, 9, 17], [processor.video(frames(5, 16, 24), frames_per_second=2.0)]),
+    "image-and-video": lambda processor: (
+        [1, *VIDEO, 5, *IMAGE, 7, *VIDEO, 9, 17],
+        [
+            processor.video(frames(4, 16, 16), frames_per_second=1.5),
+            processor.image(picture(24, 24)),
+            processor.video(frames(9, 24, 8), frames_per_second=4.0),
+        ],
+    ),
+}
+
+
+def reference_inputs(tokens, media, family):
+    """What transformers' own processor would hand to its model."""
+    token_kinds = {VISION_TOKENS["image_token_id"]: 1, VISION_TOKENS["video_token_id"]: 2}
+    inputs = {
+        "input_ids": torch.tensor([tokens]),
+        "attention_mask": torch.ones(1, len(tokens), dtype=torch.int64),
+        "mm_token_type_ids": torch.tensor([[token_kinds.get(token, 0) for token in tokens]]),
+    }
+    for kind, pixels, grids in (
+        ("image", "pixel_values", "image_grid_thw"),
+        ("video", "pixel_values_videos", "video_grid_thw"),
+    ):
+        chosen = [each for each in media if each.grid.kind == kind]
+        if chosen:
+            inputs[pixels] = torch.cat([each.pixels for each in chosen])
+            inputs[grids] = torch.tensor([[each.grid.frames, each.grid.rows, each.grid.columns] for each in chosen])
+            if kind == "video" and family == "qwen2_5_vl":
+                inputs["second_per_grid_ts"] = torch.tensor([each.grid.seconds_per_frame for each in chosen])
+    return inputs
+
+
+def ours(directory, backend, tokens, media, *, chunk=None):
+    """Greedy tokens and logits, the prompt in chunks, its features in place of the placeholders' embeddings."""
+    decoder = load_decoder(directory, backend=backend, dtype=torch.float32)
+    tower = load_vision(directory, backend=backend, dtype=torch.float32)
+    vision = decoder.config.vision
+    driver = Driver(decoder)
+    positions, delta = prompt_positions(tokens, [each.grid for each in media], vision)
+    embedded = torch.tensor([token in (vision.image_token, vision.video_token) for token in tokens])
+    embeddings = torch.zeros(len(tokens), decoder.config.hidden_size)
+    if media:
+        embeddings[embedded] = torch.cat(tower.encode(media))
+    sequence = driver.sequence()
+    for begin in range(0, len(tokens), chunk or len(tokens)):
+        part = slice(begin, begin + (chunk or len(tokens)))
+        extra = {"embeddings": embeddings[part], "embedded": embedded[part]} if media else {}
+        logits = driver.logits([(sequence, tokens[part])], positions=positions[:, part], **extra)[-1]
+    sequence.delta = delta
+    out, chosen = [], []
+    for _ in range(STEPS):
+        chosen.append(logits)
+        out.append(int(logits.argmax()))
+        logits = driver.logits([(sequence, out[-1:])])[-1]
+    return out, torch.stack(chosen)
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_as_transformers(tmp_path, backend, family, prompt, chunk):
+    model = write_vision_checkpoint(tmp_path, family, shards=1 if chunk is None else 3)
+    processor = MediaProcessor.from_checkpoint(tmp_path)
+    vision = ModelConfig.from_checkpoint(tmp_path).vision
+    tokens, media = PROMPTS[prompt](processor)
+    tokens = expand_placeholders(tokens, media, vision)
+    inputs = reference_inputs(tokens, media, family)
+    if media:
+        grids = {key: value for key, value in inputs.items() if "pixel" not in key}
+        expected, delta = model.model.get_rope_index(**grids)
+        positions, our_delta = prompt_positions(tokens, [each.grid for each in media], vision)
+        assert torch.equal(positions, expected[:, 0])
+        assert our_delta == int(delta) or "video" in prompt
+    model.generation_config.eos_token_id = None
+    out = model.generate(
+        **inputs,
+        max_new_tokens=STEPS,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+    )
+    got, logits = ours(tmp_path, backend, tokens, media, chunk=chunk)
+    assert got == out.sequences[0, len(tokens) :].tolist()
+    expected_logits = torch.cat(out.logits)
+    assert torch.allclose(logits, expected_logits, rtol=0, atol=1e-4), (logits - expected_logits).abs().max()
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_yarn_with_axes_and_tied(tmp_path, backend, family):
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    model = write_vision_checkpoint(tmp_path, family, rope=rope, tie=True)
+    tokens = [1, 5, 9, 17, 30, 41]
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[0, -1]
+    assert torch.allclose(ours(tmp_path, backend, tokens, [])[1][0], expected, rtol=0, atol=1e-4)
+
+
+@given(data=st.data())
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_positions(data, family, index_of):
+    """Any mix of text, images and videos has transformers' positions."""
+    model, vision = index_of(family)
+    tokens, media = [], []
+    for _ in range(data.draw(st.integers(0, 4))):
+        tokens += [7] * data.draw(st.integers(0, 5))
+        kind = data.draw(st.sampled_from(["image", "video"]))
+        grid = MediaGrid(
+            kind=kind,
+            frames=data.draw(st.integers(1, 4)) if kind == "video" else 1,
+            rows=2 * data.draw(st.integers(1, 4)),
+            columns=2 * data.draw(st.integers(1, 4)),
+            seconds_per_frame=data.draw(st.sampled_from([0.25, 0.5, 1.0, 1.7])),
+        )
+        token = vision.image_token if kind == "image" else vision.video_token
+        tokens += [START, *[token] * grid.features(vision), END]
+        media.append(grid)
+    tokens += [7]
+    kinds = [1 if token == vision.image_token else 2 if token == vision.video_token else 0 for token in tokens]
+    grids = {}
+    for kind in ("image", "video"):
+        chosen = [[grid.frames, grid.rows, grid.columns] for grid in media if grid.kind == kind]
+        grids[f"{kind}_grid_thw"] = torch.tensor(chosen) if chosen else None
+    if family == "qwen2_5_vl":
+        grids["second_per_grid_ts"] = [grid.seconds_per_frame for grid in media if grid.kind == "video"]
+    expected, delta = model.get_rope_index(torch.tensor([tokens]), mm_token_type_ids=torch.tensor([kinds]), **grids)
+    positions, our_delta = prompt_positions(tokens, media, vision)
+    assert torch.equal(positions, expected[:, 0])
+    assert our_delta == int(expected[0, 0, -1]) + 1 - len(tokens)
+    if all(grid.kind == "image" for grid in media):
+        assert our_delta == int(delta)
+
+
+@pytest.fixture(scope="module")
+def index_of(tmp_path_factory):
+    made = {}
+
+    def get(family):
+        if family not in made:
+            path = tmp_path_factory.mktemp(family)
+            made[family] = (write_vision_checkpoint(path, family).model, ModelConfig.from_checkpoint(path).vision)
+        return made[family]
+
+    return get
+
+
+def test_speculative_positions_are_from_source():
+    positions, deltas = torch.tensor([7, 8, 9, 9, 3]), torch.tensor([-4, -4, -4, -4, 0])
+    expected = torch.tensor([[3, 4, 5, 5, 3]] * 3)
+    assert torch.equal(speculative_positions(positions, deltas), expected)
+    out = torch.full((3, 5), 99)
+    for _ in range(2):
+        assert speculative_positions(positions, deltas, out=out) is out
+        assert torch.equal(out, expected)
+
+
+def test_media_that_do_not_match(tmp_path):
+    write_vision_checkpoint(tmp_path, "qwen2_vl")
+    processor = MediaProcessor.from_checkpoint(tmp_path)
+    vision = ModelConfig.from_checkpoint(tmp_path).vision
+    image = processor.image(picture(16, 16))
+    with pytest.raises(RequestError, match=r"places for \['image'\], but no media were given"):
+        expand_placeholders([1, *IMAGE], [], vision)
+    with pytest.raises(RequestError, match=r"places for \['video'\], but \['image'\] were given"):
+        expand_placeholders([1, *VIDEO], [image], vision)
+    with pytest.raises(RequestError, match="8 image tokens in a row, but what was given next is a image of 4 features"):
+        prompt_positions([vision.image_token] * 8, [image.grid], vision)
+    with pytest.raises(RequestError, match="one more image than were given"):
+        prompt_positions([1, vision.image_token], [], vision)
+    with pytest.raises(RequestError, match="has places for fewer"):
+        prompt_positions([1], [image.grid], vision)
+    with pytest.raises(RequestError, match="can't be processed"):
+        processor.image(picture(1, 900))
+    with pytest.raises(RequestError, match="a video of 0 frames"):
+        processor.video([], frames_per_second=1.0)
+    with pytest.raises(RequestError, match="several sizes"):
+        processor.video([picture(16, 16), picture(16, 32)], frames_per_second=1.0)
+
+
+def test_digest_stands_for_the_content(tmp_path):
+    write_vision_checkpoint(tmp_path, "qwen2_vl")
+    processor = MediaProcessor.from_checkpoint(tmp_path)
+    assert processor.image(picture(16, 16)).digest == processor.image(picture(16, 16)).digest
+    assert processor.image(picture(16, 16)).digest != processor.image(picture(16, 16, seed=1)).digest
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_tensors_are_checked(tmp_path, backend, family):
+    write_vision_checkpoint(tmp_path, family)
+    path = tmp_path / "model.safetensors"
+    state = load_file(path)
+    moved = state.pop("visual.merger.mlp.0.bias")
+    save_file(state, path)
+    with pytest.raises(CheckpointError, match=r"missing: 'visual\.merger\.mlp\.0\.bias'"):
+        load_vision(tmp_path, backend=backend, dtype=torch.float32)
+    save_file(state | {"visual.merger.mlp.0.bias": moved, "visual.more": moved.clone()}, path)
+    with pytest.raises(CheckpointError, match=r"not expected: 'visual\.more'"):
+        load_vision(tmp_path, backend=backend, dtype=torch.float32)
+    save_file(state | {"visual.merger.mlp.0.bias": torch.zeros(3)}, path)
+    with pytest.raises(CheckpointError, match=r"'visual\.merger\.mlp\.0\.bias' has shape \[3\]"):
+        load_vision(tmp_path, backend=backend, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_tensors_of_the_decoder_are_checked(tmp_path, backend, family):
+    key = "model.layers.1.self_attn.k_proj.weight"
+    write_vision_checkpoint(tmp_path, family)
+    path = tmp_path / "model.safetensors"
+    state = load_file(path)
+    tensor = state.pop(key)
+    save_file(state, path)
+    with pytest.raises(CheckpointError, match=rf"missing: '{key}'"):
+        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+    save_file(state | {key + "s": tensor}, path)
+    with pytest.raises(CheckpointError, match=rf"missing: '{key}' .*not expected: '{key}s'"):
+        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+    save_file(state | {key: torch.zeros(3, 5)}, path)
+    with pytest.raises(CheckpointError, match=rf"'{key}' has shape \[3, 5\]"):
+        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+
+
+def test_other_spelling_of_the_names(tmp_path, backend):
+    """Some versions of transformers write the decoder below model.language_model."""
+    write_vision_checkpoint(tmp_path, "qwen2_vl")
+    tokens = [1, 5, 9, 17, 30, 41]
+    expected = ours(tmp_path, backend, tokens, [])[1]
+    path = tmp_path / "model.safetensors"
+    state = load_file(path)
+
+    def spell(key):
+        return key.replace("visual.", "model.visual.") if "visual" in key else key.replace("model.", "model.language_model.")
+
+    save_file({spell(key): tensor for key, tensor in state.items()}, path)
+    assert torch.equal(ours(tmp_path, backend, tokens, [])[1], expected)
