@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -17,6 +18,8 @@ SIZE = 12
 
 class Named:
     """An event, a flag or a graph, as far as the detector looks at one."""
+
+    context = SimpleNamespace(params={})
 
     def __init__(self, name: str) -> None:
         self.name = name

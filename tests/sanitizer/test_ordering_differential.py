@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis.errors import NoSuchExample
-from ordering_oracle import Oracle, Recorder, programs, run
 
 from outrider.sanitizer import intervals
 from outrider.sanitizer.clocks import Actor
+from sanitizer.ordering_oracle import Oracle, Recorder, programs, run
 
 
 def check(program: Any) -> bool:

@@ -32,11 +32,11 @@ from outrider.device import (
     Waiter,
 )
 from outrider_sim.device import register
-from outrider_sim.dispatch import extent
 from outrider_sim.exhaustive import Exhaustive
 from outrider_sim.explore import Exploration, explore
 from outrider_sim.graphs import Capture, Program
 from outrider_sim.memory import Pool
+from outrider_sim.operands import extent
 from outrider_sim.options import SimOptions
 from outrider_sim.pinned import PinnedTensor
 from outrider_sim.queue import EventState, FlagState, Kind, Op, StreamQueue
@@ -57,6 +57,7 @@ class SimStream(Stream):
     def __init__(self, backend: SimBackend, name: str, priority: int, queue: StreamQueue) -> None:
         super().__init__(backend, name, priority)
         self.queue_state = queue
+        self.epoch = backend.epoch
 
     @property
     def native(self) -> Any:
@@ -106,7 +107,9 @@ class SimEvent(Event):
         assert isinstance(end, SimEvent)
         first, last = self.state.latest, end.state.latest
         if first is None or last is None or not (first.done and last.done):
-            raise StreamOrderError(f"events {self.name!r} and {end.name!r} haven't both completed: synchronize with both first")
+            raise StreamOrderError(
+                f"events {self.name!r} and {end.name!r} haven't both completed: synchronize with both first"
+            )
         return (last.time - first.time) / 1000.0
 
 
@@ -128,7 +131,7 @@ class SimFlag(Flag):
     def _reset(self, stream: Stream) -> None:
         self._enqueue(Kind.FLAG_RESET, stream)
 
-    def _enqueue(self, kind: Kind, stream: Stream) -> None:
+    def _enqueue(self, kind: int, stream: Stream) -> None:
         assert isinstance(stream, SimStream)
         self.backend.sim.machine.flag(kind, self.state, stream.queue_state)
 
@@ -239,7 +242,7 @@ class SimControl:
 
         Each starts on the caller's current stream. Raises what the first failing one raised.
         """
-        self._machine.run_threads(*bodies)
+        self._machine.hosts.run_threads(*bodies)
 
     def yield_(self) -> None:
         """A point of the schedule in plain host code, where another thread or a stream may go on."""
@@ -262,6 +265,7 @@ class SimBackend(Backend):
         registered = register(options.name, options)
         super().__init__("sim", registered.dispatcher.device)
         self.sim = Sim(options)
+        self.epoch = 0  # resets so far
         self._dispatcher = registered.dispatcher
         self._dispatcher.current = self.sim
         registered.backend = self
@@ -338,6 +342,7 @@ class SimBackend(Backend):
         """See `SimControl.reset`."""
         machine = self.sim.machine
         machine.reset(strategy)
+        self.epoch += 1
         floor = self.sim.memory.start_over(getattr(strategy, "floor", None))
         if isinstance(strategy, Exhaustive):
             strategy.floor = floor
@@ -349,6 +354,16 @@ class SimBackend(Backend):
         for stream in gone:
             assert isinstance(stream, SimStream)
             machine.drop_stream(stream.queue_state)
+
+    def create_stream(self, name: str, *, priority: int = 0) -> Stream:
+        """A new stream. Where one of an earlier run (before the last reset) still has the name, that one is renamed: a
+        program's streams are called the same in each of its runs, so that schedules stay valid.
+        """
+        for stream in self._streams:
+            if stream.name == name and isinstance(stream, SimStream) and stream.epoch < self.epoch:
+                stream.name = f"{name}~{stream.epoch}"
+                self.sim.machine.rename_stream(stream.queue_state, stream.name)
+        return super().create_stream(name, priority=priority)
 
     # -- verbs --------------------------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ def register(name: str = "sim", options: SimOptions | None = None) -> Registered
 def _register(name: str, options: SimOptions) -> Registered:
     from outrider_sim.torch_module import make_module
 
-    class Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[misc]
+    class Hooks(torch._C._acc.PrivateUse1Hooks):
         def is_available(self) -> bool:
             return True
 
@@ -86,7 +86,7 @@ def _register(name: str, options: SimOptions) -> Registered:
         def is_built(self) -> bool:
             return True
 
-    class Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc]
+    class Guard(torch._C._acc.DeviceGuard):
         def type_(self) -> Any:
             return torch._C._autograd.DeviceType.PrivateUse1
 
@@ -119,11 +119,26 @@ def _libraries(dispatcher: Dispatcher) -> Iterator[Any]:
             func = getattr(getattr(torch.ops.aten, name), overload or "default")
         except (AttributeError, RuntimeError):
             continue  # some names exist for the JIT alone
-        aten.impl(full.removeprefix("aten::"), _factory(dispatcher, func) if factory else _kernel(dispatcher, func), "PrivateUse1")
+        aten.impl(
+            full.removeprefix("aten::"), _factory(dispatcher, func) if factory else _kernel(dispatcher, func), "PrivateUse1"
+        )
+    # torch's own kernels for pinned memory need an accelerator build; these serve `Tensor.pin_memory()`.
+    aten.impl("_pin_memory", _pin_memory(dispatcher), "CPU")
+    aten.impl("is_pinned", lambda tensor, device=None: isinstance(tensor, PinnedTensor), "CPU")
     yield aten
     fallback = torch.library.Library("_", "IMPL")
     fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     yield fallback
+
+
+def _pin_memory(dispatcher: Dispatcher) -> Any:
+    def kernel(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+        del device
+        made = dispatcher.current.pinned(tuple(tensor.shape), tensor.dtype)
+        made.plain(write=None).copy_(tensor)
+        return made
+
+    return kernel
 
 
 def _kernel(dispatcher: Dispatcher, func: Any) -> Any:
@@ -137,6 +152,6 @@ def _factory(dispatcher: Dispatcher, func: Any) -> Any:
     info = OpInfo(func)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return dispatcher.factory(info, args, kwargs)
+        return dispatcher.creation.factory(info, args, kwargs)
 
     return kernel

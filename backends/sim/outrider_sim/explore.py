@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from outrider_sim.exhaustive import Exhaustive, Pruned
-from outrider_sim.schedule import Delay, Schedule
+from outrider_sim.schedule import Delay, Schedule, Step
 from outrider_sim.strategies import Replay, Strategy, make_strategy, parse_strategy
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def run_once(backend: SimBackend, program: Program, strategy: Strategy) -> BaseE
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        # Frames would keep the run's streams and tensors, and their names and memory, from the next run.
+        # Frames would keep the run's tensors, and with them memory, from the next run.
         cause: BaseException | None = error
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)
@@ -153,7 +153,30 @@ def shrink(backend: SimBackend, program: Program, schedule: Schedule, kind: type
             if size == 1:
                 break
             pieces = min(len(delays), pieces * 2)
-    return Schedule(delays)
+    return Schedule(_tighten(delays, fails))
+
+
+def _tighten(delays: list[Delay], fails: Callable[[list[Delay]], bool]) -> list[Delay]:
+    """State each delay as narrowly as still fails: the latest step held, until after the earliest step."""
+    tries = _TIGHTEN
+    for place in range(len(delays)):
+        for step, after in ((0, -1), (1, 0)):
+            while tries > 0:
+                tries -= 1
+                now = delays[place]
+                if now.after.number + after < 0:
+                    break
+                narrower = Delay(
+                    now.step._replace(number=now.step.number + step), now.after._replace(number=now.after.number + after)
+                )
+                changed = [*delays[:place], narrower, *delays[place + 1 :]]
+                if not fails(changed):
+                    break
+                delays = changed
+    return delays
+
+
+_TIGHTEN = 64  # runs spent on it
 
 
 def explain(backend: SimBackend, program: Program, schedule: Schedule) -> list[str]:
@@ -161,11 +184,14 @@ def explain(backend: SimBackend, program: Program, schedule: Schedule) -> list[s
     names: dict[str, str] = {}
     machine = backend.sim.machine
     machine.names = names
+    machine.update_mode()
     try:
         run_once(backend, program, Replay(schedule))
     finally:
         machine.names = None
-    return [
-        f"{d.step} ({names.get(str(d.step), 'not reached')}) runs only after {d.after} ({names.get(str(d.after), 'not reached')})"
-        for d in schedule
-    ]
+        machine.update_mode()
+
+    def say(step: Step) -> str:
+        return f"{step} ({names.get(str(step), 'not reached')})"
+
+    return [f"{say(delay.step)} runs only after {say(delay.after)}" for delay in schedule]

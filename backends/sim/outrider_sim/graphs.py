@@ -59,7 +59,7 @@ class Capture:
             tap.launched(op, stream, op.order - 1)
 
     def poison(self, block: Block, stream: StreamQueue) -> None:
-        """Memory that was freed during the capture is poisoned again by each replay."""
+        """Memory that the capture hands out is poisoned by each replay before its first use, wherever it was before."""
         op = Op(Kind.POISON, "poison", block.fill_poison)
         op.order = len(self.nodes) + 1
         self.nodes.append((self.lanes[stream], op))
@@ -174,7 +174,7 @@ class Program:
         self.sim.machine.enqueue(Op(Kind.LAUNCH, f"rebind {self.name}", apply, cost=self.sim.machine.like.kernel_us), stream)
 
 
-def _edge(kind: Kind, generation: Generation, order: int) -> Op:
+def _edge(kind: int, generation: Generation, order: int) -> Op:
     op = Op(kind, "edge", target=generation)
     op.order = order
     return op

@@ -4,8 +4,7 @@ Nothing here knows torch. An operation runs only when the strategy picks it, at 
 do something with the device, or while a host thread is blocked. Points are counted per thread, operations per stream, so
 a step has the same name in every schedule of one program.
 
-One host thread runs at a time. Further ones (`spawn`) are operating-system threads that pass a baton, so that any code
-may run in them, but who runs is decided by the strategy alone.
+One host thread runs at a time; further ones are in `hosts`.
 """
 
 from __future__ import annotations
@@ -13,9 +12,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from outrider.device import Access, DeadlockError, DeviceError, DeviceFault, DeviceLost, StreamOrderError
+from outrider.device import DeadlockError, DeviceError, DeviceFault, DeviceLost
+from outrider_sim.failures import deadlock, where
+from outrider_sim.hosts import HostThreads, hand_over
 from outrider_sim.options import SimOptions
 from outrider_sim.queue import (
     ENQUEUE,
@@ -27,34 +28,15 @@ from outrider_sim.queue import (
     Kind,
     Op,
     StreamQueue,
+    action_text,
+    age,
+    can_run,
 )
 from outrider_sim.schedule import Schedule, Step, safe_name
 from outrider_sim.strategies import Strategy, make_strategy
 
-
-class Tap(Protocol):
-    """What a tool can listen to. Called on the host thread concerned, in the order of its calls."""
-
-    def launched(self, op: Op, stream: StreamQueue, index: int) -> None:
-        """`op` was enqueued as operation `index` of `stream`."""
-
-    def ran(self, op: Op, stream: StreamQueue, index: int, start: float, end: float) -> None:
-        """`op` has run, over these virtual microseconds."""
-
-    def synchronized(self, stream: StreamQueue) -> None:
-        """The host was blocked on `stream` inside a torch call (`.item()`, a pageable copy)."""
-
-    def allocated(self, allocation: Any, previous: int | None) -> None:
-        """Memory was handed out; `previous` is the identity that the bytes had before."""
-
-    def freed(self, allocation: Any) -> None:
-        """The last reference went."""
-
-    def host_accessed(self, access: Access, line: Any) -> None:
-        """A host thread touched pinned memory directly."""
-
-    def rows(self, op: Op, stream: StreamQueue, index: int) -> None:
-        """`op` is about to run: its index operands hold what it will use."""
+if TYPE_CHECKING:
+    from outrider_sim.tap import Tap
 
 
 class _Local(threading.local):
@@ -70,18 +52,20 @@ class Machine:
         self.like = options.like
         self.tap: Tap | None = None
         self.lost: DeviceLost | None = None
-        self.tracks = False  # operations carry their accesses
+        self.queries = False  # somebody asked what has run
+        self.tracks = self.tells = False  # operations carry their accesses, and the line that issued them
+        self.line = ""  # of the torch call that is being carried out
         self.quiet: Callable[[], AbstractContextManager[Any]] = nullcontext  # opened around operations that run
         self._failed: DeviceError | None = None
         self._lock = threading.RLock()
-        self._local = _Local()
+        self.local = _Local()
         self._main_ident = threading.get_ident()
         self.streams: list[StreamQueue] = []
         self.default = self.create_stream("default")
         self.main_stream = self.default
+        self.hosts = HostThreads(self)
         self.main = HostThread(0, "main", self.default)
         self.threads: list[HostThread] = [self.main]
-        self._thread_count = 1
         self._event_count = 0
         self._flag_count = 0
         self.seq = 0
@@ -91,7 +75,6 @@ class Machine:
         self.names: dict[str, str] | None = None  # where set, collects what each step was
         self.bases: dict[int, int] = {}  # storage → address, while decisions look at accesses
         self._faults = {n: kind for kind, n in options.faults if kind != "oom"}
-        self.queries = False
         self.replays = 0  # graph replays so far, as the seam counts them
         self.strategy: Strategy
         self.use(make_strategy(options.strategy, options.seed, options.strategy_options))
@@ -101,7 +84,7 @@ class Machine:
     def use(self, strategy: Strategy) -> None:
         """Let `strategy` decide from now on."""
         self.strategy = strategy
-        self._note: Callable[[str, int], None] | None = getattr(strategy, "note", None)
+        self.note: Callable[[str, int], None] | None = getattr(strategy, "note", None)
         bind = getattr(strategy, "bind", None)
         if bind is not None:
             bind(self)
@@ -114,7 +97,8 @@ class Machine:
         # With one thread, the order of the program is: run whatever can run, oldest first.
         self._eager = type(self.strategy) is Strategy and alone and not self.options.late_copies
         self._asks = not (self.strategy.host_first and alone)
-        self.tracks = self.tap is not None or self.strategy.needs_accesses or self.names is not None
+        self.tells = self.tap is not None or self.names is not None
+        self.tracks = self.tells or self.strategy.needs_accesses
         self._sees_all = self.strategy.sees_all
 
     def schedule(self) -> Schedule:
@@ -126,10 +110,10 @@ class Machine:
     def _note_lazy(self, me: HostThread, further: int) -> None:
         """Where the host runs first nobody is asked, so note what that came to: what is queued now waited until here."""
         step = me.step - 1 + further
-        if step >= 0:
+        if step >= 0 and self.options.record:
             after = Step(me.label, step)
             for stream in self.streams:
-                if stream.queue:
+                if stream.queue and can_run(stream.queue[0]):
                     self.delays[Step(stream.label, stream.done)] = after
 
     def reset(self, strategy: Strategy | None = None) -> None:
@@ -138,7 +122,7 @@ class Machine:
         A device that was lost, or that is deadlocked, drops what is queued instead.
         """
         if len(self.threads) > 1:
-            self._abort_threads()
+            self.hosts.abort()
         self.diverged = None
         try:
             if self.lost is None:
@@ -154,13 +138,15 @@ class Machine:
         self.runs = 0
         self.queries = False
         self.bases.clear()
-        self._thread_count = 1
+        self.hosts.count = 1
         for stream in self.streams:
             stream.issued = stream.done = stream.base_seq = 0
             stream.clock = 0.0
             stream.capture = None
         self.main.step = 0
         self.main.clock = 0.0
+        if self.names is not None:
+            self.names.clear()
         if strategy is None:
             strategy = make_strategy(self.options.strategy, self.options.seed, self.options.strategy_options)
         self.use(strategy)
@@ -181,15 +167,22 @@ class Machine:
         while ident in used:
             ident += 1
         stream = StreamQueue(ident, name, priority)
-        label = base = safe_name(name) or f"s{ident}"
-        taken = {other.label for other in self.streams}
-        number = 1
-        while label in taken or label.startswith("host"):
-            number += 1
-            label = f"{base}.{number}" if not base.startswith("host") else f"s-{base}.{number}"
-        stream.label = label
         self.streams.append(stream)
+        self.rename_stream(stream, name)
         return stream
+
+    def rename_stream(self, stream: StreamQueue, name: str) -> None:
+        """Call the stream `name`, or something like it where another one is called so."""
+        stream.name = name
+        label = base = safe_name(name) or f"s{stream.id}"
+        if base.startswith("host"):  # that is what host threads are called
+            label = base = f"s-{base}"
+        taken = {other.label for other in self.streams if other is not stream}
+        number = 1
+        while label in taken:
+            number += 1
+            label = f"{base}.{number}"
+        stream.label = label
 
     def drop_stream(self, stream: StreamQueue) -> None:
         """Nobody enqueues on `stream` any more; it goes when it has run empty, and its number is free again."""
@@ -209,16 +202,16 @@ class Machine:
     @property
     def thread(self) -> HostThread:
         """The actor that the calling thread is; threads that nobody registered act as the first one."""
-        return self._local.thread or self.main
+        return self.local.thread or self.main
 
     @property
     def stream(self) -> StreamQueue:
         """The calling thread's current stream."""
-        return self._local.stream or self.main_stream
+        return self.local.stream or self.main_stream
 
     def set_stream(self, stream: StreamQueue) -> StreamQueue:
         """Make `stream` current on the calling thread; returns the one before."""
-        local = self._local
+        local = self.local
         before = local.stream or self.main_stream
         if threading.get_ident() == self._main_ident:
             # Threads that never chose a stream (autograd's workers) follow the thread that made the machine.
@@ -236,7 +229,7 @@ class Machine:
         if stream.capture is not None:
             stream.capture.add(op, stream)
             return
-        me = self._local.thread or self.main
+        me = self.local.thread or self.main
         if self._eager:
             me.step += 1
         else:
@@ -263,6 +256,8 @@ class Machine:
             stream.issued += len(ops)
         finally:
             self._eager = eager
+        if eager:
+            self._run_all(None)
 
     def record(self, event: EventState, stream: StreamQueue) -> Generation:
         """Enqueue a record; the generation is complete when it has run."""
@@ -287,7 +282,7 @@ class Machine:
         op = Op(Kind.WAIT, f"wait for {generation.event.label}", target=generation, cost=self.like.wait_us)
         self.enqueue(op, stream)
 
-    def flag(self, kind: Kind, flag: FlagState, stream: StreamQueue) -> None:
+    def flag(self, kind: int, flag: FlagState, stream: StreamQueue) -> None:
         """Enqueue a set, wait or reset of `flag`."""
         verb = {Kind.FLAG_SET: "set", Kind.FLAG_WAIT: "wait for", Kind.FLAG_RESET: "reset"}[kind]
         self.enqueue(Op(kind, f"{verb} {flag.label}", target=flag), stream)
@@ -317,23 +312,23 @@ class Machine:
 
     def point(self, action: Action) -> None:
         """The calling thread is about to do `action`: let the strategy run what it wants to run before."""
-        me = self._local.thread or self.main
+        me = self.local.thread or self.main
         if self._eager:
             self._run_all(None)
             me.step += 1
         elif self._asks:
-            self._turns(me, action, None, "")
+            self.turns(me, action, None, "")
         else:
             me.step += 1
 
     def _block(self, ready: Callable[[], bool], what: str, target: Any) -> None:
         """Let the strategy run others until `ready` holds and this thread is picked; then raise what has failed."""
-        me = self._local.thread or self.main
+        me = self.local.thread or self.main
         if self.lost is not None:
             raise self.lost_again()
         if not self._asks:
             self._note_lazy(me, 0)
-        self._turns(me, Action("sync", target), ready, what)
+        self.turns(me, Action("sync", target), ready, what)
         self._settle(me, target)
         if self.lost is not None:
             raise self.lost_again()
@@ -351,7 +346,8 @@ class Machine:
             reached = max(stream.clock for stream in self.streams)
         me.clock = max(me.clock, reached) + self.like.sync_us
 
-    def _turns(self, me: HostThread, action: Action, ready: Callable[[], bool] | None, what: str) -> None:
+    def turns(self, me: HostThread, action: Action, ready: Callable[[], bool] | None, what: str) -> None:
+        """Let the strategy pick until it picks `me`, which is a candidate as soon as `ready` holds."""
         me.action, me.ready = action, ready
         me.waits_for = what
         try:
@@ -367,23 +363,21 @@ class Machine:
             with self._lock:
                 candidates = self._candidates()
                 if not candidates:
-                    if me.finished:
-                        return
-                    raise self._deadlock()
+                    raise deadlock(self)
                 pick = candidates[0] if len(candidates) == 1 and not self._sees_all else self._choose(candidates)
                 if isinstance(pick, StreamQueue):
                     self._execute(pick)
                     continue
             if pick is not me:
-                self._hand_over(me, pick)
+                hand_over(me, pick)
                 if me.finished:
                     return
                 if self.diverged is not None:
                     raise self.diverged
             me.step += 1
             me.ready = None
-            if self._note is not None:
-                self._note(me.label, me.step)
+            if self.note is not None:
+                self.note(me.label, me.step)
             if self.names is not None:
                 self.names[f"{me.label}.{me.step - 1}"] = f"the host: {action_text(me.action)}"
             return
@@ -392,14 +386,16 @@ class Machine:
         heads: list[StreamQueue] = []
         for stream in self.streams:
             queue = stream.queue
-            if queue and _can_run(queue[0]):
+            if queue and can_run(queue[0]):
                 heads.append(stream)
         if len(heads) > 1:
-            heads.sort(key=_age)
+            heads.sort(key=age)
         found: list[StreamQueue | HostThread] = list(heads)
-        for thread in self.threads:
-            if not thread.finished and (thread.ready is None or thread.ready() or self.lost is not None):
-                found.append(thread)
+        found.extend(
+            thread
+            for thread in self.threads
+            if not thread.finished and (thread.ready is None or thread.ready() or self.lost is not None)
+        )
         if self.options.late_copies and len(found) > 1:
             prompt = [a for a in found if not (isinstance(a, StreamQueue) and a.queue[0].kind == Kind.COPY)]
             found = prompt or found
@@ -408,7 +404,7 @@ class Machine:
     def _choose(self, candidates: list[StreamQueue | HostThread]) -> StreamQueue | HostThread:
         index = self.strategy.choose(candidates)
         pick = candidates[index]
-        if index:
+        if index and self.options.record:
             after = Step(pick.label, pick.step)
             for passed in candidates[:index]:
                 self.delays[Step(passed.label, passed.step)] = after
@@ -420,15 +416,9 @@ class Machine:
             if only is not None and only.queue and only.queue[0].kind < Kind.RECORD and len(only.queue) == 1:
                 self._execute(only)  # the common case; it can't unblock anything
                 return
-            while True:
-                best = None
-                for stream in self.streams:
-                    queue = stream.queue
-                    if queue and _can_run(queue[0]) and (best is None or _age(stream) < _age(best)):
-                        best = stream
-                if best is None:
-                    return
-                self._execute(best)
+            with self.quiet():
+                while heads := [stream for stream in self.streams if stream.queue and can_run(stream.queue[0])]:
+                    self._execute(min(heads, key=age) if len(heads) > 1 else heads[0])
 
     def _execute(self, stream: StreamQueue) -> None:
         op = stream.queue.popleft()
@@ -460,28 +450,17 @@ class Machine:
             if op.fn is not None:
                 op.fn()
         else:
-            self._run_flag(kind, op.target, start)
-            if kind == Kind.FLAG_WAIT:
-                start = max(start, op.target.time)
+            start = op.target.run(kind, start)
         stream.clock = start + op.cost
         self.runs += 1
         if self.names is not None:
             self.names[f"{stream.label}.{index}"] = f"{op.name} at {op.line}" if op.line else op.name
         if stream.poison:
             self._poison(stream)
-        if self._note is not None:
-            self._note(stream.label, stream.done)
+        if self.note is not None:
+            self.note(stream.label, stream.done)
         if self.tap is not None:
             self.tap.ran(op, stream, index, start, stream.clock)
-
-    def _run_flag(self, kind: int, flag: FlagState, now: float) -> None:
-        if kind == Kind.FLAG_SET:
-            if flag.is_set:
-                flag.lost += 1  # the device remembers one set: this one is lost
-            flag.is_set = True
-            flag.time = now
-        elif kind == Kind.FLAG_RESET:
-            flag.is_set = False
 
     def _poison(self, stream: StreamQueue) -> None:
         pending = stream.poison
@@ -495,154 +474,21 @@ class Machine:
         assert self.lost is not None
         return DeviceLost(str(self.lost))
 
-    def _where(self, op: Op, stream: StreamQueue, index: int) -> str:
-        line = f" at {op.line}" if op.line else ""
-        return f"operation {stream.label}.{index} ({op.name}{line})"
-
     def _inject(self, fault: str, op: Op, stream: StreamQueue, index: int) -> None:
-        where = self._where(op, stream, index)
+        place = where(op, stream, index)
         if fault == "error":
             self._failed = self._failed or DeviceFault(
-                f"{where} failed on request (fault=error@{op.seq + 1}); its results are undefined, the device lives on"
+                f"{place} failed on request (fault=error@{op.seq + 1}); its results are undefined, the device lives on"
             )
         else:
-            self._lose(f"{where} failed on request (fault=lost@{op.seq + 1})")
+            self._lose(f"{place} failed on request (fault=lost@{op.seq + 1})")
 
     def _fail(self, op: Op, stream: StreamQueue, index: int, error: Exception) -> None:
         # A kernel that fails while it runs (an index out of range) is a sticky fault on a device.
-        self._lose(f"{self._where(op, stream, index)} failed: {type(error).__name__}: {error}")
+        self._lose(f"{where(op, stream, index)} failed: {type(error).__name__}: {error}")
         assert self.lost is not None
         self.lost.__cause__ = error
 
     def _lose(self, text: str) -> None:
         self.lost = DeviceLost(f"{text}; the device is lost: queued work is gone, make a new backend")
         self.drop()
-
-    def _deadlock(self) -> DeadlockError:
-        lines = []
-        for stream in self.streams:
-            if not stream.queue:
-                continue
-            op = stream.queue[0]
-            line = f" ({op.line})" if op.line else ""
-            lines.append(f"stream {stream.label!r} is held at operation {stream.done}{line}: {_reason(op)}")
-        lines.extend(
-            f"{thread} waits for {thread.waits_for}" for thread in self.threads if not thread.finished and thread.ready
-        )
-        return DeadlockError("nothing that is queued can run:\n  " + "\n  ".join(lines))
-
-    # -- host threads -----------------------------------------------------------------------------------------------
-
-    def spawn(self, fn: Callable[[], None], name: str = "") -> HostThread:
-        """Start a host thread. It runs when the strategy picks it; its current stream is the caller's."""
-        self.point(Action("spawn"))
-        thread = HostThread(self._thread_count, name, self.stream)
-        self._thread_count += 1
-        thread.baton = threading.Semaphore(0)
-        if self.main.baton is None:
-            self.main.baton = threading.Semaphore(0)
-        me = self.thread
-        thread.clock = me.clock
-
-        def body() -> None:
-            thread.baton.acquire()
-            self._local.thread, self._local.stream = thread, thread.stream
-            thread.step += 1
-            thread.ready = None
-            if self._note is not None:
-                self._note(thread.label, thread.step)
-            try:
-                if self.diverged is None:
-                    fn()
-            except BaseException as error:
-                thread.error = error
-            thread.finished = True
-            self._leave(thread)
-
-        # A daemon, so that a program that fails before joining can still end.
-        thread.os = threading.Thread(target=body, name=f"outrider-sim {thread.label}", daemon=True)
-        self.threads.append(thread)
-        self.update_mode()
-        thread.os.start()
-        return thread
-
-    def join(self, thread: HostThread) -> None:
-        """Block until `thread` has finished; raises what it raised."""
-        self._turns(self.thread, Action("join", thread), lambda: thread.finished, str(thread))
-        if thread.os is not None:
-            thread.os.join()
-        if thread in self.threads:
-            self.threads.remove(thread)
-        self.update_mode()
-        if self.diverged is not None:
-            raise self.diverged
-        if thread.error is not None:
-            raise thread.error
-
-    def run_threads(self, *bodies: Callable[[], None]) -> None:
-        """Run the callables as host threads beside each other and join them all."""
-        threads = [self.spawn(body, getattr(body, "__name__", "")) for body in bodies]
-        failed: BaseException | None = None
-        for thread in threads:
-            try:
-                self.join(thread)
-            except BaseException as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
-
-    def _hand_over(self, me: HostThread, other: HostThread) -> None:
-        other.baton.release()
-        if not me.finished:
-            me.baton.acquire()
-
-    def _leave(self, thread: HostThread) -> None:
-        """A finished thread passes its turn on; where nobody can go on, the first thread wakes up and raises."""
-        try:
-            if self.diverged is None:
-                self._turns(thread, Action("exit"), None, "")
-        except BaseException as error:
-            self.diverged = error
-        if self.diverged is not None:
-            self.main.baton.release()
-
-    def _abort_threads(self) -> None:
-        """End threads that a failed run left parked: each raises at the point where it waits."""
-        self.diverged = self.diverged or StreamOrderError("the run was given up")
-        for thread in self.threads[1:]:
-            if not thread.finished:
-                thread.baton.release()
-            thread.os.join()
-        if self.main.baton is not None:
-            self.main.baton = threading.Semaphore(0)
-        self.threads = [self.main]
-
-
-def action_text(action: Action) -> str:
-    """What a host thread did, in words."""
-    return {"enqueue": "enqueues", "query": "asks", "host": "touches pinned memory", "sync": "waits"}.get(
-        action.what, action.what
-    )
-
-
-def _can_run(op: Op) -> bool:
-    kind = op.kind
-    if kind == Kind.WAIT:
-        return bool(op.target.done)
-    if kind == Kind.FLAG_WAIT:
-        return bool(op.target.is_set)
-    return True
-
-
-def _age(stream: StreamQueue) -> tuple[int, int]:
-    op = stream.queue[0]
-    return (op.seq, 0) if op.seq >= 0 else (stream.base_seq, op.order)
-
-
-def _reason(op: Op) -> str:
-    if op.kind == Kind.WAIT:
-        return f"it waits for {op.target}"
-    if op.kind == Kind.FLAG_WAIT:
-        lost = f" ({op.target.lost} sets were lost)" if op.target.lost else ""
-        return f"it waits for {op.target.label}, which is down{lost}"
-    return f"{op.name} can run"

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from outrider.device import OutOfDeviceMemory
-from outrider_sim.source import python_line
 
 if TYPE_CHECKING:
     from outrider_sim.machine import Machine
@@ -144,10 +143,9 @@ class Memory:
         capture = stream.capture
         pool = self.pool if capture is None else capture.pool
         free = pool.free.get((stream.id, size))
-        if free:
-            block = free.pop()
-        else:
-            block = self._fresh(pool, stream, size)
+        block = free.pop() if free else self._fresh(pool, stream, size)
+        if capture is not None and self.poison:
+            capture.poison(block, stream)
         self.allocated += size
         if self.allocated > self.peak:
             self.peak = self.allocated
@@ -155,7 +153,7 @@ class Memory:
         made = Allocation(self, block, self._ids, nbytes, stream)
         tap = self.machine.tap
         if tap is not None:
-            made.line = python_line()
+            made.line = self.machine.line
             tap.allocated(made, block.last)
         if self.machine.tracks:
             self.machine.bases[self._ids] = block.address
@@ -191,8 +189,8 @@ class Memory:
     def _give_back(self, block: Block) -> None:
         stream = block.stream
         if self.poison:
-            if stream.capture is not None and block.pool is stream.capture.pool:
-                stream.capture.poison(block, stream)
+            if block.pool.graph:
+                pass  # private memory is poisoned where a capture takes it, and again by each replay
             elif stream.queue:
                 stream.poison.append((stream.issued, block))
             else:

@@ -53,6 +53,10 @@ HOST_INDICES = frozenset(
 MATRIX = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::linear", "aten::matmul", "aten::baddbmm"})
 
 
+PLAN_LIMIT = 4096
+"""Plans kept for an overload; beyond, they are found again."""
+
+
 class Way(Enum):
     """How an operator is carried out."""
 
@@ -81,6 +85,7 @@ class OpInfo:
         "plans",
         "random",
         "random_if",
+        "resolvers",
         "returns",
         "run",
         "takes_generator",
@@ -97,10 +102,9 @@ class OpInfo:
         self.name: str = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
         self.native = schema.name.startswith("aten::")
         self.plans: dict[Any, Any] = {}
+        self.resolvers: Any = {}  # operands that are indexed by data: how to find their rows
         self.names = tuple(argument.name for argument in schema.arguments)
-        self.writes = frozenset(
-            a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
-        )
+        self.writes = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
         self.returns = tuple(_operand_of(schema, r) for r in schema.returns)
         self.fresh = self.returns == (None,) and str(schema.returns[0].type) == "Tensor"
         self.uses_device = "device" in self.names
@@ -112,7 +116,11 @@ class OpInfo:
         self.takes_host_indices = self.name in HOST_INDICES
         self.matrix = self.name in MATRIX
         self.way = self._classify(schema, tags)
-        self.out, self.out_names = self._find_out(schema) if self.way is Way.COMPUTE and not self.writes else (None, ())
+        simple = self.way is Way.COMPUTE and not self.writes
+        self.out: Any = None
+        self.out_names: tuple[str, ...] = ()
+        if simple:
+            self.out, self.out_names = self._find_out(schema)
 
     def _classify(self, schema: Any, tags: Any) -> Way:
         if torch.Tag.inplace_view in tags or self.name.startswith(("aten::resize_", "aten::set_")):

@@ -73,6 +73,7 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "strategy": f"who goes next: {', '.join(sorted(MAKERS))}",
         **STRATEGY_OPTIONS,
         "memory": "bytes of device memory, with suffix KiB, MiB or GiB (default 64GiB)",
+        "record": "keep the schedule of the run: on (default), or off for long runs that nobody will replay",
         "poison": "fill fresh and freed memory with a pattern: on (default) or off",
         "fault": f"KIND@N joined by '+', KIND one of {', '.join(FAULTS)}",
         "late": "copies: copies run only when nothing else can",
@@ -95,6 +96,7 @@ class SimOptions:
     strategy_options: Mapping[str, str] = field(default_factory=dict)
     memory: int = 64 << 30
     poison: bool = True
+    record: bool = True
     faults: frozenset[tuple[str, int]] = frozenset()
     late_copies: bool = False
     recycled_events: bool = False
@@ -116,6 +118,7 @@ def parse_options(options: Mapping[str, str]) -> SimOptions:
         strategy=strategy,
         strategy_options=MappingProxyType({k: v for k, v in options.items() if k in STRATEGY_OPTIONS}),
         memory=_bytes(options.get("memory", "64GiB")),
+        record=_choice(options, "record", ("on", "off")) == "on",
         poison=_choice(options, "poison", ("on", "off")) == "on",
         faults=_faults(options.get("fault", "")),
         late_copies=_choice(options, "late", ("nothing", "copies")) == "copies",

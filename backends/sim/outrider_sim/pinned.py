@@ -78,8 +78,7 @@ class PinnedTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain(write=False).__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        del tensor_contents
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.plain(write=False))
 
 
@@ -95,6 +94,6 @@ def alias(tensor: Tensor) -> Tensor:
 def pin(plain: Tensor, allocation: HostAllocation) -> PinnedTensor:
     """A pinned tensor over `plain`, which lies in the memory of `allocation`."""
     with torch._C._InferenceMode(False):
-        made = Tensor._make_subclass(PinnedTensor, plain)  # type: ignore[attr-defined]
+        made = Tensor._make_subclass(PinnedTensor, plain)
     made._alloc = allocation
-    return made  # type: ignore[no-any-return]
+    return made

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 from outrider.device import Access
 
 
-class Kind(IntEnum):
-    """What an operation does to the machine. Kinds up to COPY run a function, the others move events and flags."""
+class Kind:
+    """What an operation does to the machine. Kinds up to POISON run a function, the others move events and flags.
+
+    Plain integers, since they are compared for every operation that runs.
+    """
 
     KERNEL = 0
     COPY = 1
@@ -74,6 +76,16 @@ class FlagState:
         self.is_set = False
         self.lost = 0
         self.time = 0.0
+
+    def run(self, kind: int, now: float) -> float:
+        """A set, wait or reset runs at `now`; returns the virtual time after it."""
+        if kind == Kind.FLAG_WAIT:
+            return max(now, self.time)
+        if kind == Kind.FLAG_SET:
+            self.lost += self.is_set  # the device remembers one set: a second one is lost
+            self.time = now
+        self.is_set = kind == Kind.FLAG_SET
+        return now
 
     @property
     def label(self) -> str:
@@ -238,3 +250,36 @@ class Action(NamedTuple):
 
 FREE = Action("free")
 ENQUEUE = Action("enqueue")
+
+
+def action_text(action: Action) -> str:
+    """What a host thread did, in words."""
+    return {"enqueue": "enqueues", "query": "asks", "host": "touches pinned memory", "sync": "waits"}.get(
+        action.what, action.what
+    )
+
+
+def can_run(op: Op) -> bool:
+    """Whether nothing holds the operation back."""
+    kind = op.kind
+    if kind == Kind.WAIT:
+        return bool(op.target.done)
+    if kind == Kind.FLAG_WAIT:
+        return bool(op.target.is_set)
+    return True
+
+
+def age(stream: StreamQueue) -> tuple[int, int]:
+    """Where a stream's next operation stands in the order of the program."""
+    op = stream.queue[0]
+    return (op.seq, 0) if op.seq >= 0 else (stream.base_seq, op.order)
+
+
+def reason(op: Op) -> str:
+    """Why an operation can't run, in words."""
+    if op.kind == Kind.WAIT:
+        return f"it waits for {op.target}"
+    if op.kind == Kind.FLAG_WAIT:
+        lost = f" ({op.target.lost} sets were lost)" if op.target.lost else ""
+        return f"it waits for {op.target.label}, which is down{lost}"
+    return f"{op.name} can run"

@@ -2,7 +2,7 @@
 
 Left alone, the machine runs each operation as soon as it can, in the order in which the program enqueued it, before
 the host goes on. A schedule is the list of departures: *delays* of the form "step X not before step Y is done". A step
-is `(actor, index)`: an actor is a stream (by its name) or a host thread (`host0`, `host1`, …), the index counts that
+is `(actor, number)`: an actor is a stream (by its name) or a host thread (`host0`, `host1`, …), the number counts that
 actor's steps since the last reset. Written `forward.5@plan.3/host0.2@copy.1`: operation 5 of stream `forward` waits
 until operation 3 of `plan` has run, and so on. `-` is the order of the program itself.
 
@@ -19,17 +19,17 @@ from typing import NamedTuple
 from outrider.device import ConfigError
 
 PROGRAM = "-"
-_UNSAFE = re.compile(r"[^A-Za-z0-9_.+-]")
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.+~-]")
 
 
 class Step(NamedTuple):
     """One step of one actor."""
 
     actor: str
-    index: int
+    number: int
 
     def __str__(self) -> str:
-        return f"{self.actor}.{self.index}"
+        return f"{self.actor}.{self.number}"
 
 
 class Delay(NamedTuple):
@@ -43,7 +43,7 @@ class Delay(NamedTuple):
 
 
 def safe_name(name: str) -> str:
-    """The actor name for a stream's name: letters, digits and `_.+-` alone, so that a schedule needs no quoting."""
+    """The actor name for a stream's name: letters, digits and `_.+~-` alone, so that a schedule needs no quoting."""
     return _UNSAFE.sub("-", name)
 
 

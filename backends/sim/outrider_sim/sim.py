@@ -91,7 +91,7 @@ class Sim:
 def host_extent(tensor: PinnedTensor, write: bool, argument: str = "") -> Access:
     """The bytes of a pinned tensor."""
     size = tensor.element_size()
-    low = tensor.storage_offset() * size
+    low = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():
         return Access(tensor._alloc.id, low, low + tensor.numel() * size, write, None, None, argument)
     shape, stride = tuple(tensor.shape), tuple(s * size for s in tensor.stride())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from functools import cache
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 
@@ -26,9 +26,9 @@ def _line(code: CodeType, number: int) -> str:
 
 def python_line() -> str:
     """`file:line` of what is running now; empty where every frame is inside."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not _inside(frame.f_code):
             return _line(frame.f_code, frame.f_lineno)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""

@@ -177,7 +177,7 @@ class Replay(Strategy):
     def held(self, step: Step) -> bool:
         """Whether the schedule still holds the step back."""
         after = self._after.get(step)
-        return after is not None and self._done.get(after.actor, 0) <= after.index
+        return after is not None and self._done.get(after.actor, 0) <= after.number
 
     def note(self, label: str, done: int) -> None:
         """An actor has taken `done` steps."""

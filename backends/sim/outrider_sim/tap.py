@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from outrider.device import Access, Observer, Operation
 from outrider_sim.pinned import HostAllocation
@@ -10,6 +10,31 @@ from outrider_sim.queue import Kind, Op, StreamQueue
 
 if TYPE_CHECKING:
     from outrider_sim.backend import SimBackend
+
+
+class Tap(Protocol):
+    """What a tool can listen to. Called on the host thread concerned, in the order of its calls."""
+
+    def launched(self, op: Op, stream: StreamQueue, index: int) -> None:
+        """`op` was enqueued as operation `index` of `stream`."""
+
+    def ran(self, op: Op, stream: StreamQueue, index: int, start: float, end: float) -> None:
+        """`op` has run, over these virtual microseconds."""
+
+    def synchronized(self, stream: StreamQueue) -> None:
+        """The host was blocked on `stream` inside a torch call (`.item()`, a pageable copy)."""
+
+    def allocated(self, allocation: Any, previous: int | None) -> None:
+        """Memory was handed out; `previous` is the identity that the bytes had before."""
+
+    def freed(self, allocation: Any) -> None:
+        """The last reference went."""
+
+    def host_accessed(self, access: Access, line: Any) -> None:
+        """A host thread touched pinned memory directly."""
+
+    def rows(self, op: Op, stream: StreamQueue, index: int) -> None:
+        """`op` is about to run: its index operands hold what it will use."""
 
 
 class SeamTap:
@@ -24,9 +49,7 @@ class SeamTap:
         """Kernels and copies are operations; records, waits and launches have reports of their own."""
         if op.kind > Kind.COPY:
             return
-        op.report = Operation(
-            op.name, stream.name or stream.label, index, op.accesses, op.line
-        )
+        op.report = Operation(op.name, stream.name or stream.label, index, op.accesses, op.line)
         self._observer.launched(op.report)
 
     def ran(self, op: Op, stream: StreamQueue, index: int, start: float, end: float) -> None:

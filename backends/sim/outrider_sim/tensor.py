@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from outrider_sim.memory import Allocation
     from outrider_sim.meta import Meta
 
-_make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_make = Tensor._make_wrapper_subclass
 
 
 class SimStorage:
@@ -81,9 +81,9 @@ class SimTensor(Tensor):
 
     def data_ptr(self) -> int:
         """The simulated address of the first element."""
-        return self._alloc.address + self._inner.storage_offset() * self._meta.itemsize
+        return self._alloc.address + int(self._inner.storage_offset()) * self._meta.itemsize
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> Tensor:
         """The same memory outside autograd."""
         return self.detach()
@@ -130,7 +130,7 @@ class SimTensor(Tensor):
             made = self.detach().clone()
         made.requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
-            made._is_param = True  # type: ignore[attr-defined]
+            made._is_param = True
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
         memo[id(self)] = made
@@ -142,8 +142,7 @@ class SimTensor(Tensor):
         host = self.detach().cpu()
         return (_rebuild, (host, str(self.device), self.requires_grad, getattr(self, "_is_param", False)))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        del tensor_contents
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         host = self.detach().cpu()
         text = repr(host)
         tail = f", device='{self.device}'"
@@ -180,4 +179,4 @@ def wrap(inner: Tensor, meta: Meta, allocation: Allocation, device: torch.device
     made._alloc = allocation
     made._meta = meta
     made._born = allocation.machine_memory.machine.replays
-    return made  # type: ignore[no-any-return]
+    return made

@@ -1,36 +1,223 @@
-"""The module `torch.sim`: what torch and its users expect of a device's module."""
+"""The module `torch.sim`: what torch expects of a device's module, and streams for programs that use torch alone.
+
+Everything goes to the backend that was made last (one is made when there is none), so a tool that is attached to that
+backend sees it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from outrider_sim.backend import SimBackend, SimEvent, SimStream
+
+
+def _backend() -> SimBackend:
+    from outrider_sim.backend import SimBackend
+    from outrider_sim.device import registered
+    from outrider_sim.options import SimOptions
+
+    found = registered()
+    assert found is not None
+    if found.backend is None:
+        found.backend = SimBackend(SimOptions(name=found.name))
+    backend: SimBackend = found.backend
+    return backend
+
+
+class Stream:
+    """A stream, in the form that torch's device modules have."""
+
+    def __init__(self, device: Any = None, priority: int = 0, *, wrapped: SimStream | None = None) -> None:
+        del device
+        backend = _backend()
+        made: Any = wrapped or backend.create_stream(f"s{len(backend.streams)}", priority=priority)
+        self.wrapped: SimStream = made
+
+    @property
+    def queue_state(self) -> Any:
+        """The queue behind it."""
+        return self.wrapped.queue_state
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Record `event`, or a new one."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        """Hold what comes after until the event's latest record."""
+        self.wrapped.wait(event.wrapped)
+
+    def wait_stream(self, other: Stream) -> None:
+        """Hold what comes after until what `other` holds now has run."""
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        """Block until everything enqueued so far has run."""
+        self.wrapped.synchronize()
+
+    def query(self) -> bool:
+        """Whether everything enqueued so far has run."""
+        return self.wrapped.query()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.wrapped is self.wrapped
+
+    def __hash__(self) -> int:
+        return hash(self.wrapped)
+
+
+class Event:
+    """An event, in the form that torch's device modules have."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        del blocking, interprocess
+        made: Any = _backend().create_event("", timing=enable_timing)
+        self.wrapped: SimEvent = made
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Record on `stream`, or on the current one."""
+        (stream or current_stream()).wrapped.record(self.wrapped)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Make `stream`, or the current one, wait."""
+        (stream or current_stream()).wait_event(self)
+
+    def query(self) -> bool:
+        """Whether the latest record is complete; True where there was none, as torch has it."""
+        return self.wrapped.generation == 0 or self.wrapped.query()
+
+    def synchronize(self) -> None:
+        """Block until the latest record is complete."""
+        if self.wrapped.generation:
+            self.wrapped.synchronize()
+
+    def elapsed_time(self, end: Event) -> float:
+        """Virtual milliseconds to `end`."""
+        return self.wrapped.elapsed_ms(end.wrapped)
+
+
+def current_stream(device: Any = None) -> Stream:
+    """The calling thread's current stream."""
+    del device
+    backend = _backend()
+    queue = backend.sim.machine.stream
+    for stream in backend.streams:
+        if stream.native is queue:
+            return Stream(wrapped=stream)  # type: ignore[arg-type]
+    return default_stream()
+
+
+def default_stream(device: Any = None) -> Stream:
+    """The stream of work that nobody placed."""
+    del device
+    return Stream(wrapped=_backend().default_stream)
+
+
+@contextmanager
+def stream(chosen: Stream | None) -> Generator[None]:
+    """Place torch work on `chosen` inside the block."""
+    if chosen is None:
+        yield
+        return
+    with chosen.wrapped.backend.on(chosen.wrapped):
+        yield
+
+
+def set_stream(chosen: Stream) -> None:
+    """Make `chosen` current from here on."""
+    chosen.wrapped.backend.sim.machine.set_stream(chosen.queue_state)
+
+
+def synchronize(device: Any = None) -> None:
+    """Block until every stream is empty."""
+    del device
+    _backend().synchronize()
+
+
+def empty_pinned(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Pinned host memory (torch's own `pin_memory=True` needs an accelerator build)."""
+    return _backend().sim.pinned(tuple(shape), dtype or torch.get_default_dtype())
 
 
 class _DeviceScope:
-    """`with torch.sim.device(0)`: there is one device."""
-
     def __init__(self, device: Any) -> None:
         self.device = device
 
     def __enter__(self) -> None:
-        """Nothing changes."""
+        """There is one device: nothing changes."""
 
     def __exit__(self, *_: object) -> None:
         """Nothing changes."""
+
+
+def _manual_seed(seed: int) -> None:
+    from outrider_sim.device import registered
+
+    found = registered()
+    if found is not None:  # torch seeds every device it knows, also while this one is being registered
+        found.dispatcher.current.manual_seed(seed)
+
+
+def _get_rng_state(device: Any = None) -> Tensor:
+    del device
+    import pickle
+
+    return torch.frombuffer(bytearray(pickle.dumps(_backend().sim.seeds.getstate())), dtype=torch.uint8)
+
+
+def _set_rng_state(state: Tensor, device: Any = None) -> None:
+    del device
+    import pickle
+
+    _backend().sim.seeds.setstate(pickle.loads(bytes(state.tolist())))
+
+
+def _empty_cache() -> None:
+    _backend().sim.memory.empty_cache()
 
 
 def make_module(name: str) -> ModuleType:
     """The module for the device called `name`."""
     module = ModuleType(f"torch.{name}", "A simulated accelerator.")
     members: dict[str, Any] = {
-        "is_initialized": lambda: True,
-        "is_available": lambda: True,
-        "current_device": lambda: 0,
-        "device_count": lambda: 1,
-        "set_device": lambda device: None,
+        "Event": Event,
+        "Stream": Stream,
+        "StreamContext": stream,
         "_is_in_bad_fork": lambda: False,
+        "current_device": lambda: 0,
+        "current_stream": current_stream,
+        "default_stream": default_stream,
         "device": _DeviceScope,
-        "manual_seed_all": lambda seed: None,
+        "device_count": lambda: 1,
+        "empty_cache": _empty_cache,
+        "empty_pinned": empty_pinned,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "get_device_name": lambda device=None: f"simulated, like {_backend().sim.options.like.name}",
+        "get_rng_state": _get_rng_state,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "manual_seed": _manual_seed,
+        "manual_seed_all": _manual_seed,
+        "max_memory_allocated": lambda device=None: _backend().sim.memory.peak,
+        "mem_get_info": lambda device=None: (
+            _backend().sim.memory.limit - _backend().sim.memory.allocated,
+            _backend().sim.memory.limit,
+        ),
+        "memory_allocated": lambda device=None: _backend().sim.memory.allocated,
+        "memory_reserved": lambda device=None: _backend().sim.memory.reserved,
+        "set_device": lambda device: None,
+        "set_rng_state": _set_rng_state,
+        "set_stream": set_stream,
+        "stream": stream,
+        "synchronize": synchronize,
     }
     for key, value in members.items():
         setattr(module, key, value)

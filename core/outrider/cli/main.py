@@ -27,6 +27,9 @@ COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "doctor": "outrider.cli.doctor:doctor",
     "conform": "outrider.cli.conform:conform",
     "bench": {"decode": "outrider.cli.bench_decode:decode"},
+    "sanitize": "outrider.cli.sanitize:sanitize",
+    "explore": "outrider.cli.explore:explore",
+    "trace": "outrider.cli.trace:trace",
 }
 _HELP = "Overlapped speculative decoding of LLMs behind a small hardware-backend interface."
 

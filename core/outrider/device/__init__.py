@@ -83,7 +83,6 @@ _HOMES = {
         "GraphPool",
         "HostParam",
         "Scalar",
-        "ScheduleFailure",
     ),
     "kernels": (
         "AttentionMetadata",
@@ -103,7 +102,6 @@ _HOMES = {
     ),
     "sync": (
         "EventFence",
-        "ExplorationResult",
         "Fence",
         "JoinedPlan",
         "Recompute",

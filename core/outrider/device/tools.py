@@ -199,6 +199,12 @@ class ControllableDevice(Protocol):
         """
 
 
+    def run_threads(self, *bodies: Callable[[], None]) -> None:
+        """Run the callables as host threads that the schedule picks in turn, and join them. Between themselves they may
+        meet at device calls alone: a lock or queue would block the whole device.
+        """
+
+
 class ScheduleFailure(Protocol):
     """A schedule under which a program failed. ``shrunk`` is what of it matters, ``orderings`` says so in words."""
 

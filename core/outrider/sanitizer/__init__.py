@@ -1,1 +1,14 @@
-"""The sanitizer: finds missing, stale and misplaced orderings between streams, host threads and graph replays."""
+"""The sanitizer: finds missing, stale and misplaced orderings between streams, host threads and graph replays.
+
+from outrider.sanitizer import watch
+
+with watch(backend) as report:
+run(backend)
+report.raise_if_any()
+"""
+
+from outrider.sanitizer.advisor import Advice
+from outrider.sanitizer.findings import Finding, Kind, RaceError, Report, Site
+from outrider.sanitizer.sanitizer import Sanitizer, watch
+
+__all__ = ["Advice", "Finding", "Kind", "RaceError", "Report", "Sanitizer", "Site", "watch"]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from outrider.device import Access, Operation
 from outrider.sanitizer.clocks import Actor
+from outrider.sanitizer.memory import Shadow
 
 
 class Verb(NamedTuple):
@@ -23,6 +24,7 @@ class Captured:
 
     ``summary`` holds, for a graph without branches and flags, each operation with those of its accesses that an outsider
     can conflict with: all its accesses lie in one epoch of one stream, so the same region needs to be looked at once.
+    ``dead`` are storages that it uses and that were freed since, with where that was.
     """
 
     main: str
@@ -30,7 +32,12 @@ class Captured:
     branches: dict[str, Actor] = field(default_factory=dict)
     summary: list[tuple[Operation, list[Access]]] | None = None
     temporaries: set[int] = field(default_factory=set)
-    replays: int = 0
+    dead: dict[int, tuple[Shadow, str]] = field(default_factory=dict)
+
+    def outside(self) -> set[int]:
+        """Storages that it uses and doesn't own."""
+        launched = (verb.subject.accesses for verb in self.verbs if verb.what == "launch")
+        return {access.storage for accesses in launched for access in accesses} - self.temporaries
 
     def finish(self) -> None:
         """The capture is over: make the summary."""
@@ -57,7 +64,3 @@ class Captured:
     def flags(self) -> bool:
         """Whether a replay waits for flags."""
         return any(verb.what == "await" for verb in self.verbs)
-
-    def outputs(self) -> list[Access]:
-        """Every write of a replay."""
-        return [a for verb in self.verbs if verb.what == "launch" for a in verb.subject.accesses if a.write]

@@ -70,20 +70,21 @@ class Actor:
 
 
 class Replay:
-    """One replay of a graph, as the points of its operations name it."""
+    """One replay of a graph, as the points of its operations name it. ``step`` is its launch, as schedules name it."""
 
-    __slots__ = ("generation", "graph", "location")
+    __slots__ = ("generation", "graph", "location", "step")
 
-    def __init__(self, graph: str, generation: int, location: str) -> None:
+    def __init__(self, graph: str, generation: int, location: str, step: tuple[str, int] | None = None) -> None:
         self.graph = graph
         self.generation = generation
         self.location = location
+        self.step = step
 
 
 class Point:
     """One operation, or one access of the host, with what it knew: shared by all its accesses."""
 
-    __slots__ = ("actor", "clock", "epoch", "location", "name", "number", "operation", "replay", "sequence")
+    __slots__ = ("actor", "clock", "epoch", "location", "name", "number", "operation", "replay", "sequence", "step")
 
     def __init__(
         self,
@@ -104,6 +105,7 @@ class Point:
         self.sequence = sequence
         self.operation = operation
         self.replay: Replay | None = None
+        self.step: tuple[str, int] | None = None
 
     def before(self, other: Point) -> bool:
         """Whether this point happened before ``other``."""

@@ -84,6 +84,11 @@ class IntervalMap:
                     best = record
         return best
 
+    def within(self, start: int, end: int) -> list[Interval]:
+        """The intervals that share a byte with [start, end)."""
+        first, last = self._find(start, end)
+        return self.intervals[first:last]
+
     def records(self) -> list[Record]:
         """Everything that is remembered, each record once."""
         seen: dict[int, Record] = {}
@@ -91,10 +96,6 @@ class IntervalMap:
             for record in (*interval.writes, *interval.reads):
                 seen[id(record)] = record
         return list(seen.values())
-
-    def boundaries(self) -> list[int]:
-        """Where intervals begin."""
-        return self.starts
 
     def _find(self, start: int, end: int) -> tuple[int, int]:
         first = bisect_right(self.starts, start) - 1

@@ -6,13 +6,15 @@ import sys
 
 _INSIDE = ("outrider.device", "outrider.sanitizer", "outrider_", "torch", "contextlib", "threading", "weakref", "concurrent.")
 
+_PROGRAMS = "outrider.sanitizer.races"
+
 
 def here() -> str:
     """``file:line`` of the innermost caller outside torch, the seam, the sanitizer and the plugins; or an empty string."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if not name.startswith(_INSIDE):
+        if not name.startswith(_INSIDE) or name.startswith(_PROGRAMS):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         if frame.f_back is None:
             break

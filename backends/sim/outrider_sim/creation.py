@@ -1,0 +1,94 @@
+"""New tensors: memory without contents, and factories that fill it by a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from outrider_sim.meta import contiguous
+from outrider_sim.operands import CPU, META, Seeded, extent
+from outrider_sim.opinfo import OpInfo
+from outrider_sim.queue import Kind, Op
+from outrider_sim.tensor import SimTensor
+
+if TYPE_CHECKING:
+    from outrider_sim.dispatch import Dispatcher
+
+
+class Creation:
+    """Makes tensors on the device."""
+
+    def __init__(self, core: Dispatcher) -> None:
+        self._core = core
+
+    def empty(
+        self,
+        size: Sequence[int],
+        dtype: torch.dtype | None = None,
+        layout: Any = None,
+        device: Any = None,
+        pin_memory: bool | None = None,
+        memory_format: torch.memory_format | None = None,
+    ) -> SimTensor:
+        """New memory with undefined contents."""
+        del layout, device, pin_memory
+        shape = torch.Size(size)
+        if memory_format in (None, torch.contiguous_format):
+            stride = contiguous(shape)
+        else:
+            stride = torch.empty(shape, device=META, memory_format=memory_format).stride()
+        sim = self._core.current
+        return self._core.allocate(
+            sim, self._core.metas.get(shape, stride, dtype or torch.get_default_dtype()), sim.machine.stream
+        )
+
+    def empty_strided(
+        self,
+        size: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype | None = None,
+        layout: Any = None,
+        device: Any = None,
+        pin_memory: bool | None = None,
+    ) -> SimTensor:
+        """New memory with the given strides."""
+        del layout, device, pin_memory
+        sim = self._core.current
+        meta = self._core.metas.get(torch.Size(size), tuple(stride), dtype or torch.get_default_dtype())
+        return self._core.allocate(sim, meta, sim.machine.stream)
+
+    def empty_like(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """New memory that looks like an operand, here or on another device."""
+        elsewhere = kwargs.get("device")
+        if elsewhere is not None and elsewhere.type != self._core.device.type:
+            result: Tensor = info.run(args[0]._inner, *args[1:], **kwargs)
+            return result
+        key: list[Any] = []
+        for value in args:
+            self._core.convert(value, key, info)
+        for name, value in kwargs.items():
+            key.append(name)
+            self._core.convert(value, key, info)
+        looked_up = tuple(key)
+        plan = info.plans.get(looked_up) or self._core.plan(info, looked_up, args, {**kwargs, "device": META})
+        sim = self._core.current
+        return self._core.allocate(sim, plan.outs[0], sim.machine.stream)
+
+    def factory(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SimTensor:
+        """`arange` and its like: no tensor operand, values made by a kernel on the device."""
+        named = {**kwargs, "device": META}
+        shape = info.func(*args, **{k: v for k, v in named.items() if k != "generator"})
+        sim = self._core.current
+        stream = sim.machine.stream
+        made = self._core.allocate(sim, self._core.metas.of(shape), stream)
+        run: Callable[..., Any] = info.run
+        named["device"] = CPU
+        if info.random:
+            run = Seeded(info, sim.next_seed(), named.pop("generator", None))
+        op = Op(Kind.KERNEL, info.name, run, tuple(args), named, made._inner.copy_, None, sim.machine.like.kernel_us)
+        self._core.note(op, extent(made, True, "out"))
+        sim.machine.enqueue(op, stream)
+        return made

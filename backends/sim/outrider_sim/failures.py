@@ -1,0 +1,31 @@
+"""What failures say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outrider.device import DeadlockError
+from outrider_sim.queue import Op, StreamQueue, reason
+
+if TYPE_CHECKING:
+    from outrider_sim.machine import Machine
+
+
+def where(op: Op, stream: StreamQueue, index: int) -> str:
+    """An operation, as a message names it."""
+    line = f" at {op.line}" if op.line else ""
+    return f"operation {stream.label}.{index} ({op.name}{line})"
+
+
+def deadlock(machine: Machine) -> DeadlockError:
+    """Who waits for what, when nothing can run."""
+    lines = []
+    for stream in machine.streams:
+        if stream.queue:
+            op = stream.queue[0]
+            line = f" ({op.line})" if op.line else ""
+            lines.append(f"stream {stream.label!r} is held at operation {stream.done}{line}: {reason(op)}")
+    lines.extend(
+        f"{thread} waits for {thread.waits_for}" for thread in machine.threads if not thread.finished and thread.ready
+    )
+    return DeadlockError("nothing that is queued can run:\n  " + "\n  ".join(lines))

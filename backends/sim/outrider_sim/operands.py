@@ -1,0 +1,128 @@
+"""Operands and results of one operator call: what they touch, and where results go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.device import Access
+from outrider_sim.opinfo import OpInfo, Plan
+from outrider_sim.pinned import PinnedTensor, pin
+from outrider_sim.tensor import SimTensor
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+
+
+def extent(tensor: SimTensor, write: bool, argument: str) -> Access:
+    """The bytes of a device tensor; kept with the tensor, whose place never changes."""
+    seen = tensor._seen
+    if seen is None:
+        seen = tensor._seen = {}
+    found = seen.get((write, argument))
+    if found is None:
+        meta = tensor._meta
+        low = int(tensor._inner.storage_offset()) * meta.itemsize
+        shape, stride = (None, None) if meta.dense else (meta.shape, meta.byte_stride)
+        found = Access(tensor._alloc.id, low, low + meta.extent, write, shape, stride, argument, False, tensor._born)
+        seen[write, argument] = found
+    return found
+
+
+class Seeded:
+    """A random operator with the seed that was drawn when it was enqueued."""
+
+    __slots__ = ("_generator", "_info", "seed")
+
+    def __init__(self, info: OpInfo, seed: int, generator: torch.Generator | None) -> None:
+        self._info = info
+        self._generator = generator
+        if generator is not None:
+            seed = int(torch.randint(0, 1 << 62, (), generator=generator))
+        self.seed = seed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run on host tensors with a generator of its own."""
+        if self._info.takes_generator:
+            return self._info.run(*args, generator=torch.Generator().manual_seed(self.seed), **kwargs)
+        before = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(self.seed)
+        try:
+            return self._info.run(*args, **kwargs)
+        finally:
+            torch.default_generator.set_state(before)
+
+    def again(self, seed: int) -> Seeded:
+        """The same operator with another seed: each replay of a graph draws anew."""
+        return Seeded(self._info, seed, None)
+
+
+def scatter(outs: Sequence[Tensor | None], returns: tuple[str | None, ...], result: Any) -> None:
+    """Put a host kernel's results into the memory that was allocated for them."""
+    values: list[Any] = []
+    results = result if isinstance(result, tuple) else (result,)
+    if len(returns) == 1 and isinstance(result, list | tuple):
+        results = (result,)
+    for operand, value in zip(returns, results, strict=True):
+        if operand is None:
+            values.extend(value if isinstance(value, list | tuple) else (value,))
+    for made, value in zip(outs, values, strict=True):
+        if made is not None:
+            made.copy_(value)
+
+
+def results_of(
+    info: OpInfo, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[SimTensor | None]
+) -> Any:
+    """What the call returns: operands, and new tensors in order."""
+    results: list[Any] = []
+    remaining = iter(outs)
+    for entry in plan.structure:
+        if entry is None:
+            results.append(next(remaining))
+        elif isinstance(entry, int):
+            results.append([next(remaining) for _ in range(entry)])
+        else:
+            position = info.names.index(entry)
+            results.append(args[position] if position < len(args) else kwargs[entry])
+    if not results:
+        return None
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def note_access(accesses: list[Access], name: str, value: Any, info: OpInfo) -> None:
+    """Append what the operator does to one operand."""
+    if isinstance(value, SimTensor):
+        accesses.append(extent(value, name in info.writes, name))
+    elif type(value) is list or type(value) is tuple:
+        for item in value:
+            note_access(accesses, name, item, info)
+
+
+def boolean_index(args: Sequence[Any]) -> bool:
+    """Whether an index is a mask, so that the result's shape depends on data."""
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+
+
+def probability(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """The dropout probability of a call: at 0 nothing random happens."""
+    position = info.names.index(info.random_if)
+    return float(args[position] if position < len(args) else kwargs.get(info.random_if, 0.0))
+
+
+def repin(result: Any, owner: PinnedTensor) -> Any:
+    """Views of pinned memory are pinned."""
+    if isinstance(result, Tensor):
+        return pin(result, owner._alloc)
+    if isinstance(result, list | tuple):
+        return type(result)(repin(item, owner) for item in result)
+    return result
+
+
+def leaves_host(kwargs: Mapping[str, Any], device: torch.device) -> bool:
+    """Whether a call on host tensors makes something on the device."""
+    target = kwargs.get("device")
+    return target is not None and target.type == device.type

@@ -1,0 +1,116 @@
+"""Views, and operations that change what a tensor looks like: done at once, on the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from outrider_sim.meta import contiguous
+from outrider_sim.opinfo import PLAN_LIMIT, OpInfo
+from outrider_sim.tensor import SimTensor, wrap
+
+if TYPE_CHECKING:
+    from outrider_sim.dispatch import Dispatcher
+
+# as_strided names an offset from the storage's start, so its plan would depend on where the base lies.
+_EXPLICIT_OFFSET = frozenset({"aten::as_strided", "aten::_reshape_alias"})
+
+
+class Views:
+    """Carries out operators of the ways VIEW and METADATA."""
+
+    def __init__(self, core: Dispatcher) -> None:
+        self._core = core
+
+    def view(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A window on the first operand's memory."""
+        base = args[0]
+        if not isinstance(base, SimTensor):
+            return info.run(*args, **kwargs)
+        inner = base._inner
+        key: list[Any] = [base._meta]
+        rest = [self._core.convert(value, key, info) for value in args[1:]]
+        for name, value in kwargs.items():
+            key.append(name)
+            self._core.convert(value, key, info)
+        looked_up = tuple(key)
+        plan: Any = info.plans.get(looked_up)
+        if plan is None:
+            result = info.run(inner, *rest, **kwargs)
+            if info.name in _EXPLICIT_OFFSET or _odd_view(result, inner):
+                return self._wrap_views(result, base)
+            if len(info.plans) > PLAN_LIMIT:
+                info.plans.clear()
+            start = inner.storage_offset()
+            if isinstance(result, Tensor):
+                plan = (self._core.metas.of(result), result.storage_offset() - start)
+            else:
+                plan = [(self._core.metas.of(item), item.storage_offset() - start) for item in result]
+            info.plans[looked_up] = plan
+        start = inner.storage_offset()
+        if type(plan) is tuple:
+            meta, offset = plan
+            return wrap(
+                torch.as_strided(inner, meta.shape, meta.stride, start + offset), meta, base._alloc, self._core.device
+            )
+        return [
+            wrap(torch.as_strided(inner, meta.shape, meta.stride, start + offset), meta, base._alloc, self._core.device)
+            for meta, offset in plan
+        ]
+
+    def _wrap_views(self, result: Any, base: SimTensor) -> Any:
+        if isinstance(result, Tensor):
+            return wrap(result, self._core.metas.of(result), base._alloc, self._core.device)
+        return [wrap(item, self._core.metas.of(item), base._alloc, self._core.device) for item in result]
+
+    def detach(self, base: SimTensor) -> SimTensor:
+        """The same window, outside autograd."""
+        inner = base._inner
+        return wrap(inner, base._meta, base._alloc, self._core.device)
+
+    def metadata(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Change shape and strides of the first operand in place. Raises RuntimeError where memory would have to grow."""
+        target = args[0]
+        if info.name.startswith("aten::set_"):
+            return self._set(target, args[1:])
+        if info.name.startswith("aten::resize_"):
+            return self._resize(target, tuple(args[1]))
+        moved = torch.as_strided(target._inner, target._meta.shape, target._meta.stride, target._inner.storage_offset())
+        info.run(moved, *args[1:], **kwargs)
+        self._become(target, moved)
+        return target
+
+    def _become(self, target: SimTensor, inner: Tensor) -> None:
+        target._inner, target._meta, target._seen = inner, self._core.metas.of(inner), None
+        with torch._C._DisableTorchDispatch():
+            torch.ops.aten.as_strided_.default(target, inner.shape, inner.stride(), inner.storage_offset())
+
+    def _set(self, target: SimTensor, operands: Sequence[Any]) -> SimTensor:
+        if len(operands) != 1 or not isinstance(operands[0], SimTensor):
+            raise RuntimeError("set_: a tensor of the simulated device can only become another one of it")
+        target._alloc = operands[0]._alloc
+        self._become(target, operands[0]._inner)
+        return target
+
+    def _resize(self, target: SimTensor, shape: tuple[int, ...]) -> SimTensor:
+        if target._meta.shape == torch.Size(shape):
+            return target
+        meta = self._core.metas.get(torch.Size(shape), contiguous(shape), target._meta.dtype)
+        if meta.extent > target._alloc.nbytes:
+            raise RuntimeError(
+                f"resize_ to {shape} needs {meta.extent} bytes, the storage has {target._alloc.nbytes}: memory of the "
+                "simulated device can't grow; allocate a tensor of that shape"
+            )
+        self._become(target, torch.as_strided(target._inner, meta.shape, meta.stride, target._inner.storage_offset()))
+        return target
+
+
+def _odd_view(result: Any, inner: Tensor) -> bool:
+    """A view that isn't a plain window: another dtype, or a lazy conjugate or negation."""
+    for item in (result,) if isinstance(result, Tensor) else result:
+        if item.dtype != inner.dtype or item.is_conj() or item.is_neg() or inner.is_conj() or inner.is_neg():
+            return True
+    return False

@@ -1,0 +1,287 @@
+"""Accesses derived from torch's dispatcher, for backends that don't report them.
+
+Every operator that passes the dispatcher on a watched thread is read by its schema: tensor arguments are reads, those
+with a writing alias annotation are writes, and returns that alias nothing are fresh memory. A storage is known by its
+object, not by its address; the sanitizer holds it weakly, so the address of a freed one isn't taken for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from outrider.device import ROW_ACCESS, Access, Operation
+from outrider.sanitizer.places import here
+from outrider.sanitizer.sanitizer import Sanitizer
+
+if TYPE_CHECKING:
+    from outrider.device import Backend, Stream
+
+_AMBIENT = "default"
+_BORN = "_outrider_born"
+_INDEXED = frozenset(
+    f"aten::{name}"
+    for name in (
+        "embedding",
+        "gather",
+        "index",
+        "index_add_",
+        "index_copy_",
+        "index_fill_",
+        "index_put_",
+        "_index_put_impl_",
+        "index_select",
+        "scatter_",
+        "scatter_add_",
+    )
+)
+_BLIND = (
+    "which rows an operator takes by data: two such accesses to one memory are taken to be disjoint",
+    "kernels launched outside torch's dispatcher, and what an operator does beyond its schema",
+    "pinned memory touched through numpy() or tolist()",
+    "threads that were started before the run was watched",
+)
+
+
+class _Operands(NamedTuple):
+    """How an operator treats its arguments: (name, writes) by position and by keyword, and whether results are views."""
+
+    names: tuple[str, ...]
+    writes: frozenset[str]
+    fresh: bool  # some return is memory of its own
+    empty: bool  # it allocates and writes nothing
+    waits: bool  # it gives a value to the host
+    rows: frozenset[str]
+
+
+def _operands(func: Any) -> _Operands:
+    schema = func._schema
+    name: str = schema.name
+    writes = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    fresh = any(r.alias_info is None and "Tensor" in str(r.type) for r in schema.returns)
+    return _Operands(
+        names=tuple(a.name for a in schema.arguments),
+        writes=writes,
+        fresh=fresh,
+        empty=fresh and name.split("::")[-1].startswith(("empty", "new_empty")),
+        waits=name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"),
+        rows=frozenset(ROW_ACCESS.get(name, ("self", "weight") if name in _INDEXED else ())),
+    )
+
+
+class _Known:
+    """A storage that was seen."""
+
+    __slots__ = ("device", "home", "number", "pinned", "weak")
+
+    def __init__(self, number: int, weak: StorageWeakRef, device: bool, pinned: bool, home: str) -> None:
+        self.number = number
+        self.weak = weak
+        self.device = device
+        self.pinned = pinned
+        self.home = home
+
+
+class Storages:
+    """Numbers for storages, never used twice."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._known: dict[int, _Known] = {}
+        self._suspects: list[int] = []
+        self._count = 0
+
+    def known(self, tensor: Tensor) -> tuple[_Known, bool] | None:
+        """The storage of a tensor and whether it's new; None for host memory that the device can't reach."""
+        storage = tensor.untyped_storage()
+        # The weak reference keeps the storage's header, so this number isn't given to another while we know it.
+        key = storage._cdata
+        known = self._known.get(key)
+        if known is not None and not known.weak.expired():
+            return (known, False) if known.device or known.pinned else None
+        device = tensor.device.type == self._backend.device.type
+        pinned = not device and self._backend.is_pinned(tensor)
+        self._count += 1
+        known = _Known(self._count, StorageWeakRef(storage), device, pinned, "")
+        self._known[key] = known
+        return (known, True) if device or pinned else None
+
+    def note(self, tensor: Tensor) -> None:
+        """Look at the tensor's storage again when this object goes."""
+        key = tensor.untyped_storage()._cdata
+        weak = ref(tensor, partial(self._suspect, key))
+        # The reference must live as long as the tensor, and the tensor's own dictionary does.
+        tensor.__dict__.setdefault("_outrider_refs", []).append(weak)
+
+    def _suspect(self, key: int, _: object) -> None:
+        self._suspects.append(key)
+
+    def gone(self) -> list[_Known]:
+        """Storages that have been freed since the last call."""
+        found = []
+        while self._suspects:
+            key = self._suspects.pop()
+            known = self._known.get(key)
+            if known is not None and known.weak.expired():
+                del self._known[key]
+                found.append(known)
+        return found
+
+
+class DerivedSanitizer(Sanitizer):
+    """The sanitizer of a backend that reports no accesses."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self.report.blind_spots.extend(_BLIND)
+        self._storages = Storages(backend)
+        self._schemas: dict[Any, _Operands] = {}
+        self._scopes = threading.local()
+        self._index: dict[str, int] = {}
+        self._host_only = backend.device.type == "cpu"
+
+    # -- placement -------------------------------------------------------------------------------------------------
+
+    @property
+    def _scope(self) -> list[str]:
+        found: list[str] | None = getattr(self._scopes, "streams", None)
+        if found is None:
+            found = self._scopes.streams = []
+        return found
+
+    def scope_entered(self, stream: Stream) -> None:
+        self._scope.append(stream.name)
+
+    def scope_left(self, stream: Stream) -> None:
+        del stream
+        self._scope.pop()
+
+    def locate(self, tensor: Tensor) -> Access | None:
+        known = self._storages.known(tensor)
+        return _extent(tensor, known[0].number, False, "", -1) if known is not None else None
+
+    # -- operators -------------------------------------------------------------------------------------------------
+
+    def thread_scope(self) -> AbstractContextManager[Any]:
+        """What a watched thread runs in."""
+        return _Mode(self)
+
+    def dispatched(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """An operator was called and has returned."""
+        operands = self._schemas.get(func)
+        if operands is None:
+            operands = self._schemas[func] = _operands(func)
+        inputs: list[tuple[str, Tensor]] = []
+        for name, value in zip(operands.names, args, strict=False):
+            _tensors(name, value, inputs)
+        for name, value in kwargs.items():
+            _tensors(name, value, inputs)
+        outputs: list[tuple[str, Tensor]] = []
+        _tensors("out", result, outputs)
+        with self._lock:
+            self._freed()
+            self._note(func, operands, inputs, outputs)
+
+    def _freed(self) -> None:
+        for known in self._storages.gone():
+            self.freed(known.number, known.home or _AMBIENT)
+
+    def _note(
+        self, func: Any, operands: _Operands, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]]
+    ) -> None:
+        scope = self._scope
+        on_device = bool(scope) if self._host_only else any(_on(t, self.backend) for _, t in (*inputs, *outputs))
+        stream = (scope[-1] if scope else _AMBIENT) if on_device else "host"
+        location = here()
+        accesses: list[Access] = []
+        seen: set[int] = set()
+        for name, tensor in inputs:
+            found = self._storages.known(tensor)
+            if found is None:
+                continue
+            seen.add(found[0].number)
+            if found[1]:
+                self._storages.note(tensor)
+            write = name in operands.writes
+            born = getattr(tensor, _BORN, -1)
+            accesses.append(_extent(tensor, found[0].number, write, name, born, name in operands.rows))
+        fresh = False
+        for name, tensor in outputs:
+            found = self._storages.known(tensor)
+            if found is None:
+                continue
+            if found[0].number in seen:
+                if not any(tensor is t for _, t in inputs):  # a view: it keeps the storage, and has an age
+                    setattr(tensor, _BORN, self.backend.replays)
+                    self._storages.note(tensor)
+                continue
+            self._storages.note(tensor)
+            fresh = True
+            if found[1]:
+                found[0].home = "host" if found[0].pinned or stream == "host" else stream
+                self.allocated(found[0].number, tensor.untyped_storage().nbytes(), found[0].home, location)
+            if not operands.empty:
+                accesses.append(_extent(tensor, found[0].number, True, name, -1))
+        if not accesses or not (fresh or operands.writes or operands.waits or not outputs):
+            return  # views move no bytes
+        if stream == "host":
+            for access in accesses:
+                self.host_accessed(access, location)
+            return
+        index = self._index.get(stream, 0)
+        self._index[stream] = index + 1
+        self.launched(Operation(func._schema.name, stream, index, tuple(accesses), location))
+        if operands.waits or self._pageable(inputs, outputs):
+            self._ordering.stream_synchronized(stream)
+
+    def _pageable(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]]) -> bool:
+        """A copy with pageable host memory at one end has run when it returns."""
+        if self._host_only:
+            return False
+        return any(t.device.type == "cpu" and t.dim() > 0 and self._storages.known(t) is None for _, t in (*inputs, *outputs))
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, sanitizer: DerivedSanitizer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sanitizer = sanitizer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._sanitizer.dispatched(func, args, kwargs, result)
+        return result
+
+
+def _tensors(name: str, value: Any, into: list[tuple[str, Tensor]]) -> None:
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and value.device.type != "meta":
+            into.append((name, value))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _tensors(name, item, into)
+
+
+def _on(tensor: Tensor, backend: Backend) -> bool:
+    return tensor.device.type == backend.device.type
+
+
+def _extent(tensor: Tensor, storage: int, write: bool, argument: str, born: int, by_rows: bool = False) -> Access:
+    size = tensor.element_size()
+    low = int(tensor.storage_offset()) * size
+    if tensor.is_contiguous():
+        return Access(storage, low, low + int(tensor.numel()) * size, write, None, None, argument, by_rows, born)
+    shape = tuple(int(n) for n in tensor.shape)
+    stride = tuple(int(s) * size for s in tensor.stride())
+    span = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + size if tensor.numel() else 0
+    return Access(storage, low, low + span, write, shape, stride, argument, by_rows, born)

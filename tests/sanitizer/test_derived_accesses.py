@@ -1,0 +1,87 @@
+"""The sanitizer over a backend that reports no accesses: they are derived from torch's dispatcher."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.sanitizer import Kind, watch
+from outrider.sanitizer.races import RACES, Race
+from outrider_cpu.backend import CpuBackend
+
+# What can't be seen without the device's help: rows (declared as owned there) and host parameters of captured graphs.
+FOUND = [
+    "read-after-write",
+    "write-after-read",
+    "write-after-write",
+    "stale-generation",
+    "optional-wait",
+    "covers-a-subset",
+    "cast-in-the-wrong-scope",
+    "overlapping-views",
+    "columns",
+    "reuse-across-streams",
+    "read-before-write",
+    "input-overwritten",
+    "fence-before-the-replay",
+    "output-after-the-next-replay",
+    "stale-padding",
+    "marked-over",
+]
+
+
+@pytest.fixture
+def backend() -> CpuBackend:
+    return CpuBackend()
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_the_fault_is_named(name: str, backend: CpuBackend) -> None:
+    race = RACES[name]
+    with watch(backend) as report:
+        run(race, backend)
+    assert {finding.kind for finding in report} == {race.kind}, str(report)
+
+
+def run(race: Race, backend: CpuBackend) -> None:
+    # On the host everything runs at once, so no value is ever wrong by its schedule.
+    try:
+        race.wrong(backend)
+    except AssertionError:
+        assert race.kind in (Kind.UNDEFINED, Kind.STALE_MIRROR)
+
+
+@pytest.mark.parametrize("race", [pytest.param(r, id=n) for n, r in RACES.items() if not r.needs])
+def test_the_corrected_program_is_clean(race: Race, backend: CpuBackend) -> None:
+    with watch(backend) as report:
+        race.right(backend)
+    assert report.clean, str(report)
+
+
+def test_a_storage_is_known_by_its_object_and_not_by_its_address(backend: CpuBackend) -> None:
+    stream = backend.create_stream("forward")
+    with watch(backend) as report, backend.on(stream):
+        for _ in range(200):
+            torch.ones(1024) + 1.0
+    assert report.clean
+    assert report.operations == 400
+
+
+def test_it_says_what_it_does_not_see(backend: CpuBackend) -> None:
+    with watch(backend) as report:
+        pass
+    assert any("outside torch's dispatcher" in spot for spot in report.blind_spots)
+
+
+def test_declared_rows_raise_no_alarm(backend: CpuBackend) -> None:
+    """Two cache writes on two streams: the operator's rows are its own, by declaration."""
+    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
+    with watch(backend) as report:
+        cache = torch.zeros(2, 2, 4, 1, 8)
+        q, k, v = torch.zeros(2, 1, 8), torch.zeros(2, 1, 8), torch.zeros(2, 1, 8)
+        cos, sin = torch.zeros(2, 8), torch.zeros(2, 8)
+        for stream, first in ((forward, 0), (plan, 2)):
+            with backend.on(stream):
+                slots = torch.tensor([first, first + 1])
+                torch.ops.outrider.rope_write_cache(q.clone(), k.clone(), v, cos, sin, cache[0], cache[1], slots)
+    assert report.clean, str(report)
