@@ -116,6 +116,11 @@ class Lab:
         else:
             self._work(stream, self._products() * self._patience)
 
+    @property
+    def delay_cycles(self) -> int:
+        """Device clocks of one delay."""
+        return self._cycles()
+
     def _cycles(self) -> int:
         if self.backend.control is not None:
             return _SIMULATED_CYCLES

@@ -93,7 +93,7 @@ def test_the_rules_stay_the_seams(backend: Backend) -> None:
             backend,
             Backend,
             (
-                *("on", "create_stream", "create_event", "create_flag", "synchronize", "delay", "empty_pinned", "copy_async"),
+                *("on", "create_event", "create_flag", "synchronize", "delay", "empty_pinned", "copy_async"),
                 *("keep_alive", "release_finished", "capture", "capturing", "check_not_capturing", "guard", "streams"),
             ),
         ),
