@@ -7,14 +7,13 @@ didn't ask for it.
 from __future__ import annotations
 
 import datetime
-import signal
-import threading
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from outrider.conformance.clock import Clock
 from outrider.conformance.kit import KIT, Kit
 from outrider.conformance.lab import Lab
 from outrider.conformance.levels import DEFAULT_LEVEL, LEVELS, level_of, parse_level
@@ -59,6 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[WAIVERS] = read_waivers(Path(path)) if path else ()
     except OutriderError as error:
         raise pytest.UsageError(str(error)) from error
+    config.pluginmanager.register(Clock(config.getoption("--kit-timeout")), "outrider-conformance-clock")
     recorder = Recorder(config, config.stash[KIT])
     config.stash[RECORDER] = recorder
     config.pluginmanager.register(recorder, "outrider-conformance-recorder")
@@ -76,26 +76,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = sorted((pair for pair in ours if pair[1] <= limit), key=lambda pair: pair[1])
     items[:] = [*others, *(item for item, _ in kept)]
     config.stash[RECORDER].requested(item.nodeid for item, _ in kept)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Refuse to run for ever: a wait that never ends is what a broken plugin does."""
-    limit = float(item.config.getoption("--kit-timeout"))
-    usable = hasattr(signal, "SIGALRM") and threading.current_thread() is threading.main_thread()
-    if level_of(item.path) is None or limit <= 0 or not usable:
-        return (yield)
-
-    def late(*_: object) -> None:
-        pytest.fail(f"still running after {limit:g} s: work was enqueued that never finishes, or a call never returns")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, limit)
-    try:
-        return (yield)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 from outrider.conformance.lab import Lab, Seen, expect
 from outrider.conformance.promises import needs, promise
@@ -96,6 +97,25 @@ def test_a_later_record_holds_nobody_up(lab: Lab) -> None:
             raise Seen
 
     lab.sometimes(program, "work behind the first generation always waited for the second, recorded after the wait")
+
+
+@needs("asynchronous", "concurrent_streams")
+@promise("Stream.record", "Complete a new generation of ``event`` after everything that was enqueued on this stream so far.")
+def test_a_wait_covers_no_more_than_the_record(lab: Lab) -> None:
+    """Work that the producer got between record and wait holds nobody up."""
+
+    def program(backend: Backend) -> None:
+        a, b = lab.streams("a", "b")
+        x, y = lab.full(a, 0), lab.full(b, 0)
+        event = lab.record(a)
+        lab.later(a, x, 1)
+        b.wait(event)
+        lab.fill(b, y, 2)
+        b.synchronize()
+        if not a.query():
+            raise Seen
+
+    lab.sometimes(program, "a wait always held the stream until work was over that came after the record")
 
 
 @promise("Event", "Each record is a *generation*: 0 before the first, then counted up.")
@@ -243,6 +263,7 @@ def test_time_is_measured(lab: Lab) -> None:
     def program(backend: Backend) -> None:
         (a,) = lab.streams("a")
         events = [backend.create_event(f"t{number}", timing=True) for number in range(4)]
+        began = time.perf_counter()
         lab.slow(a)  # so that the events below aren't behind an idle device
         a.record(events[0])
         a.record(events[1])
@@ -258,6 +279,10 @@ def test_time_is_measured(lab: Lab) -> None:
         assert abs(total - nothing - once - thrice) <= max(0.05 * total, 0.01), (
             f"parts of {nothing}, {once} and {thrice} ms, the whole {total} ms"
         )
+        if backend.control is None:  # a simulated device has a clock of its own
+            wall = (time.perf_counter() - began) * 1e3
+            assert total <= 1.1 * wall + 0.1, f"the device measured {total} ms within {wall} ms of the host's"
+            assert total >= 0.1 * wall - 1, f"the device measured {total} ms, the host {wall} ms: milliseconds?"
         if lab.asynchronous:
             assert nothing < once < thrice, f"nothing took {nothing} ms, a delay {once} ms, three delays {thrice} ms"
 

@@ -11,6 +11,7 @@ from outrider.conformance.kit import pretending
 from outrider.conformance.lab import Lab, Seen, expect
 from outrider.conformance.promises import promise
 from outrider.conformance.verdict import not_applicable
+from outrider.conformance.watching import Diary
 from outrider.device import Backend, CaptureContext
 
 _WORDS = "working without declaring it, are both failures of conformance."
@@ -155,6 +156,33 @@ def _updates_graph_params(lab: Lab) -> bool:
     return bool(lab.read(stream, y) == 4.0)
 
 
+def _watched(lab: Lab) -> Diary:
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    with backend.on(stream):
+        x, turn = torch.ones(1, 1, 4, device=backend.device), torch.ones(1, 4, device=backend.device)
+        caches = [torch.zeros(2, 2, 1, 4, device=backend.device) for _ in range(2)]
+        slots = torch.full((1,), 3, dtype=torch.int64, device=backend.device)
+    stream.synchronize()
+    diary = Diary()
+    backend.attach(diary)
+    try:
+        with backend.on(stream):
+            backend.kernels.rope_write_cache(x, x.clone(), x.clone(), turn, turn, caches[0], caches[1], slots)
+        stream.synchronize()
+    finally:
+        backend.detach()
+    return diary
+
+
+def _reports_accesses(lab: Lab) -> bool:
+    return any(operation.accesses for operation in _watched(lab).operations)
+
+
+def _row_exact_accesses(lab: Lab) -> bool:
+    return bool(_watched(lab).rows)
+
+
 @promise("Capabilities", _WORDS)
 @pytest.mark.parametrize(
     ("ability", "base", "works"),
@@ -169,6 +197,8 @@ def _updates_graph_params(lab: Lab) -> bool:
         ("forks_in_capture", "captures_graphs", _forks_in_capture),
         ("waits_inside_graphs", "captures_graphs", _waits_inside_graphs),
         ("updates_graph_params", "captures_graphs", _updates_graph_params),
+        ("reports_accesses", None, _reports_accesses),
+        ("row_exact_accesses", "reports_accesses", _row_exact_accesses),
     ],
     ids=lambda value: value if isinstance(value, str) and value else "",
 )

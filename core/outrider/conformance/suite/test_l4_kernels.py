@@ -39,7 +39,6 @@ def _compare(case: Case, found: list[Tensor], wanted: list[Tensor], dtype: torch
         same = torch.equal(made.isinf(), right.isinf())
         assert same, f"{what}: infinite elsewhere than the reference"
         assert worst <= 0, f"{what}: off by {float(off.max()):.3g}, allowed is rounding (about {_TOLERANCE[dtype]:g})"
-        )
 
 
 def _upload(lab: Lab, stream: Stream, operands: Operands) -> dict[str, Tensor]:
