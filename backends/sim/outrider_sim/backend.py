@@ -155,7 +155,7 @@ class SimGraph(Graph):
         self.program.replay(stream.queue_state)
 
     def _update_params(self, params: Mapping[str, tuple[int, ...]], stream: Stream) -> None:
-        if not self.backend.capabilities.updates_graph_params:
+        if not self.backend.sim.options.like.updates_graph_params:
             super()._update_params(params, stream)
         assert isinstance(stream, SimStream)
         assert self.program is not None
@@ -386,6 +386,8 @@ class SimBackend(Backend):
         return SimEvent(self, name, timing, self.sim.machine.create_event(name))
 
     def _create_flag(self, name: str) -> Flag:
+        if not self.sim.options.like.flags:
+            return super()._create_flag(name)
         return SimFlag(self, name, self.sim.machine.create_flag(name))
 
     def _synchronize(self) -> None:

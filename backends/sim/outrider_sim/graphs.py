@@ -39,7 +39,9 @@ class Capture:
         self.fork(self.origin)
 
     def fork(self, stream: StreamQueue) -> None:
-        """Pull `stream` into the capture."""
+        """Pull `stream` into the capture. Raises `CaptureError` where the personality's graphs have one branch only."""
+        if stream is not self.origin and not self.sim.options.like.forks_in_capture:
+            raise CaptureError(f"stream {stream.label!r} can't join the capture of {self.name!r}: a graph is one stream here")
         stream.capture = self
         self.lanes[stream] = len(self.lanes)
 

@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "models": "outrider.cli.supported:models",
     "backends": "outrider.cli.backends:backends",
     "doctor": "outrider.cli.doctor:doctor",
+    "conform": "outrider.cli.conform:conform",
     "bench": {"decode": "outrider.cli.bench_decode:decode"},
     "fences": "outrider.cli.fences:fences",
     "sanitize": "outrider.cli.sanitize:sanitize",

@@ -162,10 +162,27 @@ class DerivedSanitizer(Sanitizer):
 
     def scope_entered(self, stream: Stream) -> None:
         self._scope.append(stream.name)
+        # The scope may have brought a dispatch mode of the plugin's own, which would take the operations before an
+        # outer mode sees them: ours must be the innermost.
+        mode = _Mode(self)
+        self._modes.append(mode)
+        mode.__enter__()  # type: ignore[no-untyped-call]
 
     def scope_left(self, stream: Stream) -> None:
         del stream
         self._scope.pop()
+        self._modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @property
+    def _modes(self) -> list[_Mode]:
+        found: list[_Mode] | None = getattr(self._scopes, "modes", None)
+        if found is None:
+            found = self._scopes.modes = []
+        return found
+
+    def innermost(self, mode: _Mode) -> bool:
+        """Whether no other mode of this sanitizer lies inside ``mode`` on the calling thread."""
+        return not self._modes or self._modes[-1] is mode
 
     def locate(self, tensor: Tensor) -> Access | None:
         known = self._storages.known(tensor)
@@ -261,7 +278,8 @@ class _Mode(TorchDispatchMode):
         del types
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self._sanitizer.dispatched(func, args, kwargs, result)
+        if self._sanitizer.innermost(self):
+            self._sanitizer.dispatched(func, args, kwargs, result)
         return result
 
 

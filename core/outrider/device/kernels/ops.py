@@ -27,15 +27,21 @@ def _define(schema: str, implementation: Callable[..., Any], fake: Callable[...,
     torch.library.register_fake(f"outrider::{name}", fake, lib=_LIBRARY)
 
 
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    """What a norm returns. A queueing device asks this before it enqueues: a wrong shape must be an error here."""
+    torch._check(x.shape[-1:] == weight.shape, lambda: f"norm of {tuple(x.shape)} with a weight of {tuple(weight.shape)}")
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 _define(
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
     reference.rms_norm,
-    lambda x, weight, eps: torch.empty_like(x, memory_format=torch.contiguous_format),
+    lambda x, weight, eps: _normed(x, weight),
 )
 _define(
     "add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> Tensor",
     reference.add_rms_norm,
-    lambda x, residual, weight, eps: torch.empty_like(residual, memory_format=torch.contiguous_format),
+    lambda x, residual, weight, eps: _normed(residual, weight),
 )
 _define(
     "silu_mul(Tensor gate_up) -> Tensor",

@@ -1,0 +1,205 @@
+"""How the suite provokes orders: schedules where the device lets a tool decide, delays where it can be slowed.
+
+A test hands over a *program*: a function that makes the streams it needs on a backend, enqueues work, and checks data.
+``always`` wants it to hold in every order that the waits allow; ``sometimes`` wants it to see, in one order at least, what
+a device that overlaps would show.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.device import Backend, Event, Stream
+
+Program = Callable[[Backend], None]
+
+WIDTH = 64
+SCHEDULES = 24
+SIGHTINGS = 64
+_PATIENCE = (1, 4, 16)
+_SIMULATED_CYCLES = 100_000
+_BALLAST = 192
+
+
+class Seen(Exception):
+    """A program saw what it was looking for."""
+
+
+class BrokenPromiseError(AssertionError):
+    """What a program found, with the smallest schedule that shows it."""
+
+
+@dataclass
+class Pace:
+    """How long a slowed stream stays busy; measured once a session, since devices differ by orders of magnitude."""
+
+    target_ms: float = 20.0
+    cycles: int = 0
+    products: int = 0
+
+
+class Lab:
+    """One backend under test."""
+
+    def __init__(self, backend: Backend, pace: Pace | None = None) -> None:
+        self.backend = backend
+        self.pace = pace or Pace()
+        self._patience = 1
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether work may be pending when its call returns."""
+        return self.backend.capabilities.asynchronous
+
+    # -- orders ----------------------------------------------------------------------------------------------------
+
+    def always(self, program: Program, *, schedules: int = SCHEDULES) -> None:
+        """``program`` must hold in every order; where the device takes schedules, the failing one is shown shrunk."""
+        control = self.backend.control
+        if control is None:
+            for _ in range(2 if self.asynchronous else 1):
+                self._run(program)
+            return
+        failure = control.explore(program, strategy="mixed", iterations=schedules, seed=0).failure
+        if failure is not None:
+            orderings = "".join(f"\n  {sentence}" for sentence in failure.orderings) or "\n  (the program's own order)"
+            raise BrokenPromiseError(
+                f"{type(failure.error).__name__}: {failure.error}\nsmallest schedule: {failure.shrunk}{orderings}"
+            ) from failure.error
+
+    def sometimes(self, program: Program, otherwise: str) -> None:
+        """``program`` must raise :class:`Seen` in one order at least; else the test fails, saying ``otherwise``."""
+        if not self.sees(program):
+            raise BrokenPromiseError(otherwise)
+
+    def sees(self, program: Program) -> bool:
+        """Whether ``program`` raises :class:`Seen` in some order. Other exceptions pass through."""
+        control = self.backend.control
+        if control is not None:
+            failure = control.explore(program, strategy="mixed", iterations=SIGHTINGS, seed=0).failure
+            if failure is not None and not isinstance(failure.error, Seen):
+                raise failure.error
+            return failure is not None
+        try:
+            for self._patience in _PATIENCE:
+                try:
+                    self._run(program)
+                except Seen:
+                    return True
+            return False
+        finally:
+            self._patience = 1
+
+    def _run(self, program: Program) -> None:
+        try:
+            program(self.backend)
+        finally:
+            self.backend.synchronize()
+
+    # -- slowness --------------------------------------------------------------------------------------------------
+
+    def slow(self, stream: Stream) -> None:
+        """Keep ``stream`` busy for a while, so that what should wait for it has something to wait for.
+
+        Does nothing on a device that finishes each operation before its call returns: there is nothing to provoke.
+        """
+        if not self.asynchronous:
+            return
+        if self.backend.capabilities.perturbs_timing:
+            self.backend.delay(stream, self._cycles() * self._patience)
+        else:
+            self._work(stream, self._products() * self._patience)
+
+    @property
+    def delay_cycles(self) -> int:
+        """Device clocks of one delay."""
+        return self._cycles()
+
+    def _cycles(self) -> int:
+        if self.backend.control is not None:
+            return _SIMULATED_CYCLES
+        if not self.pace.cycles:
+            stream = self.backend.create_stream("pace")
+            self.pace.cycles = self._scaled(1 << 12, lambda count: self.backend.delay(stream, count), stream)
+        return self.pace.cycles
+
+    def _products(self) -> int:
+        if not self.pace.products:
+            stream = self.backend.create_stream("pace")
+            self.pace.products = self._scaled(1, lambda count: self._work(stream, count), stream)
+        return self.pace.products
+
+    def _scaled(self, count: int, run: Callable[[int], None], stream: Stream) -> int:
+        """Double ``count`` until it takes a measurable part of the target, then scale up."""
+        while True:
+            start = time.perf_counter()
+            run(count)
+            stream.synchronize()
+            spent = (time.perf_counter() - start) * 1e3
+            if spent >= self.pace.target_ms / 4 or count >= 1 << 40:
+                return max(1, int(count * self.pace.target_ms / max(spent, 1e-3)))
+            count *= 2
+
+    def _work(self, stream: Stream, products: int) -> None:
+        with self.backend.on(stream):
+            ballast = torch.full((_BALLAST, _BALLAST), 1.0 / _BALLAST, device=self.backend.device)
+            for _ in range(products):
+                ballast = ballast @ ballast
+
+    # -- data ------------------------------------------------------------------------------------------------------
+
+    def full(self, stream: Stream, value: float, *, dtype: torch.dtype = torch.float32, width: int = WIDTH) -> Tensor:
+        """A device tensor made on ``stream`` and finished, so that every stream may use it from here on."""
+        with self.backend.on(stream):
+            tensor = torch.full((width,), value, dtype=dtype, device=self.backend.device)
+        stream.synchronize()
+        return tensor
+
+    def later(self, stream: Stream, tensor: Tensor, value: float) -> None:
+        """Write ``value`` into ``tensor`` on ``stream``, after a while."""
+        self.slow(stream)
+        self.fill(stream, tensor, value)
+
+    def fill(self, stream: Stream, tensor: Tensor, value: float) -> None:
+        """Write ``value`` into ``tensor`` on ``stream``."""
+        with self.backend.on(stream):
+            tensor.fill_(value)
+
+    def copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
+        """Copy on the device, on ``stream``, as an ordinary operation."""
+        with self.backend.on(stream):
+            destination.copy_(source)
+
+    def read(self, stream: Stream, tensor: Tensor) -> Any:
+        """What ``tensor`` holds once ``stream`` is done: one number where all elements agree, else the list."""
+        stream.synchronize()
+        return self.peek(tensor)
+
+    def peek(self, tensor: Tensor) -> Any:
+        """What ``tensor`` holds by now, waiting for nothing of the program's."""
+        values = tensor.cpu().flatten().tolist()
+        return values[0] if len(set(values)) == 1 else values
+
+    def record(self, stream: Stream, name: str = "e") -> Event:
+        """A new event, recorded on ``stream``."""
+        event = self.backend.create_event(name)
+        stream.record(event)
+        return event
+
+    def streams(self, *names: str) -> Sequence[Stream]:
+        """New streams."""
+        return [self.backend.create_stream(name) for name in names]
+
+
+def expect(found: object, wanted: object, what: str) -> None:
+    """Fail unless ``found`` is ``wanted``, saying what was looked at."""
+    if found != wanted:
+        shown = str(found)
+        shown = shown if len(shown) < 200 else shown[:200] + " …"
+        raise AssertionError(f"{what}: found {shown}, expected {wanted}")

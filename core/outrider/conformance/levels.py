@@ -1,0 +1,40 @@
+"""The levels of conformance. A level is passed over the abilities that the backend declares."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from outrider.device import ConfigError
+
+LEVELS: Mapping[int, str] = MappingProxyType(
+    {
+        0: "discovery, identity, errors",
+        1: "streams, events, copies, memory, lifetime",
+        2: "graphs: capture, replay, pools, failure inside a capture, addresses, outputs",
+        3: "flags and graph parameters",
+        4: "kernels against the references; the overlapped speculative engine",
+        5: "performance figures: reported, not judged",
+    }
+)
+DEFAULT_LEVEL = 4
+_MODULE = re.compile(r"test_l(\d)_")
+
+
+def parse_level(text: str) -> int:
+    """``L4`` or ``4`` → 4. Raises :class:`ConfigError` for a level that doesn't exist."""
+    digits = text.strip().upper().removeprefix("L")
+    if not digits.isdecimal() or int(digits) not in LEVELS:
+        raise ConfigError(f"level {text!r} doesn't exist; expected one of {', '.join(f'L{n}' for n in LEVELS)}")
+    return int(digits)
+
+
+def level_of(path: Path) -> int | None:
+    """The level of a module of the suite, None for any other file."""
+    found = _MODULE.match(path.name)
+    return int(found[1]) if found and path.parent == SUITE else None
+
+
+SUITE = Path(__file__).parent / "suite"

@@ -1,0 +1,182 @@
+"""The report as one self-contained HTML page, and the badge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+_COLOURS = {
+    "passed": "#1a7f37",
+    "passed with waivers": "#9a6700",
+    "failed": "#cf222e",
+    "not run": "#6e7781",
+    "waived": "#9a6700",
+    "not declared": "#6e7781",
+    "not applicable": "#6e7781",
+}
+_STYLE = """
+:root { color-scheme: light dark; --line: #d0d7de; --soft: #f6f8fa; --text: #1f2328; --dim: #59636e; --back: #fff; }
+@media (prefers-color-scheme: dark) {
+  :root { --line: #3d444d; --soft: #151b23; --text: #f0f6fc; --dim: #9198a1; --back: #0d1117; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 64rem; padding: 2rem 1.25rem 4rem; color: var(--text); background: var(--back);
+  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
+h1 { font-size: 1.75rem; margin: 0 0 .25rem; } h2 { font-size: 1.2rem; margin: 2.25rem 0 .5rem; }
+p { margin: .25rem 0 .75rem; } .dim { color: var(--dim); }
+table { border-collapse: collapse; width: 100%; } th, td { text-align: left; padding: .4rem .75rem .4rem 0;
+  border-bottom: 1px solid var(--line); vertical-align: top; } th { font-weight: 600; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+code, pre { font: .875em/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
+pre { background: var(--soft); border: 1px solid var(--line); border-radius: 6px; padding: .75rem 1rem; overflow-x: auto;
+  white-space: pre-wrap; overflow-wrap: anywhere; margin: .5rem 0; }
+.tag { display: inline-block; color: #fff; border-radius: 1rem; padding: .05rem .65rem; font-size: .8rem; font-weight: 600;
+  white-space: nowrap; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .75rem; margin: 1.25rem 0; }
+.card { border: 1px solid var(--line); border-radius: 8px; padding: .75rem 1rem; border-top: 4px solid var(--c); }
+.card b { font-size: 1.25rem; } .card p { margin: .15rem 0 0; font-size: .85rem; }
+details { border-bottom: 1px solid var(--line); padding: .4rem 0; } summary { cursor: pointer; }
+summary .tag { margin-right: .5rem; } details p { margin: .4rem 0 .4rem 1rem; } blockquote { margin: .4rem 0 .4rem 1rem;
+  padding-left: .75rem; border-left: 3px solid var(--line); color: var(--dim); }
+.scroll { overflow-x: auto; }
+"""
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """The whole page."""
+    backend, tier = report["backend"], report["tier"]
+    title = f"Conformance of {backend['name']}"
+    lead = f"Passed up to {report['reached']}" if report["reached"] else "No level is passed"
+    device = f"{tier['kind']}: {tier['device']}" if tier["device"] else tier["kind"]
+    abilities = "".join(_row(key, _ability(value)) for key, value in (report["capabilities"] or {}).items())
+    waived = [test for test in report["tests"] if test["outcome"] == "waived"]
+    return f"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>{_STYLE}</style>
+<h1>{escape(title)}</h1>
+<p class="dim">{escape(lead)} of the levels up to {escape(report["level"])} that were asked for · {escape(device)} ·
+{escape(tier["date"])}</p>
+<div class="cards">{"".join(map(_card, report["levels"].items()))}</div>
+{_problems(report)}
+<h2>What ran, and how to run it again</h2>
+<pre>{escape(report["command"])}</pre>
+<div class="scroll"><table>{"".join(_row(key, value) for key, value in _facts(report))}</table></div>
+<h2>What the backend declares</h2>
+<p class="dim">A level is passed over these abilities: what isn't declared isn't claimed, and what works without being
+declared is a failure.</p>
+<div class="scroll"><table>{abilities}</table></div>
+{_figures(report)}
+{_waivers(waived)}
+<h2>Every test</h2>
+<p class="dim">{len(report["tests"])} tests in {report["seconds"]:g} s. Open one to see the promise that it checks.</p>
+{"".join(map(_test, report["tests"]))}
+<h2>Check this report</h2>
+<p>Its data is <code>report.json</code>. <code>outrider conform --verify report.json</code> computes the seal again and
+checks that the results follow from the tests. The seal shows that nothing was changed since; it doesn't say who ran it.</p>
+<pre>{escape(report["seal"])}</pre>
+</html>
+"""
+
+
+def badge(report: Mapping[str, Any]) -> str:
+    """A small SVG: the level reached, in a colour that says how."""
+    reached = report["reached"]
+    results = {level["result"] for level in report["levels"].values()}
+    text = f"{reached} {report['tier']['kind']}" if reached else "not passed"
+    if "passed with waivers" in results and reached:
+        text += ", waivers"
+    colour = _COLOURS["failed"] if "failed" in results or not reached else "#0969da"
+    left, right = 118, 14 + 7 * len(text)
+    label = f"outrider conformance: {text}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right}" height="20" role="img" aria-label="{escape(label)}">'
+        f"<title>{escape(label)}</title>"
+        f'<clipPath id="r"><rect width="{left + right}" height="20" rx="3"/></clipPath><g clip-path="url(#r)">'
+        f'<rect width="{left}" height="20" fill="#444c56"/><rect x="{left}" width="{right}" height="20" fill="{colour}"/></g>'
+        '<g fill="#fff" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11" text-anchor="middle">'
+        f'<text x="{left / 2}" y="14">outrider conformance</text><text x="{left + right / 2}" y="14">{escape(text)}</text>'
+        "</g></svg>\n"
+    )
+
+
+def _card(entry: tuple[str, Mapping[str, str]]) -> str:
+    name, level = entry
+    return (
+        f'<div class="card" style="--c:{_COLOURS[level["result"]]}"><b>{name}</b> {_tag(level["result"])}'
+        f'<p>{escape(level["what"])}</p><p class="dim">{escape(level["counts"])}</p></div>'
+    )
+
+
+def _problems(report: Mapping[str, Any]) -> str:
+    failed = [test for test in report["tests"] if test["outcome"] == "failed"]
+    if not failed:
+        return ""
+    return f"<h2>Promises that were broken ({len(failed)})</h2>" + "".join(_test(test, opened=True) for test in failed)
+
+
+def _test(test: Mapping[str, Any], *, opened: bool = False) -> str:
+    promise = test["promise"]
+    quote = (
+        f"<blockquote><code>{escape(promise['member'])}</code>: {escape(promise['words'])}</blockquote>" if promise else ""
+    )
+    reason = f"<pre>{escape(test['reason'])}</pre>" if test["reason"] else ""
+    return (
+        f"<details{' open' if opened else ''}><summary>{_tag(test['outcome'])}<code>{escape(test['id'])}</code>"
+        f' <span class="dim">{test["seconds"]:.2f} s</span></summary>'
+        f"<p>{escape(test['what'])}</p>{quote}{reason}</details>"
+    )
+
+
+def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    backend, host = report["backend"], report["host"]
+    versions = {**(report["versions"] or {})}
+    return [
+        ("backend", f"{backend['spec']} of {backend.get('distribution', 'an unknown distribution')}"),
+        ("device", str(report["device"])),
+        ("kernels", str(report["kernels"])),
+        *((key, str(value)) for key, value in versions.items() if key != "device"),
+        ("kit", f"{report['kit']['version']}, interface version {host['seam_version']}"),
+        ("python", f"{host['python']} on {host['system']}"),
+        ("started", report["started"]),
+    ]
+
+
+def _figures(report: Mapping[str, Any]) -> str:
+    if not report["figures"]:
+        return ""
+    rows = "".join(
+        f'<tr><td>{escape(name)}</td><td class="number">{value:,.4g}</td><td>{escape(unit)}</td></tr>'
+        for name, value, unit in report["figures"]
+    )
+    return (
+        "<h2>Figures</h2><p class='dim'>Measured in this run, reported and not judged.</p>"
+        f"<div class='scroll'><table>{rows}</table></div>"
+    )
+
+
+def _waivers(tests: list[Mapping[str, Any]]) -> str:
+    if not tests:
+        return ""
+    rows = "".join(
+        f"<tr><td><code>{escape(test['id'])}</code></td><td>{escape(test['waiver']['reason'])}</td>"
+        f'<td><a href="{escape(test["waiver"]["link"])}">issue</a></td><td>{escape(test["waiver"]["expires"])}</td></tr>'
+        for test in tests
+    )
+    return f"<h2>Waivers</h2><table><tr><th>test<th>reason<th>tracked in<th>until</tr>{rows}</table>"
+
+
+def _row(key: str, value: str) -> str:
+    return f"<tr><th>{escape(key)}</th><td>{escape(value)}</td></tr>"
+
+
+def _ability(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _tag(outcome: str) -> str:
+    return f'<span class="tag" style="background:{_COLOURS[outcome]}">{escape(outcome)}</span>'

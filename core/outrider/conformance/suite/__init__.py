@@ -1,0 +1,1 @@
+"""The tests, a module for each subject; ``test_lN_…`` belongs to level N."""

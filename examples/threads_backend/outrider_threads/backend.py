@@ -1,0 +1,218 @@
+"""The verbs of the seam, on workers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from outrider.device import (
+    Backend,
+    Capabilities,
+    CaptureContext,
+    DeviceFault,
+    Event,
+    Flag,
+    Graph,
+    GraphCallable,
+    GraphPool,
+    KernelSet,
+    MemoryInfo,
+    SpeculativeSync,
+    Stream,
+    StreamOrderError,
+)
+from outrider_threads.queueing import Queueing
+from outrider_threads.worker import Mark, Task, Worker
+
+CAPABILITIES = Capabilities(
+    asynchronous=True,
+    concurrent_streams=True,
+    event_timing=True,
+    flags=True,
+    captures_graphs=True,
+    forks_in_capture=True,  # branches are run in the order in which they were captured
+    perturbs_timing=True,
+    dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
+)
+
+
+class ThreadStream(Stream):
+    """One worker."""
+
+    def __init__(self, backend: ThreadsBackend, name: str) -> None:
+        super().__init__(backend, name)
+        self._backend = backend
+        self.worker = Worker(name)
+
+    @property
+    def native(self) -> Any:
+        """The worker."""
+        return self.worker
+
+    def put(self, task: Task) -> None:
+        """Enqueue a task, or append it to the graph that this thread captures."""
+        program = self._backend.program
+        if program is None:
+            self.worker.put(task)
+        else:
+            program.append(task)
+
+    def _record(self, event: Event) -> None:
+        if self._backend.program is None:  # in a capture the order of the calls is all there is
+            cast(ThreadEvent, event).mark = self.worker.mark()
+
+    def _wait(self, event: Event) -> None:
+        if self._backend.program is None:
+            self.worker.put(cast(ThreadEvent, event).mark.wait)
+
+    def _synchronize(self) -> None:
+        self.worker.mark().wait()
+        errors = self.worker.take_errors()
+        if errors:
+            raise DeviceFault(f"work on stream {self.name!r} of {self.backend.label} failed: {errors[0]}") from errors[0]
+
+    def _query(self) -> bool:
+        return self.worker.idle
+
+
+class ThreadEvent(Event):
+    """The mark of its latest record. A wait that is queued holds the mark itself, so it keeps its generation."""
+
+    mark: Mark
+
+    def _query(self) -> bool:
+        return self.mark.reached
+
+    def _synchronize(self) -> None:
+        self.mark.wait()
+
+    def _elapsed_ms(self, end: Event) -> float:
+        return (cast(ThreadEvent, end).mark.time - self.mark.time) * 1e3
+
+
+class ThreadFlag(Flag):
+    """A flag of the threading module, raised and lowered by workers."""
+
+    def __init__(self, backend: Backend, name: str) -> None:
+        super().__init__(backend, name)
+        self._flag = threading.Event()
+
+    def _set(self, stream: Stream) -> None:
+        cast(ThreadStream, stream).put(self._flag.set)
+
+    def _wait(self, stream: Stream) -> None:
+        cast(ThreadStream, stream).put(self._flag.wait)
+
+    def _reset(self, stream: Stream) -> None:
+        cast(ThreadStream, stream).put(self._flag.clear)
+
+
+class ThreadGraph(Graph):
+    """The tasks of a capture. Their results were allocated when they were captured, so a replay fills the same memory."""
+
+    program: list[Task]
+
+    def _replay(self, stream: Stream) -> None:
+        cast(ThreadStream, stream).put(self._run)
+
+    def _run(self) -> None:
+        for task in self.program:
+            task()
+
+
+class ThreadsBackend(Backend):
+    """A device whose streams are threads."""
+
+    def __init__(self) -> None:
+        super().__init__("threads", torch.device("cpu"))
+        self._kernels = KernelSet()
+        self._sync = SpeculativeSync(self)
+        self._thread = threading.local()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Asynchronous, concurrent streams, flags, graphs."""
+        return CAPABILITIES
+
+    @property
+    def kernels(self) -> KernelSet:
+        """The torch references, each one task."""
+        return self._kernels
+
+    @property
+    def speculative_sync(self) -> SpeculativeSync:
+        """The default policy."""
+        return self._sync
+
+    # -- placement ----------------------------------------------------------------------------------------------------
+
+    @property
+    def program(self) -> list[Task] | None:
+        """What the calling thread captures."""
+        return getattr(self._thread, "program", None)
+
+    @contextmanager
+    def _on(self, stream: Stream) -> Generator[None]:
+        before: ThreadStream | None = getattr(self._thread, "stream", None)
+        self._thread.stream = stream
+        try:
+            if before is not None:  # the mode of the outer scope is on already, and asks which stream is current
+                yield
+            else:
+                with Queueing(lambda task: self._thread.stream.put(task), self._synchronize_current):
+                    yield
+        finally:
+            self._thread.stream = before
+
+    def _synchronize_current(self) -> None:
+        if self.program is not None:
+            raise StreamOrderError("a value was read on the host during a capture: nothing has run yet")
+        self._thread.stream._synchronize()
+
+    def _create_stream(self, name: str, priority: int) -> Stream:
+        return ThreadStream(self, name)
+
+    def _create_event(self, name: str, timing: bool) -> Event:
+        return ThreadEvent(self, name, timing)
+
+    def _create_flag(self, name: str) -> Flag:
+        return ThreadFlag(self, name)
+
+    def _synchronize(self) -> None:
+        for stream in self.streams:
+            cast(ThreadStream, stream)._synchronize()
+
+    def _delay(self, stream: Stream, cycles: int) -> None:
+        cast(ThreadStream, stream).put(lambda: time.sleep(cycles / 1e9))
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def _empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        return True  # the device is the host: it reaches all memory alike
+
+    def memory_info(self) -> MemoryInfo:
+        """No limit is declared."""
+        return MemoryInfo(total=0, free=0, allocated=0)
+
+    # -- graphs -------------------------------------------------------------------------------------------------------
+
+    def _capture(
+        self, name: str, fn: GraphCallable, context: CaptureContext, stream: Stream, pool: GraphPool | None
+    ) -> Graph:
+        graph = ThreadGraph(self, name, context)
+        graph.program = self._thread.program = []
+        try:
+            with self._on(stream), self.capturing(graph, stream):
+                fn(context)
+        finally:
+            self._thread.program = None
+        return graph

@@ -1,0 +1,38 @@
+"""Entry point of the backend `threads`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from outrider.device.errors import BackendLoadError, ConfigError
+from outrider.device.plugin import BackendInfo, CiDeclaration, hookimpl
+
+if TYPE_CHECKING:
+    from outrider.device.backend import Backend
+
+
+@hookimpl
+def backend_info() -> BackendInfo:
+    """Runs wherever threads do; an example, so never chosen unless named."""
+    return BackendInfo(
+        name="threads",
+        description="example: each stream is a thread of the host",
+        seam_min=1,
+        seam_max=1,
+        priority=-1,
+        device_count=1,
+        ci=CiDeclaration(level="L4"),
+    )
+
+
+@hookimpl
+def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
+    """The one device, without options."""
+    if ordinal != 0:
+        raise BackendLoadError(f"backend 'threads': device {ordinal} was asked for, there is only device 0")
+    if options:
+        raise ConfigError(f"backend 'threads' takes no options, got {sorted(options)}")
+    from outrider_threads.backend import ThreadsBackend
+
+    return ThreadsBackend()

@@ -1,0 +1,7 @@
+"""The whole of this plugin's conformance test."""
+
+from outrider.conformance import check
+
+
+def test_threads_keeps_the_seams_promises() -> None:
+    check("threads", level="L4")

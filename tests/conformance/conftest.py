@@ -1,0 +1,40 @@
+"""Reports made once, from a real run on the reference backend."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from outrider.conformance import conform
+from outrider.conformance.levels import SUITE
+
+
+def suite_modules():
+    return sorted(SUITE.glob("test_l*.py"))
+
+
+@pytest.fixture(scope="session")
+def cpu_run(tmp_path_factory):
+    """(directory, report) of the reference backend up to L3."""
+    directory = tmp_path_factory.mktemp("cpu-report")
+    return directory, conform("cpu", level="L3", report=directory)
+
+
+@pytest.fixture
+def run_suite(tmp_path):
+    """Run the suite with pytest itself, outside the repository; returns the finished process."""
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "pytest", "-p", "outrider.conformance.plugin", "--pyargs", "outrider.conformance"]
+        return subprocess.run(
+            [*command, "-p", "no:cacheprovider", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    return run

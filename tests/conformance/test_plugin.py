@@ -1,0 +1,172 @@
+"""The suite as pytest runs it: options, selection, skips, waivers, xdist, crashes."""
+
+import json
+import textwrap
+
+import pytest
+
+from outrider.conformance.run import ConformanceError, check, conform
+
+SICK = """
+    import os
+    import pytest
+    from outrider.device.plugin import BackendInfo, hookimpl
+
+    @hookimpl
+    def backend_info():
+        return BackendInfo(name="sick", description="made up", priority=-1)
+
+    @hookimpl
+    def create_backend(ordinal, options):
+        from outrider.device import BackendLoadError, ConfigError
+        if ordinal:
+            raise BackendLoadError(f"no device {{ordinal}}")
+        if options:
+            raise ConfigError("no options")
+        from outrider_cpu.backend import CpuBackend
+
+        class Sick(CpuBackend):
+            {body}
+
+        backend = Sick()
+        backend.name = "sick"
+        return backend
+"""
+
+
+@pytest.fixture
+def sick(install, monkeypatch):
+    """``sick("...")``: a distribution whose backend's class has that body; visible to child processes too."""
+
+    def make(body):
+        body = textwrap.indent(textwrap.dedent(body).strip(), " " * 12).strip()
+        site = install("sick", SICK.format(body=body))
+        monkeypatch.setenv("PYTHONPATH", str(site), prepend=":")
+
+    return make
+
+
+def outcomes(report):
+    return {test["id"]: test for test in report["tests"]}
+
+
+def test_runs_from_outside_with_plain_pytest(run_suite, tmp_path):
+    done = run_suite("--backend", "cpu", "--level", "L1", "--report", "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "conformance of cpu:0" in done.stdout
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["reached"] == "L1"
+
+
+def test_runs_with_xdist(run_suite, tmp_path):
+    pytest.importorskip("xdist")
+    done = run_suite("--backend", "cpu", "--level", "L2", "--report", "out", "-n", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["reached"] == "L2"
+    assert report["capabilities"] is not None
+    assert {test["outcome"] for test in report["tests"]} == {"passed", "not declared", "not applicable"}
+
+
+def test_asks_for_a_backend(run_suite):
+    done = run_suite("--level", "L0")
+    assert done.returncode == 4
+    assert "needs --backend" in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("--backend", "cpu", "--level", "L9"), "level 'L9'"), (("--backend", "cpu", "--waivers", "none.toml"), "none.toml")],
+)
+def test_wrong_options_are_usage_errors(run_suite, arguments, message):
+    done = run_suite(*arguments)
+    assert done.returncode == 4
+    assert message in done.stderr + done.stdout
+
+
+def test_deselected_tests_keep_a_level_from_passing(run_suite, tmp_path):
+    done = run_suite("--backend", "cpu", "--level", "L1", "--report", "out", "-k", "not order")
+    assert done.returncode == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["levels"]["L1"]["result"] == "not run"
+    assert report["reached"] == "L0"
+
+
+def test_a_skip_by_the_plugin_is_a_failure(sick):
+    sick(
+        """
+        def _create_event(self, name, timing):
+            pytest.skip("we don't feel like it")
+        """
+    )
+    report = conform("sick", level="L1")
+    assert report["levels"]["L1"]["result"] == "failed"
+    reason = outcomes(report)["test_l1_events::test_a_wait_orders_two_streams"]["reason"]
+    assert "may not be skipped" in reason
+
+
+def test_a_crash_is_told(sick):
+    sick(
+        """
+        def memory_info(self):
+            os._exit(42)
+        """
+    )
+    with pytest.raises(ConformanceError, match=r"exit code 42 while running test_l1_memory::test_memory_figures"):
+        conform("sick", level="L1")
+
+
+def test_a_hang_is_told(sick):
+    sick(
+        """
+        def memory_info(self):
+            import threading
+            threading.Event().wait()
+        """
+    )
+    report = conform("sick", level="L1", extra=["--kit-timeout", "1"])
+    reason = outcomes(report)["test_l1_memory::test_memory_figures_are_numbers_of_bytes"]["reason"]
+    assert "still running after 1 s" in reason
+
+
+BROKEN = """
+    def memory_info(self):
+        from outrider.device import MemoryInfo
+        return MemoryInfo(total=0, free=0, allocated=-1)
+"""
+WAIVER = """
+    [[waiver]]
+    test = "test_l1_memory::test_memory_figures_*"
+    reason = "the driver counts backwards"
+    link = "https://example.org/issues/1"
+    expires = {expires}
+"""
+
+
+def waivers(tmp_path, expires="2999-01-01"):
+    path = tmp_path / "waivers.toml"
+    path.write_text(textwrap.dedent(WAIVER.format(expires=expires)))
+    return path
+
+
+def test_a_waiver_explains_a_failure(sick, tmp_path):
+    sick(BROKEN)
+    with pytest.raises(ConformanceError, match="test_memory_figures_are_numbers"):
+        check("sick", level="L1")
+    report = conform("sick", level="L1", waivers=waivers(tmp_path))
+    assert report["levels"]["L1"]["result"] == "passed with waivers"
+    assert report["reached"] == "L1"
+    check("sick", level="L1", waivers=waivers(tmp_path))
+
+
+def test_an_expired_waiver_excuses_nothing(sick, tmp_path):
+    sick(BROKEN)
+    report = conform("sick", level="L1", waivers=waivers(tmp_path, "2001-01-01"))
+    assert report["levels"]["L1"]["result"] == "failed"
+    assert "expired on 2001-01-01" in outcomes(report)["test_l1_memory::test_memory_figures_are_numbers_of_bytes"]["reason"]
+
+
+def test_a_waiver_that_is_not_needed_is_a_failure(tmp_path):
+    report = conform("cpu", level="L1", waivers=waivers(tmp_path))
+    assert report["levels"]["L1"]["result"] == "failed"
+    reason = outcomes(report)["test_l1_memory::test_memory_figures_are_numbers_of_bytes"]["reason"]
+    assert "remove the waiver" in reason

@@ -1,0 +1,105 @@
+"""The report: its levels follow from its tests, its seal shows every change, and each file of it is well-formed."""
+
+import copy
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from outrider.conformance.page import badge, page
+from outrider.conformance.publish import FILES, junit
+from outrider.conformance.report import levels_of, seal, verify
+from outrider.conformance.run import passed
+
+
+def test_the_reference_passes_and_its_report_holds(cpu_run):
+    directory, report = cpu_run
+    assert report["reached"] == "L3"
+    assert passed(report)
+    assert verify(report) == []
+    assert sorted(path.name for path in directory.iterdir()) == sorted(FILES)
+    assert json.loads((directory / "report.json").read_text()) == report
+
+
+def test_a_report_says_what_ran(cpu_run):
+    _, report = cpu_run
+    assert report["command"] == "outrider conform --backend cpu --level L3"
+    assert report["tier"]["kind"] == "run on a device"
+    assert report["backend"]["name"] == "cpu"
+    assert report["versions"]["torch"] == report["host"]["torch"]
+    assert report["capabilities"]["captures_graphs"] is False
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda r: r["host"].update(torch="9.9"), "seal"),
+        (lambda r: r.update(reached="L4"), "claims L4"),
+        (lambda r: r["levels"]["L1"].update(result="failed"), "don't follow"),
+        (lambda r: r["tests"].pop(), "is missing"),
+        (lambda r: r["capabilities"].update(captures_graphs=True), "though the backend declares"),
+        (lambda r: r["tests"][0].update(outcome="waived"), "without reason"),
+        (
+            lambda r: r["tests"][0].update(
+                outcome="waived", waiver={"reason": "x", "link": "https://x", "expires": "2001-01-01"}
+            ),
+            "had expired",
+        ),
+        (lambda r: r["kit"].update(suite="0"), "another suite"),
+        (lambda r: r.update(format=99), "format 99"),
+        (lambda r: r.pop("tests"), "not a report"),
+    ],
+)
+def test_catches_a_changed_report(cpu_run, change, problem):
+    """Also where whoever changed it sealed it again, except for plain facts, which only the seal protects."""
+    changed = copy.deepcopy(cpu_run[1])
+    change(changed)
+    assert any("seal" in found for found in verify(changed)) or problem in ("format 99", "not a report")
+    if problem != "seal":
+        changed = seal(changed)
+    assert any(problem in found for found in verify(changed)), verify(changed)
+
+
+def record(outcome, level=1):
+    return {"outcome": outcome, "level": level}
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "result"),
+    [
+        (["passed", "not declared", "not applicable"], "passed"),
+        (["not declared"], "passed"),
+        (["passed", "waived"], "passed with waivers"),
+        (["passed", "not run"], "not run"),
+        ([], "not run"),
+        (["passed", "waived", "not run", "failed"], "failed"),
+    ],
+)
+def test_a_levels_result(outcomes, result):
+    assert levels_of([record(outcome) for outcome in outcomes], 1)["L1"]["result"] == result
+
+
+def test_junit_counts(cpu_run):
+    root = ElementTree.fromstring(junit(cpu_run[1]).encode())
+    suites = {suite.get("name"): suite for suite in root}
+    assert list(suites) == ["L0", "L1", "L2", "L3"]
+    assert sum(int(s.get("tests")) for s in root) == len(cpu_run[1]["tests"]) == len(root.findall(".//testcase"))
+    assert not root.findall(".//failure")
+
+
+def test_the_page_stands_alone_and_escapes(cpu_run):
+    report = copy.deepcopy(cpu_run[1])
+    report["tests"][0].update(outcome="failed", reason="<script>alert(1)</script>\x07")
+    text = page(report)
+    assert "<script>" not in text
+    assert "&lt;script&gt;" in text
+    assert "http://" not in text.replace("http://www.w3.org", "")
+    assert report["command"] in text
+    assert "Promises that were broken (1)" in text
+    ElementTree.fromstring(junit(report).encode())
+
+
+def test_the_badge_says_the_level_and_the_tier(cpu_run):
+    text = badge(cpu_run[1])
+    ElementTree.fromstring(text)
+    assert "L3 run on a device" in text
