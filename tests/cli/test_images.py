@@ -67,12 +67,12 @@ def test_what_is_no_image(outrider, checkpoint, tmp_path):
     wrong = tmp_path / "text.png"
     wrong.write_text("no image")
     result = outrider("generate", "--model", str(directory), "--prompt", "w5", "--image", str(wrong))
-    assert result.code == 2
+    assert result.code == 1
     assert "text.png: can't be read as an image" in result.err
 
 
 def test_a_model_of_text_takes_none(outrider, checkpoint):
     directory, _ = checkpoint
     result = outrider("generate", "--prompt", "def", "--image", str(directory / "0.png"))
-    assert result.code == 2
+    assert result.code == 1
     assert "a model of text alone" in result.err
