@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
+from outrider.device import Capabilities, Graph
 from outrider.sanitizer import Kind, watch
 from outrider.sanitizer.races import RACES, Race
 from outrider_cpu.backend import CpuBackend
@@ -27,6 +32,11 @@ FOUND = [
     "output-after-the-next-replay",
     "stale-padding",
     "marked-over",
+    "host-read-early",
+    "pinned-overwritten",
+    "pinned-renewed",
+    "stale-mirror",
+    "beside-another-thread",
 ]
 
 
@@ -85,3 +95,41 @@ def test_declared_rows_raise_no_alarm(backend: CpuBackend) -> None:
                 slots = torch.tensor([first, first + 1])
                 torch.ops.outrider.rope_write_cache(q.clone(), k.clone(), v, cos, sin, cache[0], cache[1], slots)
     assert report.clean, str(report)
+
+
+class Capturing(CpuBackend):
+    """The reference backend with graphs of torch's usual kind: the callable runs once, and replays dispatch nothing."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, captures_graphs=True)
+
+    def _capture(self, name: str, fn: Any, context: Any, stream: Any, pool: Any) -> Graph:
+        del pool
+        graph = Replayed(self, name, context)
+        graph.fn = fn
+        with self._on(stream), self.capturing(graph, stream):
+            fn(context)
+        return graph
+
+
+class Replayed(Graph):
+    fn: Any
+
+    def _replay(self, stream: Any) -> None:
+        del stream
+        with _disable_current_modes():
+            self.fn(self.context)
+
+
+@pytest.mark.parametrize("name", ["input-overwritten", "fence-before-the-replay", "stale-padding"])
+def test_captured_work_is_known_at_each_replay(name: str) -> None:
+    race = RACES[name]
+    backend = Capturing()
+    with watch(backend) as report:
+        race.right(backend)
+    assert report.clean, str(report)
+    backend = Capturing()
+    with watch(backend) as report:
+        race.wrong(backend)
+    assert {finding.kind for finding in report} == {race.kind}, str(report)

@@ -8,8 +8,8 @@ object, not by its address; the sanitizer holds it weakly, so the address of a f
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -24,7 +24,7 @@ from outrider.sanitizer.places import here
 from outrider.sanitizer.sanitizer import Sanitizer
 
 if TYPE_CHECKING:
-    from outrider.device import Backend, Stream
+    from outrider.device import Backend, Graph, Stream
 
 _AMBIENT = "default"
 _BORN = "_outrider_born"
@@ -47,7 +47,7 @@ _INDEXED = frozenset(
 _BLIND = (
     "which rows an operator takes by data: two such accesses to one memory are taken to be disjoint",
     "kernels launched outside torch's dispatcher, and what an operator does beyond its schema",
-    "pinned memory touched through numpy() or tolist()",
+    "pinned memory touched through an array that numpy() gave away, after that call",
     "threads that were started before the run was watched",
 )
 
@@ -184,11 +184,47 @@ class DerivedSanitizer(Sanitizer):
         """Whether no other mode of this sanitizer lies inside ``mode`` on the calling thread."""
         return not self._modes or self._modes[-1] is mode
 
+    def capture_began(self, graph: Graph, stream: Stream) -> None:
+        self._scope.append(stream.name)  # a capture places its callable without a scope of the seam
+        super().capture_began(graph, stream)
+
+    def capture_ended(self, graph: Graph, failed: bool) -> None:
+        super().capture_ended(graph, failed)
+        self._scope.pop()
+
     def locate(self, tensor: Tensor) -> Access | None:
         known = self._storages.known(tensor)
         return _extent(tensor, known[0].number, False, "", -1) if known is not None else None
 
     # -- operators -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def scope(self) -> Generator[None]:
+        """Also see reads of host memory that don't pass the dispatcher."""
+        before = {name: getattr(Tensor, name) for name in ("tolist", "numpy")}
+
+        def reading(original: Any) -> Any:
+            def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+                self._host_read(tensor)
+                return original(tensor, *args, **kwargs)
+
+            return read
+
+        for name, original in before.items():
+            setattr(Tensor, name, reading(original))
+        try:
+            yield
+        finally:
+            for name, original in before.items():
+                setattr(Tensor, name, original)
+
+    def _host_read(self, tensor: Tensor) -> None:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return  # device memory comes to the host through an operator
+        with self._lock:
+            known = self._storages.known(tensor)
+            if known is not None:
+                self.host_accessed(_extent(tensor, known[0].number, False, "", getattr(tensor, _BORN, -1)), here())
 
     def thread_scope(self) -> AbstractContextManager[Any]:
         """What a watched thread runs in."""
@@ -250,8 +286,8 @@ class DerivedSanitizer(Sanitizer):
                 self.allocated(found[0].number, tensor.untyped_storage().nbytes(), found[0].home, location)
             if not operands.empty:
                 accesses.append(_extent(tensor, found[0].number, True, name, -1))
-        if not accesses or not (fresh or operands.writes or operands.waits or not outputs):
-            return  # views move no bytes
+        if not accesses or not (fresh or operands.writes or operands.waits):
+            return  # views and questions move no bytes
         if stream == "host":
             for access in accesses:
                 self.host_accessed(access, location)

@@ -70,6 +70,10 @@ class Sanitizer(Observer):
         """What a watched thread runs in."""
         return nullcontext()
 
+    def scope(self) -> AbstractContextManager[Any]:
+        """What a whole watched run is inside."""
+        return nullcontext()
+
     def locate(self, tensor: Tensor) -> Access | None:
         """Where a tensor lies; overridden where accesses are derived."""
         try:
@@ -92,7 +96,10 @@ class Sanitizer(Observer):
         with self._lock:
             self._ordering.finish()
             self.report.advice = list(self._advisor.redundant())
-            blind = self._ordering.blind
+            blind = dict(self._ordering.blind)
+            forgotten = sum(shadow.forgotten for shadow in self._ordering.memory.shadows.values())
+            if forgotten:
+                blind["the oldest of many accesses with holes to the same bytes"] = forgotten
             self.report.blind_spots += [f"{what} ({count} times)" for what, count in sorted(blind.items())]
         return self.report
 
@@ -239,6 +246,7 @@ def watch(backend: Backend) -> Generator[Report]:
         backend.attach(sanitizer)
         stack.callback(backend.detach)
         stack.enter_context(host_edges(sanitizer, sanitizer.thread_scope))
+        stack.enter_context(sanitizer.scope())
         stack.enter_context(sanitizer.thread_scope())
         try:
             yield sanitizer.report
