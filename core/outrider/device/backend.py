@@ -315,6 +315,24 @@ class Backend(ABC):
             if self.observer is not None:
                 self.observer.capture_ended(graph, failed)
 
+    @contextmanager
+    def rehearsing(self, context: CaptureContext, stream: Stream) -> Generator[None]:
+        """Run a callable before its capture, under the rules of a capture; a plugin's ``_capture`` warms up in here.
+
+        The work really runs. Events that it records are edges here as they will be in the capture: they get no generation,
+        and are free for the capture afterwards.
+        """
+        rehearsal = ActiveCapture(self, context)
+        self._local.capture = rehearsal
+        self._local.capture_stream = stream
+        try:
+            yield
+        finally:
+            self._local.capture = None
+            self._local.capture_stream = None
+            for event in rehearsal.edges:
+                event._captured_by = None
+
     def check_not_capturing(self, action: str) -> None:
         """Raise :class:`StreamOrderError` when the calling thread has a capture open."""
         if self.active_capture is not None:

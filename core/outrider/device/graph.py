@@ -66,9 +66,11 @@ class ActiveCapture:
     def __init__(self, backend: Backend, context: CaptureContext) -> None:
         self.backend = backend
         self.context = context
+        self.edges: list[Event] = []
 
     def check_edge_record(self, event: Event) -> None:
         """An event recorded in a capture must not carry generations of its own, nor edges of another graph."""
+        self.edges.append(event)
         outside = event._generation > 0 or event._captured_by not in (None, self)
         if outside and not self.backend.capabilities.waits_inside_graphs:
             raise StreamOrderError(

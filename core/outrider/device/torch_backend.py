@@ -163,7 +163,7 @@ class TorchDeviceBackend(Backend):
     def _capture(
         self, name: str, fn: GraphCallable, context: CaptureContext, stream: Stream, pool: GraphPool | None
     ) -> Graph:
-        with self.on(stream):
+        with self.on(stream), self.rehearsing(context, stream):
             for _ in range(self.warmup_runs):
                 fn(context)
         stream.synchronize()
