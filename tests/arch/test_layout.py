@@ -25,6 +25,17 @@ def test_files_are_short(source_file):
     assert not too_long(source_file), f"more than {LINES} lines: split it by subject"
 
 
+def bare(root: Path) -> list[str]:
+    """Folders of modules without an ``__init__.py``: the import contracts don't see what is in them."""
+    return sorted({file.parent.name for file in root.rglob("*.py") if not (file.parent / "__init__.py").exists()})
+
+
+def test_every_folder_of_modules_is_a_package():
+    assert bare(ROOT / "core" / "outrider") == []
+    for name in BACKENDS:
+        assert bare(ROOT / "backends" / name) == []
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_backend_folder_holds_one_package(name):
     folder = ROOT / "backends" / name
@@ -57,3 +68,7 @@ def test_catches(tmp_path):
     for name in ("outrider_chip", "tests", "__pycache__"):
         (chip / name).mkdir(parents=True)
     assert strangers(chip) == ["tests"]
+    (chip / "outrider_chip" / "stray").mkdir()
+    (chip / "outrider_chip" / "__init__.py").touch()
+    (chip / "outrider_chip" / "stray" / "module.py").touch()
+    assert bare(chip) == ["stray"]

@@ -223,33 +223,37 @@ def test_full_disk_while_streaming(child, arguments):
     assert result.err.count("\n") == 1
 
 
-def start(*arguments, output):
-    return subprocess.Popen(
-        [sys.executable, "-m", "outrider.cli.main", "generate", "--prompt", PROMPT, "--max-tokens", "2000", *arguments],
-        stdout=output,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def interrupt(process: subprocess.Popen[str], path: Path, characters: int) -> str:
+    """Ctrl-C once that much has been streamed; returns what it says on standard error."""
+    deadline = time.monotonic() + 240
+    while path.stat().st_size < characters:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    try:
+        return process.communicate(timeout=240)[1]
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # faulthandler then says where it hangs
+        pytest.fail(f"still running after Ctrl-C:\n{process.communicate()[1]}")
 
 
 def test_ctrl_c_while_streaming_keeps_what_was_streamed(tmp_path):
     path = tmp_path / "out.txt"
-    with path.open("w") as output:
-        process = start(output=output)
+    command = [sys.executable, "-X", "faulthandler", "-m", "outrider.cli.main", "generate"]
+    arguments = ["--prompt", PROMPT, "--max-tokens", "2000"]
+    with (
+        path.open("w") as output,
+        subprocess.Popen([*command, *arguments], stdout=output, stderr=subprocess.PIPE, text=True) as process,
+    ):
         try:
-            deadline = time.monotonic() + 120
-            while path.stat().st_size < 40:
-                assert process.poll() is None, process.stderr.read()
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
+            errors = interrupt(process, path, 40)
         finally:
             process.kill()
     assert process.returncode == 130
     assert errors.startswith("outrider: interrupted after ")
     assert errors.count("\n") == 1
-    text = Path(path).read_text()
+    text = path.read_text()
     assert len(text) > 40
     assert text.endswith("\n")
 
