@@ -60,9 +60,9 @@ def test_compare_that_differs_is_exit_1(outrider, monkeypatch):
     honest = Engine.stream
     calls = []
 
-    def stream(self, tokens, params):
+    def stream(self, tokens, params, **options):
         calls.append(1)
-        return honest(self, tokens if len(calls) == 1 else tokens[:-1], params)
+        return honest(self, tokens if len(calls) == 1 else tokens[:-1], params, **options)
 
     monkeypatch.setattr(Engine, "stream", stream)
     result = outrider("generate", "--prompt", PROMPT, "--max-tokens", "24", "--compare")
@@ -259,8 +259,8 @@ def test_interrupted_json_is_one_object_with_what_there_is(outrider, monkeypatch
 
     honest = Engine.stream
 
-    def stream(self, tokens, params):
-        yield from list(honest(self, tokens, params))[:3]
+    def stream(self, tokens, params, **options):
+        yield from list(honest(self, tokens, params, **options))[:3]
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, "stream", stream)

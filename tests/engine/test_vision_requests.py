@@ -270,3 +270,32 @@ def test_frames_of_a_video_count(made):
         video = checkpoint.processor.video(frames(count, 16, 16), frames_per_second=2.0)
         (result,) = engine.generate([tokens], GREEDY, media=[[video]])
         assert result.token_ids == checkpoint.generated(tokens, [video])
+
+
+@pytest.mark.parametrize("name", [None, "same-model", "eagle-tree"])
+def test_a_request_with_images_is_handed_over(made, name):
+    """It goes on in another engine, where it's also preempted: the images came along."""
+    checkpoint = made["qwen2_5_vl"]
+    make = (lambda: None) if name is None else proposers(checkpoint)[name]
+    first, second = (checkpoint.engine(make(), overlap=True, page_size=size, num_pages=31) for size in (4, 5))
+    tokens, media = checkpoint.prompts["images-of-several-sizes"]
+    others = [second.add_request(range(1, 40), SamplingParams(max_tokens=40, ignore_eos=True), priority=1) for _ in range(2)]
+    request = first.add_request(tokens, GREEDY, media=media)
+    while not first._requests[request].output:
+        first.step()
+    record = second._requests[second.take_over(first.hand_over(request))]
+    while not record.finished:
+        second.step()
+    assert tuple(record.output) == checkpoint.expected("images-of-several-sizes")
+    assert others
+
+
+def test_an_engine_without_a_tower_takes_no_images_over(made):
+    checkpoint = made["qwen2_vl"]
+    tokens, media = checkpoint.prompts["image"]
+    first = checkpoint.engine()
+    request = first.add_request(tokens, GREEDY, media=media)
+    first.step()
+    handed = first.hand_over(request)
+    with pytest.raises(RequestError, match="without a vision tower"):
+        Engine(checkpoint.target, checkpoint.backend).take_over(handed)

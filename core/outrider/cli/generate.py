@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from rich.console import Console
 
+from outrider.cli.images import ImageOption, Question
 from outrider.cli.models import (
     DoorOption,
     DraftNodesOption,
@@ -51,6 +52,7 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", metavar="F", help="A file with the text; - is standard input.")
     ] = None,
+    image: ImageOption = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="New tokens at most.")] = 64,
     temperature: Annotated[float, typer.Option(metavar="T", help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(metavar="S", help="Of the draws, where the temperature isn't 0.")] = 0,
@@ -112,9 +114,10 @@ def generate(
         through_transformers=through_transformers,
     )
     engine = load(backend, speculation, max_requests=n, dtype=dtype)
+    question = Question.ask(engine, text, speculation.model, image or ())
     if n > 1:
-        return _samples(engine, text, params, speculation.kind)
-    run = _Run(prompt=text)
+        return _samples(engine, question, params, speculation.kind)
+    run = _Run(question)
     try:
         run.stream(engine, params, None if json_output else sys.stdout.write)
     except KeyboardInterrupt:
@@ -122,7 +125,7 @@ def generate(
     data: dict[str, object] = {**run.data(engine), "speculate": speculation.kind}
     if not compare:
         return Report(data=data, render=lambda console: _summary(console, data))
-    plain = _Run(prompt=text)
+    plain = _Run(question)
     plain_engine = load(backend, speculation.without(), max_requests=1, dtype=dtype)
     plain.stream(plain_engine, params, None)
     same = plain.tokens == run.tokens
@@ -144,7 +147,7 @@ def generate(
 class _Run:
     """One generation, and what came out of it until now."""
 
-    prompt: str
+    question: Question
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -165,7 +168,8 @@ class _Run:
         started = time.perf_counter()
         try:
             # Closed here, not by the garbage collector: an interrupted stream must end its request now.
-            outputs = cast("Generator[StepOutput]", engine.stream(tokenizer.encode(self.prompt), params))
+            question = self.question
+            outputs = cast("Generator[StepOutput]", engine.stream(question.tokens, params, media=question.media))
             with closing(outputs):
                 for output in outputs:
                     self.tokens.extend(output.tokens)
@@ -209,10 +213,10 @@ class _Run:
         }
 
 
-def _samples(engine: Engine, text: str, params: SamplingParams, speculate: str) -> Report:
+def _samples(engine: Engine, question: Question, params: SamplingParams, speculate: str) -> Report:
     """Several samples of one prompt: printed when all are done, since their tokens come side by side."""
     started = time.perf_counter()
-    results = engine.generate([engine.tokenizer.encode(text)], params)
+    results = engine.generate([question.tokens], params, media=[question.media])
     seconds = time.perf_counter() - started
     samples = [
         {

@@ -1,0 +1,74 @@
+"""Each fence of the table is live: left out, one watched run finds it, and the finding implies it. Put back: silence."""
+
+import pytest
+
+from outrider.cli.decode_program import DecodeExplorer
+from outrider.engine.fence_log import Drop, Edge, FenceLog
+from outrider.engine.fences import FENCES
+from outrider.registry import get_backend
+from outrider.sanitizer import RaceError
+
+USED = [fence.name for fence in FENCES if fence.name != "handed_over"]
+"""*handed over* is used only where a request comes from another engine; tests/engine/test_hand_over_in_flight.py has it."""
+PROGRAMS = 4
+"""Host programs tried at most: not every batch mix reaches every fence."""
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return get_backend("sim")
+
+
+def first_race(explorer, backend):
+    for seed in range(PROGRAMS):
+        backend.control.reset()
+        try:
+            explorer.run(explorer.program(seed), backend)
+        except RaceError:
+            return explorer.implied()
+    return None
+
+
+def test_with_every_fence_the_sanitizer_is_silent(backend):
+    explorer = DecodeExplorer(backend, speculate="eagle")
+    for seed in range(PROGRAMS):
+        backend.control.reset()
+        explorer.run(explorer.program(seed), backend)
+
+
+@pytest.mark.parametrize("half", [Drop.WAIT, pytest.param(Drop.RECORD, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fence", USED)
+def test_a_fence_left_out_is_found_and_named(backend, fence, half):
+    explorer = DecodeExplorer(backend, speculate="eagle", drop=fence, half=half)
+    implied = first_race(explorer, backend)
+    assert implied is not None, f"nobody missed the {half} of {fence}"
+    assert fence in implied
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize("speculate", ["eagle", "ngram", "none"])
+def test_many_programs_each_under_its_own_schedule(backend, speculate, topk):
+    if speculate == "none" and topk > 1:
+        pytest.skip("plain decoding drafts no trees")
+    explorer = DecodeExplorer(backend, speculate=speculate, draft_topk=topk)
+    for seed in range(40):
+        program = explorer.program(seed)
+        backend.control.reset()
+        result = backend.control.explore(
+            lambda device, program=program: explorer.run(program, device), strategy="mixed", iterations=1, seed=seed
+        )
+        assert result.failure is None, (seed, program, str(result.failure.error))
+
+
+def test_a_finding_implies_the_fence_that_would_have_ordered_it():
+    log = FenceLog(lambda stream: 0)
+    log.edges = [
+        Edge("kept", "a", 5, "b", 5, True),
+        Edge("dropped", "b", 7, "c", 3, False),
+        Edge("elsewhere", "a", 2, "c", 9, False),
+    ]
+    assert log.implied(("a", 4), ("c", 3)) == ("dropped",)
+    assert log.implied(("a", 5), ("c", 3)) == ()
+    assert log.implied(("a", 1), ("c", 9)) == ("dropped", "elsewhere")
+    assert log.implied(("a", 4), ("c", 2)) == ()
