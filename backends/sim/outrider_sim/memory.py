@@ -155,7 +155,7 @@ class Memory:
         if tap is not None:
             made.line = self.machine.line
             tap.allocated(made, block.last)
-        if self.machine.tracks:
+        if self.machine.strategy.needs_accesses:  # not for a tool that only listens: it would grow with the run
             self.machine.bases[self._ids] = block.address
         block.last = self._ids
         return made

@@ -65,7 +65,7 @@ class Sim:
             if self.options.poison:
                 plain.fill_(float("nan") if dtype.is_floating_point else 0x7F if dtype.itemsize == 1 else 0x7FFF)
         allocation = HostAllocation(plain, self._release_host)
-        if self.machine.tracks:
+        if self.machine.strategy.needs_accesses:
             self.machine.bases[allocation.id] = self.memory.take_address(allocation.nbytes)
         tap = self.machine.tap
         if tap is not None:
