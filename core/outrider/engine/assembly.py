@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from outrider.device import Backend, Fence
 from outrider.engine.buffers import StepBuffers
@@ -13,7 +14,7 @@ from outrider.engine.results import Results
 from outrider.engine.rows import FutureMap, RowTable
 from outrider.engine.staging import Staging, staging_capacity
 from outrider.engine.step import StepParts, Streams
-from outrider.model import KVCache, LanguageModel, VisionTower
+from outrider.model import Decoder, KVCache, LanguageModel, Progress, VisionTower, load_decoder, load_through_transformers
 from outrider.speculative.proposer import Proposer
 
 
@@ -101,3 +102,15 @@ def assemble(
         max_context=max_context,
         vision=vision,
     )
+
+
+def load_model(
+    directory: Path, backend: Backend, config: EngineConfig, through_transformers: bool, progress: Progress | None
+) -> LanguageModel:
+    """The model of a checkpoint, native or by transformers' own code, with the kernels that the config asks for."""
+    if through_transformers:
+        return load_through_transformers(directory, backend=backend, dtype=config.torch_dtype)
+    model = load_decoder(directory, backend=backend, dtype=config.torch_dtype, progress=progress)
+    if config.batch_invariant:
+        return Decoder(model.config, model.weights, backend.kernels.batch_invariant())
+    return model

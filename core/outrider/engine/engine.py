@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.device import Backend, ConfigError, Fence, RequestError
-from outrider.engine.assembly import assemble, ring_slots
+from outrider.engine.assembly import assemble, load_model, ring_slots
 from outrider.engine.checks import (
     check_invariance,
     check_options,
@@ -32,13 +32,10 @@ from outrider.engine.step import Step
 from outrider.engine.text import StopText
 from outrider.engine.transfer import bring_here, collect
 from outrider.model import (
-    Decoder,
     LanguageModel,
     Media,
     Tokenizer,
     VisionTower,
-    load_decoder,
-    load_through_transformers,
     load_vision,
 )
 from outrider.speculative.build import BUILDERS, DraftOptions, build
@@ -144,7 +141,7 @@ class Engine:
         config = config or EngineConfig()
         if speculate not in BUILDERS:  # before anything is loaded
             raise ConfigError(f"speculate is {speculate!r}; expected one of {', '.join(sorted(BUILDERS))}")
-        model = _load_model(model_dir, backend, config, through_transformers, progress)
+        model = load_model(model_dir, backend, config, through_transformers, progress)
         options = DraftOptions(
             target=model,
             backend=backend,
@@ -299,7 +296,7 @@ class Engine:
         with self.backend.guard("running an iteration"):
             batch = self._next_batch()
             if batch is not None:
-                self._in_flight.append(self._step.launch(batch))
+                self._in_flight.append(self._launch(batch))
                 self._counts["iterations"] += 1
                 for chunk in batch.prefill:
                     if chunk.final:
@@ -412,6 +409,17 @@ class Engine:
             raise RequestError("this engine was built without a vision tower; use Engine.from_checkpoint, or pass vision")
         return pictures
 
+    def _launch(self, batch: Batch) -> Ticket:
+        """Launch, or leave the engine as if the batch had never been: an interrupt may come anywhere in a launch."""
+        try:
+            return self._step.launch(batch)
+        except BaseException:
+            # What was enqueued of it must be over before rows and pages go to anybody else.
+            self.backend.synchronize()
+            self.drain()
+            self._scheduler.take_back(batch)
+            raise
+
     def _next_batch(self) -> Batch | None:
         """The scheduler's next batch. Where it must preempt, what is in flight is handled first: that's rare."""
         try:
@@ -479,14 +487,3 @@ def _text_of(request: Request) -> str | None:
     text = watch.take()
     request.text.append(text)
     return text
-
-
-def _load_model(
-    directory: Path, backend: Backend, config: EngineConfig, through_transformers: bool, progress: Progress | None
-) -> LanguageModel:
-    if through_transformers:
-        return load_through_transformers(directory, backend=backend, dtype=config.torch_dtype)
-    model = load_decoder(directory, backend=backend, dtype=config.torch_dtype, progress=progress)
-    if config.batch_invariant:
-        return Decoder(model.config, model.weights, backend.kernels.batch_invariant())
-    return model

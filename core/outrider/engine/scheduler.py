@@ -122,6 +122,26 @@ class Scheduler:
         if any(request.in_flight for request in self._running):
             raise OutOfPages
         victim = next(request for request in reversed(self._running) if not request.finished)
+        self._requeue(victim)
+
+    def take_back(self, batch: Batch) -> None:
+        """Undo a batch that wasn't launched to its end: what it wrote counts for nothing.
+
+        Nothing may be in flight. Its requests wait and begin again with what the host knows of their output; no page is
+        known as a prefix any more, since what was enqueued to fill it may not have been.
+        """
+        for request in batch.requests:
+            request.in_flight -= 1
+        for request in batch.decode:
+            request.decodes_in_flight -= 1
+        self.pages.forget_all()
+        for request in {id(request): request for request in batch.requests}.values():
+            if not request.finished:
+                self._requeue(request)
+        self.retire()
+
+    def _requeue(self, victim: Request) -> None:
+        """Take a request's row and pages; it waits, to prefill its prompt and its output again."""
         self._table_updates = [update for update in self._table_updates if update[0] != victim.row]
         self._release(victim)
         victim.context = (*victim.prompt, *victim.output)
