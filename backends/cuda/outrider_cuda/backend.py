@@ -11,6 +11,7 @@ from outrider.device import (
     Capabilities,
     KernelSet,
     SpeculativeSync,
+    StepMode,
     TorchDeviceBackend,
 )
 
@@ -27,6 +28,12 @@ CAPABILITIES = Capabilities(
 )
 
 
+class CudaSync(SpeculativeSync):
+    """Events with generations and cheap stream waits; a whole iteration may be one graph."""
+
+    step_modes = frozenset(StepMode)
+
+
 class CudaBackend(TorchDeviceBackend):
     """One CUDA device. Kernels are the torch references for now."""
 
@@ -36,7 +43,7 @@ class CudaBackend(TorchDeviceBackend):
     def __init__(self, ordinal: int) -> None:
         super().__init__("cuda", "cuda", ordinal)
         self._kernels = KernelSet()
-        self._sync = SpeculativeSync(self)
+        self._sync = CudaSync(self)
 
     @property
     def capabilities(self) -> Capabilities:

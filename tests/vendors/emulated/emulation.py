@@ -7,6 +7,8 @@ simulated machine's schedule.
 import sys
 
 import torch_npu
+from torch_npu.npu.streams import Idle
+
 from outrider.device import Backend
 from outrider_npu import backend as module
 from outrider_npu import machine
@@ -34,11 +36,12 @@ class EmulatedNpu(module.NpuBackend):
         """As the simulator's own backend does it."""
         sim = self.sim
         sim.machine.reset(strategy)
+        self._streams[:] = [stream for stream in self._streams if sys.getrefcount(stream) > _ONLY_LISTED]
+        Idle.drop()
         floor = sim.memory.start_over(getattr(strategy, "floor", None))
         if isinstance(strategy, Exhaustive):
             strategy.floor = floor
         sim.manual_seed(sim.options.seed)
-        self._streams[:] = [stream for stream in self._streams if sys.getrefcount(stream) > _ONLY_LISTED]
 
     def _create_stream(self, name, priority):
         made = super()._create_stream(name, priority)

@@ -28,7 +28,7 @@ for _schema in SCHEMAS:
     _LIBRARY.define(_schema)
 
 
-def _rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None) -> Tensor:  # noqa: A002
+def _rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None) -> Tensor:
     _check(rotary_mode == "half" and rotate is None, "the emulation rotates halves")
     _check(input.dim() == 4 and r1.dim() == 4, "npu_rotary_mul takes four dimensions")
     _check(input.dtype in (torch.float16, torch.bfloat16, torch.float32), f"npu_rotary_mul doesn't take {input.dtype}")
@@ -85,7 +85,9 @@ def _attention_out(
         _check(atten_mask is not None and atten_mask.shape == (2048, 2048), "sparse mode 3 takes a mask of 2048 x 2048")
         assert atten_mask is not None
         # 1 hides: the part above the diagonal. A corner says so; all four million cells would take their time.
-        _check(bool(atten_mask[0, 1]) and not bool(atten_mask[1, 0]) and not bool(atten_mask[7, 7]), "the mask is upside down")
+        _check(
+            bool(atten_mask[0, 1]) and not bool(atten_mask[1, 0]) and not bool(atten_mask[7, 7]), "the mask is upside down"
+        )
     elif atten_mask is not None:
         _check(atten_mask.dtype in (torch.bool, torch.int8, torch.uint8), f"the mask is {atten_mask.dtype}")
         _check(atten_mask.shape == (batch, 1, width, atten_mask.shape[3]), f"a mask of {tuple(atten_mask.shape)}")
@@ -93,7 +95,17 @@ def _attention_out(
     for row, length in enumerate(actual_seq_lengths_kv):
         _check(0 <= length <= span, f"length {length} doesn't fit in {span}")
         out[0][row] = _attend(
-            query[row], key, value, block_table[row], length, num_key_value_heads, scale, sparse_mode, atten_mask, row, inner_precise
+            query[row],
+            key,
+            value,
+            block_table[row],
+            length,
+            num_key_value_heads,
+            scale,
+            sparse_mode,
+            atten_mask,
+            row,
+            inner_precise,
         )
     out[1].zero_()
     return out[0], out[1]

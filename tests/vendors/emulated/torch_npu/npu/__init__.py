@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
 import torch_npu
 from outrider.device.errors import DeviceLost, OutOfDeviceMemory
 from outrider_sim.queue import Kind, Op

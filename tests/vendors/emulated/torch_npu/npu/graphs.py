@@ -68,7 +68,9 @@ def graph_task_group_end(stream):
     capture = stream.queue.capture
     tasks = _tasks(op for _, op in capture.nodes[capture.group_start :])
     if len(tasks) != 1:
-        raise RuntimeError(f"graph_task_group_end: {len(tasks)} tasks in a group ({[t.name for t in tasks]}), one is supported")
+        raise RuntimeError(
+            f"graph_task_group_end: {len(tasks)} tasks in a group ({[t.name for t in tasks]}), one is supported"
+        )
     return _Handle(tasks[0], capture.pool, capture)
 
 

@@ -24,15 +24,36 @@ def as_npu(what):
         raise RuntimeError(f"{what} failed, error code:507015 ({error})") from error
 
 
+class Idle:
+    """Streams that no object holds any more. They're handed out again, as torch_npu does with the few that it has."""
+
+    queues = []  # noqa: RUF012
+
+    @classmethod
+    def take(cls, priority):
+        for queue in cls.queues:
+            if not queue.queue and queue.priority == priority:
+                cls.queues.remove(queue)
+                return queue
+        return machine().create_stream("", priority)
+
+    @classmethod
+    def drop(cls):
+        """Before a run that shall find the machine as the first one did."""
+        for queue in cls.queues:
+            machine().drop_stream(queue)
+        cls.queues.clear()
+
+
 class Stream:
     def __new__(cls, device=None, priority=0, **kwargs):
         made = super().__new__(cls)
-        made.queue, made._owned = machine().create_stream("", priority), True
+        made.queue, made._owned = Idle.take(priority), True
         return made
 
     def __del__(self):
         if self._owned:
-            machine().drop_stream(self.queue)
+            Idle.queues.append(self.queue)
 
     @classmethod
     def of(cls, queue):

@@ -1,6 +1,7 @@
 """Scopes of the emulated device."""
 
 import torch
+
 from torch_npu.npu.streams import Stream, as_npu, machine
 
 
