@@ -85,30 +85,29 @@ def _attention_out(
         _check(atten_mask is not None and atten_mask.shape == (2048, 2048), "sparse mode 3 takes a mask of 2048 x 2048")
         assert atten_mask is not None
         # 1 hides: the part above the diagonal. A corner says so; all four million cells would take their time.
-        _check(
-            bool(atten_mask[0, 1]) and not bool(atten_mask[1, 0]) and not bool(atten_mask[7, 7]), "the mask is upside down"
-        )
+        corner = atten_mask[:2, :2].bool().tolist()
+        _check(corner == [[False, True], [False, False]], f"the mask's corner is {corner}, 1 hides")
     elif atten_mask is not None:
         _check(atten_mask.dtype in (torch.bool, torch.int8, torch.uint8), f"the mask is {atten_mask.dtype}")
         _check(atten_mask.shape == (batch, 1, width, atten_mask.shape[3]), f"a mask of {tuple(atten_mask.shape)}")
         _check(atten_mask.shape[3] >= span, f"the mask reaches {atten_mask.shape[3]} of {span}")
     for row, length in enumerate(actual_seq_lengths_kv):
         _check(0 <= length <= span, f"length {length} doesn't fit in {span}")
-        out[0][row] = _attend(
-            query[row],
-            key,
-            value,
-            block_table[row],
-            length,
-            num_key_value_heads,
-            scale,
-            sparse_mode,
-            atten_mask,
-            row,
-            inner_precise,
-        )
+        hidden = _hidden(sparse_mode, atten_mask, row, width, length)
+        fixed = bool(inner_precise & 2)
+        out[0][row] = _attend(query[row], key, value, block_table[row], length, num_key_value_heads, scale, hidden, fixed)
     out[1].zero_()
     return out[0], out[1]
+
+
+def _hidden(sparse_mode: int, mask: Tensor | None, row: int, width: int, length: int) -> Tensor:
+    """What each new token doesn't see of the first ``length`` tokens."""
+    if sparse_mode == 3 and width > 1:
+        _check(length >= width, f"{width} new tokens in a sequence of {length}")
+        return torch.arange(length) > torch.arange(width).unsqueeze(1) + (length - width)
+    if mask is not None:
+        return mask[row, 0, :, :length].bool()
+    return torch.zeros((width, length), dtype=torch.bool)
 
 
 def _attend(
@@ -119,29 +118,19 @@ def _attend(
     length: int,
     kv_heads: int,
     scale: float,
-    sparse_mode: int,
-    mask: Tensor | None,
-    row: int,
-    inner_precise: int,
+    hidden: Tensor,
+    fixed: bool,
 ) -> Tensor:
-    """One sequence, in float32. Reads the pages up to ``length`` and not a token more."""
-    width, heads, size = query.shape
+    """One sequence, in float32. Reads the pages up to ``length`` and not a token more. ``fixed``: a row that sees nothing
+    gives zeros, else whatever comes out.
+    """
+    heads, size = query.shape[1:]
     pages = table[: (length + key.shape[1] - 1) // key.shape[1]].long()
     keys, values = (c[pages].flatten(0, 1)[:length].view(length, kv_heads, size).float() for c in (key, value))
     keys, values = (c.repeat_interleave(heads // kv_heads, dim=1) for c in (keys, values))
     scores = torch.einsum("whd,lhd->hwl", query.float(), keys) * scale
-    if sparse_mode == 3 and width > 1:
-        _check(length >= width, f"{width} new tokens in a sequence of {length}")
-        lane, place = torch.arange(width).unsqueeze(1), torch.arange(length)
-        hidden = place > lane + (length - width)
-    elif mask is not None:
-        hidden = mask[row, 0, :, :length].bool()
-    else:
-        hidden = torch.zeros((width, length), dtype=torch.bool)
-    weights = torch.softmax(scores.masked_fill(hidden, -10000.0 if not inner_precise & 2 else float("-inf")), dim=-1)
-    if inner_precise & 2:
-        weights = weights.nan_to_num(0.0)  # rows that see nothing give zeros
-    return torch.einsum("hwl,lhd->whd", weights, values).to(query.dtype)
+    weights = torch.softmax(scores.masked_fill(hidden, float("-inf") if fixed else -10000.0), dim=-1)
+    return torch.einsum("hwl,lhd->whd", weights.nan_to_num(0.0) if fixed else weights, values).to(query.dtype)
 
 
 def _check(holds: bool, text: str) -> None:

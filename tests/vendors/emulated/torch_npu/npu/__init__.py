@@ -78,7 +78,7 @@ _plain_empty = torch.empty
 
 
 def _empty(*size, **options):
-    """torch's pinned memory needs a build for an accelerator; this is where torch_npu's allocator of the host would come in."""
+    """torch's pinned memory needs a build for an accelerator; torch_npu's allocator of the host would come in here."""
     if options.pop("pin_memory", False):
         shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
         return sim().pinned(tuple(shape), options.get("dtype") or torch.get_default_dtype())
