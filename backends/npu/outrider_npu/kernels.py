@@ -100,10 +100,8 @@ class NpuKernels(KernelSet):
         turn = (cos.unsqueeze(0).unsqueeze(2), sin.unsqueeze(0).unsqueeze(2))  # 1S1D beside BSND
         for x in (q, k):
             x.copy_(torch_npu.npu_rotary_mul(x.unsqueeze(0), *turn).squeeze(0))
-        page_size = k_cache.shape[1]
-        page, offset = slots // page_size, slots % page_size
-        k_cache[page, offset] = k
-        v_cache[page, offset] = v
+        for cache, rows in ((k_cache, k), (v_cache, v)):
+            cache.flatten(0, 1).index_copy_(0, slots, rows)
 
     def unfused(self, q: Tensor, k_cache: Tensor, max_query: int) -> str:
         """Why attention of these shapes goes through torch's reference, empty where CANN does it."""

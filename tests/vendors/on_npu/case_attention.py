@@ -1,11 +1,12 @@
 """Attention through CANN's operator as the emulation does it: what it computes, and graphs whose lengths are rebound."""
 
+import emulation
 import pytest
 import torch
 import torch_npu
 
-import emulation
 from outrider.device import AttentionMetadata, CapabilityError, HostParam, KernelSet
+from outrider.sanitizer.sanitizer import watch
 
 PAGE, HEADS, KV_HEADS, SIZE = 128, 4, 2, 64
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -156,7 +157,9 @@ def captured(backend, stream, host, new, *, layers=1):
     def fn(context):
         for i in range(layers):
             context.outputs[str(i)].copy_(
-                attend(backend.kernels, dict(context.inputs) | {"mask": None}, new, exact=context.params["lens"], uniform=True)
+                attend(
+                    backend.kernels, dict(context.inputs) | {"mask": None}, new, exact=context.params["lens"], uniform=True
+                )
             )
 
     inputs = {name: tensor for name, tensor in o.items() if tensor is not None}
@@ -239,6 +242,19 @@ def test_a_missing_fence_around_a_rebind_is_caught(backend, missing):
     assert isinstance(found.failure.error, AssertionError)
     print(missing, found.failure.run, found.failure.shrunk, *found.failure.orderings, sep="\n  ")
     assert any("update" in sentence for sentence in found.failure.orderings)
+
+
+@pytest.mark.parametrize("missing", ["free", "bound", None])
+def test_the_sanitizer_names_a_missing_fence_around_a_rebind(backend, missing):
+    """In one run, in the order of the program, where nothing goes wrong."""
+    fences = {"free": True, "bound": True} | ({missing: False} if missing else {})
+    with watch(backend) as report:
+        rebinding(backend, **fences)
+    found = [str(finding) for finding in report.findings]
+    if missing is None:
+        assert found == []
+    else:
+        assert any("rebinding of graph 'attention'" in text for text in found), found
 
 
 def test_workspaces_are_shared_by_layers_and_live_with_the_graph(backend, stream, monkeypatch):
