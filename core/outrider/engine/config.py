@@ -33,6 +33,9 @@ class EngineConfig:
     token of the vocabulary. ``max_logprobs``: the most likeliest tokens that a request may ask for.
     ``batch_invariant``: a request's output is bit for bit the same whatever else runs, with kernels that are slower; it
     still depends on ``max_context`` and ``page_size``.
+
+    ``device_timeout_s``: seconds that the host waits at a fence before it takes the device to be stuck
+    (:class:`~outrider.device.DeviceStuck`); None: for ever. It must be more than the longest iteration takes.
     """
 
     max_requests: int = 8
@@ -49,6 +52,7 @@ class EngineConfig:
     penalties: bool = True
     max_logprobs: int = 20
     batch_invariant: bool = False
+    device_timeout_s: float | None = 120.0
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -66,6 +70,11 @@ class EngineConfig:
         for name in ("overlap", "penalties", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected True or False")
+        seconds = self.device_timeout_s
+        if seconds is not None and (
+            isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf")
+        ):
+            raise ConfigError(f"device_timeout_s is {seconds!r}; expected a positive number of seconds, or None for no limit")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
 
