@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from outrider.device.errors import CapabilityError, StreamOrderError
+from outrider.device.polling import poll
 
 if TYPE_CHECKING:
     from outrider.device.backend import Backend
@@ -190,6 +191,25 @@ class Event(ABC):
         if observer is not None:
             observer.event_synchronized(self, generation)
 
+    def synchronize_within(self, seconds: float) -> bool:
+        """The same as :meth:`synchronize` for at most ``seconds``: True once the generation has completed, False when it
+        hasn't by then; nothing is ordered then.
+
+        The default asks again and again, often at first: no thread but the caller touches the device, so it's legal while
+        other threads capture. A device without a clock of its own, whose schedule a tool decides, never returns False: it
+        waits, and raises :class:`DeadlockError` at once when the generation can't complete any more.
+        """
+        self.backend.check_not_capturing(f"synchronize event {self.name!r}")
+        self._check_not_captured()
+        self._check_recorded("the host can't wait for it")
+        generation = self._generation
+        with self.backend.guard(f"waiting for event {self.name!r}"):
+            done = self._synchronize_within(seconds)
+        observer = self.backend.observer
+        if done and observer is not None:
+            observer.event_synchronized(self, generation)
+        return done
+
     def elapsed_ms(self, end: Event) -> float:
         """Device milliseconds between the latest generations of this event and of ``end``; both have completed.
 
@@ -222,6 +242,10 @@ class Event(ABC):
     @abstractmethod
     def _synchronize(self) -> None:
         """Vendor's verb for :meth:`synchronize`."""
+
+    def _synchronize_within(self, seconds: float) -> bool:
+        """Vendor's verb for :meth:`synchronize_within`. The default polls :meth:`_query`."""
+        return poll(self._query, seconds)
 
     def _elapsed_ms(self, end: Event) -> float:
         raise CapabilityError(f"{self.backend.label} measures no device time between {self.name!r} and {end.name!r}")
