@@ -46,11 +46,13 @@ class RocmSync(SpeculativeSync):
 class RocmBackend(TorchDeviceBackend):
     """One AMD GPU. Kernels are the torch references."""
 
+    device_type = "cuda"  # HIP answers under that name
+
     # HIP's texts of errors after which the context is gone; they arrive as plain RuntimeErrors on some torch versions.
     sticky_faults = ("illegal memory access", "unspecified launch failure", "device-side assert", "hipErrorLaunchFailure")
 
     def __init__(self, ordinal: int, options: RocmOptions | None = None) -> None:
-        super().__init__("rocm", "cuda", ordinal)
+        super().__init__("rocm", self.device_type, ordinal)
         properties = self.module.get_device_properties(self.device)
         self.architecture: Architecture = parse_architecture(properties.gcnArchName, properties.warp_size)
         self._kernels = KernelSet()

@@ -87,7 +87,7 @@ torch.empty = _empty
 for _name in dir(_base):
     if not _name.startswith("__") and _name not in globals():
         globals()[_name] = getattr(_base, _name)
-torch.npu = sys.modules["torch.npu"] = sys.modules[__name__]
+setattr(torch, torch_npu.registered.name, sys.modules[__name__])
 
 __all__ = ["Event", "ExternalEvent", "NPUGraph", "Stream", "StreamContext", "utils"]
 __all__ += ["current_stream", "default_stream", "device", "set_stream", "stream", "synchronize"]
