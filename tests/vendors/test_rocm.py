@@ -1,4 +1,4 @@
-"""The plugin ``rocm``: what it makes of an architecture, what it takes as options, and the suite on a HIP-like personality."""
+"""The plugin ``rocm``: architectures, options, and the conformance suite on a HIP-like personality."""
 
 import pytest
 import torch
