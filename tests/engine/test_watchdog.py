@@ -72,7 +72,7 @@ def test_the_error_names_the_fence_and_where_each_stream_stands(bundled_dir, exp
     ids = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
     for _ in range(3):
         engine.step()
-    backend.control.inject("stuck", 150)  # somewhere in the fourth iteration's draft
+    backend.control.inject("stuck", 190)  # somewhere in the fourth iteration's draft
     error = steps_until(engine, DeviceStuck)
     assert error.device_lost
     text = str(error)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from outrider.device import Backend, ConfigError, DeviceFault, Fence, RequestError
+from outrider.device import Backend, ConfigError, DeviceFault, Fence, RequestError, StepMode
 from outrider.engine.assembly import assemble, build_runner, load_model, ring_slots
 from outrider.engine.checks import (
     check_invariance,
@@ -73,7 +73,7 @@ class Engine:
         self.proposer = proposer = proposer or PlainProposer()
         self._tokenizer = tokenizer
         self._vision = vision
-        check_policy(backend, config)
+        check_policy(backend, config, proposer)
         check_invariance(config, model)
         check_tree(model, proposer)
         self.max_context = context_limit(config, model, proposer)
@@ -102,6 +102,8 @@ class Engine:
         )
         stages = Stages(parts)
         self._step = Step(parts, stages, build_runner(parts, stages, config), mode=config.step_mode, slots=ring_slots(config))
+        fused_waits = config.step_mode is StepMode.FUSED and backend.speculative_sync.fused_host_wait
+        self._runs_ahead = config.overlap and not fused_waits
         self._in_flight: deque[Ticket] = deque()
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -301,7 +303,7 @@ class Engine:
                 for chunk in batch.prefill:
                     if chunk.final:
                         self._start_followers(chunk.request)
-            keep = 1 if self.config.overlap and batch is not None else 0
+            keep = 1 if self._runs_ahead and batch is not None else 0
             while len(self._in_flight) > keep:
                 self._handle_oldest()
             self._scheduler.retire()
