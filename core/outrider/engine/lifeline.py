@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 
 from outrider.device import Backend, DeadlockError, DeviceError, DeviceFault, DeviceStuck, EngineStopped
-from outrider.engine.step import Streams
+from outrider.engine.parts import Streams
 from outrider.engine.watchdog import Watchdog
 
 _PATIENCE = 8
