@@ -96,7 +96,15 @@ class DecodeExplorer:
     """
 
     def __init__(
-        self, backend: Backend, *, speculate: str, draft_topk: int = 1, drop: str | None = None, half: str = "wait"
+        self,
+        backend: Backend,
+        *,
+        speculate: str,
+        draft_topk: int = 1,
+        mode: str = "staged",
+        graphs: bool = False,
+        drop: str | None = None,
+        half: str = "wait",
     ) -> None:
         import torch
 
@@ -113,6 +121,7 @@ class DecodeExplorer:
             raise ConfigError(f"--drop is {half!r}; expected wait or record")
         self.backend = backend
         self._speculate, self._topk, self._drop, self._half = speculate, draft_topk, drop, Drop(half)
+        self._mode, self._graphs = mode, graphs
         self._model = load_decoder(bundled("target"), backend=backend, dtype=torch.float32)
         backend.synchronize()
         self._text = Tokenizer.from_checkpoint(bundled("target")).encode(inspect.getsource(Engine))
@@ -183,6 +192,8 @@ class DecodeExplorer:
             draft_tokens=program.draft_tokens,
             max_context=_CONTEXT,
             overlap=True,
+            mode=self._mode,
+            graphs=self._graphs,
         )
         options = DraftOptions(
             target=self._model,
@@ -310,9 +321,13 @@ def explore_decode(
     drop: str,
     speculate: str,
     draft_topk: int,
+    mode: str,
+    graphs: bool,
 ) -> Report:
     """Run ``iterations`` host programs, each under a schedule of its own; stop at the first that fails."""
-    explorer = DecodeExplorer(device, speculate=speculate, draft_topk=draft_topk, drop=drop_fence, half=drop)
+    explorer = DecodeExplorer(
+        device, speculate=speculate, draft_topk=draft_topk, mode=mode, graphs=graphs, drop=drop_fence, half=drop
+    )
     control = device.control
     assert control is not None  # the caller has checked
     data: dict[str, Any] = {
@@ -321,6 +336,8 @@ def explore_decode(
         "seed": seed,
         "speculate": speculate,
         "draft_topk": draft_topk,
+        "mode": mode,
+        "graphs": graphs,
         "dropped": f"{drop} of {drop_fence}" if drop_fence else None,
         "runs": 0,
         "failed": False,
