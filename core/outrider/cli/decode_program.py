@@ -175,7 +175,7 @@ class DecodeExplorer:
             if finding.first is None:
                 continue
             first, second = finding.first, finding.second
-            sites = [("host", -1) if site.host else (site.actor, site.index) for site in (first, second)]
+            sites = [("host", -1) if site.host else (site.actor, site.position) for site in (first, second)]
             names.update(dict.fromkeys(self.log.implied(sites[0], sites[1])))
         return tuple(names)
 

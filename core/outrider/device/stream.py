@@ -262,7 +262,8 @@ class Flag(ABC):
     makes that waiter wait for the next set: order each reset after the waits of its round.
 
     *Lifetime.* The object must outlive every operation enqueued on it.
-    *Capture.* All three may be captured where the backend declares ``flags`` and ``captures_graphs``.
+    *Capture.* All three may be captured where the backend declares ``flags`` and ``captures_graphs``. In a warm-up before
+    a capture they do nothing: whoever plays the other part comes with the replay.
     """
 
     def __init__(self, backend: Backend, name: str) -> None:
@@ -271,6 +272,8 @@ class Flag(ABC):
 
     def set(self, stream: Stream) -> None:
         """Raise the flag after everything enqueued on ``stream`` so far; lost if it's up by then."""
+        if self._rehearsing():
+            return
         self._set(stream)
         observer = self.backend.observer
         if observer is not None:
@@ -278,6 +281,8 @@ class Flag(ABC):
 
     def wait(self, stream: Stream) -> None:
         """Hold ``stream`` until the flag is up. Never blocks the host; may hang the stream if nobody sets it."""
+        if self._rehearsing():
+            return
         self._wait(stream)
         observer = self.backend.observer
         if observer is not None:
@@ -285,10 +290,16 @@ class Flag(ABC):
 
     def reset(self, stream: Stream) -> None:
         """Lower the flag, in the order of ``stream``."""
+        if self._rehearsing():
+            return
         self._reset(stream)
         observer = self.backend.observer
         if observer is not None:
             observer.flag_reset(stream, self)
+
+    def _rehearsing(self) -> bool:
+        capture = self.backend.active_capture
+        return capture is not None and capture.rehearsal
 
     @abstractmethod
     def _set(self, stream: Stream) -> None:
