@@ -432,7 +432,7 @@ class Engine:
         finally:
             batches = [*(ticket.batch for ticket in self._in_flight), *unlaunched]
             self._in_flight.clear()
-            self._scheduler.take_back(batches)
+            self._scheduler.take_back(batches, spoilt=not well)
 
     def _next_batch(self) -> Batch | None:
         """The scheduler's next batch. Where it must preempt, what is in flight is handled first: that's rare."""

@@ -102,8 +102,9 @@ class KernelSet:
     ) -> Tensor:
         """Attention of q [T, Hq, D] over the pages of each sequence → [T, Hq, D].
 
-        The new tokens' keys and values are in the cache already. ``window`` > 0: a token sees that many positions, its
-        own included.
+        The new tokens' keys and values are in the cache already. What lies behind a sequence's length, or in page 0, belongs
+        to somebody else and may be anything, NaN included: it doesn't reach the result. ``window`` > 0: a token sees that
+        many positions, its own included.
         """
         return torch.ops.outrider.paged_attention(  # type: ignore[no-any-return]
             q,

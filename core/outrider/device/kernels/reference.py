@@ -87,7 +87,11 @@ def paged_attention(
     else:
         index = new_index.clamp(0, max_query - 1).expand(batch, max_query, span)
         visible = (new_index < 0) | tree_mask[flat].gather(2, index)
-    visible = visible & (position < kv_lens.to(torch.int64).view(batch, 1, 1))
+    inside = position < kv_lens.to(torch.int64).view(batch, 1, 1)
+    # A weight of zero doesn't hide a NaN that an earlier owner of the page, or padding, left behind the sequence.
+    keys = torch.where(inside.unsqueeze(-1), keys, 0.0)
+    values = torch.where(inside.unsqueeze(-1), values, 0.0)
+    visible = visible & inside
     if window > 0:
         visible = visible & (new_index > lane.view(1, max_query, 1) - window)
     real = (lane.view(1, max_query) < query_lens.view(batch, 1)).unsqueeze(-1)
