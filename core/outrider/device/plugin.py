@@ -25,13 +25,27 @@ hookimpl = pluggy.HookimplMarker("outrider")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CiDeclaration:
-    """How a CI runs this backend; ``outrider ci-matrix`` turns it into a matrix row."""
+    """How a CI runs this backend; ``outrider ci-matrix`` turns it into a matrix row.
+
+    Each default is right for a backend that needs no hardware. Nothing here is asked of the machine that reads it: a
+    backend that can't run there still declares where it can.
+    """
 
     runner_labels: tuple[str, ...] = ("ubuntu-latest",)
+    """Labels that a runner must have, all of them. One that no runner has makes the row "not run"."""
+
     container: str | None = None
+    """Image that the job runs in; None: on the runner itself."""
+
     torch: str | None = None
+    """Where torch comes from: the address of a package index (``https://…``), else a requirement (``torch==2.10.0``).
+    None: the workflow's own choice, the build without an accelerator."""
+
     markers: tuple[str, ...] = ()
+    """Words that say what's special here, such as ``graphs``; ``outrider ci-matrix --select graphs`` finds them."""
+
     level: str = "L4"
+    """Conformance is run up to this level."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
