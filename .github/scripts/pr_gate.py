@@ -36,7 +36,8 @@ def main(environment: Mapping[str, str]) -> int:
     if missing:
         what = f"label{'s' if len(missing) > 1 else ''} {' and '.join(missing)}"
         print(
-            f"::error title=Gate::this pull request lacks the {what}: a maintainer adds what is missing after a look at the changes; then re-run this job"
+            f"::error title=Gate::this pull request lacks the {what}: a maintainer adds what is missing after a look at the "
+            "changes; then re-run this job"
         )
         return 1
     print("the gate is open")

@@ -50,12 +50,8 @@ def test_the_extra_suite_leaves_labels_to_the_gate():
     assert "labeled" in extra["on"]["pull_request"]["types"]
     gate = extra["jobs"]["gate"]
     assert gate["with"] == {"require-run-ci-extra": True}
-    assert (
-        gate["if"].split()
-        == (
-            "github.event.action != 'labeled' || contains(fromJSON('[\"run-ci\", \"run-ci-extra\"]'), github.event.label.name)"
-        ).split()
-    )
+    ours = 'contains(fromJSON(\'["run-ci", "run-ci-extra"]\'), github.event.label.name)'
+    assert " ".join(gate["if"].split()) == f"github.event.action != 'labeled' || {ours}"
     for name, job in extra["jobs"].items():
         if name != "gate":
             assert "gate" in job["needs"]

@@ -96,7 +96,7 @@ def _status(candidate: Candidate, ci: CiDeclaration, runners: Iterable[frozenset
     except ConfigError as error:
         return "broken", f"it declares {error}"
     labels = frozenset(ci.runner_labels)
-    if (len(labels) == 1 and _HOSTED.fullmatch(*labels)) or any(labels <= runner for runner in runners):
+    if (len(labels) == 1 and _HOSTED.fullmatch(next(iter(labels)))) or any(labels <= runner for runner in runners):
         return "runs", ""
     return "not run", f"no runner with the labels {', '.join(ci.runner_labels)}; --runners lists those that there are"
 
