@@ -14,7 +14,7 @@ from rich.table import Table
 
 from outrider.cli.report import JsonOption, Report
 from outrider.device.errors import ConfigError
-from outrider.device.plugin import CiDeclaration
+from outrider.device.plugin import BackendInfo, CiDeclaration
 from outrider.registry import Candidate, Registry
 
 _HOSTED = re.compile(r"(ubuntu|windows|macos)-[\w.-]+")
@@ -64,7 +64,7 @@ def ci_matrix(
     return Report(data=data, render=render)
 
 
-def row(candidate: Candidate, runners: Iterable[frozenset[str]]) -> dict[str, Any]:
+def row(candidate: Candidate[BackendInfo], runners: Iterable[frozenset[str]]) -> dict[str, Any]:
     """One backend as flat data. ``status``: ``runs``, ``not run`` (with the reason), or ``broken`` (with the reason)."""
     ci = candidate.info.ci if candidate.info is not None else CiDeclaration()
     status, reason = _status(candidate, ci, runners)
@@ -84,7 +84,7 @@ def row(candidate: Candidate, runners: Iterable[frozenset[str]]) -> dict[str, An
     }
 
 
-def _status(candidate: Candidate, ci: CiDeclaration, runners: Iterable[frozenset[str]]) -> tuple[str, str]:
+def _status(candidate: Candidate[BackendInfo], ci: CiDeclaration, runners: Iterable[frozenset[str]]) -> tuple[str, str]:
     from outrider.conformance.levels import parse_level
 
     if candidate.info is None:

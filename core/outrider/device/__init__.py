@@ -34,10 +34,14 @@ from outrider.device.errors import (
 )
 from outrider.device.plugin import (
     ENTRY_POINT_GROUP,
+    KERNELS_GROUP,
     SEAM_VERSION,
     BackendHooks,
     BackendInfo,
     CiDeclaration,
+    KernelHooks,
+    KernelInfo,
+    PluginInfo,
     hookimpl,
     hookspec,
 )
@@ -128,6 +132,7 @@ _HOMES = {
 
 __all__ = [
     "ENTRY_POINT_GROUP",
+    "KERNELS_GROUP",
     "ROW_ACCESS",
     "SEAM_VERSION",
     "Access",
@@ -164,6 +169,8 @@ __all__ = [
     "HostParam",
     "JoinedPlan",
     "KeepAlive",
+    "KernelHooks",
+    "KernelInfo",
     "KernelSet",
     "MemoryInfo",
     "Observer",
@@ -172,6 +179,7 @@ __all__ = [
     "OutriderError",
     "PinnedBuffer",
     "PluginContractError",
+    "PluginInfo",
     "Recompute",
     "RequestError",
     "RowResolver",
