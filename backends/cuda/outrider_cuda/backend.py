@@ -13,6 +13,7 @@ from outrider.device import (
     DeviceLost,
     KernelSet,
     SpeculativeSync,
+    StepMode,
     Stream,
     TorchDeviceBackend,
 )
@@ -33,13 +34,19 @@ CAPABILITIES = Capabilities(
 _STICKY = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
 
 
+class CudaSync(SpeculativeSync):
+    """Events with generations and cheap stream waits; a whole iteration may be one graph."""
+
+    step_modes = frozenset(StepMode)
+
+
 class CudaBackend(TorchDeviceBackend):
     """One CUDA device. Kernels are the torch references for now."""
 
     def __init__(self, ordinal: int) -> None:
         super().__init__("cuda", "cuda", ordinal)
         self._kernels = KernelSet()
-        self._sync = SpeculativeSync(self)
+        self._sync = CudaSync(self)
 
     @property
     def capabilities(self) -> Capabilities:

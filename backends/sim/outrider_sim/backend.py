@@ -27,6 +27,7 @@ from outrider.device import (
     Recompute,
     SeamError,
     SpeculativeSync,
+    StepMode,
     Stream,
     StreamOrderError,
     Waiter,
@@ -175,6 +176,7 @@ class SimSync(SpeculativeSync):
     def __init__(self, backend: SimBackend) -> None:
         super().__init__(backend)
         like = backend.sim.options.like
+        self.step_modes = frozenset({StepMode.STAGED} if like.exact_host_lengths else StepMode)
         self.published_waiter = Waiter.HOST if like.host_wait_for_published else Waiter.STREAM
         self.exact_host_lengths = like.exact_host_lengths
         self.results_on_forward = like.results_on_forward

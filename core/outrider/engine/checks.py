@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.device import Backend, CapabilityError, ConfigError, RequestError, StepMode
+from outrider.device import Backend, CapabilityError, ConfigError, RequestError
 from outrider.engine.config import EngineConfig
 from outrider.engine.sampling import MAX_LOGIT_BIAS, SamplingParams
 from outrider.model import LanguageModel
@@ -13,10 +13,14 @@ from outrider.speculative.proposer import Proposer
 DEFAULT_MAX_CONTEXT = 4096
 
 
-def check_policy(backend: Backend) -> None:
+def check_policy(backend: Backend, config: EngineConfig) -> None:
     """The step carries out what the backend's policy declares."""
     sync = backend.speculative_sync
-    if StepMode.STAGED not in sync.step_modes or sync.exact_host_lengths or sync.rebind_params:
+    if config.step_mode not in sync.step_modes:
+        raise CapabilityError(
+            f"{backend.label} doesn't run in {config.mode} mode; its modes are {', '.join(sorted(sync.step_modes))}"
+        )
+    if sync.exact_host_lengths or sync.rebind_params:
         raise CapabilityError(
             f"{backend.label} declares a policy that this version's step doesn't carry out (staged mode without host "
             "lengths or rebound parameters is what it does)"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.device import Backend, ConfigError, Fence, RequestError
-from outrider.engine.assembly import assemble, load_model, ring_slots
+from outrider.engine.assembly import assemble, build_runner, load_model, ring_slots
 from outrider.engine.checks import (
     check_invariance,
     check_options,
@@ -27,6 +27,7 @@ from outrider.engine.request import Completion, FinishReason, Request, StepOutpu
 from outrider.engine.results import Ticket
 from outrider.engine.sampling import SamplingParams
 from outrider.engine.scheduler import OutOfPages, Scheduler, SchedulerLimits
+from outrider.engine.stages import Stages
 from outrider.engine.staging import Batch
 from outrider.engine.step import Step
 from outrider.engine.text import StopText
@@ -84,7 +85,7 @@ class Engine:
         self.proposer = proposer = proposer or PlainProposer()
         self._tokenizer = tokenizer
         self._vision = vision
-        check_policy(backend)
+        check_policy(backend, config)
         check_invariance(config, model)
         check_tree(model, proposer)
         self.max_context = context_limit(config, model, proposer)
@@ -109,7 +110,8 @@ class Engine:
                 growth=proposer.depth + 1, slots=proposer.slots, spare=spare, prefill_chunk=config.prefill_chunk
             ),
         )
-        self._step = Step(parts, slots=ring_slots(config))
+        stages = Stages(parts)
+        self._step = Step(parts, stages, build_runner(parts, stages, config), mode=config.step_mode, slots=ring_slots(config))
         self._in_flight: deque[Ticket] = deque()
         self._requests: dict[int, Request] = {}
         self._next_id = 0

@@ -19,11 +19,15 @@ from outrider.speculative.tree import Tree
 
 @dataclass(frozen=True, slots=True)
 class RelaySpec:
-    """One tensor that a proposer relays from an iteration to the next, for each request."""
+    """One tensor that a proposer relays from an iteration to the next, for each request.
+
+    ``bounds``: what whole numbers in it are at least and below; None: they are tokens of the target. Probes check that.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    bounds: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

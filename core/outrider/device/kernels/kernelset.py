@@ -248,3 +248,15 @@ class KernelSet:
         except in the reserved page 0, where padding goes. A source equal to its destination leaves it as it is.
         """
         torch.ops.outrider.move_cache(k_cache, v_cache, sources, destinations)
+
+    # -- probes ----------------------------------------------------------------------------------------------------
+
+    def find_nan(self, x: Tensor) -> Tensor:
+        """For each row of ``x`` [B, n], n at least 1: the index of its first NaN, or -1, and then -1 → int64 [B, 2]."""
+        return torch.ops.outrider.find_nan(x)  # type: ignore[no-any-return]
+
+    def find_outside(self, x: Tensor, low: int, high: int) -> Tensor:
+        """For each row of whole numbers ``x`` [B, n], n at least 1: the index of the first one below ``low`` or not below
+        ``high``, and that number; -1 and -1 where there is none → int64 [B, 2].
+        """
+        return torch.ops.outrider.find_outside(x, low, high)  # type: ignore[no-any-return]

@@ -189,3 +189,19 @@ def move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: 
     for cache in (k_cache, v_cache):
         rows = cache[sources // page_size, sources % page_size]  # a copy, so sources and destinations may overlap
         cache[destinations // page_size, destinations % page_size] = rows
+
+
+def find_nan(x: Tensor) -> Tensor:
+    """Where each row of ``x`` [B, n] has its first NaN."""
+    bad = torch.isnan(x)
+    index = torch.where(bad.any(dim=1), bad.to(torch.int8).argmax(dim=1), -1)
+    return torch.stack((index, torch.full_like(index, -1)), dim=1)
+
+
+def find_outside(x: Tensor, low: int, high: int) -> Tensor:
+    """Where each row of whole numbers ``x`` [B, n] first leaves the range, and the number there."""
+    bad = (x < low) | (x >= high)
+    first = bad.to(torch.int8).argmax(dim=1)
+    value = x.gather(1, first.unsqueeze(1)).squeeze(1).to(torch.int64)
+    found = bad.any(dim=1)
+    return torch.stack((torch.where(found, first, -1), torch.where(found, value, -1)), dim=1)
