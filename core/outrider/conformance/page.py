@@ -76,7 +76,7 @@ def page(report: Mapping[str, Any]) -> str:
 <style>{_STYLE}</style>
 <h1>{escape(title)}</h1>
 <div class="lead"><span class="reached" style="--c:{colour}">{escape(reached or "none")}</span>
-<p>{escape(lead)}<br><span class="dim">{escape(device)} · {escape(tier["date"])}</span></p></div>
+<p>{escape(lead)}<br><span class="dim">{escape(backend["spec"])} · {escape(device)} · {escape(tier["date"])}</span></p></div>
 <div class="cards">{"".join(map(_card, report["levels"].items()))}</div>
 {_problems(report)}
 <h2>What ran, and how to run it again</h2>
