@@ -37,6 +37,9 @@ class EngineConfig:
     token of the vocabulary. ``max_logprobs``: the most likeliest tokens that a request may ask for.
     ``batch_invariant``: a request's output is bit for bit the same whatever else runs, with kernels that are slower; it
     still depends on ``max_context`` and ``page_size``.
+
+    ``device_timeout_s``: seconds that the host waits at a fence before it takes the device to be stuck
+    (:class:`~outrider.device.DeviceStuck`); None: for ever. It must be more than the longest iteration takes.
     """
 
     max_requests: int = 8
@@ -56,6 +59,7 @@ class EngineConfig:
     mode: str = "staged"
     graphs: bool = False
     buckets: tuple[int, ...] | None = None
+    device_timeout_s: float | None = 120.0
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -77,6 +81,11 @@ class EngineConfig:
             raise ConfigError(f"mode is {self.mode!r}; expected one of {', '.join(StepMode)}")
         if self.buckets is not None:
             self._check_buckets(self.buckets)
+        seconds = self.device_timeout_s
+        if seconds is not None and (
+            isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf")
+        ):
+            raise ConfigError(f"device_timeout_s is {seconds!r}; expected a positive number of seconds, or None for no limit")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.device import Backend, ConfigError, Fence, RequestError
+from outrider.device import Backend, ConfigError, DeviceFault, Fence, RequestError
 from outrider.engine.assembly import assemble, build_runner, load_model, ring_slots
 from outrider.engine.checks import (
     check_invariance,
@@ -20,6 +19,7 @@ from outrider.engine.checks import (
 )
 from outrider.engine.config import EngineConfig
 from outrider.engine.hand_over import HandOver
+from outrider.engine.lifeline import Lifeline
 from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.media import RequestMedia, expanded
 from outrider.engine.pages import FreeList, PagePool
@@ -29,9 +29,11 @@ from outrider.engine.sampling import SamplingParams
 from outrider.engine.scheduler import OutOfPages, Scheduler, SchedulerLimits
 from outrider.engine.stages import Stages
 from outrider.engine.staging import Batch
+from outrider.engine.stats import EngineStats as EngineStats
 from outrider.engine.step import Step
 from outrider.engine.text import StopText
 from outrider.engine.transfer import bring_here, collect
+from outrider.engine.watchdog import Watchdog
 from outrider.model import (
     LanguageModel,
     Media,
@@ -45,27 +47,13 @@ from outrider.speculative.proposer import PlainProposer, Proposer
 Progress = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counts since the engine was made. ``verified_tokens`` came out of ``request_iterations`` verifications of single
-    requests; ``iterations`` counts launched batches, prefill-only ones included.
-    """
-
-    iterations: int
-    request_iterations: int
-    verified_tokens: int
-    emitted_tokens: int
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens that one verification of a request yields on average; 0 before the first."""
-        return self.verified_tokens / self.request_iterations if self.request_iterations else 0.0
-
-
 class Engine:
     """Runs requests in continuous batches on one backend.
 
     Not thread-safe: one thread calls it. Everything that it allocates on the device is made here, before the first step.
+
+    Any call may raise a :class:`DeviceError`. Where the device lives on, so does the engine: what was in flight is done
+    again, and requests keep the tokens that they have. Once it's lost or stuck, every call raises :class:`EngineStopped`.
     """
 
     def __init__(
@@ -89,6 +77,8 @@ class Engine:
         check_invariance(config, model)
         check_tree(model, proposer)
         self.max_context = context_limit(config, model, proposer)
+        watchdog = Watchdog(config.device_timeout_s)
+        self._lifeline = Lifeline(backend, watchdog, open_requests=lambda: self.open_requests, undo=self._undo)
         self._parts = parts = assemble(
             model,
             backend,
@@ -96,7 +86,7 @@ class Engine:
             config=config,
             max_context=self.max_context,
             vision=vision,
-            wrap_fence=wrap_fence,
+            wrap_fence=watchdog.around(wrap_fence),
         )
         # A tree's nodes are scattered over slots behind the cached tokens, and all of them count until they're moved.
         spare = max(proposer.slots - 2, 0) if proposer.is_tree else 0
@@ -190,6 +180,11 @@ class Engine:
         """Rows that no request holds."""
         return self._scheduler.rows.available
 
+    @property
+    def open_requests(self) -> dict[int, tuple[int, ...]]:
+        """The requests that wait or run, by id, with the output that the host knows of; also of an engine that stopped."""
+        return {request.id: tuple(request.output) for request in self._requests.values()}
+
     # -- requests --------------------------------------------------------------------------------------------------
 
     def add_request(
@@ -210,6 +205,7 @@ class Engine:
 
         Raises :class:`RequestError` for a request that can't be served.
         """
+        self._lifeline.check()
         params = params or SamplingParams()
         model = self.model.config
         prompt = expanded([int(token) for token in tokens], media, model.vision)
@@ -235,11 +231,12 @@ class Engine:
         """End a request now. What it has produced so far stays valid; its last iteration, if one is in flight, is
         discarded when it comes back. Raises :class:`RequestError` for an id that isn't running or waiting.
         """
+        self._lifeline.check()
         request = self._requests.pop(request_id, None)
         if request is None:
             raise RequestError(f"request {request_id} isn't waiting or running; it may have finished already")
         request.finish_reason = FinishReason.ABORT
-        self._pending.append(StepOutput(request.id, (), FinishReason.ABORT, text=_text_of(request)))
+        self._pending.append(StepOutput(request.id, (), FinishReason.ABORT, text=request.new_text()))
         self._scheduler.drop_waiting(request)
         self._start_followers(request)
         self._scheduler.retire()
@@ -252,13 +249,14 @@ class Engine:
         finished, or has no output yet.
         """
         request = self._requests.get(request_id)
-        while request is not None and request.in_flight:
-            self._handle_oldest()
+        with self._lifeline.working("waiting for a request's iterations"):
+            while request is not None and request.in_flight:
+                self._handle_oldest()
         if request is None or request.finished:
             raise RequestError(f"request {request_id} isn't running; it may have finished already")
         if not request.row or request.needs_prefill or not request.output:
             raise RequestError(f"request {request_id} waits or is at its prompt; hand it over once it has put out a token")
-        with self.backend.guard("handing a request over"):
+        with self._lifeline.working("handing a request over"):
             handed = collect(self._parts, request)
         del self._requests[request_id]
         request.finish_reason = FinishReason.HAND_OVER
@@ -285,7 +283,7 @@ class Engine:
         if handed.params.stop:
             request.stop_text = self._watch(handed.params, handed.output)
             request.text.append(request.stop_text.take())
-        with self.backend.guard("taking a request over"):
+        with self._lifeline.working("taking a request over"):
             request.arrival = bring_here(self._parts, handed)
         self._next_id += 1
         self._requests[request.id] = request
@@ -297,7 +295,7 @@ class Engine:
 
         With ``overlap`` the iteration is launched, and the results are those of the one before.
         """
-        with self.backend.guard("running an iteration"):
+        with self._lifeline.working("running an iteration"):
             batch = self._next_batch()
             if batch is not None:
                 self._in_flight.append(self._launch(batch))
@@ -366,16 +364,18 @@ class Engine:
                     else:
                         others.append(output)
         finally:
-            if not request.finished:
-                self.abort(request.id)
-                self._pending = [output for output in self._pending if output.request_id != request.id]
-            self.drain()
+            if self._lifeline.stopped is None:
+                if not request.finished:
+                    self.abort(request.id)
+                    self._pending = [output for output in self._pending if output.request_id != request.id]
+                self.drain()
             self._pending[:0] = others
 
     def drain(self) -> None:
         """Handle every iteration in flight without launching another; what it yields comes out of the next step."""
-        while self._in_flight:
-            self._handle_oldest()
+        with self._lifeline.working("waiting for the iterations in flight"):
+            while self._in_flight:
+                self._handle_oldest()
         self._scheduler.retire()
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -417,12 +417,22 @@ class Engine:
         """Launch, or leave the engine as if the batch had never been: an interrupt may come anywhere in a launch."""
         try:
             return self._step.launch(batch)
-        except BaseException:
-            # What was enqueued of it must be over before rows and pages go to anybody else.
-            self.backend.synchronize()
-            self.drain()
-            self._scheduler.take_back(batch)
+        except BaseException as error:
+            self._undo(batch, failed=isinstance(error, DeviceFault))
             raise
+
+    def _undo(self, *unlaunched: Batch, failed: bool = True) -> None:
+        """Take back what was being launched; and what is in flight too if an operation ``failed``, since nobody knows
+        whose results that has spoilt.
+        """
+        well = self._lifeline.quiet(self._parts.streams) and not failed
+        try:
+            while well and self._in_flight:
+                self._handle_oldest()
+        finally:
+            batches = [*(ticket.batch for ticket in self._in_flight), *unlaunched]
+            self._in_flight.clear()
+            self._scheduler.take_back(batches)
 
     def _next_batch(self) -> Batch | None:
         """The scheduler's next batch. Where it must preempt, what is in flight is handled first: that's rare."""
@@ -441,8 +451,9 @@ class Engine:
 
     def _handle_oldest(self) -> None:
         """Take in the results of the oldest iteration in flight; those of requests that are over are dropped."""
-        ticket = self._in_flight.popleft()
+        ticket = self._in_flight[0]
         outcome = self._results.redeem(ticket, self._fences.results_copied[ticket.slot])
+        self._in_flight.popleft()
         for request, tokens in zip(ticket.batch.decode, outcome.decoded, strict=True):
             request.in_flight -= 1
             request.decodes_in_flight -= 1
@@ -475,19 +486,7 @@ class Engine:
         self._scheduler.register(request, len(request.prompt) + len(request.output) - 1)
         self._counts["emitted_tokens"] += len(taken)
         request.logprobs.extend(logprobs[: len(taken)])
-        text = _text_of(request)
+        text = request.new_text()
         self._pending.append(StepOutput(request.id, tuple(taken), request.finish_reason, tuple(logprobs[: len(taken)]), text))
         if request.finished:
             del self._requests[request.id]
-
-
-def _text_of(request: Request) -> str | None:
-    """The new text of a request with stop strings; all of it once it's over, which may show one more stop string."""
-    watch = request.stop_text
-    if watch is None:
-        return None
-    if request.finished and watch.finish() and request.finish_reason is FinishReason.LENGTH:
-        request.finish_reason = FinishReason.STOP
-    text = watch.take()
-    request.text.append(text)
-    return text

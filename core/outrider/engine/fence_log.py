@@ -115,6 +115,13 @@ class _Noted(Fence):
             self._inner.wait_host()
         self._note(HOST, 0)
 
+    def wait_host_within(self, seconds: float) -> bool:
+        """Note it; carry it out unless waits are dropped."""
+        came = self._dropped is Drop.WAIT or self._inner.wait_host_within(seconds)
+        if came:
+            self._note(HOST, 0)
+        return came
+
     def done(self) -> bool:
         """That of the fence itself."""
         return self._inner.done()
