@@ -14,7 +14,8 @@ SEAM = """
     CaptureContext CaptureError CheckpointError CiDeclaration ConfigError ControllableDevice DeadlockError
     DeviceError DeviceFault DeviceLost DeviceStuck EagerGraph EngineStopped Event EventFence ExplorationResult Fence
     Flag Graph GraphCallable GraphPool HostParam JoinedPlan KeepAlive KernelHooks KernelInfo KernelSet MemoryInfo Observer
-    Operation OutOfDeviceMemory OutriderError PinnedBuffer PluginContractError PluginInfo Recompute RequestError RowResolver Scalar
+    Operation OutOfDeviceMemory OutriderError PinnedBuffer PluginContractError PluginInfo Recompute RequestError RowResolver
+    Scalar
     ScheduleFailure SeamError SpeculativeSync StaleBufferError StepMode Stream StreamOrderError SynchronousCopyError
     TimedObserver TorchDeviceBackend TorchEvent TorchGraph TorchStream Waiter hookimpl hookspec
 """
