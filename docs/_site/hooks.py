@@ -23,6 +23,8 @@ def on_config(config: Any) -> Any:
     pages = {path.relative_to(root).as_posix() for path in root.rglob("*.md") if "_site" not in path.parts}
     named: set[str] = set()
     _visit(config["nav"], named.add)
+    absent = {name for name in named if name.endswith("?") and name.rstrip("?") not in pages}
+    named = {name.rstrip("?") for name in named}
     folders = {name for name in named if name.endswith("/")}
     rest = sorted(pages - named)
 
@@ -30,7 +32,11 @@ def on_config(config: Any) -> Any:
         found: list[Any] = []
         for entry in entries:
             if isinstance(entry, dict):
-                found.append({k: spell_out(v) if isinstance(v, list) else v for k, v in entry.items()})
+                for title, value in entry.items():
+                    if isinstance(value, list):
+                        found.append({title: spell_out(value)})
+                    elif value not in absent:
+                        found.append({title: value.rstrip("?")})
             elif entry in folders:
                 found += [page for page in rest if page.startswith(entry)]
             else:

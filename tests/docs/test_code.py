@@ -1,8 +1,9 @@
 """The code on the pages that says so is run.
 
 A block is run when the line before it is `<!-- run -->`. The Python blocks of a page run one after the other in one
-namespace; one that begins with `# name.py` is put into that file too, where later ones can import it. A shell block may
-hold `outrider` commands, which must end with 0, or with N after `<!-- run: exit N -->`. Each page has a directory of its own.
+namespace; one that begins with `# name.py` is put into that file too, where later ones can import it, and after
+`<!-- file -->` it's put there and not run. A shell block may hold `outrider` commands, which must end with 0, or with N
+after `<!-- run: exit N -->`. Each page has a directory of its own.
 """
 
 import re
@@ -13,24 +14,26 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-BLOCK = re.compile(r"^<!-- run(?:: exit (\d+))? -->\n```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^<!-- (file|run)(?:: exit (\d+))? -->\n```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "<!-- run" in page.read_text(encoding="utf-8"))
 
 
 def blocks(text):
-    """(language, expected exit code, source, line) of each block that is run."""
+    """(what to do, language, expected exit code, source, line) of each block."""
     return [
-        (match[2], int(match[1] or 0), match[3], text.count("\n", 0, match.start(3)) + 1) for match in BLOCK.finditer(text)
+        (match[1], match[3], int(match[2] or 0), match[4], text.count("\n", 0, match.start(4)) + 1)
+        for match in BLOCK.finditer(text)
     ]
 
 
 def run(text, name, command, namespace):
-    for language, code, source, line in blocks(text):
+    for what, language, code, source, line in blocks(text):
         if language == "python":
             named = re.match(r"# ([\w/]+\.py)\n", source)
             if named:
                 Path(named[1]).write_text(source, encoding="utf-8")
-            exec(compile("\n" * (line - 1) + source, name, "exec"), namespace)
+            if what == "run":
+                exec(compile("\n" * (line - 1) + source, name, "exec"), namespace)
         elif language == "sh":
             for given in re.sub(r"\\\n\s*", "", source).splitlines():
                 words = shlex.split(given, comments=True)
@@ -63,11 +66,13 @@ def test_code_on_the_page_runs(page, command, tmp_path, monkeypatch, capsys):
 def test_every_marker_stands_before_a_block():
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        assert len(blocks(text)) == len(re.findall(r"^<!-- run", text, re.MULTILINE)), page.name
+        assert len(blocks(text)) == len(re.findall(r"^<!-- (?:run|file)", text, re.MULTILINE)), page.name
 
 
 def test_pages_have_code_that_runs():
-    assert {"index.md", "plugins.md", "ci.md", "conformance-report.md"} <= {page.name for page in PAGES}
+    assert {"index.md", "plugins.md", "ci.md", "conformance-report.md", "simulator.md", "sanitizer.md"} <= {
+        page.name for page in PAGES
+    }
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,9 @@ def _selected(rows: Sequence[dict[str, Any]], select: Sequence[str]) -> list[dic
 
 
 def _render(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    table = Table("backend", "status", "level", "runner", "container", "torch", "markers", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for title in ("backend", "status", "level", "runner", "container", "torch", "markers"):
+        table.add_column(title, overflow="fold")  # an address that is cut short is none
     for r in rows:
         torch = r["torch_index"] or r["torch_requirement"]
         table.add_row(
