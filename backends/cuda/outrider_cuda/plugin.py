@@ -12,7 +12,11 @@ if TYPE_CHECKING:
     from outrider.device.backend import Backend
 
 DESCRIPTION = "NVIDIA GPUs through torch's CUDA module"
-CI = CiDeclaration(runner_labels=("self-hosted", "gpu"), markers=("asynchronous", "graphs"))
+CI = CiDeclaration(
+    runner_labels=("self-hosted", "gpu"),
+    torch="https://download.pytorch.org/whl/cu130",
+    markers=("asynchronous", "graphs"),
+)
 
 
 @hookimpl

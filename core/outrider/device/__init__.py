@@ -36,10 +36,14 @@ from outrider.device.errors import (
 )
 from outrider.device.plugin import (
     ENTRY_POINT_GROUP,
+    KERNELS_GROUP,
     SEAM_VERSION,
     BackendHooks,
     BackendInfo,
     CiDeclaration,
+    KernelHooks,
+    KernelInfo,
+    PluginInfo,
     hookimpl,
     hookspec,
 )
@@ -130,6 +134,7 @@ _HOMES = {
 
 __all__ = [
     "ENTRY_POINT_GROUP",
+    "KERNELS_GROUP",
     "ROW_ACCESS",
     "SEAM_VERSION",
     "Access",
@@ -168,6 +173,8 @@ __all__ = [
     "HostParam",
     "JoinedPlan",
     "KeepAlive",
+    "KernelHooks",
+    "KernelInfo",
     "KernelSet",
     "MemoryInfo",
     "Observer",
@@ -176,6 +183,7 @@ __all__ = [
     "OutriderError",
     "PinnedBuffer",
     "PluginContractError",
+    "PluginInfo",
     "Recompute",
     "RequestError",
     "RowResolver",

@@ -59,6 +59,7 @@ class Backend(ABC):
         self._local = threading.local()
         self._keep_alive = KeepAlive()
         self._streams: list[Stream] = []
+        self._chosen_kernels: KernelSet | None = None
 
     # -- what it is ------------------------------------------------------------------------------------------------
 
@@ -76,6 +77,17 @@ class Backend(ABC):
     @abstractmethod
     def kernels(self) -> KernelSet:
         """The kernels of this device; constant over the backend's life."""
+
+    @property
+    def kernels_in_use(self) -> KernelSet:
+        """The kernels that everything computes with: those of :meth:`use_kernels`, else :attr:`kernels`."""
+        return self._chosen_kernels if self._chosen_kernels is not None else self.kernels
+
+    def use_kernels(self, kernels: KernelSet) -> None:
+        """Compute with ``kernels`` instead of the device's own; before anything is loaded or captured, and once."""
+        if self._chosen_kernels is not None:
+            raise SeamError(f"{self.label} computes with {self._chosen_kernels.name!r} already; make another backend")
+        self._chosen_kernels = kernels
 
     @property
     @abstractmethod

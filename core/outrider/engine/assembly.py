@@ -138,5 +138,5 @@ def load_model(
         return load_through_transformers(directory, backend=backend, dtype=config.torch_dtype)
     model = load_decoder(directory, backend=backend, dtype=config.torch_dtype, progress=progress)
     if config.batch_invariant:
-        return Decoder(model.config, model.weights, backend.kernels.batch_invariant())
+        return Decoder(model.config, model.weights, backend.kernels_in_use.batch_invariant())
     return model

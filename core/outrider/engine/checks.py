@@ -37,7 +37,7 @@ def check_invariance(config: EngineConfig, model: LanguageModel) -> None:
     if config.batch_invariant and not (model.native and model.kernels.row_invariant):
         raise ConfigError(
             "batch_invariant is set, but the model doesn't run on kernels that are; use Engine.from_checkpoint with a "
-            "model of a supported family, or make the Decoder with backend.kernels.batch_invariant()"
+            "model of a supported family, or make the Decoder with backend.kernels_in_use.batch_invariant()"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from outrider.device import Backend, ConfigError, DeviceFault, Fence, RequestError, StepMode
@@ -41,7 +41,7 @@ from outrider.model import (
     VisionTower,
     load_vision,
 )
-from outrider.speculative.build import BUILDERS, DraftOptions, build
+from outrider.speculative.build import BUILDERS, Builder, DraftOptions, build
 from outrider.speculative.proposer import PlainProposer, Proposer
 
 Progress = Callable[[str, int, int], None]
@@ -118,6 +118,7 @@ class Engine:
         *,
         draft_dir: Path | None = None,
         speculate: str = "none",
+        builders: Mapping[str, Builder] | None = None,
         config: EngineConfig | None = None,
         through_transformers: bool = False,
         progress: Progress | None = None,
@@ -125,7 +126,7 @@ class Engine:
         """Load a checkpoint (and its draft) and build an engine for it.
 
         ``speculate`` names a proposer (:data:`outrider.speculative.build.BUILDERS`); ``draft_dir`` holds the checkpoint of
-        those that have one.
+        those that have one. ``builders`` are further proposers by name.
 
         ``through_transformers`` runs the model by transformers' own code on the paged cache: any decoder with a
         replaceable attention, slower than a native one. ``progress(file, done, total)`` is told of each tensor loaded.
@@ -133,8 +134,9 @@ class Engine:
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
         config = config or EngineConfig()
-        if speculate not in BUILDERS:  # before anything is loaded
-            raise ConfigError(f"speculate is {speculate!r}; expected one of {', '.join(sorted(BUILDERS))}")
+        known = {**BUILDERS, **(builders or {})}
+        if speculate not in known:  # before anything is loaded
+            raise ConfigError(f"speculate is {speculate!r}; expected one of {', '.join(sorted(known))}")
         model = load_model(model_dir, backend, config, through_transformers, progress)
         options = DraftOptions(
             target=model,
@@ -146,7 +148,7 @@ class Engine:
             nodes=config.draft_nodes,
             progress=progress,
         )
-        proposer = build(speculate, options)
+        proposer = build(speculate, options, builders=builders)
         tokenizer = Tokenizer.from_checkpoint(model_dir)
         vision = None
         if model.config.vision is not None:
