@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "backends": "outrider.cli.backends:backends",
     "doctor": "outrider.cli.doctor:doctor",
     "conform": "outrider.cli.conform:conform",
+    "new-backend": "outrider.cli.new_backend:new_backend",
     "bench": {"decode": "outrider.cli.bench_decode:decode"},
     "fences": "outrider.cli.fences:fences",
     "sanitize": "outrider.cli.sanitize:sanitize",
