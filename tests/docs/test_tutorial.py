@@ -20,16 +20,13 @@ LIMIT = 150  # lines that a vendor writes
 class Block:
     language: str
     title: str
-    append: bool
     text: str
     section: str
 
 
 def blocks():
     found, section = [], ""
-    pattern = re.compile(
-        r'^## (?P<heading>.*)$|^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?(?P<append> append)?\n', re.M
-    )
+    pattern = re.compile(r'^## (?P<heading>.*)$|^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n', re.M)
     text = TUTORIAL.read_text(encoding="utf-8")
     place = 0
     while match := pattern.search(text, place):
@@ -38,7 +35,7 @@ def blocks():
             section = match["heading"]
             continue
         end = text.index("\n```", place - 1)
-        found.append(Block(match["language"], match["title"] or "", bool(match["append"]), text[place : end + 1], section))
+        found.append(Block(match["language"], match["title"] or "", text[place : end + 1], section))
         place = end + len("\n```")
     return found
 
@@ -58,8 +55,6 @@ def apply(block, home):
     path = home / block.title
     if block.language == "diff":
         path.write_text(patched(path.read_text(), block.text))
-    elif block.append:
-        path.write_text(path.read_text() + "\n" + block.text)
     else:
         path.write_text(block.text)
 

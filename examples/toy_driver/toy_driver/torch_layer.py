@@ -44,6 +44,9 @@ def placed(stream: int) -> Generator[None]:
 class _Launching(TorchDispatchMode):
     """Inside `__torch_dispatch__` the mode is off."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _needs_no_kernel(func):
