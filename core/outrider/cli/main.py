@@ -29,6 +29,7 @@ COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "doctor": "outrider.cli.doctor:doctor",
     "conform": "outrider.cli.conform:conform",
     "ci-matrix": "outrider.cli.ci_matrix:ci_matrix",
+    "new-backend": "outrider.cli.new_backend:new_backend",
     "bench": {"decode": "outrider.cli.bench_decode:decode"},
     "fences": "outrider.cli.fences:fences",
     "sanitize": "outrider.cli.sanitize:sanitize",
