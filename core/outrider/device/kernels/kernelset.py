@@ -47,6 +47,18 @@ class KernelSet:
         """``x [..., in] @ weight[out, in].T + bias`` → [..., out]."""
         return F.linear(x, weight, bias)
 
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """:meth:`silu_mul` of :meth:`linear`: ``weight`` [2*I, in] holds the gate's rows, then those of up → [..., I]."""
+        return self.silu_mul(self.linear(x, weight, bias))
+
+    def linear_add_rms_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float
+    ) -> Tensor:
+        """:meth:`add_rms_norm` of :meth:`linear`: ``residual`` [T, H] grows in place by ``x @ weight.T + bias``; returns its
+        norm with ``norm`` [H]. The sum may be rounded once instead of twice.
+        """
+        return self.add_rms_norm(self.linear(x, weight, bias), residual, norm, eps)
+
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Rows of ``weight`` [V, H] for int64 ``tokens`` [T] → [T, H]."""
         return F.embedding(tokens, weight)
@@ -149,6 +161,18 @@ class KernelSet:
         return torch.ops.outrider.verify_chain(  # type: ignore[no-any-return]
             target_logits, draft_tokens, draft_probs, temperature, seeds, positions
         )
+
+    # -- state rows ------------------------------------------------------------------------------------------------
+
+    def gather_rows(self, state: Tensor, rows: Tensor) -> Tensor:
+        """Rows ``rows`` int64 [B] of ``state`` [R, ...] → [B, ...]."""
+        return torch.ops.outrider.gather_rows(state, rows)  # type: ignore[no-any-return]
+
+    def scatter_rows(self, state: Tensor, rows: Tensor, values: Tensor) -> None:
+        """Write ``values`` [B, ...] to rows ``rows`` int64 [B] of ``state`` [R, ...]. Rows are distinct, except row 0, which
+        is reserved: padding goes there, and which of its values stays is open.
+        """
+        torch.ops.outrider.scatter_rows(state, rows, values)
 
     # -- logits before a draw --------------------------------------------------------------------------------------
     # ``logits`` [B, N, V]: N nodes of each request, of which node 0 is the last committed token and the others are

@@ -1,0 +1,140 @@
+"""Skinny matrix products: few tokens, so what counts is how fast the weights are read.
+
+The weights are the wide operand of the matrix unit, tokens the narrow one: a tile of 16 tokens wastes little. Weights are
+read once and leave the cache first. With ``PREFETCH`` a program asks for the first columns of its weights while the kernel
+before it still runs, since weights don't depend on it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outrider_triton.jit.dependent import prefetch
+
+
+@triton.jit
+def _ahead(weight, rows, n, k, start, PREFETCH: tl.constexpr):
+    """Ask for ``PREFETCH`` columns of some rows of the weight, a cache line of 64 columns at a time."""
+    if PREFETCH > 0:
+        lines = tl.arange(0, PREFETCH // 64) * 64
+        # Rows past the end ask for the last row: harmless.
+        prefetch(weight + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * k + start + lines[None, :])
+
+
+@triton.jit
+def _dependent(PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit(do_not_specialize=["m"])
+def linear(
+    x,
+    weight,
+    descriptor,
+    bias,
+    out,
+    m,
+    n,
+    k,
+    x_stride,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``x [m, k] @ weight [n, k].T``. Split: part p is ``out [p, m, n]`` in float32, over its own share of k, without bias.
+
+    ``EVEN``: k is a multiple of SPLIT * BLOCK_K. ``DESCRIPTOR``: tiles of the weight come through the device's copy engine.
+    """
+    part = tl.program_id(1)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    span = tl.cdiv(tl.cdiv(k, SPLIT), BLOCK_K) * BLOCK_K
+    start = part * span
+    end = tl.minimum(start + span, k)
+    if PDL:
+        _ahead(weight, rows, n, k, start, PREFETCH)
+    _dependent(PDL)
+
+    lane = tl.arange(0, BLOCK_K)
+    tile = weight + rows.to(tl.int64)[:, None] * k + lane[None, :]
+    column = x + tokens.to(tl.int64)[None, :] * x_stride + lane[:, None]
+    total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for at in range(start, end, BLOCK_K):
+        if DESCRIPTOR:
+            w = descriptor.load([tl.program_id(0) * BLOCK_N, at])
+        elif EVEN:
+            w = tl.load(tile + at, mask=rows[:, None] < n, other=0.0, eviction_policy="evict_first")
+        else:
+            w = tl.load(tile + at, mask=(rows[:, None] < n) & (lane[None, :] + at < end), other=0.0, eviction_policy="evict_first")
+        if EVEN:
+            t = tl.load(column + at, mask=tokens[None, :] < m, other=0.0)
+        else:
+            t = tl.load(column + at, mask=(tokens[None, :] < m) & (lane[:, None] + at < end), other=0.0)
+        total = tl.dot(w, t, total)
+    if HAS_BIAS:
+        total += tl.load(bias + rows, mask=rows < n, other=0.0).to(tl.float32)[:, None]
+    there = out + part.to(tl.int64) * m * n + tokens.to(tl.int64)[None, :] * n + rows[:, None]
+    tl.store(there, total.to(out.dtype.element_ty), mask=(tokens[None, :] < m) & (rows[:, None] < n))
+
+
+@triton.jit(do_not_specialize=["m"])
+def linear_silu_mul(
+    x,
+    weight,
+    bias,
+    out,
+    m,
+    n,
+    k,
+    x_stride,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``silu(x @ gate.T) * (x @ up.T)``: the weight's first n rows are the gate's, the next n those of up."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if PDL:
+        _ahead(weight, rows, n, k, 0, PREFETCH)
+        _ahead(weight + n.to(tl.int64) * k, rows, n, k, 0, PREFETCH)
+    _dependent(PDL)
+
+    lane = tl.arange(0, BLOCK_K)
+    gates = weight + rows.to(tl.int64)[:, None] * k + lane[None, :]
+    ups = gates + n.to(tl.int64) * k
+    column = x + tokens.to(tl.int64)[None, :] * x_stride + lane[:, None]
+    gate = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for at in range(0, k, BLOCK_K):
+        if EVEN:
+            mask = rows[:, None] < n
+            t = tl.load(column + at, mask=tokens[None, :] < m, other=0.0)
+        else:
+            mask = (rows[:, None] < n) & (lane[None, :] + at < k)
+            t = tl.load(column + at, mask=(tokens[None, :] < m) & (lane[:, None] + at < k), other=0.0)
+        g = tl.load(gates + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        u = tl.load(ups + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        gate = tl.dot(g, t, gate)
+        up = tl.dot(u, t, up)
+    if HAS_BIAS:
+        gate += tl.load(bias + rows, mask=rows < n, other=0.0).to(tl.float32)[:, None]
+        up += tl.load(bias + n + rows, mask=rows < n, other=0.0).to(tl.float32)[:, None]
+    # Rounded where the reference rounds: after each product and after the activation.
+    gate = gate.to(out.dtype.element_ty).to(tl.float32)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+    up = up.to(out.dtype.element_ty).to(tl.float32)
+    there = out + tokens.to(tl.int64)[None, :] * n + rows[:, None]
+    tl.store(there, (gate * up).to(out.dtype.element_ty), mask=(tokens[None, :] < m) & (rows[:, None] < n))
