@@ -37,6 +37,8 @@ class TritonKernels(KernelSet):
         self._everywhere = everywhere
         self._processors = processors
         self._pdl = pdl
+        tuned = "untuned" if table is None else f"tuned for {table.device}"
+        self.name = "triton, everywhere" if everywhere else f"triton, {tuned}"
 
     def _uses(self, kernel: str, *operands: Tensor) -> bool:
         if any(operand.dtype is torch.float64 for operand in operands):
@@ -153,6 +155,9 @@ class TritonKernels(KernelSet):
         wide = q.dtype is torch.float32
         block_kv = 32 if wide else 64
         groups = metadata.kv_lens.shape[0] * k_cache.shape[2] * -(-metadata.max_query // (block_rows // group))
+        tuned = None if self.table is None or wide else self.table.attention_config(groups, metadata.max_kv)
+        if tuned is not None:
+            return [block_rows, tuned.block_kv, tuned.split, tuned.warps, tuned.stages]
         split = splits(groups, metadata.max_kv, self._processors, block_kv)
         return [block_rows, block_kv, split, 4, 2 if wide else 3]
 

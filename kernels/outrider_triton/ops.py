@@ -232,7 +232,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, confi
         matmul.linear,
         (triton.cdiv(n, block_n), split, triton.cdiv(m, block_m)),
         *(flat, weight, TensorDescriptor.from_tensor(weight, [block_n, block_k]) if descriptor else None, bias, out),
-        *(m, n, k, flat.stride(0)),
+        *(m, n, k, flat.stride(0), ahead),
         HAS_BIAS=bias is not None,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
@@ -240,7 +240,6 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, confi
         SPLIT=split,
         EVEN=k % (split * block_k) == 0,
         DESCRIPTOR=bool(descriptor),
-        PREFETCH=ahead,
         num_stages=stages,
         pdl=pdl,
         warps=warps,
@@ -287,13 +286,12 @@ def _linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, config: lis
     launch(
         matmul.linear_silu_mul,
         (triton.cdiv(n, block_n), triton.cdiv(m, block_m)),
-        *(flat, weight, bias, out, m, n, k, flat.stride(0)),
+        *(flat, weight, bias, out, m, n, k, flat.stride(0), ahead),
         HAS_BIAS=bias is not None,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         EVEN=k % block_k == 0,
-        PREFETCH=ahead,
         num_stages=stages,
         pdl=pdl,
         warps=warps,
@@ -479,14 +477,14 @@ def _verify_chain(
     best, index, sums = made(), made(dtype=torch.int32), made()
     picked, picked_at, left = made(2), made(2, dtype=torch.int32), made()
     sizes = (drafted, vocabulary, logits.stride(0), logits.stride(1))
-    common = {"SHARES": shares, "pdl": pdl}
     launch(
         choose.softmax_of_shares,
         (count, shares),
         *(logits, temperature, best, index, sums, *sizes),
         BLOCK=_VOCABULARY_BLOCK,
+        SHARES=shares,
+        pdl=pdl,
         warps=4,
-        **common,
     )
     launch(
         choose.residual_of_shares,
@@ -494,8 +492,9 @@ def _verify_chain(
         *(logits, probs, temperature, seeds, positions, best, sums, picked, picked_at, left, *sizes),
         LANE=residual,
         BLOCK=_VOCABULARY_BLOCK,
+        SHARES=shares,
+        pdl=pdl,
         warps=4,
-        **common,
     )
     launch(
         choose.accept_sampling,
@@ -504,8 +503,9 @@ def _verify_chain(
         *(tokens, accepted, count, *sizes),
         LANE=accept,
         DRAFTED=drafted,
+        SHARES=shares,
+        pdl=pdl,
         warps=1,
-        **common,
     )
     return tokens, accepted
 

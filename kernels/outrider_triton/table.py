@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from importlib import resources
+from math import log2
 from typing import Any
 
 from outrider.device import BackendLoadError
@@ -22,7 +23,7 @@ class MatmulConfig:
     """How a skinny matrix product is cut up.
 
     Blocks of ``block_m`` tokens, ``block_n`` rows of the weight and ``block_k`` columns; k is shared out among ``split``
-    programs; ``warps`` a program and ``stages`` of loads in flight; ``prefetch`` columns (a multiple of 64) of the
+    programs; ``warps`` a program and ``stages`` of loads in flight; ``ahead`` columns (a multiple of 256) of the
     weight are asked for ahead of the kernel before; ``descriptor``: 1 where the copy engine loads the weight.
     """
 
@@ -32,7 +33,7 @@ class MatmulConfig:
     split: int
     warps: int
     stages: int
-    prefetch: int
+    ahead: int
     descriptor: int
 
     def as_list(self) -> list[int]:
@@ -54,6 +55,27 @@ class Entry:
     torch_us: float
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """How attention is cut up: blocks of ``block_kv`` cached tokens, shared out among ``split`` programs."""
+
+    block_kv: int
+    split: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionEntry:
+    """The best configuration for ``groups`` programs without a split (sequences, key heads and blocks of queries) and at most
+    ``max_kv`` cached tokens.
+    """
+
+    groups: int
+    max_kv: int
+    config: AttentionConfig
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
     """The measurements of one device. ``kernels`` says of each other kernel whether Triton's won."""
@@ -62,6 +84,16 @@ class Table:
     software: Mapping[str, str]
     entries: Mapping[tuple[str, str, int, int], tuple[Entry, ...]]
     kernels: Mapping[str, bool]
+    attention: tuple[AttentionEntry, ...] = ()
+
+    def attention_config(self, groups: int, max_kv: int) -> AttentionConfig | None:
+        """That of the nearest measurement; None where nothing was measured, or nothing within a factor of 4."""
+
+        def distance(entry: AttentionEntry) -> float:
+            return abs(log2(entry.groups / groups)) + abs(log2(entry.max_kv / max_kv))
+
+        near = [entry for entry in self.attention if max(entry.max_kv / max_kv, max_kv / entry.max_kv) <= 4]
+        return min(near, key=distance).config if near else None
 
     def entry(self, operator: str, dtype: str, *, n: int, k: int, m: int) -> Entry | None:
         """The entry for the least measured number of tokens that isn't below ``m``; None where nothing was measured."""
@@ -99,5 +131,9 @@ def parse(data: Mapping[str, Any]) -> Table:
         device=str(data["device"]),
         software=dict(data["software"]),
         entries={key: tuple(sorted(found, key=lambda entry: entry.m)) for key, found in entries.items()},
+        attention=tuple(
+            AttentionEntry(groups=int(item["groups"]), max_kv=int(item["max_kv"]), config=AttentionConfig(*item["config"]))
+            for item in data.get("attention", ())
+        ),
         kernels={str(name): bool(wins) for name, wins in data["kernels"].items()},
     )

@@ -27,7 +27,7 @@ def microseconds(module: Any, call: Call, *, calls: int, replays: int = 5) -> fl
             call(number)
     graph.replay()
     module.synchronize()
-    times = []
+    times: list[float] = []
     for _ in range(replays):
         start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
         with module.stream(stream):

@@ -1,7 +1,7 @@
 """``python -m outrider_triton.tune``: measure every candidate on this device and write the table of what won.
 
-Candidates are compiled first, by many processes (compiled kernels are kept by Triton on disk), then measured one after another
-by this one. Each is compared with torch's own in the same run, in the same way.
+Candidates are compiled first, by many processes (compiled kernels are kept by Triton on disk), then measured one after
+another by this one. Each is compared with torch's own in the same run, in the same way.
 """
 
 from __future__ import annotations
@@ -14,30 +14,32 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.errors import TritonError
 
 from outrider.device import KernelSet
-from outrider_triton.cases import Case, Shape, small_cases
+from outrider.device.kernels.measure import KernelCase, KernelShape, kernel_cases
+from outrider_triton.chain import AHEAD, Chain, Key, as_json, attention_candidates
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.table import MatmulConfig, slug
+from outrider_triton.table import AttentionConfig, MatmulConfig, parse, slug
 from outrider_triton.timing import bandwidth, microseconds
 
 _SHARED_BYTES = 220 << 10  # of a multiprocessor's shared memory, a little less than there is
 _ROTATE_BYTES = 256 << 20  # several times the second-level cache
 
-SHAPES: Mapping[str, Shape] = {
-    "llama-3.1-8b": Shape(
-        hidden=4096, heads=32, kv_heads=8, head_size=128, inner=14336, vocabulary=128256, fused=8192
-    ),
+SHAPES: Mapping[str, KernelShape] = {
+    "llama-3.1-8b": KernelShape(hidden=4096, heads=32, kv_heads=8, head_size=128, inner=14336, vocabulary=128256, fused=8192),
 }
 
 
-def matmuls(shape: Shape) -> Iterator[tuple[str, int, int]]:
+def matmuls(shape: KernelShape) -> Iterator[tuple[str, int, int]]:
     """(operator, rows of the weight, columns) of a model's matrix products."""
     attention = shape.heads * shape.head_size
     yield "linear", attention + 2 * shape.kv_heads * shape.head_size, shape.hidden
@@ -53,21 +55,30 @@ def candidates(operator: str, m: int) -> list[MatmulConfig]:
     block_m = max(16, min(128, triton.next_power_of_2(m)))
     tall = [(16, 256), (16, 512), (32, 128), (32, 256), (64, 128), (64, 256)] if block_m <= 32 else []
     wide = [(32, 64), (32, 128), (64, 64), (64, 128), (128, 64)] if block_m > 16 else []
-    splits = (1, 2, 4) if operator == "linear_parts" and block_m <= 32 else (1,)
-    weights = 2 if operator == "linear_silu_mul" else 1
+    splits = (1, 2, 4) if operator == "linear_parts" else (1,)
     descriptors = (0,) if operator == "linear_silu_mul" else (0, 1)
     depths = [(3, 256), (5, 256), (4, 0)] if block_m <= 32 else [(3, 256), (4, 0)]
     found = []
     for (block_n, block_k), split, (stages, ahead), descriptor in itertools.product(tall + wide, splits, depths, descriptors):
-        if stages * (weights * block_n + block_m) * block_k * 2 > _SHARED_BYTES:
-            continue
-        found.append(MatmulConfig(block_m, block_n, block_k, split, 8 if block_n * block_m > 4096 else 4, stages, ahead, descriptor))
+        config = MatmulConfig(
+            block_m, block_n, block_k, split, 8 if block_n * block_m > 4096 else 4, stages, ahead, descriptor
+        )
+        if _shared(config, operator) <= _SHARED_BYTES:
+            found.append(config)
     return found
 
 
-def operands(operator: str, n: int, k: int, m: int, device: torch.device) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+def _shared(config: MatmulConfig, operator: str) -> int:
+    """Bytes of shared memory of a program."""
+    rows = config.block_n * (2 if operator == "linear_silu_mul" else 1) + config.block_m
+    return config.stages * rows * config.block_k * 2
+
+
+def operands(
+    operator: str, n: int, k: int, m: int, device: torch.device, *, rotate: int = _ROTATE_BYTES
+) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     """Tokens, weights to rotate among, and a residual with its norm."""
-    copies = max(2, -(-_ROTATE_BYTES // (n * k * 2)))
+    copies = max(2, -(-rotate // (n * k * 2)))
     weights = [torch.randn(n, k, dtype=torch.bfloat16, device=device) * k**-0.5 for _ in range(copies)]
     x = torch.randn(m, k, dtype=torch.bfloat16, device=device)
     rows = n // 2 if operator == "linear_silu_mul" else n
@@ -85,6 +96,19 @@ def run(operator: str, config: MatmulConfig, x: Tensor, weight: Tensor, residual
     return call(x, weight, None, config.as_list(), pdl)  # type: ignore[no-any-return]
 
 
+def _candidate(
+    operator: str,
+    config: MatmulConfig,
+    x: Tensor,
+    weights: list[Tensor],
+    residual: Tensor,
+    norm: Tensor,
+    pdl: bool,
+    number: int,
+) -> Tensor:
+    return run(operator, config, x, weights[number % len(weights)], residual, norm, pdl)
+
+
 def reference(operator: str, kernels: KernelSet, x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> Tensor:
     """Torch's product and the best of the rest around it."""
     if operator == "linear_parts":
@@ -94,24 +118,37 @@ def reference(operator: str, kernels: KernelSet, x: Tensor, weight: Tensor, resi
     return torch.nn.functional.linear(x, weight)
 
 
-def compile_all(jobs: list[tuple[str, MatmulConfig]], device: torch.device, pdl: bool) -> None:
-    """Compile candidates on small weights; what doesn't fit or compile is found again, and left out, when measured."""
+def compile_all(
+    jobs: list[tuple[str, MatmulConfig]], attention: list[AttentionConfig], device: torch.device, pdl: bool
+) -> None:
+    """Compile candidates on small operands; what doesn't fit is met again, and left out, when it's measured."""
     torch.get_device_module(device).set_device(device)
     for operator, config in jobs:
-        x, weights, residual, norm = operands(operator, 512, 4096, config.block_m, device)
+        x, weights, residual, norm = operands(operator, 512, 4096, config.block_m, device, rotate=1)
         try:
             run(operator, config, x, weights[0], residual, norm, pdl)
-        except Exception as error:  # any failure of a compiler means: not this one
-            print(f"left out {operator} {config}: {type(error).__name__}", flush=True)
+        except TritonError as failure:
+            print(f"left out: {failure}", flush=True)
+    q = torch.randn(4, 4, 128, dtype=torch.bfloat16, device=device)
+    cache = torch.randn(3, 16, 1, 128, dtype=torch.bfloat16, device=device)
+    starts = torch.tensor([0, 4], dtype=torch.int32, device=device)
+    lens, table = starts[1:] + 28, torch.tensor([[1, 2]], dtype=torch.int32, device=device)
+    for each in attention:
+        block = [16, each.block_kv, each.split, each.warps, each.stages]
+        try:
+            torch.ops.outrider.paged_attention.triton(q, cache, cache, starts, lens, table, None, 4, 32, 0.1, 0, block, pdl)
+        except TritonError as failure:
+            print(f"left out: {failure}", flush=True)
 
 
 def compile_in_parallel(jobs: Iterable[tuple[str, MatmulConfig]], device: torch.device, pdl: bool) -> None:
     """Share the jobs out among processes, one a core."""
-    unique = list(dict.fromkeys(jobs))
+    unique, attention = list(dict.fromkeys(jobs)), attention_candidates(1, 1 << 20)
     workers = min(os.cpu_count() or 1, 14)
     context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=compile_all, args=(unique[number::workers], device, pdl)) for number in range(workers)
+        context.Process(target=compile_all, args=(unique[i::workers], attention[i::workers], device, pdl))
+        for i in range(workers)
     ]
     for process in processes:
         process.start()
@@ -132,10 +169,10 @@ def measure(operator: str, n: int, k: int, m: int, kernels: TritonKernels, devic
         try:
             us = microseconds(
                 module,
-                lambda i, config=config: run(operator, config, x, weights[i % len(weights)], residual, norm, pdl),
+                partial(_candidate, operator, config, x, weights, residual, norm, pdl),
                 calls=calls,
             )
-        except (RuntimeError, triton.errors.TritonError, triton.runtime.errors.OutOfResources):
+        except TritonError:
             continue
         tried.append((us, config))
     tried.sort(key=lambda pair: pair[0])
@@ -150,9 +187,9 @@ def measure(operator: str, n: int, k: int, m: int, kernels: TritonKernels, devic
     else:
         right = x.double() @ weights[0].double().T
     made = run(operator, config, x, weights[0], residual, norm, pdl).double()
-    error = float((made - right).norm() / right.norm())
-    if not error < 1e-2:
-        raise SystemExit(f"{operator} {n}x{k} at {m} tokens with {config} is wrong: relative error {error:.3g}")
+    wrong = float((made - right).norm() / right.norm())
+    if not wrong < 1e-2:
+        raise SystemExit(f"{operator} {n}x{k} at {m} tokens with {config} is wrong: relative error {wrong:.3g}")
     return {
         "operator": operator,
         "dtype": "bfloat16",
@@ -162,16 +199,52 @@ def measure(operator: str, n: int, k: int, m: int, kernels: TritonKernels, devic
         "config": config.as_list() if us < torch_us else None,
         "us": round(us, 2),
         "torch_us": round(torch_us, 2),
-        "error": float(f"{error:.2g}"),
+        "error": float(f"{wrong:.2g}"),
         "best": [[round(each, 2), *other.as_list()] for each, other in tried[:4]],
     }
 
 
-def measure_small(case: Case, module: Any) -> dict[str, Any]:
+def measure_small(case: KernelCase, kernels: TritonKernels, module: Any) -> dict[str, Any]:
     """One of the other kernels against the reference."""
-    us = microseconds(module, lambda i: case.call(case.kernels, i), calls=16)
+    us = microseconds(module, lambda i: case.call(kernels, i), calls=16)
     torch_us = microseconds(module, lambda i: case.call(KernelSet(), i), calls=16)
     return {"kernel": case.kernel, "case": case.name, "us": round(us, 2), "torch_us": round(torch_us, 2)}
+
+
+def in_place(
+    data: dict[str, Any], shape: KernelShape, sizes: list[int], kernels: TritonKernels, device: torch.device
+) -> list[dict[str, Any]]:
+    """Tune every choice once more in a chain of layers; changes ``data``, returns what a layer takes."""
+    table = parse(data)
+    chain = Chain(shape, kernels, device)
+    layers = []
+    products = [(op, "bfloat16", n, k) for op, n, k in list(matmuls(shape))[:4]]
+    for m in sizes:
+        width = 1 if m == 16 else 4
+        chain.prepare(m // width, width, 640)
+        choices: dict[Key, list[MatmulConfig | None]] = {}
+        for key in products:
+            row = next(r for r in data["matmul"] if (r["operator"], r["n"], r["k"], r["m"]) == (key[0], key[2], key[3], m))
+            fastest = [MatmulConfig(*best[1:]) for best in row["best"]]
+            lean = [c for c in candidates(key[0], m) if _shared(c, key[0]) <= _SHARED_BYTES // 2]
+            tried = [
+                replace(c, ahead=ahead)
+                for c in dict.fromkeys((*fastest, *lean))
+                for ahead in AHEAD
+                if c.stages != 4 or c in fastest
+            ]
+            choices[key] = [None, *dict.fromkeys(tried)]
+        before = chain.layer_us()
+        table = chain.tune(table, m, choices, lambda line: print(line, flush=True))
+        layers.append(
+            {"m": m, "width": width, "context": 640, "before_us": round(before, 2), "us": round(chain.layer_us(), 2)}
+        )
+    for row in data["matmul"]:
+        entry = table.entry(row["operator"], row["dtype"], n=row["n"], k=row["k"], m=row["m"])
+        assert entry is not None  # every row came from the data
+        row["config"] = None if entry.config is None else entry.config.as_list()
+    data["attention"] = as_json(table)
+    return layers
 
 
 def main() -> None:
@@ -179,6 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
     parser.add_argument("--tokens", default="4,16,32,64,128", help="numbers of tokens, by commas")
+    parser.add_argument("--in-place", default="4,16,32,128", help="those that are also tuned in a chain of layers")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, help="file to write; default: this package's table of the device")
     arguments = parser.parse_args()
@@ -199,17 +273,19 @@ def main() -> None:
             row = measure(operator, n, k, m, kernels, device, pdl)
             rows.append(row)
             rate = n * k * 2 / row["us"] / 1e6
-            print(operator, n, k, m, row["us"], row["torch_us"], f"{rate:.2f} TB/s", row["config"], row["best"][1:3], flush=True)
+            print(
+                operator, n, k, m, row["us"], row["torch_us"], f"{rate:.2f} TB/s", row["config"], row["best"][1:3], flush=True
+            )
     small = []
-    for case in small_cases(shape, kernels, device):
-        small.append(measure_small(case, module))
+    for case in kernel_cases(shape, dtype=torch.bfloat16, device=device):
+        small.append(measure_small(case, kernels, module))
         print(small[-1], flush=True)
     wins = {
         name: all(row["us"] < row["torch_us"] for row in small if row["kernel"] == name)
         for name in dict.fromkeys(row["kernel"] for row in small)
     }
     name = module.get_device_name(device)
-    data = {
+    data: dict[str, Any] = {
         "device": name,
         "software": {"torch": torch.__version__, "triton": triton.__version__},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -218,6 +294,7 @@ def main() -> None:
         "kernels": wins,
         "cases": small,
     }
+    data["chain"] = in_place(data, shape, [int(m) for m in arguments.in_place.split(",")], kernels, device)
     out = arguments.out or Path(__file__).with_name("tuned") / f"{slug(name)}.json"
     out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {out} after {time.perf_counter() - began:.0f} s: {wins}", flush=True)

@@ -13,7 +13,9 @@ SEAM = """
     BackendError BackendHooks BackendInfo BackendLoadError BackendNotFound Capabilities CapabilityError CaptureContext
     CaptureError CheckpointError CiDeclaration ConfigError ControllableDevice DeadlockError DeviceError DeviceFault
     DeviceLost EagerGraph Event EventFence ExplorationResult Fence Flag Graph GraphCallable GraphPool HostParam
-    JoinedPlan KeepAlive KernelSet LANE_ACCEPT LANE_DRAFT LANE_RESIDUAL LANE_SAMPLE MemoryInfo Observer Operation OutOfDeviceMemory OutriderError PinnedBuffer
+    JoinedPlan KeepAlive KernelSet
+    LANE_ACCEPT LANE_DRAFT LANE_RESIDUAL LANE_SAMPLE
+    MemoryInfo Observer Operation OutOfDeviceMemory OutriderError PinnedBuffer
     PluginContractError Recompute RequestError RowResolver Scalar ScheduleFailure SeamError SpeculativeSync
     StaleBufferError StepMode Stream StreamOrderError SynchronousCopyError TimedObserver TorchDeviceBackend TorchEvent
     TorchGraph TorchStream Waiter hookimpl hookspec

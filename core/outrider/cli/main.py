@@ -28,7 +28,11 @@ COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "backends": "outrider.cli.backends:backends",
     "doctor": "outrider.cli.doctor:doctor",
     "conform": "outrider.cli.conform:conform",
-    "bench": {"decode": "outrider.cli.bench_decode:decode"},
+    "bench": {
+        "decode": "outrider.cli.bench_decode:decode",
+        "kernels": "outrider.cli.bench_kernels:kernels",
+        "seam": "outrider.cli.bench_seam:seam",
+    },
     "fences": "outrider.cli.fences:fences",
     "sanitize": "outrider.cli.sanitize:sanitize",
     "explore": "outrider.cli.explore:explore",

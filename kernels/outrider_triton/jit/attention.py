@@ -104,9 +104,7 @@ def paged_attention(
             inside = position < high
             page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
             slot = (page * PAGE + position % PAGE) * cache_slot + kv_head * cache_head
-            keys = tl.load(
-                k_cache + slot[None, :] + lane[:, None], mask=inside[None, :] & (lane[:, None] < size), other=0.0
-            )
+            keys = tl.load(k_cache + slot[None, :] + lane[:, None], mask=inside[None, :] & (lane[:, None] < size), other=0.0)
             scores = tl.dot(queries, keys, input_precision=PRECISION) * (scale * 1.4426950408889634)
             new = position - context  # index among the new tokens; negative in the context
             if TREE:
@@ -147,7 +145,9 @@ def paged_attention(
 
 
 @triton.jit(do_not_specialize=["batch"])
-def join_splits(parts, stats, query_start, out, batch, heads, size, SPLITS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr):
+def join_splits(
+    parts, stats, query_start, out, batch, heads, size, SPLITS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr
+):
     """Program (token, head): the splits' sums, weighed by their maxima. Padding is left as it is."""
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -157,9 +157,7 @@ def join_splits(parts, stats, query_start, out, batch, heads, size, SPLITS: tl.c
         split = tl.arange(0, SPLITS)
         best = tl.load(stats + (place * SPLITS + split) * 2)
         total = tl.load(stats + (place * SPLITS + split) * 2 + 1)
-        made = tl.load(
-            parts + (place * SPLITS + split)[:, None] * size + lane[None, :], mask=lane[None, :] < size, other=0.0
-        )
+        made = tl.load(parts + (place * SPLITS + split)[:, None] * size + lane[None, :], mask=lane[None, :] < size, other=0.0)
         highest = tl.max(best, axis=0)
         weight = tl.exp2(best - tl.where(highest == -float("inf"), 0.0, highest))
         total = tl.sum(weight * total, axis=0)

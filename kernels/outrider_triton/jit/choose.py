@@ -127,7 +127,9 @@ def decide(best, index, tokens, SHARES: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
-def accept_greedy(best, index, drafts, tokens, accepted, drafted, SHARES: tl.constexpr, DRAFTED: tl.constexpr, PDL: tl.constexpr):
+def accept_greedy(
+    best, index, drafts, tokens, accepted, drafted, SHARES: tl.constexpr, DRAFTED: tl.constexpr, PDL: tl.constexpr
+):
     """One request: drafts are accepted up to the first that isn't the argmax. ``drafted`` is DRAFTED."""
     begin(PDL)
     request = tl.program_id(0)
@@ -144,7 +146,18 @@ def accept_greedy(best, index, drafts, tokens, accepted, drafted, SHARES: tl.con
 
 @triton.jit
 def walk_tree(
-    best, index, drafts, parents, tokens, path, accepted, nodes, SHARES: tl.constexpr, NODES: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr
+    best,
+    index,
+    drafts,
+    parents,
+    tokens,
+    path,
+    accepted,
+    nodes,
+    SHARES: tl.constexpr,
+    NODES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One request: from the root, follow the first child that holds the choice. ``drafts`` and ``parents`` are [B, nodes]."""
     begin(PDL)

@@ -1,8 +1,8 @@
 """Skinny matrix products: few tokens, so what counts is how fast the weights are read.
 
 The weights are the wide operand of the matrix unit, tokens the narrow one: a tile of 16 tokens wastes little. Weights are
-read once and leave the cache first. With ``PREFETCH`` a program asks for the first columns of its weights while the kernel
-before it still runs, since weights don't depend on it.
+read once and leave the cache first. A program asks for the first ``ahead`` columns of its weights while the kernel before it
+still runs, since weights don't depend on it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from outrider_triton.jit.dependent import prefetch
 
 
 @triton.jit
-def _ahead(weight, rows, n, k, start, PREFETCH: tl.constexpr):
-    """Ask for ``PREFETCH`` columns of some rows of the weight, a cache line of 64 columns at a time."""
-    if PREFETCH > 0:
-        lines = tl.arange(0, PREFETCH // 64) * 64
-        # Rows past the end ask for the last row: harmless.
-        prefetch(weight + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * k + start + lines[None, :])
+def _ahead(weight, rows, n, k, start, columns):
+    """Ask for the first ``columns`` of some rows of the weight, four cache lines of 64 columns at a time."""
+    # Rows past the end ask for the last row: harmless.
+    first = weight + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * k + start + (tl.arange(0, 4) * 64)[None, :]
+    for at in range(0, columns, 256):
+        prefetch(first + at)
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _dependent(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
-@triton.jit(do_not_specialize=["m"])
+@triton.jit(do_not_specialize=["m", "ahead"])
 def linear(
     x,
     weight,
@@ -40,6 +40,7 @@ def linear(
     n,
     k,
     x_stride,
+    ahead,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -47,7 +48,6 @@ def linear(
     SPLIT: tl.constexpr,
     EVEN: tl.constexpr,
     DESCRIPTOR: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``x [m, k] @ weight [n, k].T``. Split: part p is ``out [p, m, n]`` in float32, over its own share of k, without bias.
@@ -61,7 +61,7 @@ def linear(
     start = part * span
     end = tl.minimum(start + span, k)
     if PDL:
-        _ahead(weight, rows, n, k, start, PREFETCH)
+        _ahead(weight, rows, n, k, start, tl.minimum(ahead, end - start))
     _dependent(PDL)
 
     lane = tl.arange(0, BLOCK_K)
@@ -74,7 +74,9 @@ def linear(
         elif EVEN:
             w = tl.load(tile + at, mask=rows[:, None] < n, other=0.0, eviction_policy="evict_first")
         else:
-            w = tl.load(tile + at, mask=(rows[:, None] < n) & (lane[None, :] + at < end), other=0.0, eviction_policy="evict_first")
+            w = tl.load(
+                tile + at, mask=(rows[:, None] < n) & (lane[None, :] + at < end), other=0.0, eviction_policy="evict_first"
+            )
         if EVEN:
             t = tl.load(column + at, mask=tokens[None, :] < m, other=0.0)
         else:
@@ -86,7 +88,7 @@ def linear(
     tl.store(there, total.to(out.dtype.element_ty), mask=(tokens[None, :] < m) & (rows[:, None] < n))
 
 
-@triton.jit(do_not_specialize=["m"])
+@triton.jit(do_not_specialize=["m", "ahead"])
 def linear_silu_mul(
     x,
     weight,
@@ -96,20 +98,20 @@ def linear_silu_mul(
     n,
     k,
     x_stride,
+    ahead,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``silu(x @ gate.T) * (x @ up.T)``: the weight's first n rows are the gate's, the next n those of up."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     if PDL:
-        _ahead(weight, rows, n, k, 0, PREFETCH)
-        _ahead(weight + n.to(tl.int64) * k, rows, n, k, 0, PREFETCH)
+        _ahead(weight, rows, n, k, 0, ahead)
+        _ahead(weight + n.to(tl.int64) * k, rows, n, k, 0, ahead)
     _dependent(PDL)
 
     lane = tl.arange(0, BLOCK_K)

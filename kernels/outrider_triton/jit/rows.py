@@ -30,7 +30,18 @@ def rms_norm(x, weight, out, eps, size, inner, stride_outer, stride_inner, BLOCK
 
 @triton.jit(do_not_specialize=["part_stride"])
 def add_rms_norm(
-    x, bias, residual, weight, out, eps, size, part_stride, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x,
+    bias,
+    residual,
+    weight,
+    out,
+    eps,
+    size,
+    part_stride,
+    PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """``residual += sum of x's parts (+ bias)``, then its norm. Parts are those of a matrix product that was split."""
     begin(PDL)
@@ -126,7 +137,9 @@ def rope_write_cache(
 
 
 @triton.jit(do_not_specialize=["moves"])
-def move_cache(k_cache, v_cache, sources, destinations, moves, size, MOVES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def move_cache(
+    k_cache, v_cache, sources, destinations, moves, size, MOVES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """A program moves one stretch of columns of every row: it reads them all before it writes any."""
     begin(PDL)
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
