@@ -50,21 +50,26 @@ def matmuls(shape: KernelShape) -> Iterator[tuple[str, int, int]]:
     yield "linear", shape.hidden, shape.fused
 
 
-def candidates(operator: str, m: int) -> list[MatmulConfig]:
-    """Configurations worth trying for so many tokens."""
+def candidates(operator: str, m: int, n: int, processors: int) -> list[MatmulConfig]:
+    """Configurations worth trying for so many tokens and rows of the weight."""
     block_m = max(16, min(128, triton.next_power_of_2(m)))
-    tall = [(16, 256), (16, 512), (32, 128), (32, 256), (64, 128), (64, 256)] if block_m <= 32 else []
+    tall = [(16, 256), (16, 512), (32, 128), (32, 256), (64, 128), (64, 256), (128, 64)] if block_m <= 32 else []
     wide = [(32, 64), (32, 128), (64, 64), (64, 128), (128, 64)] if block_m > 16 else []
     splits = (1, 2, 4) if operator == "linear_parts" else (1,)
-    descriptors = (0,) if operator == "linear_silu_mul" else (0, 1)
     depths = [(3, 256), (5, 256), (4, 0)] if block_m <= 32 else [(3, 256), (4, 0)]
+    rows = n // 2 if operator == "linear_silu_mul" else n
     found = []
-    for (block_n, block_k), split, (stages, ahead), descriptor in itertools.product(tall + wide, splits, depths, descriptors):
-        config = MatmulConfig(
-            block_m, block_n, block_k, split, 8 if block_n * block_m > 4096 else 4, stages, ahead, descriptor
-        )
-        if _shared(config, operator) <= _SHARED_BYTES:
-            found.append(config)
+    for (block_n, block_k), split, (stages, ahead) in itertools.product(dict.fromkeys(tall + wide), splits, depths):
+        # So many rows a program that every multiprocessor has one, two or four programs, and as much to do as any other.
+        even = {-(-rows * split // (processors * waves * 8)) * 8 for waves in (1, 2, 4)}
+        layouts = [(0, 0), *((0, each) for each in sorted(even) if block_n // 2 < each < block_n)]
+        if operator != "linear_silu_mul":
+            layouts.append((1, 0))
+        for descriptor, each in layouts:
+            warps = 8 if block_n * block_m > 4096 else 4
+            config = MatmulConfig(block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each)
+            if _shared(config, operator) <= _SHARED_BYTES:
+                found.append(config)
     return found
 
 
@@ -90,10 +95,10 @@ def run(operator: str, config: MatmulConfig, x: Tensor, weight: Tensor, residual
     """The candidate, with what consumes it where that is part of the bargain."""
     ops = torch.ops.outrider
     if operator == "linear_parts":
-        parts = ops.linear_parts.triton(x, weight, config.as_list(), pdl)
+        parts = ops.linear_parts.triton(x, weight, None, config.as_list(), pdl)
         return ops.add_parts_rms_norm.triton(parts, None, residual, norm, 1e-5, pdl)  # type: ignore[no-any-return]
     call = ops.linear.triton if operator == "linear" else ops.linear_silu_mul.triton
-    return call(x, weight, None, config.as_list(), pdl)  # type: ignore[no-any-return]
+    return call(x, weight, None, None, config.as_list(), pdl)  # type: ignore[no-any-return]
 
 
 def _candidate(
@@ -134,9 +139,11 @@ def compile_all(
     starts = torch.tensor([0, 4], dtype=torch.int32, device=device)
     lens, table = starts[1:] + 28, torch.tensor([[1, 2]], dtype=torch.int32, device=device)
     for each in attention:
-        block = [16, each.block_kv, each.split, each.warps, each.stages]
+        block = [16, each.block_kv, each.split, each.warps, each.stages, 0]
         try:
-            torch.ops.outrider.paged_attention.triton(q, cache, cache, starts, lens, table, None, 4, 32, 0.1, 0, block, pdl)
+            torch.ops.outrider.paged_attention.triton(
+                q, cache, cache, starts, lens, table, None, 4, 32, 0.1, 0, None, block, pdl
+            )
         except TritonError as failure:
             print(f"left out: {failure}", flush=True)
 
@@ -165,7 +172,7 @@ def measure(operator: str, n: int, k: int, m: int, kernels: TritonKernels, devic
         module, lambda i: reference(operator, kernels, x, weights[i % len(weights)], residual, norm), calls=calls
     )
     tried: list[tuple[float, MatmulConfig]] = []
-    for config in candidates(operator, m):
+    for config in candidates(operator, m, n, kernels.processors):
         try:
             us = microseconds(
                 module,
@@ -226,13 +233,8 @@ def in_place(
         for key in products:
             row = next(r for r in data["matmul"] if (r["operator"], r["n"], r["k"], r["m"]) == (key[0], key[2], key[3], m))
             fastest = [MatmulConfig(*best[1:]) for best in row["best"]]
-            lean = [c for c in candidates(key[0], m) if _shared(c, key[0]) <= _SHARED_BYTES // 2]
-            tried = [
-                replace(c, ahead=ahead)
-                for c in dict.fromkeys((*fastest, *lean))
-                for ahead in AHEAD
-                if c.stages != 4 or c in fastest
-            ]
+            even = [c for c in candidates(key[0], m, key[2], kernels.processors) if c.each]
+            tried = [replace(c, ahead=ahead) for c in dict.fromkeys((*fastest, *even)) for ahead in AHEAD]
             choices[key] = [None, *dict.fromkeys(tried)]
         before = chain.layer_us()
         table = chain.tune(table, m, choices, lambda line: print(line, flush=True))
@@ -265,7 +267,11 @@ def main() -> None:
     shape, sizes = SHAPES[arguments.shape], [int(size) for size in arguments.tokens.split(",")]
     began = time.perf_counter()
     products = list(matmuls(shape))
-    compile_in_parallel(((op, c) for op, _, _ in products for m in sizes for c in candidates(op, m)), device, pdl)
+    compile_in_parallel(
+        ((op, replace(c, each=0)) for op, n, _ in products for m in sizes for c in candidates(op, m, n, kernels.processors)),
+        device,
+        pdl,
+    )
     print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
     rows = []
     for operator, n, k in products:

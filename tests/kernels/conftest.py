@@ -18,8 +18,14 @@ def device():
 
 
 @pytest.fixture(scope="session")
-def kernels():
+def pdl(device):
+    """Whether kernels start before the one ahead of them has ended, as on a device that can."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@pytest.fixture(scope="session")
+def kernels(pdl):
     """Triton's kernels for everything, on a device that is said to be small so that splits stay few."""
     from outrider_triton.kernelset import TritonKernels
 
-    return TritonKernels(table=None, everywhere=True, processors=4, pdl=False)
+    return TritonKernels(table=None, everywhere=True, processors=4, pdl=pdl)

@@ -56,19 +56,21 @@ def test_a_case_of_the_conformance_kit(case, dtype, kernels, device):
 SHAPES = [(1, 48, 64), (5, 40, 96), (16, 32, 128), (37, 33, 100)]
 
 
-@pytest.mark.parametrize("config", [(16, 16, 32, 1, 4, 2, 0, 0), (32, 32, 64, 1, 4, 3, 64, 0), (16, 32, 32, 1, 4, 2, 0, 1)])
+@pytest.mark.parametrize(
+    "config", [(16, 16, 32, 1, 4, 2, 0, 0, 0, 0), (32, 32, 64, 1, 4, 3, 64, 0, 24, 64), (16, 32, 32, 1, 4, 2, 0, 1, 0, 0)]
+)
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-def test_a_skinny_product_in_any_configuration(m, n, k, config, device):
-    if config[-1] and k % 8:
+def test_a_skinny_product_in_any_configuration(m, n, k, config, device, pdl):
+    if config[7] and k % 8:
         pytest.skip("the copy engine takes rows that are a multiple of 16 bytes")
     x, weight, bias = (torch.randn(*shape).to(device, torch.float16) for shape in ((m, k), (n, k), (n,)))
-    made = torch.ops.outrider.linear.triton(x, weight * 0.2, bias, list(config), False)
+    made = torch.ops.outrider.linear.triton(x, weight * 0.2, bias, weight, list(config), pdl)
     close(made, (x.cpu().double() @ (weight * 0.2).cpu().double().T) + bias.cpu().double(), torch.float16)
 
 
 @pytest.mark.parametrize("split", [1, 2, 4])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-def test_parts_of_a_split_product_add_up_in_the_norm(m, n, k, split, device):
+def test_parts_of_a_split_product_add_up_in_the_norm(m, n, k, split, device, pdl):
     x, weight, bias = (torch.randn(*shape).to(device, torch.float16) for shape in ((m, k), (n, k), (n,)))
     weight *= 0.2
     residual, norm = torch.randn(m, n).to(device, torch.float16), torch.randn(n).to(device, torch.float16)
@@ -76,19 +78,19 @@ def test_parts_of_a_split_product_add_up_in_the_norm(m, n, k, split, device):
     normed = REFERENCE.linear_add_rms_norm(
         x.cpu().double(), weight.cpu().double(), bias.cpu().double(), wanted, norm.cpu().double(), 1e-5
     )
-    parts = torch.ops.outrider.linear_parts.triton(x, weight, [16, 16, 32, split, 4, 2, 0, 0], False)
+    parts = torch.ops.outrider.linear_parts.triton(x, weight, weight, [16, 16, 32, split, 4, 2, 0, 0, 12, 1], pdl)
     assert parts.shape == ((split, m, n) if split > 1 else (m, n))
-    made = torch.ops.outrider.add_parts_rms_norm.triton(parts, bias, residual, norm, 1e-5, False)
+    made = torch.ops.outrider.add_parts_rms_norm.triton(parts, bias, residual, norm, 1e-5, pdl)
     close(residual, wanted, torch.float16)
     close(made, normed, torch.float16)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-def test_a_gated_product(m, n, k, with_bias, device):
+def test_a_gated_product(m, n, k, with_bias, device, pdl):
     x, weight = torch.randn(m, k).to(device, torch.float16), torch.randn(2 * n, k).to(device, torch.float16) * 0.2
     bias = torch.randn(2 * n).to(device, torch.float16) if with_bias else None
-    made = torch.ops.outrider.linear_silu_mul.triton(x, weight, bias, [16, 16, 32, 1, 4, 2, 0, 0], False)
+    made = torch.ops.outrider.linear_silu_mul.triton(x, weight, bias, weight, [16, 16, 32, 1, 4, 2, 0, 0, 12, 1], pdl)
     wanted = REFERENCE.linear_silu_mul(x.cpu().double(), weight.cpu().double(), None if bias is None else bias.cpu().double())
     close(made, wanted, torch.float16)
 
@@ -96,7 +98,7 @@ def test_a_gated_product(m, n, k, with_bias, device):
 @pytest.mark.parametrize("split", [1, 4])
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 32), (7, 1, 24), (4, 4, 16)])
-def test_attention_over_long_contexts(heads, kv_heads, size, tree, split, device):
+def test_attention_over_long_contexts(heads, kv_heads, size, tree, split, device, pdl):
     """Several blocks of queries and of cached tokens, splits with nothing in them, and padding behind the last sequence."""
     new, context, page = (3, 20, 1), (150, 9, 0), 16
     tokens, width = sum(new) + 2, 12
@@ -114,7 +116,7 @@ def test_attention_over_long_contexts(heads, kv_heads, size, tree, split, device
     made = torch.ops.outrider.paged_attention.triton(
         *(x.to(device) for x in (q, k_cache, v_cache)),
         *(None if x is None else x.to(device) for x in metadata),
-        *(max(new), width * page, 0.3, 0, [16 if heads == 4 else 32, 32, split, 4, 2], False),
+        *(max(new), width * page, 0.3, 0, k_cache.to(device), [16 if heads == 4 else 32, 32, split, 4, 2, 64], pdl),
     )
     wanted = REFERENCE.paged_attention(
         q.double(),
@@ -197,7 +199,7 @@ def test_a_table_decides(device):
     from outrider_triton.kernelset import TritonKernels
     from outrider_triton.table import parse
 
-    config = [16, 16, 32, 1, 4, 2, 0, 0]
+    config = [16, 16, 32, 1, 4, 2, 0, 0, 0, 0]
     item = {"operator": "linear", "dtype": "float16", "n": 48, "k": 64, "us": 1.0, "torch_us": 2.0}
     table = parse(
         {
