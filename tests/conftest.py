@@ -16,6 +16,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.pop("OUTRIDER_BACKEND", None)
+# Kernels in Triton run by its interpreter, which needs no GPU. It is read when triton is imported, by whoever comes first.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 GOOD_PLUGIN = """
     from outrider.device.plugin import BackendInfo, hookimpl

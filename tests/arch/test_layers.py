@@ -13,7 +13,7 @@ LINT = "import sys; from importlinter.cli import lint_imports_command as lint; s
 
 
 def lint(root: Path) -> subprocess.CompletedProcess[str]:
-    packages = [root / "core", *(path for path in (root / "backends").iterdir() if path.is_dir())]
+    packages = [root / "core", root / "kernels", *(path for path in (root / "backends").iterdir() if path.is_dir())]
     return subprocess.run(
         [sys.executable, "-c", LINT],
         cwd=root,
@@ -27,7 +27,7 @@ def lint(root: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def tree(tmp_path):
-    for name in ("core", "backends"):
+    for name in ("core", "backends", "kernels"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "bundled"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
@@ -45,6 +45,8 @@ def tree(tmp_path):
         ("core/outrider/sanitizer/__init__.py", "import outrider.speculative.slots", "know the seam alone BROKEN"),
         ("core/outrider/engine/step.py", "import outrider.sanitizer", "Imports point downward only BROKEN"),
         ("backends/cuda/outrider_cuda/backend.py", "import outrider_cpu.backend", "don't know each other BROKEN"),
+        ("kernels/outrider_triton/table.py", "import outrider_cuda.backend", "belong to no backend BROKEN"),
+        ("kernels/outrider_triton/table.py", "import outrider.registry", "outrider.device and nothing else BROKEN"),
         ("core/outrider/stray.py", "", "must be declared as a layer"),
         ("core/outrider/registry/plugins.py", "import triton", "imports no vendor package BROKEN"),
         ("core/outrider/registry/plugins.py", "import outrider_cpu.backend", "imports no vendor package BROKEN"),

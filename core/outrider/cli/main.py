@@ -30,7 +30,11 @@ COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "conform": "outrider.cli.conform:conform",
     "ci-matrix": "outrider.cli.ci_matrix:ci_matrix",
     "new-backend": "outrider.cli.new_backend:new_backend",
-    "bench": {"decode": "outrider.cli.bench_decode:decode"},
+    "bench": {
+        "decode": "outrider.cli.bench_decode:decode",
+        "kernels": "outrider.cli.bench_kernels:kernels",
+        "seam": "outrider.cli.bench_seam:seam",
+    },
     "fences": "outrider.cli.fences:fences",
     "sanitize": "outrider.cli.sanitize:sanitize",
     "explore": "outrider.cli.explore:explore",

@@ -61,7 +61,16 @@ if TYPE_CHECKING:
         HostParam,
         Scalar,
     )
-    from outrider.device.kernels import ROW_ACCESS, AttentionMetadata, KernelSet, RowResolver
+    from outrider.device.kernels import (
+        LANE_ACCEPT,
+        LANE_DRAFT,
+        LANE_RESIDUAL,
+        LANE_SAMPLE,
+        ROW_ACCESS,
+        AttentionMetadata,
+        KernelSet,
+        RowResolver,
+    )
     from outrider.device.memory import KeepAlive, MemoryInfo, PinnedBuffer
     from outrider.device.stream import Event, Flag, Stream
     from outrider.device.sync import EventFence, Fence, JoinedPlan, Recompute, SpeculativeSync, StepMode, Waiter
@@ -93,6 +102,10 @@ _HOMES = {
     "kernels": (
         "AttentionMetadata",
         "KernelSet",
+        "LANE_ACCEPT",
+        "LANE_DRAFT",
+        "LANE_RESIDUAL",
+        "LANE_SAMPLE",
         "ROW_ACCESS",
         "RowResolver",
     ),
@@ -135,6 +148,10 @@ _HOMES = {
 __all__ = [
     "ENTRY_POINT_GROUP",
     "KERNELS_GROUP",
+    "LANE_ACCEPT",
+    "LANE_DRAFT",
+    "LANE_RESIDUAL",
+    "LANE_SAMPLE",
     "ROW_ACCESS",
     "SEAM_VERSION",
     "Access",

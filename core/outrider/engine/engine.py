@@ -163,6 +163,11 @@ class Engine:
         return self._tokenizer
 
     @property
+    def has_tokenizer(self) -> bool:
+        """Whether the engine was built with a tokenizer."""
+        return self._tokenizer is not None
+
+    @property
     def stats(self) -> EngineStats:
         """Counts so far."""
         return EngineStats(**self._counts)
