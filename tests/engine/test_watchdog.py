@@ -35,6 +35,20 @@ def expected(bundled_dir):
     return [done.token_ids for done in engine.generate(PROMPTS, PARAMS)]
 
 
+def inject_in_draft(engine, kind, number):
+    """The first operation of the ``number``-th draft from here is hit."""
+    honest, calls = engine.proposer.draft, 0
+
+    def draft(inputs):
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            engine.backend.control.inject(kind, 1)
+        return honest(inputs)
+
+    engine.proposer.draft = draft
+
+
 def run(engine):
     while engine.has_unfinished:
         engine.step()
@@ -72,7 +86,7 @@ def test_the_error_names_the_fence_and_where_each_stream_stands(bundled_dir, exp
     ids = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
     for _ in range(3):
         engine.step()
-    backend.control.inject("stuck", 150)  # somewhere in the fourth iteration's draft
+    inject_in_draft(engine, "stuck", 1)
     error = steps_until(engine, DeviceStuck)
     assert error.device_lost
     text = str(error)
@@ -80,7 +94,8 @@ def test_the_error_names_the_fence_and_where_each_stream_stands(bundled_dir, exp
     assert "stream 'forward' is held at operation" in text  # what the machine itself knows
     # The iteration that is stuck is the fourth, the third that decodes; the fifth was launched ahead.
     assert "it waits for its own end, which never comes" in text
-    assert "stream 'forward': hasn't reached draft_outputs_ready (generation 4); enqueued last results_ready" in text
+    assert "stream 'forward': hasn't reached shared_reads_done" in text
+    assert "enqueued last results_ready (generation 5)" in text
     assert "stream 'plan': hasn't reached plan_ready (generation 4); enqueued last extend_plan_ready (generation 4)" in text
     assert "the host: came past results_copied[0] (generation 2)" in text
 
@@ -102,7 +117,7 @@ def test_a_lost_device_stops_the_engine(bundled_dir, expected):
     ids = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
     for _ in range(3):
         engine.step()
-    backend.control.inject("lost", 150)
+    inject_in_draft(engine, "lost", 1)
     steps_until(engine, DeviceLost)
     stopped = refuses(engine)
     assert "failed on request" in str(stopped)
@@ -113,7 +128,7 @@ def test_a_lost_device_stops_the_engine(bundled_dir, expected):
 def test_a_stream_iterator_that_meets_it_ends_with_the_first_error(bundled_dir):
     backend = create_backend(0, {})
     engine = engine_on(backend, bundled_dir)
-    backend.control.inject("stuck", 700)
+    inject_in_draft(engine, "stuck", 2)
     with pytest.raises(DeviceStuck):
         list(engine.stream(PROMPTS[0], PARAMS))
 

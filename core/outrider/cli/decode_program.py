@@ -22,7 +22,7 @@ from outrider.device.errors import CapabilityError, ConfigError, OutriderError, 
 from outrider.registry import Registry
 
 if TYPE_CHECKING:
-    from outrider.device import Backend
+    from outrider.device import Backend, Fence
     from outrider.engine.engine import Engine
     from outrider.engine.fence_log import FenceLog
     from outrider.engine.request import Completion
@@ -105,6 +105,7 @@ class DecodeExplorer:
         graphs: bool = False,
         drop: str | None = None,
         half: str = "wait",
+        consumer: str | None = None,
     ) -> None:
         import torch
 
@@ -121,7 +122,7 @@ class DecodeExplorer:
             raise ConfigError(f"--drop is {half!r}; expected wait or record")
         self.backend = backend
         self._speculate, self._topk, self._drop, self._half = speculate, draft_topk, drop, Drop(half)
-        self._mode, self._graphs = mode, graphs
+        self._mode, self._graphs, self._consumer = mode, graphs, consumer
         self._model = load_decoder(bundled("target"), backend=backend, dtype=torch.float32)
         backend.synchronize()
         self._text = Tokenizer.from_checkpoint(bundled("target")).encode(inspect.getsource(Engine))
@@ -150,7 +151,9 @@ class DecodeExplorer:
         control = backend.control
         if control is None:
             raise CapabilityError(f"{backend.label} decides its schedules itself; explore needs one such as 'sim'")
-        self.log = FenceLog(lambda stream: control.steps(stream)[1], drop=self._drop, half=self._half)
+        self.log = FenceLog(
+            lambda stream: control.steps(stream)[1], drop=self._drop, half=self._half, consumer=self._consumer
+        )
         with watch(backend) as self.findings:
             problem: Exception | None = None
             try:
@@ -203,9 +206,13 @@ class DecodeExplorer:
             draft_tokens=config.draft_tokens,
             topk=self._topk,
         )
-        assert self.log is not None
         proposer = build(self._speculate, options)
-        return Engine(self._model, self.backend, proposer=proposer, config=config, wrap_fence=self.log.wrap)
+        return Engine(self._model, self.backend, proposer=proposer, config=config, wrap_fence=self.wrap)
+
+    def wrap(self, fence: Fence) -> Fence:
+        """What the engine's fences are wrapped in."""
+        assert self.log is not None
+        return self.log.wrap(fence)
 
     def _serve(self, program: HostProgram, expected: list[tuple[int, ...]]) -> None:
         """Run the program's requests to their ends and compare. Raises :class:`WrongTokens`."""

@@ -16,7 +16,7 @@ from outrider.engine.parts import StepParts, Streams
 from outrider.engine.plans import Plans
 from outrider.engine.probes import Probes
 from outrider.engine.results import Results
-from outrider.engine.rows import FutureMap, RowTable
+from outrider.engine.rows import FutureMap, LengthsOnHost, RowTable
 from outrider.engine.stages import Stage, Stages
 from outrider.engine.staging import Staging, staging_capacity
 from outrider.model import Decoder, KVCache, LanguageModel, Progress, VisionTower, load_decoder, load_through_transformers
@@ -44,7 +44,11 @@ def assemble(
     slots = ring_slots(config)
     device = backend.device
 
-    streams = Streams(*(backend.create_stream(name) for name in ("schedule", "forward", "plan", "copy")))
+    sync = backend.speculative_sync
+    schedule, forward, plan = (backend.create_stream(name) for name in ("schedule", "forward", "plan"))
+    copy = forward if sync.results_on_forward else backend.create_stream("copy")
+    update = backend.create_stream("update") if sync.rebind_params else None
+    streams = Streams(schedule, forward, plan, copy, update)
     # Everything that lives as long as the engine is made on forward, and finished before any stream starts.
     with backend.on(streams.forward), backend.guard("allocating the engine's caches and buffers"):
         cache = KVCache.allocate(
@@ -83,6 +87,7 @@ def assemble(
             probes=probes,
             max_logprobs=min(config.max_logprobs, model.config.vocab_size),
         )
+        lengths = LengthsOnHost(backend, slots=slots, rows=config.max_requests + 1)
     streams.forward.synchronize()
     return StepParts(
         backend=backend,
@@ -99,6 +104,7 @@ def assemble(
         probes=probes,
         staging=staging,
         results=results,
+        lengths=lengths,
         page_size=config.page_size,
         max_context=max_context,
         vision=vision,
@@ -132,5 +138,5 @@ def load_model(
         return load_through_transformers(directory, backend=backend, dtype=config.torch_dtype)
     model = load_decoder(directory, backend=backend, dtype=config.torch_dtype, progress=progress)
     if config.batch_invariant:
-        return Decoder(model.config, model.weights, backend.kernels.batch_invariant())
+        return Decoder(model.config, model.weights, backend.kernels_in_use.batch_invariant())
     return model

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from outrider.device import Backend, ConfigError, DeviceFault, Fence, RequestError
+from outrider.device import Backend, ConfigError, DeviceFault, Fence, RequestError, StepMode
 from outrider.engine.assembly import assemble, build_runner, load_model, ring_slots
 from outrider.engine.checks import (
     check_invariance,
@@ -41,7 +41,7 @@ from outrider.model import (
     VisionTower,
     load_vision,
 )
-from outrider.speculative.build import BUILDERS, DraftOptions, build
+from outrider.speculative.build import BUILDERS, Builder, DraftOptions, build
 from outrider.speculative.proposer import PlainProposer, Proposer
 
 Progress = Callable[[str, int, int], None]
@@ -73,7 +73,7 @@ class Engine:
         self.proposer = proposer = proposer or PlainProposer()
         self._tokenizer = tokenizer
         self._vision = vision
-        check_policy(backend, config)
+        check_policy(backend, config, proposer)
         check_invariance(config, model)
         check_tree(model, proposer)
         self.max_context = context_limit(config, model, proposer)
@@ -102,6 +102,8 @@ class Engine:
         )
         stages = Stages(parts)
         self._step = Step(parts, stages, build_runner(parts, stages, config), mode=config.step_mode, slots=ring_slots(config))
+        fused_waits = config.step_mode is StepMode.FUSED and backend.speculative_sync.fused_host_wait
+        self._runs_ahead = config.overlap and not fused_waits
         self._in_flight: deque[Ticket] = deque()
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -116,6 +118,7 @@ class Engine:
         *,
         draft_dir: Path | None = None,
         speculate: str = "none",
+        builders: Mapping[str, Builder] | None = None,
         config: EngineConfig | None = None,
         through_transformers: bool = False,
         progress: Progress | None = None,
@@ -123,7 +126,7 @@ class Engine:
         """Load a checkpoint (and its draft) and build an engine for it.
 
         ``speculate`` names a proposer (:data:`outrider.speculative.build.BUILDERS`); ``draft_dir`` holds the checkpoint of
-        those that have one.
+        those that have one. ``builders`` are further proposers by name.
 
         ``through_transformers`` runs the model by transformers' own code on the paged cache: any decoder with a
         replaceable attention, slower than a native one. ``progress(file, done, total)`` is told of each tensor loaded.
@@ -131,8 +134,9 @@ class Engine:
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
         config = config or EngineConfig()
-        if speculate not in BUILDERS:  # before anything is loaded
-            raise ConfigError(f"speculate is {speculate!r}; expected one of {', '.join(sorted(BUILDERS))}")
+        known = {**BUILDERS, **(builders or {})}
+        if speculate not in known:  # before anything is loaded
+            raise ConfigError(f"speculate is {speculate!r}; expected one of {', '.join(sorted(known))}")
         model = load_model(model_dir, backend, config, through_transformers, progress)
         options = DraftOptions(
             target=model,
@@ -144,7 +148,7 @@ class Engine:
             nodes=config.draft_nodes,
             progress=progress,
         )
-        proposer = build(speculate, options)
+        proposer = build(speculate, options, builders=builders)
         tokenizer = Tokenizer.from_checkpoint(model_dir)
         vision = None
         if model.config.vision is not None:
@@ -157,6 +161,11 @@ class Engine:
         if self._tokenizer is None:
             raise ConfigError("this engine was built without a tokenizer; use Engine.from_checkpoint, or pass token ids")
         return self._tokenizer
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the engine was built with a tokenizer."""
+        return self._tokenizer is not None
 
     @property
     def stats(self) -> EngineStats:
@@ -301,7 +310,7 @@ class Engine:
                 for chunk in batch.prefill:
                     if chunk.final:
                         self._start_followers(chunk.request)
-            keep = 1 if self.config.overlap and batch is not None else 0
+            keep = 1 if self._runs_ahead and batch is not None else 0
             while len(self._in_flight) > keep:
                 self._handle_oldest()
             self._scheduler.retire()
@@ -430,7 +439,7 @@ class Engine:
         finally:
             batches = [*(ticket.batch for ticket in self._in_flight), *unlaunched]
             self._in_flight.clear()
-            self._scheduler.take_back(batches)
+            self._scheduler.take_back(batches, spoilt=not well)
 
     def _next_batch(self) -> Batch | None:
         """The scheduler's next batch. Where it must preempt, what is in flight is handled first: that's rare."""

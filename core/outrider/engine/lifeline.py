@@ -50,17 +50,24 @@ class Lifeline:
     def working(self, doing: str) -> Generator[None]:
         """What goes wrong inside is typed; a device that lives on goes on, and after a loss the engine doesn't."""
         self.check()
+        with self._noting_loss(doing):
+            try:
+                with self._backend.guard(doing):
+                    yield
+            except DeviceFault:
+                self._undo()
+                raise
+
+    @contextmanager
+    def _noting_loss(self, doing: str) -> Generator[None]:
         try:
-            with self._backend.guard(doing):
-                yield
+            yield
         except DeadlockError as error:
             self.stopped = DeviceStuck(f"the device is stuck: {doing}, {error}")
             raise self.stopped from error
         except DeviceError as error:
             if error.device_lost:
                 self.stopped = error
-            elif isinstance(error, DeviceFault):
-                self._undo()
             raise
 
     def quiet(self, streams: Streams) -> bool:

@@ -87,7 +87,11 @@ def paged_attention(
     else:
         index = new_index.clamp(0, max_query - 1).expand(batch, max_query, span)
         visible = (new_index < 0) | tree_mask[flat].gather(2, index)
-    visible = visible & (position < kv_lens.to(torch.int64).view(batch, 1, 1))
+    inside = position < kv_lens.to(torch.int64).view(batch, 1, 1)
+    # A weight of zero doesn't hide a NaN that an earlier owner of the page, or padding, left behind the sequence.
+    keys = torch.where(inside.unsqueeze(-1), keys, 0.0)
+    values = torch.where(inside.unsqueeze(-1), values, 0.0)
+    visible = visible & inside
     if window > 0:
         visible = visible & (new_index > lane.view(1, max_query, 1) - window)
     real = (lane.view(1, max_query) < query_lens.view(batch, 1)).unsqueeze(-1)
@@ -181,6 +185,16 @@ def verify_tree(
             accepted = accepted + alive.to(torch.int64)
             here = torch.where(alive, match.to(torch.int8).argmax(dim=1), here)
     return torch.stack(out, dim=1), torch.stack(path, dim=1), accepted
+
+
+def gather_rows(state: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a table of state."""
+    return state.index_select(0, rows)
+
+
+def scatter_rows(state: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Write rows of a table of state."""
+    state.index_copy_(0, rows, values)
 
 
 def move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
