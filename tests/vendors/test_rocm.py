@@ -1,10 +1,12 @@
 """The plugin ``rocm``: architectures, options, and the conformance suite on a HIP-like personality."""
 
+import sys
+
 import pytest
 import torch
 
 from outrider.device import BackendLoadError, ConfigError, Waiter
-from outrider_rocm import plugin
+from outrider_rocm import backend, plugin
 from outrider_rocm.architecture import parse_architecture
 from outrider_rocm.options import OPTIONS, RocmOptions, parse_options
 from vendors.child import child, conform
@@ -30,6 +32,13 @@ def test_options():
     for wrong, says in (({"wave": "32"}, "no option 'wave'"), ({"published": "both"}, "one of auto, stream, host")):
         with pytest.raises(ConfigError, match=says):
             parse_options(wrong)
+
+
+def test_kernels_of_triton_need_triton(monkeypatch):
+    """They're shared with other devices; torch's CPU build has no Triton."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(BackendLoadError, match="choose rocm:kernels=torch"):
+        backend._triton(304)
 
 
 def test_it_is_not_usable_without_hip():

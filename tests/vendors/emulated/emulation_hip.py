@@ -37,7 +37,9 @@ class _Module(ModuleType):
 _emulated = torch.amd
 torch.amd = _Module("torch.amd")
 torch.amd.CUDAGraph = CUDAGraph
-torch.amd.get_device_properties = lambda device=None: SimpleNamespace(gcnArchName=ARCHITECTURE, warp_size=WAVE_SIZE)
+torch.amd.get_device_properties = lambda device=None: SimpleNamespace(
+    gcnArchName=ARCHITECTURE, warp_size=WAVE_SIZE, multi_processor_count=304
+)
 torch.amd.get_device_name = lambda device=None: "AMD (emulated)"
 plugin.hip_version = lambda: "6.4 (emulated)"
 torch.cuda.device_count = lambda: 1
