@@ -238,7 +238,7 @@ class IntervalMap:
             kept = (*(old for old in same if not (_same_region(old, access) and old[0].before(point))), record)
             if access.write:
                 interval.writes = kept
-                if interval.over is not None and not (late and _later(interval.over, point)):
+                if interval.over is not None and not _later(interval.over, point):
                     interval.over = None
             else:
                 interval.reads = kept
@@ -256,7 +256,7 @@ class IntervalMap:
                 if before.epoch > clock.get(before.number, 0):
                     self._compare(old, point, access, sink, late, told)
         elif interval.over is not None and not access.by_rows and id(interval.over) not in told:
-            if late and _later(interval.over, point):
+            if _later(interval.over, point):
                 return  # it was read, in the order of the program, before it was declared over
             told.add(id(interval.over))
             sink.stale(interval.over[0], interval.over[1], point, access, self.owner or self)
