@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from outrider.device import (
+    BackendLoadError,
     Capabilities,
     KernelSet,
     SpeculativeSync,
@@ -34,15 +35,41 @@ class CudaSync(SpeculativeSync):
     step_modes = frozenset(StepMode)
 
 
+KERNELS = ("tuned", "triton", "torch")
+"""Values of the option ``kernels``: Triton's where this device's table says that they won, everywhere, or nowhere."""
+
+
+def _kernels(choice: str, device: torch.device) -> KernelSet:
+    if choice == "torch":
+        return KernelSet()
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise BackendLoadError(
+            f"backend 'cuda': kernels={choice} needs Triton, which torch's CUDA builds bring along, but importing it failed: "
+            f"{error}; install triton, or choose cuda:kernels=torch"
+        ) from error
+    from outrider_triton.kernelset import TritonKernels
+    from outrider_triton.table import load
+
+    properties = torch.cuda.get_device_properties(device)
+    return TritonKernels(
+        table=load(properties.name),
+        everywhere=choice == "triton",
+        processors=properties.multi_processor_count,
+        pdl=properties.major >= 9,
+    )
+
+
 class CudaBackend(TorchDeviceBackend):
-    """One CUDA device. Kernels are the torch references for now."""
+    """One CUDA device. ``kernels`` is one of :data:`KERNELS`; a device without a table is tuned to the torch references."""
 
     # Sticky faults of the driver arrive as plain RuntimeErrors on some torch versions.
     sticky_faults = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
 
-    def __init__(self, ordinal: int) -> None:
+    def __init__(self, ordinal: int, *, kernels: str = "tuned") -> None:
         super().__init__("cuda", "cuda", ordinal)
-        self._kernels = KernelSet()
+        self._kernels = _kernels(kernels, self.device)
         self._sync = CudaSync(self)
 
     @property
@@ -52,7 +79,7 @@ class CudaBackend(TorchDeviceBackend):
 
     @property
     def kernels(self) -> KernelSet:
-        """The torch references."""
+        """As the option ``kernels`` says."""
         return self._kernels
 
     @property
@@ -64,5 +91,5 @@ class CudaBackend(TorchDeviceBackend):
         return torch.cuda.CUDAGraph()
 
     def versions(self) -> Mapping[str, str]:
-        """Torch, CUDA runtime and device name."""
-        return {**super().versions(), "cuda": str(torch.version.cuda)}
+        """Torch, CUDA runtime, device name and kernels."""
+        return {**super().versions(), "cuda": str(torch.version.cuda), "kernels": self._kernels.name}

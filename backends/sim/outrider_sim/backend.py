@@ -37,6 +37,7 @@ from outrider_sim.device import register
 from outrider_sim.exhaustive import Exhaustive
 from outrider_sim.explore import Exploration, explore
 from outrider_sim.graphs import Capture, Program
+from outrider_sim.kernels import HostLengthKernels
 from outrider_sim.memory import Pool
 from outrider_sim.operands import extent
 from outrider_sim.options import FAULTS, SimOptions
@@ -190,6 +191,7 @@ class SimSync(SpeculativeSync):
         self.rebind_params = like.updates_graph_params
         if like.recompute_mrope:
             self.recompute_after_join = frozenset({Recompute.MROPE_POSITIONS})
+            self.refresh_before_replay = frozenset({"rope_positions"})
 
 
 class SimControl:
@@ -289,7 +291,7 @@ class SimBackend(Backend):
         self._dispatcher.current = self.sim
         registered.backend = self
         self._sync = SimSync(self)
-        self._kernels = KernelSet()
+        self._kernels = HostLengthKernels(self) if options.like.exact_host_lengths else KernelSet()
         self._control = SimControl(self)
         like = options.like
         self._capabilities = Capabilities(

@@ -6,8 +6,9 @@ little more than its capabilities: the device type arrives as data. Plugins over
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
+from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -82,6 +83,34 @@ class TorchGraph(Graph):
             self.native.replay()
 
 
+class _StreamScope:
+    """Makes a stream and its device current; puts back what was.
+
+    The device module's own context manager does the same in several times as long: it looks up devices by name and asks
+    twice for what it sets.
+    """
+
+    __slots__ = ("_before", "_device", "_native")
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def __enter__(self) -> None:
+        index = self._native.device_index
+        current = torch.accelerator.current_device_index()
+        self._device = None if current == index else current
+        self._before = torch.accelerator.current_stream(index)
+        torch.accelerator.set_stream(self._native)  # and its device
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        del kind, error, traceback
+        torch.accelerator.set_stream(self._before)
+        if self._device is not None:
+            torch.accelerator.set_device_index(self._device)
+
+
 class TorchDeviceBackend(Backend):
     """A backend on a torch device module. Subclasses give capabilities, kernels and policy.
 
@@ -108,10 +137,8 @@ class TorchDeviceBackend(Backend):
 
     # -- placement -------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _on(self, stream: Stream) -> Generator[None]:
-        with self.module.device(self.device.index), self.module.stream(stream.native):
-            yield
+    def _on(self, stream: Stream) -> AbstractContextManager[None]:
+        return _StreamScope(stream.native)
 
     def _create_stream(self, name: str, priority: int) -> Stream:
         # torch hands streams out of a small pool in turn: draw until this one aliases none of ours.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from outrider.device import Backend, Fence, StepMode
 from outrider.engine.buffers import StaticBuffers, step_buffers
@@ -16,10 +15,10 @@ from outrider.engine.parts import StepParts, Streams
 from outrider.engine.plans import Plans
 from outrider.engine.probes import Probes
 from outrider.engine.results import Results
-from outrider.engine.rows import FutureMap, RowTable
+from outrider.engine.rows import FutureMap, LengthsOnHost, RowTable
 from outrider.engine.stages import Stage, Stages
 from outrider.engine.staging import Staging, staging_capacity
-from outrider.model import Decoder, KVCache, LanguageModel, Progress, VisionTower, load_decoder, load_through_transformers
+from outrider.model import KVCache, LanguageModel, VisionTower
 from outrider.speculative.proposer import Proposer
 
 
@@ -44,7 +43,11 @@ def assemble(
     slots = ring_slots(config)
     device = backend.device
 
-    streams = Streams(*(backend.create_stream(name) for name in ("schedule", "forward", "plan", "copy")))
+    sync = backend.speculative_sync
+    schedule, forward, plan = (backend.create_stream(name) for name in ("schedule", "forward", "plan"))
+    copy = forward if sync.results_on_forward else backend.create_stream("copy")
+    update = backend.create_stream("update") if sync.rebind_params else None
+    streams = Streams(schedule, forward, plan, copy, update)
     # Everything that lives as long as the engine is made on forward, and finished before any stream starts.
     with backend.on(streams.forward), backend.guard("allocating the engine's caches and buffers"):
         cache = KVCache.allocate(
@@ -83,6 +86,7 @@ def assemble(
             probes=probes,
             max_logprobs=min(config.max_logprobs, model.config.vocab_size),
         )
+        lengths = LengthsOnHost(backend, slots=slots, rows=config.max_requests + 1)
     streams.forward.synchronize()
     return StepParts(
         backend=backend,
@@ -99,6 +103,7 @@ def assemble(
         probes=probes,
         staging=staging,
         results=results,
+        lengths=lengths,
         page_size=config.page_size,
         max_context=max_context,
         vision=vision,
@@ -122,15 +127,3 @@ def build_runner(parts: StepParts, stages: Stages, config: EngineConfig, progres
     )
     buckets = config.buckets or buckets_up_to(config.max_requests)
     return GraphRunner(parts, stages, which=which, buckets=buckets, everything=everything, progress=progress)
-
-
-def load_model(
-    directory: Path, backend: Backend, config: EngineConfig, through_transformers: bool, progress: Progress | None
-) -> LanguageModel:
-    """The model of a checkpoint, native or by transformers' own code, with the kernels that the config asks for."""
-    if through_transformers:
-        return load_through_transformers(directory, backend=backend, dtype=config.torch_dtype)
-    model = load_decoder(directory, backend=backend, dtype=config.torch_dtype, progress=progress)
-    if config.batch_invariant:
-        return Decoder(model.config, model.weights, backend.kernels.batch_invariant())
-    return model

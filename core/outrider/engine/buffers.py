@@ -100,6 +100,7 @@ class VerifyInputs:
             max_query=max_query,
             max_kv=max_kv,
             tree_mask=self.mask,
+            uniform=True,
         )
 
 
@@ -128,6 +129,7 @@ class PathInputs:
             block_table=tables,
             max_query=max_query,
             max_kv=max_kv,
+            uniform=True,
         )
 
 

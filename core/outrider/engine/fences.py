@@ -67,7 +67,24 @@ FENCES: tuple[FenceSpec, ...] = (
         Hazard.READ_AFTER_WRITE,
         "static inputs and metadata of draft-extend, and the moves of a tree's keys and values",
     ),
-    FenceSpec("published", "forward", ("schedule",), Hazard.READ_AFTER_WRITE, "new lengths, a generation per row"),
+    FenceSpec("published", "forward", ("schedule", "copy"), Hazard.READ_AFTER_WRITE, "new lengths, a generation per row"),
+    FenceSpec(
+        "lengths_on_host",
+        "copy",
+        ("host",),
+        Hazard.READ_AFTER_WRITE,
+        "published lengths in pinned memory, where attention takes host integers",
+    ),
+    FenceSpec(
+        "params_free",
+        "forward",
+        ("update",),
+        Hazard.WRITE_AFTER_READ,
+        "host parameters of captured stages against the replays of the iteration before",
+    ),
+    FenceSpec(
+        "params_bound", "update", ("forward",), Hazard.READ_AFTER_WRITE, "host parameters that were bound for this iteration"
+    ),
     FenceSpec("results_ready", "forward", ("copy",), Hazard.READ_AFTER_WRITE, "accepted tokens of the iteration"),
     FenceSpec("results_taken", "copy", ("forward",), Hazard.WRITE_AFTER_READ, "the result buffer against the next iteration"),
     FenceSpec("results_copied", "copy", ("host",), Hazard.READ_AFTER_WRITE, "pinned results"),
@@ -82,7 +99,7 @@ FENCES: tuple[FenceSpec, ...] = (
 
 
 class FenceSet:
-    """The fences of one engine, by name; *results copied* has one for each slot of the pinned ring.
+    """The fences of one engine, by name; those of pinned memory have one for each slot of the ring.
 
     ``wrap`` is put around each fence: the way in for tools that prove them.
     """
@@ -99,6 +116,9 @@ class FenceSet:
         self.accept_ready = create("accept_ready")
         self.extend_plan_ready = create("extend_plan_ready")
         self.published = create("published")
+        self.lengths_on_host = tuple(create(f"lengths_on_host[{slot}]") for slot in range(slots))
+        self.params_free = create("params_free")
+        self.params_bound = create("params_bound")
         self.results_ready = create("results_ready")
         self.results_taken = create("results_taken")
         self.results_copied = tuple(create(f"results_copied[{slot}]") for slot in range(slots))

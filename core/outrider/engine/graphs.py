@@ -11,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.device import AttentionMetadata, CaptureContext, Graph, GraphPool
+from outrider.device import AttentionMetadata, CaptureContext, Graph, GraphPool, Stream
 from outrider.engine.buffers import DRAFT, EXTEND, INPUTS, OUTPUTS, VERIFY
 from outrider.engine.features import Features
 from outrider.engine.parts import StepParts
 from outrider.engine.stages import Call, Stage, Stages
+from outrider.speculative.lengths import HostLengths
 
-CaptureProgress = Callable[[str, int, int], None]
+CaptureProgress = Callable[[int, int], None]
 
 
 _READS = {
@@ -45,15 +46,23 @@ def buckets_up_to(most: int) -> tuple[int, ...]:
 
 
 class Runner(ABC):
-    """Runs stages on forward. What it is asked for a batch is the same for graphs and without."""
+    """Runs stages on forward. What it is asked for a batch is the same for graphs and without. ``report``: what was captured;
+    None without graphs.
+    """
+
+    report: CaptureReport | None = None
 
     def __init__(self, parts: StepParts, stages: Stages) -> None:
         self._parts = parts
         self._stages = stages
 
     @abstractmethod
-    def call(self, count: int, features: Features, max_kv: int) -> Call:
+    def call(self, count: int, features: Features, max_kv: int, lengths: HostLengths | None) -> Call:
         """What the stages are run for: views that hold ``count`` requests, and abilities that cover ``features``."""
+
+    def bind(self, call: Call, stream: Stream) -> None:
+        """Give the stages the host parameters of this iteration; work on ``stream``. Nothing where they come with a call."""
+        del call, stream
 
     @abstractmethod
     def attention(self, call: Call) -> AttentionMetadata:
@@ -71,9 +80,9 @@ class Runner(ABC):
 class Caller(Runner):
     """Calls the stages: no padding, no graphs."""
 
-    def call(self, count: int, features: Features, max_kv: int) -> Call:
+    def call(self, count: int, features: Features, max_kv: int, lengths: HostLengths | None) -> Call:
         """Views of just the batch."""
-        return Call(self._parts.buffers.views(count), features, max_kv)
+        return Call(self._parts.buffers.views(count), features, max_kv, lengths=lengths)
 
     def attention(self, call: Call) -> AttentionMetadata:
         """Made anew for each batch."""
@@ -137,12 +146,10 @@ class GraphRunner(Runner):
         # The largest first: the smaller ones then fit into the memory that the pool has already.
         for bucket in reversed(self.buckets):
             for features in self._features:
-                if progress is not None:
-                    progress(f"capturing graphs for {bucket} requests", done, total)
                 self._captured[bucket, features] = self._capture(bucket, features, pools)
                 done += 1
-        if progress is not None:
-            progress("captured", total, total)
+                if progress is not None:
+                    progress(done, total)
         after = parts.backend.memory_info().free if limited else 0
         count = len({id(graph) for captured in self._captured.values() for graph in captured.graphs.values()})
         self.report = CaptureReport(count, self.buckets, before - after if limited else None)
@@ -151,11 +158,21 @@ class GraphRunner(Runner):
         """The smallest bucket that holds ``count`` requests."""
         return next(bucket for bucket in self.buckets if bucket >= count)
 
-    def call(self, count: int, features: Features, max_kv: int) -> Call:
+    def call(self, count: int, features: Features, max_kv: int, lengths: HostLengths | None) -> Call:
         """That of the smallest bucket. Its bound of cached tokens is the capacity, since it was captured once for all."""
         del max_kv
         bucket = self.bucket(count)
-        return next(self._captured[bucket, each].call for each in self._features if each.covers(features))
+        call = next(self._captured[bucket, each].call for each in self._features if each.covers(features))
+        return call if lengths is None else replace(call, lengths=lengths.padded(bucket))
+
+    def bind(self, call: Call, stream: Stream) -> None:
+        """Rebind the lengths of every stage's graph, padding included."""
+        if call.lengths is None:
+            return
+        for stage, graph in self._of(call).graphs.items():
+            ahead = self._stages.ahead(stage)
+            if ahead:
+                graph.update_params({name: call.lengths.plus(more) for name, more in ahead.items()}, stream=stream)
 
     def attention(self, call: Call) -> AttentionMetadata:
         """The one that was captured."""
@@ -200,16 +217,25 @@ class GraphRunner(Runner):
     def _graph(self, stage: Stage, call: Call, attention: AttentionMetadata | None, pool: GraphPool) -> Graph:
         parts, count = self._parts, call.views.count
 
+        exact = parts.backend.speculative_sync.exact_host_lengths
+        nothing = HostLengths((0,) * count, self._capacity)
+        ahead = self._stages.ahead(stage) if exact else {}
+
         def run(context: CaptureContext) -> None:
-            del context  # the stage reads the same buffers by their views
-            self._stages.run(stage, call, attention)
+            # The stage reads the same buffers by their views; only host parameters are the context's.
+            lengths = replace(nothing, captured=context.params) if exact else None
+            self._stages.run(stage, replace(call, lengths=lengths), attention)
 
         kind = "everything" if call.features.options else "sampling" if call.features.sampling else "greedy"
-        return parts.backend.capture(
+        graph = parts.backend.capture(
             f"{stage}[{count}, {kind}]",
             run,
             stream=parts.streams.forward,
             inputs=parts.buffers.group(*_READS[stage], count=count),
             outputs=parts.buffers.group(*_WRITES[stage], count=count),
+            params={name: nothing.plus(more) for name, more in ahead.items()},
             pool=pool,
         )
+        for name in ahead:
+            parts.backend.mark_mirror((graph, name), call.views.inputs.lens)
+        return graph

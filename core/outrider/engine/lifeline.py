@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 
-from outrider.device import Backend, DeadlockError, DeviceError, DeviceFault, DeviceStuck, EngineStopped, Stream
+from outrider.device import Backend, DeadlockError, DeviceError, DeviceFault, DeviceStuck, EngineStopped
 from outrider.engine.parts import Streams
 from outrider.engine.watchdog import Watchdog
 
@@ -75,16 +74,10 @@ class Lifeline:
         well = True
         for _ in range(_PATIENCE):
             try:
-                self._watchdog.quiet(self._backend, _all(streams))
+                self._watchdog.quiet(self._backend, streams.all)
                 return well
             except DeviceError as error:
                 if error.device_lost:
                     raise
                 well = False
         raise DeviceStuck(f"the device is stuck: it failed {_PATIENCE} times in turn while the engine waited for it")
-
-
-def _all(streams: Streams) -> Iterator[Stream]:
-    """An engine's streams; a device may have no use for one, and two names may be one stream."""
-    found = (getattr(streams, field.name) for field in fields(streams))
-    return iter(dict.fromkeys(stream for stream in found if stream is not None))

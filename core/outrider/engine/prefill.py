@@ -9,6 +9,7 @@ from outrider.engine.features import Features
 from outrider.engine.parts import StepParts
 from outrider.engine.staging import Batch, Packer, prefill_attention, prefill_inputs
 from outrider.model import ForwardInput
+from outrider.speculative.lengths import HostLengths
 from outrider.speculative.proposer import ExtendInputs
 
 
@@ -29,7 +30,8 @@ class Prefill:
             tables = parts.rows.tables.index_select(0, inputs.rows)
             temperature = parts.rows.temperature.index_select(0, inputs.rows)
             seeds = parts.rows.seeds.index_select(0, inputs.rows)
-            attention = prefill_attention(inputs, tables)
+            lengths = self._lengths(batch)
+            attention = prefill_attention(inputs, tables, lengths)
             embeddings, embedded = self._features(batch, inputs.tokens.shape[0])
             flat = ForwardInput(
                 inputs.tokens,
@@ -66,7 +68,6 @@ class Prefill:
             # Row 0 takes what an unfinished prompt must not publish.
             rows = torch.where(inputs.final, inputs.rows, 0)
             parts.future.publish(rows, inputs.ends)
-            parts.fences.published.signal(forward)
             if parts.proposer.extends:
                 following = inputs.following.index_copy(
                     0, inputs.last, torch.where(inputs.final, first, inputs.following[inputs.last])
@@ -92,12 +93,21 @@ class Prefill:
                         embeddings=embeddings,
                         embedded=embedded,
                         prompt_lens=inputs.prompt_lens,
+                        host_lens=lengths,
                     )
                 )
             else:
                 relay = {}
             # A chunk that isn't the last stashes too, for the next one; its row isn't drafted for before that.
             parts.future.stash(inputs.rows, first, relay)
+
+    def _lengths(self, batch: Batch) -> HostLengths | None:
+        """How far each chunk goes, where attention takes that from the host."""
+        parts = self._parts
+        if not parts.backend.speculative_sync.exact_host_lengths:
+            return None
+        capacity = parts.rows.tables.shape[1] * parts.page_size
+        return HostLengths(tuple(chunk.end for chunk in batch.prefill), capacity)
 
     def _features(self, batch: Batch, tokens: int) -> tuple[Tensor | None, Tensor | None]:
         """Features of images and videos in the chunks [T, H], and where they are, bool [T]."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.device import Backend, Fence, PinnedBuffer, Stream
 from outrider.engine.staging import Batch
 from outrider.speculative.proposer import RelaySpec
 
@@ -94,3 +95,25 @@ class FutureMap:
             self._last_tokens.index_select(0, rows),
             {name: value.index_select(0, rows) for name, value in self._relay.items()},
         )
+
+
+class LengthsOnHost:
+    """A pinned ring with what was published, for devices whose attention takes lengths as host integers."""
+
+    def __init__(self, backend: Backend, *, slots: int, rows: int) -> None:
+        self._backend = backend
+        self._ring: list[PinnedBuffer] = [
+            backend.empty_pinned(f"lengths[{slot}]", (rows,), torch.int64) for slot in range(slots)
+        ]
+        self._generations = [0] * slots
+
+    def copy_out(self, slot: int, lengths: Tensor, stream: Stream) -> None:
+        """Copy every row's length on ``stream``, which the caller has ordered behind their publishing."""
+        self._generations[slot] = self._ring[slot].renew()
+        self._backend.copy_async(self._ring[slot].tensor, lengths, stream=stream)
+
+    def read(self, slot: int, copied: Fence) -> list[int]:
+        """Host: wait for the copy of one slot, and read it."""
+        copied.wait_host()
+        found: list[int] = self._ring[slot].read(self._generations[slot]).tolist()
+        return found

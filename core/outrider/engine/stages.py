@@ -8,7 +8,7 @@ compute the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -19,6 +19,7 @@ from outrider.engine.buffers import Views
 from outrider.engine.features import Features
 from outrider.engine.parts import StepParts
 from outrider.model import ForwardInput
+from outrider.speculative.lengths import HostLengths
 from outrider.speculative.proposer import DraftInputs, ExtendInputs
 
 
@@ -34,13 +35,14 @@ class Stage(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Call:
     """What a stage is run for. ``max_kv``: host bound of cached tokens after the iteration. ``static``: it's captured, and
-    reads the copies that are made for that.
+    reads the copies that are made for that. ``lengths``: those of the requests, only where attention takes host integers.
     """
 
     views: Views
     features: Features
     max_kv: int
     static: bool = False
+    lengths: HostLengths | None = None
 
 
 class Stages:
@@ -50,6 +52,8 @@ class Stages:
         self._parts = parts
         self._width = parts.proposer.nodes + 1  # tokens that verify takes in
         self._growth = parts.proposer.depth + 1  # the most tokens that it lets through
+        # The cache holds this many more tokens for draft-extend: all of verify's, or an accepted path moved together.
+        self._taken_in = self._growth if parts.proposer.is_tree else self._width
         self.extends = parts.proposer.extends or parts.proposer.is_tree
         """Whether there is work behind verify: a draft that must catch up, or keys and values of a tree that must move."""
 
@@ -58,6 +62,15 @@ class Stages:
     def verify_attention(self, call: Call) -> AttentionMetadata:
         """What verify's attention is told."""
         return call.views.verify.attention(call.views.inputs.tables, max_query=self._width, max_kv=call.max_kv)
+
+    def ahead(self, stage: Stage) -> Mapping[str, int]:
+        """The host parameters of a stage's attention, and how many tokens each is ahead of the requests' lengths."""
+        declared = self._parts.proposer.host_lengths or {}
+        if stage is Stage.VERIFY:
+            return {"verify": self._width}
+        if stage is Stage.DRAFT:
+            return {name: ahead for name, ahead in declared.items() if name != "extend"}
+        return {"extend": self._taken_in + declared["extend"]} if "extend" in declared else {}
 
     def extend_attention(self, call: Call, verify: AttentionMetadata) -> AttentionMetadata:
         """What draft-extend's attention is told: verify's own for a chain, that of the accepted path for a tree."""
@@ -93,10 +106,10 @@ class Stages:
             inputs.deltas.copy_(parts.rows.deltas.index_select(0, rows))
         resolved = parts.future.resolve(rows)
         looked_at = {f"relay.{name}": value for name, value in resolved.relay.items() if self._is_kept(name, call.features)}
-        self._check(call, looked_at, tuple(f"relay.{name}" for name in resolved.relay))
+        usable = self._check(call, looked_at, tuple(f"relay.{name}" for name in resolved.relay))
         inputs.last_tokens.copy_(resolved.last_tokens)
         for name, value in resolved.relay.items():
-            inputs.relay[name].copy_(value)
+            inputs.relay[name].copy_(usable.get(f"relay.{name}", value))
         parts.options.gather_into(call.features, rows, inputs)
 
     def draft(self, call: Call) -> None:
@@ -113,6 +126,7 @@ class Stages:
                 relay=inputs.relay,
                 max_kv=call.max_kv,
                 sampling=call.features.sampling,
+                host_lens=call.lengths,
             )
         )
         if not self._parts.proposer.nodes:
@@ -121,8 +135,8 @@ class Stages:
         if draft.probs is not None:
             looked_at["draft.probs"] = draft.probs
         names = ("draft.tokens",) if self._parts.proposer.is_tree else ("draft.tokens", "draft.probs")
-        self._check(call, looked_at, names)
-        out.tokens.copy_(draft.tokens)
+        usable = self._check(call, looked_at, names)
+        out.tokens.copy_(usable["draft.tokens"])
         if out.probs is not None and draft.probs is not None:
             out.probs.copy_(draft.probs)
         if out.tree is not None and draft.tree is not None:
@@ -135,6 +149,8 @@ class Stages:
         parts, views, features = self._parts, call.views, call.features
         kernels, inputs, verify, outputs = parts.model.kernels, views.inputs, views.verify, views.outputs
         places = verify.static_rope_positions if call.static else verify.rope_positions
+        if call.lengths is not None:
+            attention = replace(attention, host_kv_lens=call.lengths.param("verify", self._width))
         flat = ForwardInput(verify.tokens, places, verify.slots, attention)
         hidden, captured = parts.model.forward_captured(flat, parts.cache, parts.proposer.capture_layers)
         logits = parts.model.logits(hidden).view(views.count, self._width, -1)
@@ -205,6 +221,10 @@ class Stages:
         def accepted_rows(state: Tensor) -> Tensor:
             return state if along is None else state.index_select(0, along.gather)
 
+        lengths = call.lengths
+        if lengths is not None and self.ahead(Stage.EXTEND):
+            lengths = replace(lengths, values=lengths.plus(self._taken_in))
+            attention = replace(attention, host_kv_lens=lengths.param("extend", 0))
         places = views.verify if along is None else along
         static = call.static and along is None
         return self._parts.proposer.extend(
@@ -225,6 +245,7 @@ class Stages:
                 relay=inputs.relay,
                 continues=torch.ones_like(outputs.accepted, dtype=torch.bool),
                 prompt=None,
+                host_lens=lengths,
             )
         )
 
@@ -254,11 +275,11 @@ class Stages:
         """The decided token [B]: the last one of each path."""
         return tokens.gather(1, accepted.unsqueeze(1)).squeeze(1)
 
-    def _check(self, call: Call, values: dict[str, Tensor], names: tuple[str, ...]) -> None:
-        """Run the probes called ``names`` on those that this iteration has."""
+    def _check(self, call: Call, values: dict[str, Tensor], names: tuple[str, ...]) -> dict[str, Tensor]:
+        """Run the probes called ``names`` on those that this iteration has; returns what to go on with."""
         found = self._parts.results.found(call.views.count)
-        self._parts.probes.check(values, found)
         self._parts.probes.skip([name for name in names if name not in values], found)
+        return self._parts.probes.check(values, found)
 
     def _is_kept(self, name: str, features: Features) -> bool:
         """Whether a relayed tensor means anything in this iteration: distributions only where somebody samples."""

@@ -13,6 +13,7 @@ from outrider.device import AttentionMetadata, Backend, Stream
 from outrider.engine.hand_over import HandOver
 from outrider.engine.request import Request
 from outrider.model import RopeConfig
+from outrider.speculative.lengths import HostLengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +213,7 @@ def prefill_inputs(batch: Batch, staging: Staging, segments: Mapping[str, tuple[
     )
 
 
-def prefill_attention(inputs: PrefillInputs, tables: Tensor) -> AttentionMetadata:
+def prefill_attention(inputs: PrefillInputs, tables: Tensor, lengths: HostLengths | None) -> AttentionMetadata:
     """Metadata of the ragged prefill; ``tables`` are the block-table rows of its sequences."""
     return AttentionMetadata(
         query_start=inputs.query_start,
@@ -220,4 +221,5 @@ def prefill_attention(inputs: PrefillInputs, tables: Tensor) -> AttentionMetadat
         block_table=tables,
         max_query=inputs.max_query,
         max_kv=inputs.max_kv,
+        host_kv_lens=None if lengths is None else lengths.param("prefill", 0),
     )

@@ -8,15 +8,15 @@
 
 That is *staged*; each stage is called, or replayed from a graph of its own. In *fused* mode one graph on forward holds
 everything from gather to stash, and plan has nothing to do. Core runs ahead of the device: nothing here waits on the host,
-except where the backend's policy says that the host waits for *published*.
+except where the backend's policy says that the host waits for *published*, or needs lengths itself.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from outrider.device import StepMode, Waiter
-from outrider.engine.buffers import EXTEND, INPUTS, VERIFY
+from outrider.device import AttentionMetadata, StepMode, Waiter
+from outrider.engine.buffers import EXTEND, INPUTS, VERIFY, Views
 from outrider.engine.features import Features
 from outrider.engine.graphs import Runner
 from outrider.engine.parts import StepParts
@@ -26,6 +26,7 @@ from outrider.engine.results import Ticket
 from outrider.engine.stages import Call, Stage, Stages
 from outrider.engine.staging import Batch, Packer, pack
 from outrider.engine.transfer import bring_in
+from outrider.speculative.lengths import HostLengths
 
 
 class Step:
@@ -41,6 +42,7 @@ class Step:
         self._prefill = Prefill(parts)
         self._sync = parts.backend.speculative_sync
         self._growth = parts.proposer.depth + 1  # the most tokens that verify lets through
+        self._capacity = parts.rows.tables.shape[1] * parts.page_size  # tokens that a block table holds
         self._signal_what_is_free()
 
     def _signal_what_is_free(self) -> None:
@@ -49,6 +51,7 @@ class Step:
         fences.shared_reads_done.signal(streams.forward)
         fences.published.signal(streams.forward)
         fences.results_taken.signal(streams.copy)
+        fences.params_free.signal(streams.forward)
 
     def launch(self, batch: Batch) -> Ticket:
         """Enqueue one iteration; returns the ticket for its results."""
@@ -77,10 +80,11 @@ class Step:
             self._prefill.launch(batch, packer)
         if not batch.decode:
             fences.shared_reads_done.signal(streams.forward)
+            self._publish(slot)
         elif self._mode is StepMode.FUSED:
             self._decode_fused(batch)
         else:
-            self._decode(batch)
+            self._decode(batch, slot)
         fences.results_ready.signal(streams.forward)
 
         fences.results_ready.wait(streams.copy)
@@ -107,11 +111,11 @@ class Step:
                 parts.future.resolve_lengths(parts.staging.decode_rows(len(batch.decode)))
         fences.inputs_ready.signal(schedule)
 
-    def _decode(self, batch: Batch) -> None:
+    def _decode(self, batch: Batch, slot: int) -> None:
         """Draft, verify, accept, publish, extend, stash; planning beside the draft."""
         parts, streams, fences = self._parts, self._parts.streams, self._parts.fences
         backend, kernels, runner, plans = parts.backend, parts.model.kernels, self._runner, parts.plans
-        call = self._call(batch)
+        call = self._call(batch, self._exact_lengths(batch, slot))
         count, bucket = len(batch.decode), call.views.count
         views = parts.buffers.views(count)
 
@@ -120,6 +124,11 @@ class Step:
             self._stages.gather(replace(call, views=views), parts.staging.decode_rows(count), parts.future.resolved[:count])
             parts.buffers.pad(INPUTS, count=count, bucket=bucket)
         fences.shared_reads_done.signal(streams.forward)
+        if streams.update is not None:
+            fences.params_free.wait(streams.update)
+            runner.bind(call, streams.update)
+            fences.params_bound.signal(streams.update)
+            fences.params_bound.wait(streams.forward)
         runner.run(Stage.DRAFT, call)
         fences.draft_outputs_ready.signal(streams.forward)
 
@@ -139,34 +148,57 @@ class Step:
         with backend.on(streams.forward):
             self._sync.after_join(PlanAtJoin(plans, views, static=call.static))
         runner.run(Stage.VERIFY, call, attention)
-        fences.published.signal(streams.forward)
-        if not self._stages.extends:
-            return
+        self._publish(slot)
+        if self._stages.extends:
+            self._extend(call, views, attention)
+        if streams.update is not None:
+            fences.params_free.signal(streams.forward)
+
+    def _extend(self, call: Call, views: Views, attention: AttentionMetadata) -> None:
+        """Draft-extend: its plan always waits for verify, and it always for its plan."""
+        parts, streams, fences = self._parts, self._parts.streams, self._parts.fences
+        count, bucket = views.count, call.views.count
         fences.accept_ready.signal(streams.forward)
 
         fences.accept_ready.wait(streams.plan)
-        with backend.on(streams.plan):
+        with parts.backend.on(streams.plan):
             parts.buffers.mark_over(EXTEND, bucket=bucket)
-            plans.from_accepted(views)
+            parts.plans.from_accepted(views)
             parts.buffers.pad(EXTEND, count=count, bucket=bucket)
-            along = runner.extend_attention(call, attention)
+            along = self._runner.extend_attention(call, attention)
             if along is not attention:
-                along = kernels.plan_attention(along, stream=streams.plan)
+                along = parts.model.kernels.plan_attention(along, stream=streams.plan)
         fences.extend_plan_ready.signal(streams.plan)
 
         fences.extend_plan_ready.wait(streams.forward)
-        runner.run(Stage.EXTEND, call, along)
+        self._runner.run(Stage.EXTEND, call, along)
 
     def _decode_fused(self, batch: Batch) -> None:
         """One launch; all that it reads of what the host decided are the staged rows."""
-        self._runner.run(Stage.ITERATION, self._call(batch))
+        self._runner.run(Stage.ITERATION, self._call(batch, None))
         self._parts.fences.shared_reads_done.signal(self._parts.streams.forward)
 
-    def _call(self, batch: Batch) -> Call:
+    def _publish(self, slot: int) -> None:
+        """The lengths of this iteration are there; a copy goes to the host where a policy needs them exact."""
+        parts, streams, fences = self._parts, self._parts.streams, self._parts.fences
+        fences.published.signal(streams.forward)
+        if self._sync.exact_host_lengths:
+            fences.published.wait(streams.copy)
+            parts.lengths.copy_out(slot, parts.future.lengths, streams.copy)
+            fences.lengths_on_host[slot].signal(streams.copy)
+
+    def _exact_lengths(self, batch: Batch, slot: int) -> HostLengths | None:
+        """What the iteration before published, where a policy needs it: the host waits for that."""
+        if not self._sync.exact_host_lengths:
+            return None
+        before = (slot - 1) % self._slots
+        known = self._parts.lengths.read(before, self._parts.fences.lengths_on_host[before])
+        return HostLengths(tuple(known[request.row] for request in batch.decode), self._capacity)
+
+    def _call(self, batch: Batch, lengths: HostLengths | None) -> Call:
         """What the stages are run for."""
-        parts = self._parts
         bound = max(request.length_bound(self._growth) for request in batch.decode)
         # Earlier iterations grew each request by a path at most; this one also writes the slots of the whole tree.
-        bound += parts.proposer.slots - self._growth
-        max_kv = min(bound, parts.rows.tables.shape[1] * parts.page_size)
-        return self._runner.call(len(batch.decode), Features.of(batch.decode), max_kv)
+        bound += self._parts.proposer.slots - self._growth
+        max_kv = min(bound, self._capacity)
+        return self._runner.call(len(batch.decode), Features.of(batch.decode), max_kv, lengths)

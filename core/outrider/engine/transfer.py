@@ -93,7 +93,6 @@ def bring_in(parts: StepParts, arrivals: Sequence[tuple[Request, HandOver]]) -> 
             row = _one(parts, request.row)
             parts.future.publish(row, _one(parts, handed.length))
             parts.future.stash(row, _one(parts, handed.output[-1]), handed.relay)
-    parts.fences.published.signal(forward)
 
 
 def _slots(parts: StepParts, row: int, count: int) -> Tensor:

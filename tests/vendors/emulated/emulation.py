@@ -43,11 +43,11 @@ class _Control(SimControl):
 class EmulatedNpu(module.NpuBackend):
     """The plugin's backend with a schedule that tools decide and accesses that they see."""
 
-    epoch = 0
-
     def __init__(self, ordinal):
         super().__init__(ordinal)
+        self.epoch = 0
         self.default_stream = TorchStream(self, "default", 0, Stream.of(self.sim.machine.default))
+        self.default_stream.epoch = 0
         self._streams.append(self.default_stream)  # what nobody placed runs there, and tools must know it
         self.sim.machine.replays = 0
 
@@ -84,12 +84,23 @@ class EmulatedNpu(module.NpuBackend):
         """As the simulator's own backend does it."""
         sim = self.sim
         sim.machine.reset(strategy)
+        self.epoch += 1
         self._streams[:] = [s for s in self._streams if s is self.default_stream or sys.getrefcount(s) > _ONLY_LISTED]
         Idle.drop()
         floor = sim.memory.start_over(getattr(strategy, "floor", None))
         if isinstance(strategy, Exhaustive):
             strategy.floor = floor
         sim.manual_seed(sim.options.seed)
+
+    def create_stream(self, name, *, priority=0):
+        """A program's streams are called the same in each of its runs, so that schedules stay valid."""
+        for stream in self._streams:
+            if stream.name == name and getattr(stream, "epoch", 0) < self.epoch:
+                stream.name = f"{name}~{stream.epoch}"
+                self.sim.machine.rename_stream(stream.native.queue, stream.name)
+        made = super().create_stream(name, priority=priority)
+        made.epoch = self.epoch
+        return made
 
     def _create_stream(self, name, priority):
         made = super()._create_stream(name, priority)

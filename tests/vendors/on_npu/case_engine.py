@@ -9,22 +9,12 @@ import torch_npu
 import outrider
 from outrider import Engine, EngineConfig
 from outrider.conformance import engines
-from outrider.device import CapabilityError
 from outrider.sanitizer.sanitizer import watch
 from outrider_cpu.backend import CpuBackend
 
 BUNDLED = Path(outrider.__file__).parent / "bundled"
 TOKENS = 16
-# What this version's engine carries out of the plugin's policy, and all of it.
-POLICIES = [
-    "lengths as bounds",
-    pytest.param(
-        "exact lengths",
-        marks=pytest.mark.xfail(
-            raises=CapabilityError, strict=True, reason="the engine doesn't plan with exact host lengths yet"
-        ),
-    ),
-]
+POLICIES = ["lengths as bounds", "exact lengths"]
 
 
 def backend_with(policy):

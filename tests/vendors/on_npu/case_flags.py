@@ -1,9 +1,9 @@
 """The lost wake-up of vllm-ascend's issue 4233, by exhaustive exploration of the protocol in which it happened.
 
-A graph holds ``wait(flag); reset(flag); attention``. For each step the host rebinds the attention's lengths on a stream of its
-own, records the flag there and replays the graph. Historically nothing ordered the next record after the replay before: it
-fires while the flag is still up, is lost, the replay's reset lowers the flag, and the next replay waits for ever. Or it fires
-in time, and the next update changes the arguments of a replay that still runs.
+A graph holds ``wait(flag); reset(flag); attention``. For each step the host rebinds the attention's lengths on a stream of
+its own, records the flag there and replays the graph. Historically nothing ordered the next record after the replay before.
+So it fires while the flag is still up and is lost, the replay's reset lowers the flag, and the next replay waits for ever. Or
+it fires in time, and the next update changes the arguments of a replay that still runs.
 """
 
 import emulation

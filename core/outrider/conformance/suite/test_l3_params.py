@@ -107,7 +107,7 @@ def test_wrong_names_and_lengths_are_refused(lab: Lab) -> None:
 
 
 @needs("captures_graphs")
-@promise("Graph.update_params", "where a captured graph can't be rebound.")
+@promise("Graph.update_params", "where a captured graph can't be rebound")
 def test_a_rebind_is_refused_where_it_is_not_declared(lab: Lab) -> None:
     """Otherwise the replay would silently use the old values."""
     if lab.backend.capabilities.updates_graph_params:

@@ -187,6 +187,16 @@ def verify_tree(
     return torch.stack(out, dim=1), torch.stack(path, dim=1), accepted
 
 
+def gather_rows(state: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a table of state."""
+    return state.index_select(0, rows)
+
+
+def scatter_rows(state: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Write rows of a table of state."""
+    state.index_copy_(0, rows, values)
+
+
 def move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
     """Copy cache rows; every row is read before any is written."""
     page_size = k_cache.shape[1]

@@ -1,13 +1,11 @@
 """Streams, events, external events, memory and graphs of the emulated device."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
 import torch_npu
-from outrider.device.errors import DeviceLost, OutOfDeviceMemory
+from outrider.device.errors import OutOfDeviceMemory
 from outrider_sim.queue import Kind, Op
 from torch_npu.npu import utils
 from torch_npu.npu.graphs import (
@@ -20,7 +18,7 @@ from torch_npu.npu.graphs import (
     is_current_stream_capturing,
 )
 from torch_npu.npu.streams import Event, ExternalEvent, Stream, sim
-from torch_npu.npu.utils import current_stream, default_stream, device, set_stream, stream, synchronize
+from torch_npu.npu.utils import StreamContext, current_stream, default_stream, device, set_stream, stream, synchronize
 
 _base = torch_npu.registered.module  # what torch itself wants of a device's module: random states, autocast
 _allocate = sim().memory.allocate
@@ -91,7 +89,7 @@ for _name in dir(_base):
         globals()[_name] = getattr(_base, _name)
 torch.npu = sys.modules["torch.npu"] = sys.modules[__name__]
 
-__all__ = ["DeviceLost", "Event", "ExternalEvent", "Iterator", "NPUGraph", "Stream", "contextmanager", "utils"]
+__all__ = ["Event", "ExternalEvent", "NPUGraph", "Stream", "StreamContext", "utils"]
 __all__ += ["current_stream", "default_stream", "device", "set_stream", "stream", "synchronize"]
 __all__ += ["graph_pool_handle", "graph_task_group_begin", "graph_task_group_end", "graph_task_update_begin"]
 __all__ += ["graph_task_update_end", "is_current_stream_capturing"]
