@@ -1,4 +1,4 @@
-"""Faults of kernels: each one slightly wrong, each in-place one that writes nothing, and arguments that are ignored."""
+"""Faults of level 4: kernels slightly wrong, in-place ones that write nothing, ignored arguments, the policy's work."""
 
 from __future__ import annotations
 
@@ -49,6 +49,13 @@ def mutants() -> Iterator[Mutant]:
     yield Mutant("KernelSet.sample", "reads its result on the host", "threads", 4, _kernels({"sample": _reads_host}))
     yield Mutant("KernelSet.linear", "reads a value on the host", "threads", 4, _kernels({"linear": _reads_host}))
     yield Mutant("KernelSet.rms_norm", "runs once, outside a capture", "threads", 4, _kernels({"rms_norm": _constant}))
+    for fault, apply in (
+        ("does nothing", lambda inner: lambda self, plan: None),
+        ("does something the first time only", _join_once),
+        ("asks for work when the batch is idle", _join_idle),
+        ("refreshes what isn't declared", lambda inner: lambda self, plan: (inner(self, plan), plan.refresh("more"))[0]),
+    ):
+        yield Mutant("SpeculativeSync.after_join", fault, "threads", 4, _joined(apply))
     yield Mutant("Backend.attach", "tells the observer of nothing", "threads", 1, _deaf)
 
 
@@ -201,6 +208,35 @@ def _constant(kernel):
         return kept.setdefault((tuple(made.shape), made.dtype), made)
 
     return constant
+
+
+def _joined(make):
+    def apply(base):
+        from outrider.device import Recompute
+
+        base.sync.recompute_after_join = frozenset({Recompute.MROPE_POSITIONS})
+        patch(base.sync, "after_join", make)
+
+    return apply
+
+
+def _join_once(inner):
+    def once(self, plan):
+        if not getattr(plan, "asked", ()):
+            inner(self, plan)
+
+    return once
+
+
+def _join_idle(inner):
+    def idle(self, plan):
+        from outrider.device import Recompute
+
+        inner(self, plan)
+        if plan.idle:
+            plan.recompute(Recompute.MROPE_POSITIONS)
+
+    return idle
 
 
 def _deaf(base):
