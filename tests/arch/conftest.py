@@ -19,7 +19,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     core = sorted((ROOT / "core").rglob("*.py"))
     trees = {
         "core_file": core,
-        "source_file": sorted([*core, *(ROOT / "backends").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]),
+        "source_file": sorted(
+            [*core, *(ROOT / "backends").rglob("*.py"), *(ROOT / "kernels").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+        ),
     }
     for name, files in trees.items():
         if name in metafunc.fixturenames:

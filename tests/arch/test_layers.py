@@ -13,7 +13,7 @@ LINT = "import sys; from importlinter.cli import lint_imports_command as lint; s
 
 
 def lint(root: Path) -> subprocess.CompletedProcess[str]:
-    packages = [root / "core", *(path for path in (root / "backends").iterdir() if path.is_dir())]
+    packages = [root / "core", root / "kernels", *(path for path in (root / "backends").iterdir() if path.is_dir())]
     return subprocess.run(
         [sys.executable, "-c", LINT],
         cwd=root,
@@ -27,7 +27,7 @@ def lint(root: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def tree(tmp_path):
-    for name in ("core", "backends"):
+    for name in ("core", "backends", "kernels"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "bundled"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
@@ -37,17 +37,19 @@ def tree(tmp_path):
     ("file", "line", "contract"),
     [
         ("core/outrider/device/memory.py", "import outrider.registry", "Imports point downward only BROKEN"),
-        ("core/outrider/registry.py", "import outrider.cli.report", "Imports point downward only BROKEN"),
+        ("core/outrider/registry/plugins.py", "import outrider.cli.report", "Imports point downward only BROKEN"),
         ("core/outrider/model/cache.py", "import outrider.engine.engine", "Imports point downward only BROKEN"),
         ("core/outrider/engine/step.py", "import outrider.registry", "Imports point downward only BROKEN"),
         ("core/outrider/engine/step.py", "from outrider import get_backend", "Imports point downward only BROKEN"),
-        ("core/outrider/registry.py", "import outrider.model.cache", "know the seam alone BROKEN"),
+        ("core/outrider/registry/plugins.py", "import outrider.model.cache", "know the seam alone BROKEN"),
         ("core/outrider/sanitizer/__init__.py", "import outrider.speculative.slots", "know the seam alone BROKEN"),
         ("core/outrider/engine/step.py", "import outrider.sanitizer", "Imports point downward only BROKEN"),
         ("backends/cuda/outrider_cuda/backend.py", "import outrider_cpu.backend", "don't know each other BROKEN"),
+        ("kernels/outrider_triton/table.py", "import outrider_cuda.backend", "belong to no backend BROKEN"),
+        ("kernels/outrider_triton/table.py", "import outrider.registry", "outrider.device and nothing else BROKEN"),
         ("core/outrider/stray.py", "", "must be declared as a layer"),
-        ("core/outrider/registry.py", "import triton", "imports no vendor package BROKEN"),
-        ("core/outrider/registry.py", "import outrider_cpu.backend", "imports no vendor package BROKEN"),
+        ("core/outrider/registry/plugins.py", "import triton", "imports no vendor package BROKEN"),
+        ("core/outrider/registry/plugins.py", "import outrider_cpu.backend", "imports no vendor package BROKEN"),
         ("backends/cpu/outrider_cpu/plugin.py", "import outrider.registry", "outrider.device and nothing else BROKEN"),
         ("backends/cpu/outrider_cpu/plugin.py", "import outrider.new.part", "outrider.device and nothing else BROKEN"),
         ("backends/cpu/outrider_cpu/plugin.py", "from outrider import Engine", "outrider.device and nothing else BROKEN"),

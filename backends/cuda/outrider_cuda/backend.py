@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from outrider.device import (
+    BackendLoadError,
     Capabilities,
-    DeviceError,
-    DeviceLost,
     KernelSet,
     SpeculativeSync,
-    Stream,
+    StepMode,
     TorchDeviceBackend,
 )
 
@@ -29,17 +28,49 @@ CAPABILITIES = Capabilities(
     dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
 )
 
-# Faults after which every later call on the context fails; the driver names them in the text of its error.
-_STICKY = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
+
+class CudaSync(SpeculativeSync):
+    """Events with generations and cheap stream waits; a whole iteration may be one graph."""
+
+    step_modes = frozenset(StepMode)
+
+
+KERNELS = ("tuned", "triton", "torch")
+"""Values of the option ``kernels``: Triton's where this device's table says that they won, everywhere, or nowhere."""
+
+
+def _kernels(choice: str, device: torch.device) -> KernelSet:
+    if choice == "torch":
+        return KernelSet()
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise BackendLoadError(
+            f"backend 'cuda': kernels={choice} needs Triton, which torch's CUDA builds bring along, but importing it failed: "
+            f"{error}; install triton, or choose cuda:kernels=torch"
+        ) from error
+    from outrider_triton.kernelset import TritonKernels
+    from outrider_triton.table import load
+
+    properties = torch.cuda.get_device_properties(device)
+    return TritonKernels(
+        table=load(properties.name),
+        everywhere=choice == "triton",
+        processors=properties.multi_processor_count,
+        pdl=properties.major >= 9,
+    )
 
 
 class CudaBackend(TorchDeviceBackend):
-    """One CUDA device. Kernels are the torch references for now."""
+    """One CUDA device. ``kernels`` is one of :data:`KERNELS`; a device without a table is tuned to the torch references."""
 
-    def __init__(self, ordinal: int) -> None:
+    # Sticky faults of the driver arrive as plain RuntimeErrors on some torch versions.
+    sticky_faults = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
+
+    def __init__(self, ordinal: int, *, kernels: str = "tuned") -> None:
         super().__init__("cuda", "cuda", ordinal)
-        self._kernels = KernelSet()
-        self._sync = SpeculativeSync(self)
+        self._kernels = _kernels(kernels, self.device)
+        self._sync = CudaSync(self)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -48,7 +79,7 @@ class CudaBackend(TorchDeviceBackend):
 
     @property
     def kernels(self) -> KernelSet:
-        """The torch references."""
+        """As the option ``kernels`` says."""
         return self._kernels
 
     @property
@@ -59,20 +90,6 @@ class CudaBackend(TorchDeviceBackend):
     def _new_graph(self) -> Any:
         return torch.cuda.CUDAGraph()
 
-    def _new_pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
-
-    def _delay(self, stream: Stream, cycles: int) -> None:
-        with self.on(stream):
-            torch.cuda._sleep(cycles)
-
-    def translate_error(self, error: Exception, doing: str) -> DeviceError | None:
-        """Sticky faults of the driver arrive as plain RuntimeErrors on some torch versions."""
-        translated = super().translate_error(error, doing)
-        if translated is None and isinstance(error, RuntimeError) and any(text in str(error) for text in _STICKY):
-            return DeviceLost(f"{self.device} failed while {doing}: {error}; start a new process")
-        return translated
-
     def versions(self) -> Mapping[str, str]:
-        """Torch, CUDA runtime and device name."""
-        return {**super().versions(), "cuda": str(torch.version.cuda)}
+        """Torch, CUDA runtime, device name and kernels."""
+        return {**super().versions(), "cuda": str(torch.version.cuda), "kernels": self._kernels.name}

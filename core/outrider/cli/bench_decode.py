@@ -18,12 +18,12 @@ from outrider.cli.models import (
     DraftOption,
     DraftTokensOption,
     DraftTopkOption,
-    DtypeOption,
     ModelOption,
     SpeculateOption,
     Speculation,
     load,
 )
+from outrider.cli.random_model import RandomModel
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import ConfigError
 
@@ -46,7 +46,21 @@ def decode(
     draft_topk: DraftTopkOption = 1,
     draft_nodes: DraftNodesOption = None,
     through_transformers: DoorOption = False,
-    dtype: DtypeOption = "float32",
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="float32 (default), bfloat16 (with --shape), float16, …")
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option("--shape", metavar="NAME", help="Random weights of this shape instead of a checkpoint: llama-3.1-8b."),
+    ] = None,
+    accept_length: Annotated[
+        float | None,
+        typer.Option(
+            "--accept-length",
+            metavar="A",
+            help="With --shape, synthetic acceptance: tokens that an iteration yields on average, by decree.",
+        ),
+    ] = None,
     json_output: JsonOption = False,
 ) -> Report:
     """Measure decode iterations: median time, tokens a second, and the ratio to the limit.
@@ -64,16 +78,41 @@ def decode(
     require_torch()
     from outrider.cli.limits import measure_bandwidth
 
-    speculation = Speculation.choose(
-        speculate,
-        model=model,
-        draft=draft,
-        draft_tokens=draft_tokens,
-        draft_topk=draft_topk,
-        draft_nodes=draft_nodes,
-        through_transformers=through_transformers,
-    )
-    engine = load(backend, speculation, max_requests=max(sizes), dtype=dtype)
+    if accept_length is not None and shape is None:
+        raise ConfigError("--accept-length is synthetic and goes with --shape alone: a real model accepts what it accepts")
+    if shape is not None:
+        given = {"--model": model, "--draft": draft, "--through-transformers": through_transformers or None}
+        for option, unwanted in given.items():
+            if unwanted is not None:
+                raise ConfigError(f"{option} doesn't go with --shape, which has random weights of its own")
+        if draft_topk != 1 or draft_nodes is not None:
+            raise ConfigError("--shape drafts chains alone; leave out --draft-topk and --draft-nodes")
+        work = RandomModel(
+            shape=shape, speculate=speculate or "eagle", draft_tokens=draft_tokens, accept_length=accept_length
+        )
+        dtype = dtype or "bfloat16"
+        engine = work.load(
+            backend, max_requests=max(sizes), dtype=dtype, max_context=prompt_tokens + new_tokens + 2 * (draft_tokens + 1)
+        )
+        described = work.described
+    else:
+        speculation = Speculation.choose(
+            speculate,
+            model=model,
+            draft=draft,
+            draft_tokens=draft_tokens,
+            draft_topk=draft_topk,
+            draft_nodes=draft_nodes,
+            through_transformers=through_transformers,
+        )
+        dtype = dtype or "float32"
+        engine = load(backend, speculation, max_requests=max(sizes), dtype=dtype)
+        described = {
+            "model": _shown(speculation.model, model),
+            "draft": None if speculation.kind == "none" else _shown(speculation.draft, draft),
+            "speculate": speculation.kind,
+            "acceptance": "real",
+        }
     bandwidth = measure_bandwidth(engine.backend)
     _run(engine, max(sizes), prompt_tokens, _WARM_UP_TOKENS)
     rows = [_measure(engine, size, prompt_tokens, new_tokens, bandwidth) for size in sizes]
@@ -81,9 +120,8 @@ def decode(
         "backend": engine.backend.name,
         "device": str(engine.backend.device),
         "versions": dict(engine.backend.versions()),
-        "model": _shown(speculation.model, model),
-        "draft": None if speculation.kind == "none" else _shown(speculation.draft, draft),
-        "speculate": speculation.kind,
+        "kernels": engine.model.kernels.name,
+        **described,
         "draft_tokens": engine.proposer.depth,
         "dtype": dtype,
         "prompt_tokens": prompt_tokens,
@@ -148,7 +186,13 @@ def _run(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> tup
 
 
 def _prompts(engine: Engine, batch: int, prompt_tokens: int) -> list[list[int]]:
-    """Different stretches of real text: what a model has never seen anything like, it doesn't accept drafts for."""
+    """Different stretches of real text: what a model has never seen anything like, it doesn't accept drafts for.
+
+    An engine without a tokenizer has random weights, to which every token is alike.
+    """
+    if not engine.has_tokenizer:
+        vocabulary = engine.model.config.vocab_size
+        return [[(97 * i + 31 * j) % vocabulary for j in range(prompt_tokens)] for i in range(batch)]
     text = Path(textwrap.__file__).read_text(encoding="utf-8")
     tokens = engine.tokenizer.encode(text, special_tokens=False)
     tokens = tokens * (1 + (prompt_tokens + batch * 97) // len(tokens))
@@ -171,6 +215,8 @@ def _render(console: Console, data: dict[str, object], rows: list[dict[str, Any]
         f"{data['model']} model on {data['backend']} ({data['device']}), {data['dtype']}, speculate {data['speculate']} with "
         f"{data['draft_tokens']} draft tokens, {data['prompt_tokens']} prompt and {data['new_tokens']} new tokens"
     )
+    if data["acceptance"] != "real":
+        console.print(f"ACCEPTANCE IS {str(data['acceptance']).upper()}: tokens/s is what it would be, the text is nonsense")
     console.print(f"bandwidth measured in this run: {data['bandwidth_gb_per_s']:.1f} GB/s\n")
     table = Table(*(name.replace("_", " ") for name in _COLUMNS), box=None, pad_edge=False)
     for row in rows:

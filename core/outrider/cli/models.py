@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from outrider.cli.environment import backend_from_environment
+from outrider.cli.proposers import plugin_builders
 from outrider.registry import Registry
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ SpeculateOption = Annotated[
     typer.Option(
         "--speculate",
         metavar="eagle|eagle3|mtp|draft-model|ngram|none",
-        help="Who drafts. Default: eagle where there is a head, else none.",
+        help="Who drafts, or the name of an installed plugin. Default: eagle where there is a head, else none.",
     ),
 ]
 DraftTopkOption = Annotated[
@@ -111,6 +112,7 @@ def load(backend: str | None, speculation: Speculation, *, max_requests: int, dt
         draft_nodes=speculation.draft_nodes,
         dtype=dtype,
     )
+    builders = plugin_builders(speculation.kind)
     registry = Registry()
     device = registry.create(registry.select(backend, backend_from_environment()))
     console = Console(stderr=True)
@@ -128,6 +130,7 @@ def load(backend: str | None, speculation: Speculation, *, max_requests: int, dt
             device,
             draft_dir=speculation.draft,
             speculate=speculation.kind,
+            builders=builders,
             config=config,
             through_transformers=speculation.through_transformers,
             progress=progress,

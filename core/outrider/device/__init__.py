@@ -23,6 +23,8 @@ from outrider.device.errors import (
     DeviceError,
     DeviceFault,
     DeviceLost,
+    DeviceStuck,
+    EngineStopped,
     OutOfDeviceMemory,
     OutriderError,
     PluginContractError,
@@ -34,10 +36,14 @@ from outrider.device.errors import (
 )
 from outrider.device.plugin import (
     ENTRY_POINT_GROUP,
+    KERNELS_GROUP,
     SEAM_VERSION,
     BackendHooks,
     BackendInfo,
     CiDeclaration,
+    KernelHooks,
+    KernelInfo,
+    PluginInfo,
     hookimpl,
     hookspec,
 )
@@ -55,7 +61,16 @@ if TYPE_CHECKING:
         HostParam,
         Scalar,
     )
-    from outrider.device.kernels import ROW_ACCESS, AttentionMetadata, KernelSet, RowResolver
+    from outrider.device.kernels import (
+        LANE_ACCEPT,
+        LANE_DRAFT,
+        LANE_RESIDUAL,
+        LANE_SAMPLE,
+        ROW_ACCESS,
+        AttentionMetadata,
+        KernelSet,
+        RowResolver,
+    )
     from outrider.device.memory import KeepAlive, MemoryInfo, PinnedBuffer
     from outrider.device.stream import Event, Flag, Stream
     from outrider.device.sync import EventFence, Fence, JoinedPlan, Recompute, SpeculativeSync, StepMode, Waiter
@@ -87,6 +102,10 @@ _HOMES = {
     "kernels": (
         "AttentionMetadata",
         "KernelSet",
+        "LANE_ACCEPT",
+        "LANE_DRAFT",
+        "LANE_RESIDUAL",
+        "LANE_SAMPLE",
         "ROW_ACCESS",
         "RowResolver",
     ),
@@ -128,6 +147,11 @@ _HOMES = {
 
 __all__ = [
     "ENTRY_POINT_GROUP",
+    "KERNELS_GROUP",
+    "LANE_ACCEPT",
+    "LANE_DRAFT",
+    "LANE_RESIDUAL",
+    "LANE_SAMPLE",
     "ROW_ACCESS",
     "SEAM_VERSION",
     "Access",
@@ -152,7 +176,9 @@ __all__ = [
     "DeviceError",
     "DeviceFault",
     "DeviceLost",
+    "DeviceStuck",
     "EagerGraph",
+    "EngineStopped",
     "Event",
     "EventFence",
     "ExplorationResult",
@@ -164,6 +190,8 @@ __all__ = [
     "HostParam",
     "JoinedPlan",
     "KeepAlive",
+    "KernelHooks",
+    "KernelInfo",
     "KernelSet",
     "MemoryInfo",
     "Observer",
@@ -172,6 +200,7 @@ __all__ = [
     "OutriderError",
     "PinnedBuffer",
     "PluginContractError",
+    "PluginInfo",
     "Recompute",
     "RequestError",
     "RowResolver",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +41,38 @@ if TYPE_CHECKING:
     from outrider.device.kernels import KernelSet
 
 
+class _Scope:
+    """What :meth:`Backend.on` opens. A class of its own: the step opens a dozen, and a generator costs twice as much."""
+
+    __slots__ = ("_backend", "_observer", "_placed", "_stream")
+
+    def __init__(self, backend: Backend, stream: Stream) -> None:
+        self._backend = backend
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        backend, stream = self._backend, self._stream
+        if stream.backend is not backend:
+            raise StreamOrderError(f"{stream!r} isn't a stream of {backend.label}")
+        capture = backend.active_capture
+        if capture is not None:
+            backend._check_fork(stream)
+        self._observer = backend.observer
+        self._placed = backend._on(stream)
+        self._placed.__enter__()
+        if self._observer is not None:
+            self._observer.scope_entered(stream)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if self._observer is not None:
+                self._observer.scope_left(self._stream)
+        finally:
+            self._placed.__exit__(kind, error, traceback)
+
+
 class Backend(ABC):
     """One device. A vendor subclasses it (or ``TorchDeviceBackend``) and implements the underscored verbs.
 
@@ -59,6 +91,7 @@ class Backend(ABC):
         self._local = threading.local()
         self._keep_alive = KeepAlive()
         self._streams: list[Stream] = []
+        self._chosen_kernels: KernelSet | None = None
 
     # -- what it is ------------------------------------------------------------------------------------------------
 
@@ -78,6 +111,17 @@ class Backend(ABC):
         """The kernels of this device; constant over the backend's life."""
 
     @property
+    def kernels_in_use(self) -> KernelSet:
+        """The kernels that everything computes with: those of :meth:`use_kernels`, else :attr:`kernels`."""
+        return self._chosen_kernels if self._chosen_kernels is not None else self.kernels
+
+    def use_kernels(self, kernels: KernelSet) -> None:
+        """Compute with ``kernels`` instead of the device's own; before anything is loaded or captured, and once."""
+        if self._chosen_kernels is not None:
+            raise SeamError(f"{self.label} computes with {self._chosen_kernels.name!r} already; make another backend")
+        self._chosen_kernels = kernels
+
+    @property
     @abstractmethod
     def speculative_sync(self) -> SpeculativeSync:
         """The policy of this device; constant over the backend's life."""
@@ -93,8 +137,7 @@ class Backend(ABC):
 
     # -- placement -------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def on(self, stream: Stream) -> Generator[None]:
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
         """Place the calling thread's torch work on ``stream``, and make this the current device.
 
         The only way to place work. Scopes nest; leaving one restores the one around it, also after an exception. A
@@ -102,23 +145,7 @@ class Backend(ABC):
 
         In a capture, a scope of another stream than the captured one needs ``forks_in_capture``.
         """
-        if stream.backend is not self:
-            raise StreamOrderError(f"{stream!r} isn't a stream of {self.label}")
-        capture = self.active_capture
-        if capture is not None and not self.capabilities.forks_in_capture and stream is not self._local.capture_stream:
-            raise CapabilityError(
-                f"a scope of {stream!r} was opened while capturing on {self._local.capture_stream!r}: {self.label} doesn't "
-                "declare forks_in_capture"
-            )
-        observer = self.observer
-        with self._on(stream):
-            if observer is not None:
-                observer.scope_entered(stream)
-            try:
-                yield
-            finally:
-                if observer is not None:
-                    observer.scope_left(stream)
+        return _Scope(self, stream)
 
     def create_stream(self, name: str, *, priority: int = 0) -> Stream:
         """A new stream. ``name`` is for reports and schedules, unique among the backend's streams.
@@ -297,6 +324,13 @@ class Backend(ABC):
         """The capture that the calling thread has open."""
         return getattr(self._local, "capture", None)
 
+    def _check_fork(self, stream: Stream) -> None:
+        if not self.capabilities.forks_in_capture and stream is not self._local.capture_stream:
+            raise CapabilityError(
+                f"a scope of {stream!r} was opened while capturing on {self._local.capture_stream!r}: {self.label} doesn't "
+                "declare forks_in_capture"
+            )
+
     @contextmanager
     def capturing(self, graph: Graph, stream: Stream) -> Generator[ActiveCapture]:
         """Mark the calling thread as capturing; a plugin's ``_capture`` opens this around the vendor's capture."""
@@ -322,7 +356,7 @@ class Backend(ABC):
         The work really runs. Events that it records are edges here as they will be in the capture: they get no generation,
         and are free for the capture afterwards.
         """
-        rehearsal = ActiveCapture(self, context)
+        rehearsal = ActiveCapture(self, context, rehearsal=True)
         self._local.capture = rehearsal
         self._local.capture_stream = stream
         try:
@@ -332,6 +366,20 @@ class Backend(ABC):
             self._local.capture_stream = None
             for event in rehearsal.edges:
                 event._captured_by = None
+
+    def reissue(self, param: HostParam, issue: Callable[[tuple[int, ...]], None]) -> None:
+        """Enqueue one operation that reads the host parameter ``param``: ``issue(values)``.
+
+        Within the capture that ``param`` belongs to, the operation is registered: a device that rebinds captured
+        operations one by one calls ``issue`` again, with the new values, when ``param`` is rebound. So ``issue`` must
+        enqueue exactly one operation, the same each time but for the values, with operands that exist already and that
+        it keeps alive. Anywhere else the operation is just enqueued.
+        """
+        capture = self.active_capture
+        if capture is None or capture.rehearsal or capture.context.params.get(param.name) is not param:
+            issue(param.value)
+        else:
+            self._reissue(capture.context, param, issue)
 
     def check_not_capturing(self, action: str) -> None:
         """Raise :class:`StreamOrderError` when the calling thread has a capture open."""
@@ -429,6 +477,11 @@ class Backend(ABC):
     def _copy_async(self, destination: Tensor, source: Tensor) -> None:
         """Vendor's verb for :meth:`copy_async`; runs inside the stream's scope."""
         destination.copy_(source, non_blocking=True)
+
+    def _reissue(self, context: CaptureContext, param: HostParam, issue: Callable[[tuple[int, ...]], None]) -> None:
+        """Vendor's verb for :meth:`reissue` in a capture; for a device that captures all of a callable again, nothing."""
+        del context
+        issue(param.value)
 
     def _capture(
         self, name: str, fn: GraphCallable, context: CaptureContext, stream: Stream, pool: GraphPool | None

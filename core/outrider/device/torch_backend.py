@@ -6,9 +6,9 @@ little more than its capabilities: the device type arrives as data. Plugins over
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
+from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -83,14 +83,45 @@ class TorchGraph(Graph):
             self.native.replay()
 
 
+class _StreamScope:
+    """Makes a stream and its device current; puts back what was.
+
+    The device module's own context manager does the same in several times as long: it looks up devices by name and asks
+    twice for what it sets.
+    """
+
+    __slots__ = ("_before", "_device", "_native")
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def __enter__(self) -> None:
+        index = self._native.device_index
+        current = torch.accelerator.current_device_index()
+        self._device = None if current == index else current
+        self._before = torch.accelerator.current_stream(index)
+        torch.accelerator.set_stream(self._native)  # and its device
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        del kind, error, traceback
+        torch.accelerator.set_stream(self._before)
+        if self._device is not None:
+            torch.accelerator.set_device_index(self._device)
+
+
 class TorchDeviceBackend(Backend):
     """A backend on a torch device module. Subclasses give capabilities, kernels and policy.
 
     ``warmup_runs``: how often a callable is run before its capture, so that lazy initialisation (library handles, kernel
-    compilation) stays out of the graph.
+    compilation) stays out of the graph. ``graph_type``: the class of captured graphs. ``sticky_faults``: texts in a plain
+    RuntimeError by which a driver names a fault after which every later call fails.
     """
 
     warmup_runs = 1
+    graph_type: type[TorchGraph] = TorchGraph
+    sticky_faults: tuple[str, ...] = ()
 
     def __init__(self, name: str, device_type: str, ordinal: int) -> None:
         super().__init__(name, torch.device(device_type, ordinal))
@@ -106,10 +137,8 @@ class TorchDeviceBackend(Backend):
 
     # -- placement -------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _on(self, stream: Stream) -> Generator[None]:
-        with self.module.device(self.device.index), self.module.stream(stream.native):
-            yield
+    def _on(self, stream: Stream) -> AbstractContextManager[None]:
+        return _StreamScope(stream.native)
 
     def _create_stream(self, name: str, priority: int) -> Stream:
         # torch hands streams out of a small pool in turn: draw until this one aliases none of ours.
@@ -127,6 +156,10 @@ class TorchDeviceBackend(Backend):
 
     def _synchronize(self) -> None:
         self.module.synchronize(self.device)
+
+    def _delay(self, stream: Stream, cycles: int) -> None:
+        with self.on(stream):
+            self.module._sleep(cycles)
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
@@ -152,9 +185,9 @@ class TorchDeviceBackend(Backend):
             )
         return factory()
 
-    @abstractmethod
     def _new_pool(self) -> Any:
         """A fresh memory pool handle for graphs."""
+        return self.module.graph_pool_handle()
 
     def create_graph_pool(self, name: str) -> GraphPool:
         """Memory for graphs that never run at the same time."""
@@ -168,7 +201,7 @@ class TorchDeviceBackend(Backend):
                 fn(context)
         stream.synchronize()
         native = self._new_graph()
-        graph = TorchGraph(self, name, context, native)
+        graph = self.graph_type(self, name, context, native)
         arguments: dict[str, Any] = {"capture_error_mode": "thread_local"}
         if pool is not None:
             arguments["pool"] = pool.native
@@ -196,6 +229,8 @@ class TorchDeviceBackend(Backend):
                 f"out of memory on {self.device} while {doing}: {error}; use a smaller batch, cache or bucket"
             )
         if isinstance(error, torch.AcceleratorError):
+            return DeviceLost(f"{self.device} failed while {doing}: {error}; start a new process")
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in self.sticky_faults):
             return DeviceLost(f"{self.device} failed while {doing}: {error}; start a new process")
         return None
 

@@ -144,6 +144,17 @@ class Request:
         """The most tokens that can be in the cache once all launched iterations have run, each growing by ``growth``."""
         return self.known_length + self.decodes_in_flight * growth
 
+    def new_text(self) -> str | None:
+        """What is new of the text, with stop strings; all of it once it's over, which may show one more stop string."""
+        watch = self.stop_text
+        if watch is None:
+            return None
+        if self.finished and watch.finish() and self.finish_reason is FinishReason.LENGTH:
+            self.finish_reason = FinishReason.STOP
+        text = watch.take()
+        self.text.append(text)
+        return text
+
     def completion(self) -> Completion:
         """The result, once finished."""
         assert self.finish_reason is not None

@@ -15,7 +15,7 @@ from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
-from outrider.model.layer import DecoderLayer, LayerWeights
+from outrider.model.layer import DecoderLayer, LayerWeights, Pending
 from outrider.model.rotary import rotary
 
 
@@ -63,13 +63,14 @@ class Decoder(LanguageModel):
         entering: dict[int, Tensor] = {}
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         residual = self._embed_inputs(inputs)
-        x: Tensor | None = None
+        pending: Pending | None = None
         for index, (layer, pages) in enumerate(zip(self._layers, cache.layers, strict=True)):
             if index in layers:
-                entering[index] = residual.clone() if x is None else residual + x
-            x = layer.forward(x, residual, inputs, cos_sin, pages)
-        assert x is not None  # there is at least one layer
-        final = self.kernels.add_rms_norm(x, residual, self.weights.norm, self.config.rms_eps)
+                # Made twice, here and for the norm: a few layers of a head that asks for it.
+                entering[index] = residual.clone() if pending is None else residual + pending.made(self.kernels)
+            pending = layer.forward(pending, residual, inputs, cos_sin, pages)
+        assert pending is not None  # there is at least one layer
+        final = pending.add_norm(self.kernels, residual, self.weights.norm, self.config.rms_eps, soon=self.weights.head)
         return final, tuple(entering[layer] for layer in layers)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
-from outrider.model.layer import DecoderLayer, LayerWeights
+from outrider.model.layer import DecoderLayer, LayerWeights, Pending
 from outrider.model.rotary import rotary
 
 
@@ -80,11 +80,11 @@ class EagleHead:
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         embedded = self.kernels.embedding(inputs.tokens, self.weights.embedding)
         residual = self.kernels.linear(torch.cat((embedded, hidden), dim=-1), self.weights.fusion, self.weights.fusion_bias)
-        x: Tensor | None = None
+        pending: Pending | None = None
         for layer, pages in zip(self._layers, cache.layers, strict=True):
-            x = layer.forward(x, residual, inputs, cos_sin, pages)
-        assert x is not None  # there is at least one layer
-        return residual.add_(x)
+            pending = layer.forward(pending, residual, inputs, cos_sin, pages)
+        assert pending is not None  # there is at least one layer
+        return residual.add_(pending.made(self.kernels))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of ``hidden`` [N, H] by the target's output head."""

@@ -6,6 +6,7 @@ Letters: T new tokens, H hidden size, Hq query heads, Hkv key heads, D head size
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -36,8 +37,29 @@ class LayerWeights:
     k_norm: Tensor | None = None
 
 
+class Pending(NamedTuple):
+    """A product that is still to be made and added to the residual: ``x @ weight.T + bias``.
+
+    The norm that follows takes it in, so that a backend may make product, sum and norm in fewer passes.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def made(self, kernels: KernelSet) -> Tensor:
+        """The product itself."""
+        return kernels.linear(self.x, self.weight, self.bias)
+
+    def add_norm(
+        self, kernels: KernelSet, residual: Tensor, norm: Tensor, eps: float, *, soon: Tensor | None = None
+    ) -> Tensor:
+        """Add the product to ``residual`` [T, H] in place; returns its norm. ``soon``: the weights read next."""
+        return kernels.linear_add_rms_norm(self.x, self.weight, self.bias, residual, norm, eps, soon=soon)
+
+
 class DecoderLayer:
-    """Attention and MLP over normed input; the norms before them are fused with the residual's addition."""
+    """Attention and MLP over normed input. What each adds to the residual stream is left pending for the norm after it."""
 
     def __init__(self, config: ModelConfig, weights: LayerWeights, kernels: KernelSet, *, window: int) -> None:
         self._config = config
@@ -48,44 +70,46 @@ class DecoderLayer:
 
     def forward(
         self,
-        x: Tensor | None,
+        pending: Pending | None,
         residual: Tensor,
         inputs: ForwardInput,
         cos_sin: tuple[Tensor, Tensor],
         cache: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """Add ``x`` (None at the first layer) and the attention to ``residual`` [T, H] in place.
+    ) -> Pending:
+        """Add ``pending`` (None at the first layer) and the attention to ``residual`` [T, H] in place.
 
-        Returns the MLP's output [T, H], which isn't added yet: the next norm does it.
+        Returns what the MLP adds, pending.
         """
         weights, kernels, eps = self._weights, self._kernels, self._config.rms_eps
         if weights.attention_norm is None:
-            normed = residual if x is None else residual.add_(x)
-        elif x is None:
+            normed = residual if pending is None else residual.add_(pending.made(kernels))
+        elif pending is None:
             normed = kernels.rms_norm(residual, weights.attention_norm, eps)
         else:
-            normed = kernels.add_rms_norm(x, residual, weights.attention_norm, eps)
+            normed = pending.add_norm(kernels, residual, weights.attention_norm, eps, soon=weights.qkv)
         return self.mlp(self.attend(normed, inputs, cos_sin, cache), residual)
 
-    def mlp(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """Add ``attended`` to ``residual`` [T, H] in place; returns the MLP's output [T, H], not added yet."""
+    def mlp(self, attended: Pending, residual: Tensor) -> Pending:
+        """Add ``attended`` to ``residual`` [T, H] in place; returns what the MLP adds, pending."""
         weights, kernels = self._weights, self._kernels
-        normed = kernels.add_rms_norm(attended, residual, weights.mlp_norm, self._config.rms_eps)
-        gate_up = kernels.linear(normed, weights.gate_up, weights.gate_up_bias)
-        return kernels.linear(kernels.silu_mul(gate_up), weights.down, weights.down_bias)
+        normed = attended.add_norm(kernels, residual, weights.mlp_norm, self._config.rms_eps, soon=weights.gate_up)
+        gated = kernels.linear_silu_mul(normed, weights.gate_up, weights.gate_up_bias, soon=weights.down)
+        return Pending(gated, weights.down, weights.down_bias)
 
     def attend(
         self, normed: Tensor, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """Attention's output [T, H] for normed input; writes keys and values to their slots."""
+    ) -> Pending:
+        """What attention adds for normed input [T, H], pending; writes keys and values to their slots."""
         config, weights, kernels = self._config, self._weights, self._kernels
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
-        qkv = kernels.linear(normed, weights.qkv, weights.qkv_bias).view(-1, heads + 2 * kv_heads, size)
+        qkv = kernels.linear(normed, weights.qkv, weights.qkv_bias, soon=weights.output).view(-1, heads + 2 * kv_heads, size)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
         if weights.q_norm is not None and weights.k_norm is not None:
             q = kernels.rms_norm(q, weights.q_norm, config.rms_eps)
             k = kernels.rms_norm(k, weights.k_norm, config.rms_eps)
         k_cache, v_cache = cache
         kernels.rope_write_cache(q, k, v, *cos_sin, k_cache, v_cache, inputs.slots)
-        out = kernels.paged_attention(q, k_cache, v_cache, inputs.attention, scale=self._scale, window=self._window)
-        return kernels.linear(out.reshape(-1, heads * size), weights.output, weights.output_bias)
+        out = kernels.paged_attention(
+            q, k_cache, v_cache, inputs.attention, scale=self._scale, window=self._window, soon=weights.output
+        )
+        return Pending(out.reshape(-1, heads * size), weights.output, weights.output_bias)

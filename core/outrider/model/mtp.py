@@ -63,8 +63,8 @@ class MtpHead:
         embedded = kernels.rms_norm(self.target.embed(inputs.tokens), weights.token_norm, eps)
         both = torch.cat((kernels.rms_norm(hidden, weights.hidden_norm, eps), embedded), dim=-1)
         residual = kernels.linear(both, weights.projection)
-        x = self._layer.forward(None, residual, inputs, cos_sin, cache.layers[0])
-        return kernels.add_rms_norm(x, residual, weights.final_norm, eps)
+        pending = self._layer.forward(None, residual, inputs, cos_sin, cache.layers[0])
+        return pending.add_norm(kernels, residual, weights.final_norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of ``hidden`` [N, H] by the target's output head."""

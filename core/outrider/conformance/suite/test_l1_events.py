@@ -201,6 +201,37 @@ def test_synchronize_waits_for_the_latest_generation(lab: Lab) -> None:
     lab.always(program)
 
 
+@promise("Event.synchronize_within", "True once the generation has completed")
+def test_synchronize_within_waits_like_synchronize(lab: Lab) -> None:
+    """With a limit that is far away it orders the host as synchronize does."""
+
+    def program(backend: Backend) -> None:
+        (a,) = lab.streams("a")
+        x = lab.full(a, 0)
+        lab.later(a, x, 1)
+        event = lab.record(a)
+        assert event.synchronize_within(60.0), "a minute wasn't enough"
+        expect(lab.peek(x), 1.0, "what the host read behind the generation")
+
+    lab.always(program)
+
+
+@needs("asynchronous")
+@promise("Event.synchronize_within", "False when it hasn't by then")
+def test_synchronize_within_gives_up(lab: Lab) -> None:
+    """The work takes longer than the host waits. A device without a clock of its own waits for it all the same."""
+    (a,) = lab.streams("a")
+    x = lab.full(a, 0)
+    lab.later(a, x, 1)
+    event = lab.record(a)
+    came = event.synchronize_within(0.0)
+    assert came or lab.backend.control is None, "a device without a clock gave up"
+    if came:
+        expect(lab.peek(x), 1.0, "what the host read behind the generation")
+    a.synchronize()
+    assert event.synchronize_within(0.0), "False for a generation that is over"
+
+
 @promise("Event.query", "Whether the latest generation has completed. Never blocks.")
 def test_query_speaks_of_the_latest_generation(lab: Lab) -> None:
     """The first generation is over; True must mean the second."""

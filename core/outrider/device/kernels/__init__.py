@@ -3,5 +3,15 @@
 from outrider.device.kernels.kernelset import KernelSet
 from outrider.device.kernels.metadata import AttentionMetadata
 from outrider.device.kernels.ops import ROW_ACCESS, RowResolver
+from outrider.device.kernels.reference import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE
 
-__all__ = ["ROW_ACCESS", "AttentionMetadata", "KernelSet", "RowResolver"]
+__all__ = [
+    "LANE_ACCEPT",
+    "LANE_DRAFT",
+    "LANE_RESIDUAL",
+    "LANE_SAMPLE",
+    "ROW_ACCESS",
+    "AttentionMetadata",
+    "KernelSet",
+    "RowResolver",
+]

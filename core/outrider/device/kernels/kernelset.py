@@ -43,9 +43,34 @@ class KernelSet:
 
         return InvariantKernels(self)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x [..., in] @ weight[out, in].T + bias`` → [..., out]."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, soon: Tensor | None = None) -> Tensor:
+        """``x [..., in] @ weight[out, in].T + bias`` → [..., out].
+
+        ``soon``, here and in the methods below: the weights that the next product will read. A hint, so that a kernel may
+        bring them nearer while memory would be idle; results don't depend on it.
+        """
+        del soon
         return F.linear(x, weight, bias)
+
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, soon: Tensor | None = None) -> Tensor:
+        """:meth:`silu_mul` of :meth:`linear`: ``weight`` [2*I, in] holds the gate's rows, then those of up → [..., I]."""
+        return self.silu_mul(self.linear(x, weight, bias, soon=soon))
+
+    def linear_add_rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        *,
+        soon: Tensor | None = None,
+    ) -> Tensor:
+        """:meth:`add_rms_norm` of :meth:`linear`: ``residual`` [T, H] grows in place by ``x @ weight.T + bias``; returns its
+        norm with ``norm`` [H]. The sum may be rounded once instead of twice.
+        """
+        return self.add_rms_norm(self.linear(x, weight, bias, soon=soon), residual, norm, eps)
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Rows of ``weight`` [V, H] for int64 ``tokens`` [T] → [T, H]."""
@@ -99,12 +124,15 @@ class KernelSet:
         *,
         scale: float,
         window: int = 0,
+        soon: Tensor | None = None,
     ) -> Tensor:
         """Attention of q [T, Hq, D] over the pages of each sequence → [T, Hq, D].
 
-        The new tokens' keys and values are in the cache already. ``window`` > 0: a token sees that many positions, its
-        own included.
+        The new tokens' keys and values are in the cache already. What lies behind a sequence's length, or in page 0, belongs
+        to somebody else and may be anything, NaN included: it doesn't reach the result. ``window`` > 0: a token sees that
+        many positions, its own included. ``soon``: see :meth:`linear`.
         """
+        del soon
         return torch.ops.outrider.paged_attention(  # type: ignore[no-any-return]
             q,
             k_cache,
@@ -149,6 +177,18 @@ class KernelSet:
         return torch.ops.outrider.verify_chain(  # type: ignore[no-any-return]
             target_logits, draft_tokens, draft_probs, temperature, seeds, positions
         )
+
+    # -- state rows ------------------------------------------------------------------------------------------------
+
+    def gather_rows(self, state: Tensor, rows: Tensor) -> Tensor:
+        """Rows ``rows`` int64 [B] of ``state`` [R, ...] → [B, ...]."""
+        return torch.ops.outrider.gather_rows(state, rows)  # type: ignore[no-any-return]
+
+    def scatter_rows(self, state: Tensor, rows: Tensor, values: Tensor) -> None:
+        """Write ``values`` [B, ...] to rows ``rows`` int64 [B] of ``state`` [R, ...]. Rows are distinct, except row 0, which
+        is reserved: padding goes there, and which of its values stays is open.
+        """
+        torch.ops.outrider.scatter_rows(state, rows, values)
 
     # -- logits before a draw --------------------------------------------------------------------------------------
     # ``logits`` [B, N, V]: N nodes of each request, of which node 0 is the last committed token and the others are
@@ -248,3 +288,15 @@ class KernelSet:
         except in the reserved page 0, where padding goes. A source equal to its destination leaves it as it is.
         """
         torch.ops.outrider.move_cache(k_cache, v_cache, sources, destinations)
+
+    # -- probes ----------------------------------------------------------------------------------------------------
+
+    def find_nan(self, x: Tensor) -> Tensor:
+        """For each row of ``x`` [B, n], n at least 1: the index of its first NaN, or -1, and then -1 → int64 [B, 2]."""
+        return torch.ops.outrider.find_nan(x)  # type: ignore[no-any-return]
+
+    def find_outside(self, x: Tensor, low: int, high: int) -> Tensor:
+        """For each row of whole numbers ``x`` [B, n], n at least 1: the index of the first one below ``low`` or not below
+        ``high``, and that number; -1 and -1 where there is none → int64 [B, 2].
+        """
+        return torch.ops.outrider.find_outside(x, low, high)  # type: ignore[no-any-return]

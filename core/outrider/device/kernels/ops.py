@@ -2,7 +2,8 @@
 
 A schema says what an operator reads and what it writes; the sanitizer believes it. An operator whose accesses are
 decided by data also says which rows it touches (:data:`ROW_ACCESS`). The references are registered for every device at
-once; a plugin adds its own kernel under its own dispatch key or overrides the method of its KernelSet.
+once; a plugin overrides the method of its KernelSet. It may register its own kernel as an overload of the operator here
+(``outrider::sample.mine``): an overload whose operands have the same names touches the same rows.
 """
 
 from __future__ import annotations
@@ -110,9 +111,21 @@ _define(
     ),
 )
 _define(
+    "gather_rows(Tensor state, Tensor rows) -> Tensor",
+    reference.gather_rows,
+    lambda state, rows: state.new_empty((rows.shape[0], *state.shape[1:])),
+)
+_define("scatter_rows(Tensor(a!) state, Tensor rows, Tensor values) -> ()", reference.scatter_rows, lambda *operands: None)
+_define(
     "move_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor sources, Tensor destinations) -> ()",
     reference.move_cache,
     lambda k_cache, v_cache, sources, destinations: None,
+)
+_define("find_nan(Tensor x) -> Tensor", reference.find_nan, lambda x: x.new_empty((x.shape[0], 2), dtype=torch.int64))
+_define(
+    "find_outside(Tensor x, int low, int high) -> Tensor",
+    reference.find_outside,
+    lambda x, low, high: x.new_empty((x.shape[0], 2), dtype=torch.int64),
 )
 
 
@@ -152,6 +165,17 @@ def _rows_of_moves(arguments: Mapping[str, Any]) -> Tensor:
     return torch.cat((arguments["sources"].flatten(), arguments["destinations"].flatten()))
 
 
+def _cells_of_state(arguments: Mapping[str, Any]) -> Tensor:
+    """Cells (of the first two dimensions) of the rows of state that are gathered or written."""
+    state: Tensor = arguments["state"]
+    rows: Tensor = arguments["rows"]
+    if state.dim() < 2:
+        return rows.flatten()
+    width = state.shape[1]
+    cells: Tensor = rows.unsqueeze(1) * width + torch.arange(width, device=rows.device)
+    return cells.flatten()
+
+
 RowResolver = Callable[[Mapping[str, Any]], Tensor]
 
 ROW_ACCESS: Mapping[str, Mapping[str, RowResolver]] = MappingProxyType(
@@ -160,6 +184,8 @@ ROW_ACCESS: Mapping[str, Mapping[str, RowResolver]] = MappingProxyType(
         "outrider::paged_attention": MappingProxyType({"k_cache": _rows_of_pages, "v_cache": _rows_of_pages}),
         "outrider::penalize_logits": MappingProxyType({"counts": _cells_of_rows}),
         "outrider::count_tokens": MappingProxyType({"counts": _cells_of_tokens}),
+        "outrider::gather_rows": MappingProxyType({"state": _cells_of_state}),
+        "outrider::scatter_rows": MappingProxyType({"state": _cells_of_state}),
         "outrider::move_cache": MappingProxyType({"k_cache": _rows_of_moves, "v_cache": _rows_of_moves}),
     }
 )

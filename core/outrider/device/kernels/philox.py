@@ -50,5 +50,6 @@ def uniforms(seeds: Tensor, positions: Tensor, lane: int, count: int) -> Tensor:
         (seed & _MASK, (seed >> 32) & _MASK),
     )
     flat = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., :count]
-    # 24 bits keep the quotient exact in float32 and away from both ends.
-    return ((flat >> 8).to(torch.float32) + 0.5) * (1.0 / (1 << 24))
+    # 23 bits and the half after them fill a float32's mantissa. With one bit more, the largest would round up to 1, whose
+    # Gumbel noise is infinite: one draw in 131 over a vocabulary of 128256 would then take any token at all.
+    return ((flat >> 9).to(torch.float32) + 0.5) * (1.0 / (1 << 23))

@@ -1,0 +1,72 @@
+"""An engine over random weights of a published shape, for ``outrider bench``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outrider.cli.environment import backend_from_environment
+from outrider.device.errors import ConfigError
+from outrider.registry import Registry
+
+if TYPE_CHECKING:
+    from outrider.engine.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RandomModel:
+    """A shape, who drafts for it (eagle or none), and the synthetic acceptance, if any."""
+
+    shape: str
+    speculate: str
+    draft_tokens: int
+    accept_length: float | None
+
+    def __post_init__(self) -> None:
+        if self.speculate not in ("eagle", "none"):
+            raise ConfigError(f"--speculate {self.speculate} has no random weights; with --shape use eagle or none")
+        if self.accept_length is not None and self.speculate == "none":
+            raise ConfigError("--accept-length needs drafts to accept; leave it out, or use --speculate eagle")
+        if self.accept_length is not None and not 1 <= self.accept_length <= self.draft_tokens + 1:
+            raise ConfigError(
+                f"--accept-length is {self.accept_length:g}; with {self.draft_tokens} drafted tokens it is 1 to "
+                f"{self.draft_tokens + 1}"
+            )
+
+    @property
+    def described(self) -> Mapping[str, object]:
+        """What a report says about it."""
+        return {
+            "model": f"random weights of {self.shape}",
+            "draft": None if self.speculate == "none" else "random weights",
+            "speculate": self.speculate,
+            "acceptance": "real" if self.accept_length is None else f"synthetic, mean {self.accept_length:g}",
+        }
+
+    def load(self, backend: str | None, *, max_requests: int, dtype: str, max_context: int) -> Engine:
+        """Choose the backend and make the weights on it."""
+        from outrider.engine.config import EngineConfig
+        from outrider.engine.engine import Engine
+        from outrider.model import Decoder, random_decoder, random_eagle, shape_config
+        from outrider.speculative.eagle import EagleProposer
+        from outrider.speculative.synthetic import with_synthetic_acceptance
+
+        config = EngineConfig(
+            max_requests=max_requests,
+            draft_tokens=self.draft_tokens,
+            dtype=dtype,
+            max_context=max_context,
+            prefix_cache=False,
+            penalties=False,
+        )
+        shape = shape_config(self.shape)
+        registry = Registry()
+        device = registry.create(registry.select(backend, backend_from_environment()))
+        model = random_decoder(shape, backend=device, dtype=config.torch_dtype)
+        if self.accept_length is not None:
+            model = Decoder(model.config, model.weights, with_synthetic_acceptance(model.kernels, self.accept_length))
+        proposer = None
+        if self.speculate == "eagle":
+            proposer = EagleProposer(random_eagle(model, backend=device), draft_tokens=self.draft_tokens)
+        return Engine(model, device, proposer=proposer, config=config)

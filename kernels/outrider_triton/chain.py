@@ -1,0 +1,204 @@
+"""Tuning in place: the layers of a decoder one after another, as a decode step runs them.
+
+A product that is fast by itself may hold up its neighbours: how much of a processor its programs take decides whether the
+next kernel can start early and bring in its weights. So each choice is tried where it will be used, by the time of the chain.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.errors import TritonError
+
+from outrider.device import AttentionMetadata
+from outrider.device.kernels.measure import KernelShape
+from outrider_triton.kernelset import TritonKernels
+from outrider_triton.table import AttentionConfig, AttentionEntry, Entry, MatmulConfig, Table
+from outrider_triton.timing import microseconds
+
+_LAYERS = 8
+_PAGE = 16
+AHEAD = (0, 256, 1024)
+"""Columns of a weight that may be asked for early."""
+SOON = (0, 1, 2, 4, 8, 16, 24, 32)
+"""MiB of the next product's weights that may be asked for early."""
+
+Key = tuple[str, str, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    qkv: Tensor
+    output: Tensor
+    gate_up: Tensor
+    down: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+
+
+def attention_candidates(groups: int, context: int) -> list[AttentionConfig]:
+    """Configurations worth trying."""
+    every = itertools.product((16, 32, 64, 128), (1, 2, 4, 8, 16, 32), (2, 4, 8), (2, 3))
+    return [
+        AttentionConfig(block_kv, split, warps, stages)
+        for block_kv, split, warps, stages in every
+        if block_kv * split <= 2 * context and groups * split <= 2048
+    ]
+
+
+class Chain:
+    """Layers with random weights for ``batch`` sequences of ``context`` tokens, of which ``width`` are new."""
+
+    def __init__(self, shape: KernelShape, kernels: TritonKernels, device: torch.device) -> None:
+        self.shape, self.kernels, self.device = shape, kernels, device
+        self._module = torch.get_device_module(device)
+        attention = shape.heads * shape.head_size
+        self._weights = [
+            tuple(
+                torch.randn(n, k, dtype=torch.bfloat16, device=device) * k**-0.5
+                for n, k in (
+                    (attention + 2 * shape.kv_heads * shape.head_size, shape.hidden),
+                    (shape.hidden, attention),
+                    (2 * shape.inner, shape.hidden),
+                    (shape.hidden, shape.inner),
+                )
+            )
+            for _ in range(_LAYERS)
+        ]
+        self._norm = torch.ones(shape.hidden, dtype=torch.bfloat16, device=device)
+
+    def prepare(self, batch: int, width: int, context: int) -> None:
+        """Inputs and caches for what is measured next."""
+        shape, device, rows = self.shape, self.device, batch * width
+        self.rows, self.groups, self.context = rows, batch * shape.kv_heads, context
+        per = -(-context // _PAGE)
+        table = (torch.randperm(batch * per, device=device) + 1).view(batch, per).to(torch.int32)
+        lane = torch.arange(context - width, context, device=device)
+        self._slots = (table[:, lane // _PAGE].to(torch.int64) * _PAGE + lane % _PAGE).flatten()
+        self._metadata = AttentionMetadata(
+            query_start=torch.arange(0, rows + 1, width, dtype=torch.int32, device=device),
+            kv_lens=torch.full((batch,), context, dtype=torch.int32, device=device),
+            block_table=table,
+            max_query=width,
+            max_kv=context,
+        )
+        size = (1 + batch * per, _PAGE, shape.kv_heads, shape.head_size)
+        self._layers = [
+            _Layer(*weights, *(torch.randn(size, dtype=torch.bfloat16, device=device) for _ in range(2)))
+            for weights in self._weights
+        ]
+        self._residual = torch.randn(rows, shape.hidden, dtype=torch.bfloat16, device=device)
+        angle = torch.rand(rows, shape.head_size, device=device)
+        self._angles = angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16)
+
+    def _run(self, _: int) -> None:
+        kernels, shape = self.kernels, self.shape
+        heads, kv_heads, size = shape.heads, shape.kv_heads, shape.head_size
+        residual = self._residual.clone()
+        normed = kernels.rms_norm(residual, self._norm, 1e-5)
+        for number, layer in enumerate(self._layers):
+            following = self._layers[(number + 1) % _LAYERS].qkv
+            qkv = kernels.linear(normed, layer.qkv, soon=layer.output).view(-1, heads + 2 * kv_heads, size)
+            q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+            kernels.rope_write_cache(q, k, v, *self._angles, layer.k_cache, layer.v_cache, self._slots)
+            out = kernels.paged_attention(
+                q, layer.k_cache, layer.v_cache, self._metadata, scale=size**-0.5, soon=layer.output
+            )
+            normed = kernels.linear_add_rms_norm(
+                out.flatten(1), layer.output, None, residual, self._norm, 1e-5, soon=layer.gate_up
+            )
+            gated = kernels.linear_silu_mul(normed, layer.gate_up, soon=layer.down)
+            normed = kernels.linear_add_rms_norm(gated, layer.down, None, residual, self._norm, 1e-5, soon=following)
+
+    def layer_us(self) -> float:
+        """Microseconds of a layer, with the table that the kernels have now."""
+        return microseconds(self._module, self._run, calls=1, replays=7) / _LAYERS
+
+    # -- search ----------------------------------------------------------------------------------------------------
+
+    def _try(self, table: Table) -> float:
+        self.kernels.table = table
+        try:
+            return self.layer_us()
+        except TritonError:
+            return float("inf")
+
+    def tune(
+        self,
+        table: Table,
+        m: int,
+        choices: Mapping[Key, list[MatmulConfig | None]],
+        report: Callable[[str], None],
+    ) -> Table:
+        """Better each choice in turn while the others stay, attention first; ``m`` is the entries' number of tokens."""
+        best_us = self._try(table)
+        report(f"m {m}: {best_us:.2f} us a layer at the start")
+        kept, best = table, table
+        for config in attention_candidates(self.groups, self.context):
+            entry = AttentionEntry(groups=self.groups, max_kv=self.context, config=config)
+            others = tuple(e for e in kept.attention if (e.groups, e.max_kv) != (self.groups, self.context))
+            trial = replace(kept, attention=(*others, entry))
+            us = self._try(trial)
+            if us < best_us or best is kept:  # measured is better than guessed, even where it isn't faster
+                best_us, best = us, trial
+        table = best
+        earlier, tuned = table.attention[:-1], table.attention[-1]
+        for soon in SOON:
+            entry = replace(tuned, config=replace(tuned.config, soon=soon << 10))
+            trial = replace(table, attention=(*earlier, entry))
+            us = self._try(trial)
+            if us < best_us * 0.999:
+                best_us, best = us, trial
+        table = best
+        report(f"m {m}: {best_us:.2f} us with {table.attention[-1]}")
+        for _ in range(2):
+            before = best_us
+            for key, configs in choices.items():
+                kept = table
+                for choice in configs:
+                    trial = _with(kept, key, m, choice)
+                    us = self._try(trial)
+                    if us < best_us * 0.999:
+                        best_us, table = us, trial
+                chosen = table.entry(key[0], key[1], n=key[2], k=key[3], m=m)
+                product = None if chosen is None else chosen.config
+                for soon in SOON:
+                    if product is None:
+                        break
+                    trial = _with(table, key, m, replace(product, soon=soon << 10))
+                    us = self._try(trial)
+                    if us < best_us * 0.999:
+                        best_us, table = us, trial
+                report(
+                    f"m {m}: {best_us:.2f} us with {key[0]} {key[2:]} {table.entry(key[0], key[1], n=key[2], k=key[3], m=m)}"
+                )
+            if best_us > 0.995 * before:
+                break
+        self.kernels.table = table
+        return table
+
+
+def _with(table: Table, key: Key, m: int, config: MatmulConfig | None) -> Table:
+    entries = dict(table.entries)
+    old = {entry.m: entry for entry in entries.get(key, ())}
+    found = old.get(m)
+    old[m] = Entry(m=m, config=config, us=0.0, torch_us=0.0) if found is None else replace(found, config=config)
+    entries[key] = tuple(old[each] for each in sorted(old))
+    return replace(table, entries=entries)
+
+
+def as_json(table: Table) -> list[dict[str, Any]]:
+    """A table's attention entries as its file has them."""
+    return [
+        {
+            "groups": entry.groups,
+            "max_kv": entry.max_kv,
+            "config": list(astuple(entry.config)),
+        }
+        for entry in table.attention
+    ]

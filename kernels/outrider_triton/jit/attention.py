@@ -1,0 +1,171 @@
+"""Paged attention: one kernel for decode, verify with or without a tree mask, and prefill; a second one joins splits.
+
+Online softmax over blocks of the cache (Dao et al. 2022); for few queries the cached tokens are split among programs (Flash
+decoding, Dao et al. 2023). A program holds the queries of one key head's group, so that keys are read once for the group.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outrider_triton.jit.dependent import ask_for_share, begin
+
+
+@triton.jit(do_not_specialize=["tokens", "batch", "soon_each", "soon_bytes"])
+def paged_attention(
+    q,
+    k_cache,
+    v_cache,
+    query_start,
+    kv_lens,
+    block_table,
+    tree_mask,
+    out,
+    parts,
+    stats,
+    soon,
+    soon_each,
+    soon_bytes,
+    tokens,
+    batch,
+    heads,
+    scale,
+    size,
+    q_token,
+    q_head,
+    table_width,
+    mask_width,
+    cache_slot,
+    cache_head,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    THREADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (block of queries, sequence and key head, split). Row r of a block is query r // GROUP, head r % GROUP.
+
+    With splits, what a program made goes to ``parts [token, head, split, size]`` and its maximum and sum to
+    ``stats [token, head, split, 2]``, all float32.
+    """
+    if PDL:
+        ask_for_share(soon, soon_each, soon_bytes, THREADS)
+    begin(PDL)
+    kv_heads = heads // GROUP
+    sequence = tl.program_id(1) // kv_heads
+    kv_head = tl.program_id(1) % kv_heads
+    split = tl.program_id(2)
+    first = tl.load(query_start + sequence)
+    count = tl.load(query_start + sequence + 1) - first
+    length = tl.load(kv_lens + sequence)
+    context = length - count
+    QUERIES: tl.constexpr = BLOCK_ROWS // GROUP
+    begin_query = tl.program_id(0) * QUERIES
+    lane = tl.arange(0, BLOCK_SIZE)
+
+    if (sequence == batch - 1) & (tl.program_id(0) == 0):
+        # Tokens past the last sequence are padding: zeros, so that nobody meets what was in this memory.
+        for at in range(first + count + split, tokens, SPLITS):
+            token = tl.zeros([], dtype=tl.int64) + at
+            for head in tl.static_range(GROUP):
+                there = (token.to(tl.int64) * heads + kv_head * GROUP + head) * size + lane
+                tl.store(out + there, tl.zeros([BLOCK_SIZE], dtype=out.dtype.element_ty), mask=lane < size)
+
+    if begin_query < count:
+        row = tl.arange(0, BLOCK_ROWS)
+        own = begin_query + row // GROUP  # index among the new tokens
+        token = (first + own).to(tl.int64)
+        head = kv_head * GROUP + row % GROUP
+        real = (own < count) & (row < QUERIES * GROUP)
+        queries = tl.load(
+            q + token[:, None] * q_token + head[:, None] * q_head + lane[None, :],
+            mask=real[:, None] & (lane[None, :] < size),
+            other=0.0,
+        )
+        low = 0
+        high = length
+        if not TREE:
+            high = tl.minimum(length, context + begin_query + QUERIES)
+        if WINDOW > 0:
+            low = tl.maximum(0, context + begin_query - WINDOW + 1) // BLOCK_KV * BLOCK_KV
+        if SPLITS > 1:
+            share = tl.cdiv(tl.cdiv(high - low, BLOCK_KV), SPLITS) * BLOCK_KV
+            low = low + split * share
+            high = tl.minimum(low + share, high)
+
+        best = tl.full([BLOCK_ROWS], -float("inf"), dtype=tl.float32)
+        total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
+        made = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], dtype=tl.float32)
+        table = block_table + sequence.to(tl.int64) * table_width
+        step = tl.arange(0, BLOCK_KV)
+        for at in range(low, high, BLOCK_KV):
+            position = at + step
+            inside = position < high
+            page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
+            slot = (page * PAGE + position % PAGE) * cache_slot + kv_head * cache_head
+            keys = tl.load(k_cache + slot[None, :] + lane[:, None], mask=inside[None, :] & (lane[:, None] < size), other=0.0)
+            scores = tl.dot(queries, keys, input_precision=PRECISION) * (scale * 1.4426950408889634)
+            new = position - context  # index among the new tokens; negative in the context
+            if TREE:
+                among = (new[None, :] >= 0) & real[:, None] & inside[None, :]
+                bits = tl.load(tree_mask + token[:, None] * mask_width + new[None, :], mask=among, other=0)
+                visible = (new[None, :] < 0) | (bits != 0)
+            else:
+                visible = new[None, :] <= own[:, None]
+            visible = visible & inside[None, :]
+            if WINDOW > 0:
+                visible = visible & (new[None, :] > own[:, None] - WINDOW)
+            scores = tl.where(visible, scores, -float("inf"))
+            higher = tl.maximum(best, tl.max(scores, axis=1))
+            # A row that has seen nothing yet keeps its maximum at -inf; 0 in its place keeps the exponents from NaN.
+            floor = tl.where(higher == -float("inf"), 0.0, higher)
+            weights = tl.exp2(scores - floor[:, None])
+            shrink = tl.exp2(best - floor)
+            total = total * shrink + tl.sum(weights, axis=1)
+            values = tl.load(
+                v_cache + slot[:, None] + lane[None, :], mask=inside[:, None] & (lane[None, :] < size), other=0.0
+            )
+            made = tl.dot(weights.to(values.dtype), values, made * shrink[:, None], input_precision=PRECISION)
+            best = higher
+
+        place = token * heads + head
+        if SPLITS == 1:
+            made = made / tl.where(total == 0.0, 1.0, total)[:, None]
+            tl.store(
+                out + place[:, None] * size + lane[None, :],
+                made.to(out.dtype.element_ty),
+                mask=real[:, None] & (lane[None, :] < size),
+            )
+        else:
+            place = place * SPLITS + split
+            tl.store(parts + place[:, None] * size + lane[None, :], made, mask=real[:, None] & (lane[None, :] < size))
+            tl.store(stats + place * 2, best, mask=real)
+            tl.store(stats + place * 2 + 1, total, mask=real)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def join_splits(
+    parts, stats, query_start, out, batch, heads, size, SPLITS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr
+):
+    """Program (token, head): the splits' sums, weighed by their maxima. Padding is left as it is."""
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    if token < tl.load(query_start + batch):
+        place = token * heads + tl.program_id(1)
+        lane = tl.arange(0, BLOCK_SIZE)
+        split = tl.arange(0, SPLITS)
+        best = tl.load(stats + (place * SPLITS + split) * 2)
+        total = tl.load(stats + (place * SPLITS + split) * 2 + 1)
+        made = tl.load(parts + (place * SPLITS + split)[:, None] * size + lane[None, :], mask=lane[None, :] < size, other=0.0)
+        highest = tl.max(best, axis=0)
+        weight = tl.exp2(best - tl.where(highest == -float("inf"), 0.0, highest))
+        total = tl.sum(weight * total, axis=0)
+        made = tl.sum(made * weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+        tl.store(out + place * size + lane, made.to(out.dtype.element_ty), mask=lane < size)

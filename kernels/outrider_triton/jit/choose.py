@@ -1,0 +1,361 @@
+"""Choosing tokens: argmax, draws, and what a draft's tokens are accepted for.
+
+A vocabulary is shared out among programs; each leaves the best of its share, and a last kernel decides. The randomness of
+index i at a position is word i % 4 of Philox block i // 4, just as in the reference (:mod:`outrider.device.kernels.philox`):
+it depends on seed, position, lane and index alone, not on how the vocabulary is shared out.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outrider_triton.jit.dependent import begin
+
+
+@triton.jit
+def _uniform(words):
+    """Uniform float32 in (0, 1) from 32 bits."""
+    return ((words >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
+
+
+@triton.jit
+def uniforms(seed, position, LANE: tl.constexpr, start, COUNT: tl.constexpr):
+    """Uniforms of indices ``start`` (a multiple of 4) to ``start + COUNT``."""
+    block = (start // 4 + tl.arange(0, COUNT // 4)).to(tl.uint32)
+    zero = block * 0
+    low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
+    high = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    a, b, c, d = tl.philox(seed.to(tl.uint64, bitcast=True), block, low, high, zero + LANE)
+    return _uniform(tl.interleave(tl.interleave(a, c), tl.interleave(b, d)))
+
+
+@triton.jit
+def gumbel(seed, position, LANE: tl.constexpr, start, COUNT: tl.constexpr):
+    """Gumbel noise of some indices."""
+    return -tl.log(-tl.log(uniforms(seed, position, LANE, start, COUNT)))
+
+
+@triton.jit
+def _better(best, best_at, values, start):
+    """The larger of ``best`` and the largest of ``values``, and its index; the lower index among equals."""
+    top = tl.max(values, axis=0)
+    at = start + tl.argmax(values, axis=0, tie_break_left=True)
+    return tl.where(top > best, top, best), tl.where(top > best, at, best_at)
+
+
+@triton.jit
+def _winner(best, index, row, SHARES: tl.constexpr):
+    """The index that won over all shares; earlier shares hold lower indices."""
+    share = tl.arange(0, SHARES)
+    at = tl.argmax(tl.load(best + row * SHARES + share), axis=0, tie_break_left=True)
+    return tl.load(index + row * SHARES + at)
+
+
+@triton.jit
+def _depth(parents, node, DEPTH: tl.constexpr):
+    """How many steps a node is from the root, at most DEPTH."""
+    depth = 0
+    parent = tl.load(parents + node)
+    for _ in tl.static_range(DEPTH):
+        inside = parent >= 0
+        depth += inside.to(tl.int32)
+        parent = tl.load(parents + tl.maximum(parent, 0), mask=inside, other=-1)
+    return depth
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def best_of_shares(
+    logits,
+    temperature,
+    seeds,
+    positions,
+    parents,
+    best,
+    index,
+    nodes,
+    vocabulary,
+    row_stride,
+    SAMPLING: tl.constexpr,
+    LANE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SHARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (row, share): the choice among the share's tokens, for rows of ``nodes`` a request.
+
+    Row r is node r % nodes of request r // nodes. Its position is the request's, plus the node's depth in a tree (DEPTH > 0),
+    where ``parents`` [B, nodes] says what lies above it.
+    """
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    share = tl.program_id(1)
+    request = row // nodes
+    span = tl.cdiv(tl.cdiv(vocabulary, SHARES), BLOCK) * BLOCK
+    hot = False
+    heat = 1.0
+    seed = tl.zeros([], dtype=tl.int64)
+    position = tl.zeros([], dtype=tl.int64)
+    if SAMPLING:
+        heat = tl.load(temperature + request)
+        hot = heat > 0
+        heat = tl.where(hot, heat, 1.0)
+        seed = tl.load(seeds + request)
+        position = tl.load(positions + request)
+        if DEPTH > 0:
+            position += _depth(parents + request * nodes, row % nodes, DEPTH)
+    top = tl.full([], -float("inf"), dtype=tl.float32)
+    top_at = share * span
+    for start in range(share * span, tl.minimum(share * span + span, vocabulary), BLOCK):
+        lane = start + tl.arange(0, BLOCK)
+        values = tl.load(logits + row * row_stride + lane, mask=lane < vocabulary, other=-float("inf")).to(tl.float32)
+        if SAMPLING:
+            if hot:
+                values = tl.div_rn(values, tl.zeros_like(values) + heat) + gumbel(seed, position, LANE, start, BLOCK)
+        top, top_at = _better(top, top_at, values, start)
+    tl.store(best + row * SHARES + share, top)
+    tl.store(index + row * SHARES + share, top_at)
+
+
+@triton.jit
+def decide(best, index, tokens, SHARES: tl.constexpr, PDL: tl.constexpr):
+    """One row: the token that won."""
+    begin(PDL)
+    row = tl.program_id(0)
+    tl.store(tokens + row, _winner(best, index, row, SHARES).to(tl.int64))
+
+
+@triton.jit
+def accept_greedy(
+    best, index, drafts, tokens, accepted, drafted, SHARES: tl.constexpr, DRAFTED: tl.constexpr, PDL: tl.constexpr
+):
+    """One request: drafts are accepted up to the first that isn't the argmax. ``drafted`` is DRAFTED."""
+    begin(PDL)
+    request = tl.program_id(0)
+    alive = True
+    count = 0
+    for step in tl.static_range(DRAFTED + 1):
+        choice = _winner(best, index, request * (drafted + 1) + step, SHARES).to(tl.int64)
+        tl.store(tokens + request * (drafted + 1) + step, tl.where(alive, choice, -1))
+        if step < DRAFTED:
+            alive = alive & (tl.load(drafts + request * drafted + step) == choice)
+            count += alive.to(tl.int32)
+    tl.store(accepted + request, count.to(tl.int64))
+
+
+@triton.jit
+def walk_tree(
+    best,
+    index,
+    drafts,
+    parents,
+    tokens,
+    path,
+    accepted,
+    nodes,
+    SHARES: tl.constexpr,
+    NODES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One request: from the root, follow the first child that holds the choice. ``drafts`` and ``parents`` are [B, nodes]."""
+    begin(PDL)
+    request = tl.program_id(0)
+    node = tl.arange(0, NODES)
+    mine = node < nodes
+    parent = tl.load(parents + request * nodes + node, mask=mine, other=-2)
+    token = tl.load(drafts + request * nodes + node, mask=mine, other=-1)
+    here = tl.zeros([], dtype=tl.int32)
+    alive = tl.full([], 1, dtype=tl.int1)
+    count = 0
+    for level in tl.static_range(DEPTH + 1):
+        choice = _winner(best, index, request * nodes + here, SHARES).to(tl.int64)
+        tl.store(tokens + request * (DEPTH + 1) + level, tl.where(alive, choice, -1))
+        tl.store(path + request * (DEPTH + 1) + level, tl.where(alive, here, 0).to(tl.int64))
+        if level < DEPTH:
+            match = mine & (parent == here) & (token == choice)
+            child = tl.min(tl.where(match, node, NODES), axis=0)
+            alive = alive & (child < NODES)
+            count += alive.to(tl.int32)
+            here = tl.where(alive, child, here)
+    tl.store(accepted + request, count.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["drafted"])
+def softmax_of_shares(
+    logits,
+    temperature,
+    best,
+    index,
+    sums,
+    drafted,
+    vocabulary,
+    request_stride,
+    row_stride,
+    SHARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (row, share): maximum, its index, and the sum of exponents of logits / temperature below it."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    share = tl.program_id(1)
+    request = row // (drafted + 1)
+    heat = tl.load(temperature + request)
+    heat = tl.where(heat > 0, heat, 1.0)
+    span = tl.cdiv(tl.cdiv(vocabulary, SHARES), BLOCK) * BLOCK
+    source = logits + request * request_stride + (row % (drafted + 1)) * row_stride
+    top = tl.full([], -float("inf"), dtype=tl.float32)
+    top_at = share * span
+    total = tl.zeros([], dtype=tl.float32)
+    for start in range(share * span, tl.minimum(share * span + span, vocabulary), BLOCK):
+        lane = start + tl.arange(0, BLOCK)
+        values = tl.load(source + lane, mask=lane < vocabulary, other=-float("inf")).to(tl.float32)
+        before = top
+        top, top_at = _better(top, top_at, values, start)
+        floor = tl.where(top == -float("inf"), 0.0, top)
+        fresh = tl.exp(tl.div_rn(values - floor, tl.zeros_like(values) + heat))
+        total = total * tl.exp((before - floor) / heat) + tl.sum(fresh, axis=0)
+    tl.store(best + row * SHARES + share, top)
+    tl.store(index + row * SHARES + share, top_at)
+    tl.store(sums + row * SHARES + share, total)
+
+
+@triton.jit
+def _softmax(best, sums, row, heat, SHARES: tl.constexpr):
+    """Maximum and sum of a row, from its shares."""
+    share = tl.arange(0, SHARES)
+    tops = tl.load(best + row * SHARES + share)
+    top = tl.max(tops, axis=0)
+    total = tl.sum(tl.load(sums + row * SHARES + share) * tl.exp((tops - top) / heat), axis=0)
+    return top, total
+
+
+@triton.jit(do_not_specialize=["drafted"])
+def residual_of_shares(
+    logits,
+    draft_probs,
+    temperature,
+    seeds,
+    positions,
+    best,
+    sums,
+    picked,
+    picked_at,
+    left,
+    drafted,
+    vocabulary,
+    request_stride,
+    row_stride,
+    LANE: tl.constexpr,
+    SHARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (row, share): draws from max(p - q, 0) and from p, and what the former adds up to.
+
+    ``picked`` and ``picked_at`` are [2, rows, SHARES]. Behind the last draft there is no q.
+    """
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    share = tl.program_id(1)
+    rows = tl.num_programs(0)
+    request = row // (drafted + 1)
+    step = row % (drafted + 1)
+    heat = tl.load(temperature + request)
+    if heat > 0:
+        top, total = _softmax(best, sums, row, heat, SHARES)
+        seed = tl.load(seeds + request)
+        position = tl.load(positions + request) + step
+        span = tl.cdiv(tl.cdiv(vocabulary, SHARES), BLOCK) * BLOCK
+        source = logits + request * request_stride + step * row_stride
+        draft = draft_probs + (request * drafted + step) * vocabulary
+        first = tl.full([], -float("inf"), dtype=tl.float32)
+        second = tl.full([], -float("inf"), dtype=tl.float32)
+        first_at = share * span
+        second_at = share * span
+        mass = tl.zeros([], dtype=tl.float32)
+        for start in range(share * span, tl.minimum(share * span + span, vocabulary), BLOCK):
+            lane = start + tl.arange(0, BLOCK)
+            values = tl.load(source + lane, mask=lane < vocabulary, other=-float("inf")).to(tl.float32)
+            target = tl.exp(tl.div_rn(values - top, tl.zeros_like(values) + heat)) / total
+            other = tl.load(draft + lane, mask=(lane < vocabulary) & (step < drafted), other=0.0)
+            rest = tl.maximum(target - other, 0.0)
+            mass += tl.sum(rest, axis=0)
+            noise = gumbel(seed, position, LANE, start, BLOCK)
+            first, first_at = _better(first, first_at, tl.log(rest) + noise, start)
+            second, second_at = _better(second, second_at, tl.log(target) + noise, start)
+        tl.store(picked + row * SHARES + share, first)
+        tl.store(picked_at + row * SHARES + share, first_at)
+        tl.store(picked + (rows + row) * SHARES + share, second)
+        tl.store(picked_at + (rows + row) * SHARES + share, second_at)
+        tl.store(left + row * SHARES + share, mass)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def accept_sampling(
+    logits,
+    drafts,
+    draft_probs,
+    temperature,
+    seeds,
+    positions,
+    best,
+    index,
+    sums,
+    picked,
+    picked_at,
+    left,
+    tokens,
+    accepted,
+    rows,
+    drafted,
+    vocabulary,
+    request_stride,
+    row_stride,
+    LANE: tl.constexpr,
+    SHARES: tl.constexpr,
+    DRAFTED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One request: a draft is accepted with probability min(1, p / q); a row at temperature 0, if it is the argmax."""
+    begin(PDL)
+    request = tl.program_id(0).to(tl.int64)
+    heat = tl.load(temperature + request)
+    hot = heat > 0
+    heat = tl.where(hot, heat, 1.0)
+    seed = tl.load(seeds + request)
+    position = tl.load(positions + request)
+    share = tl.arange(0, SHARES)
+    alive = tl.full([], 1, dtype=tl.int1)
+    count = 0
+    for step in tl.static_range(DRAFTED + 1):
+        row = request * (drafted + 1) + step
+        following = _winner(best, index, row, SHARES)
+        taken = alive
+        draft = tl.zeros([], dtype=tl.int64)
+        if step < DRAFTED:
+            draft = tl.load(drafts + request * drafted + step)
+            passes = draft == following
+            if hot:
+                top, total = _softmax(best, sums, row, heat, SHARES)
+                logit = tl.load(logits + request * request_stride + step * row_stride + draft).to(tl.float32)
+                p = tl.exp(tl.div_rn(logit - top, heat)) / total
+                q = tl.load(draft_probs + (request * drafted + step) * vocabulary + draft)
+                coin = uniforms(seed, position + step, LANE, 0, 4)
+                coin = tl.sum(tl.where(tl.arange(0, 4) == 0, coin, 0.0), axis=0)
+                passes = coin * q < p
+            taken = alive & passes
+        if hot:
+            mass = tl.sum(tl.load(left + row * SHARES + share), axis=0)
+            which = tl.where(mass > 0, 0, 1) * rows
+            following = _winner(picked, picked_at, which + row, SHARES)
+        chosen = following.to(tl.int64)
+        if step < DRAFTED:
+            chosen = tl.where(taken, draft, chosen)
+            count += taken.to(tl.int32)
+        tl.store(tokens + row, tl.where(alive, chosen, -1))
+        if step < DRAFTED:
+            alive = taken
+    tl.store(accepted + request, count.to(tl.int64))

@@ -1,0 +1,153 @@
+"""Skinny matrix products: few tokens, so what counts is how fast the weights are read.
+
+The weights are the wide operand of the matrix unit, tokens the narrow one: a tile of 16 tokens wastes little. Weights are
+read once and leave the cache first. A program asks for the first ``ahead`` columns of its weights while the kernel before it
+still runs, since weights don't depend on it; and when it's done, for its share of the weights ``soon`` to be read, so that
+memory isn't idle between two kernels. A program has ``each`` rows of the weight, at most BLOCK_N: so many that all programs
+run at the same time, and no multiprocessor has a tile more than another.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outrider_triton.jit.dependent import ask_for_rows, ask_for_share
+
+
+@triton.jit
+def _dependent(PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit(do_not_specialize=["m", "each", "ahead", "soon_each", "soon_bytes"])
+def linear(
+    x,
+    weight,
+    descriptor,
+    bias,
+    out,
+    m,
+    n,
+    k,
+    x_stride,
+    each,
+    ahead,
+    soon,
+    soon_each,
+    soon_bytes,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
+    THREADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``x [m, k] @ weight [n, k].T``. Split: part p is ``out [p, m, n]`` in float32, over its own share of k, without bias.
+
+    ``EVEN``: k is a multiple of SPLIT * BLOCK_K. ``DESCRIPTOR``: tiles of the weight come through the device's copy engine.
+    """
+    part = tl.program_id(1)
+    lane_n = tl.arange(0, BLOCK_N)
+    rows = tl.program_id(0) * each + lane_n
+    mine = (lane_n < each) & (rows < n)
+    tokens = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    span = tl.cdiv(tl.cdiv(k, SPLIT), BLOCK_K) * BLOCK_K
+    start = part * span
+    end = tl.minimum(start + span, k)
+    if PDL:
+        # Rows of others ask for the last row: harmless.
+        ask_for_rows(weight + tl.minimum(rows, n - 1).to(tl.int64) * k + start, tl.minimum(ahead, end - start))
+    _dependent(PDL)
+
+    lane = tl.arange(0, BLOCK_K)
+    tile = weight + rows.to(tl.int64)[:, None] * k + lane[None, :]
+    column = x + tokens.to(tl.int64)[None, :] * x_stride + lane[:, None]
+    total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for at in range(start, end, BLOCK_K):
+        if DESCRIPTOR:
+            w = descriptor.load([tl.program_id(0) * each, at])
+        elif EVEN:
+            w = tl.load(tile + at, mask=mine[:, None], other=0.0, eviction_policy="evict_first")
+        else:
+            w = tl.load(tile + at, mask=mine[:, None] & (lane[None, :] + at < end), other=0.0, eviction_policy="evict_first")
+        if EVEN:
+            t = tl.load(column + at, mask=tokens[None, :] < m, other=0.0)
+        else:
+            t = tl.load(column + at, mask=(tokens[None, :] < m) & (lane[:, None] + at < end), other=0.0)
+        total = tl.dot(w, t, total)
+    if HAS_BIAS:
+        total += tl.load(bias + rows, mask=mine, other=0.0).to(tl.float32)[:, None]
+    there = out + part.to(tl.int64) * m * n + tokens.to(tl.int64)[None, :] * n + rows[:, None]
+    tl.store(there, total.to(out.dtype.element_ty), mask=(tokens[None, :] < m) & mine[:, None])
+    if PDL:
+        ask_for_share(soon, soon_each, soon_bytes, THREADS)
+
+
+@triton.jit(do_not_specialize=["m", "each", "ahead", "soon_each", "soon_bytes"])
+def linear_silu_mul(
+    x,
+    weight,
+    bias,
+    out,
+    m,
+    n,
+    k,
+    x_stride,
+    each,
+    ahead,
+    soon,
+    soon_each,
+    soon_bytes,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    THREADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``silu(x @ gate.T) * (x @ up.T)``: the weight's first n rows are the gate's, the next n those of up."""
+    lane_n = tl.arange(0, BLOCK_N)
+    rows = tl.program_id(0) * each + lane_n
+    mine = (lane_n < each) & (rows < n)
+    tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if PDL:
+        first = weight + tl.minimum(rows, n - 1).to(tl.int64) * k
+        ask_for_rows(first, ahead)
+        ask_for_rows(first + n.to(tl.int64) * k, ahead)
+    _dependent(PDL)
+
+    lane = tl.arange(0, BLOCK_K)
+    gates = weight + rows.to(tl.int64)[:, None] * k + lane[None, :]
+    ups = gates + n.to(tl.int64) * k
+    column = x + tokens.to(tl.int64)[None, :] * x_stride + lane[:, None]
+    gate = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for at in range(0, k, BLOCK_K):
+        if EVEN:
+            mask = mine[:, None]
+            t = tl.load(column + at, mask=tokens[None, :] < m, other=0.0)
+        else:
+            mask = mine[:, None] & (lane[None, :] + at < k)
+            t = tl.load(column + at, mask=(tokens[None, :] < m) & (lane[:, None] + at < k), other=0.0)
+        g = tl.load(gates + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        u = tl.load(ups + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        gate = tl.dot(g, t, gate)
+        up = tl.dot(u, t, up)
+    if HAS_BIAS:
+        gate += tl.load(bias + rows, mask=mine, other=0.0).to(tl.float32)[:, None]
+        up += tl.load(bias + n + rows, mask=mine, other=0.0).to(tl.float32)[:, None]
+    # Rounded where the reference rounds: after each product and after the activation.
+    gate = gate.to(out.dtype.element_ty).to(tl.float32)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+    up = up.to(out.dtype.element_ty).to(tl.float32)
+    there = out + tokens.to(tl.int64)[None, :] * n + rows[:, None]
+    tl.store(there, (gate * up).to(out.dtype.element_ty), mask=(tokens[None, :] < m) & mine[:, None])
+    if PDL:
+        ask_for_share(soon, soon_each, soon_bytes, THREADS)

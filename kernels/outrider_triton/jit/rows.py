@@ -1,0 +1,174 @@
+"""Kernels that take one token or row a program: norms, SwiGLU, rope with the cache's write, moves of rows."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outrider_triton.jit.dependent import begin
+
+
+@triton.jit
+def norm(wide, weight, out_type: tl.constexpr, size, eps):
+    """RMS norm of one row in float32, rounded as the reference rounds it: before the weight and after it."""
+    mean = tl.sum(wide * wide, axis=0) / size
+    normed = (wide * tl.rsqrt(mean + eps)).to(out_type).to(tl.float32)
+    return (weight.to(tl.float32) * normed).to(out_type)
+
+
+@triton.jit(do_not_specialize=["inner"])
+def rms_norm(x, weight, out, eps, size, inner, stride_outer, stride_inner, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Row r of ``x`` is at (r // inner, r % inner); ``out`` is contiguous."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < size
+    wide = tl.load(x + (row // inner) * stride_outer + (row % inner) * stride_inner + lane, mask=inside, other=0.0)
+    scale = tl.load(weight + lane, mask=inside, other=0.0)
+    tl.store(out + row * size + lane, norm(wide.to(tl.float32), scale, out.dtype.element_ty, size, eps), mask=inside)
+
+
+@triton.jit(do_not_specialize=["part_stride"])
+def add_rms_norm(
+    x,
+    bias,
+    residual,
+    weight,
+    out,
+    eps,
+    size,
+    part_stride,
+    PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``residual += sum of x's parts (+ bias)``, then its norm. Parts are those of a matrix product that was split."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < size
+    total = tl.load(x + row * size + lane, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(x + part * part_stride + row * size + lane, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias + lane, mask=inside, other=0.0).to(tl.float32)
+    kept = total + tl.load(residual + row * size + lane, mask=inside, other=0.0).to(tl.float32)
+    kept = kept.to(residual.dtype.element_ty)
+    tl.store(residual + row * size + lane, kept, mask=inside)
+    scale = tl.load(weight + lane, mask=inside, other=0.0)
+    tl.store(out + row * size + lane, norm(kept.to(tl.float32), scale, out.dtype.element_ty, size, eps), mask=inside)
+
+
+@triton.jit
+def silu_mul(gate_up, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program (row, chunk)."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = lane < size
+    gate = tl.load(gate_up + row * 2 * size + lane, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * size + size + lane, mask=inside, other=0.0)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(up.dtype).to(tl.float32)
+    tl.store(out + row * size + lane, (gate * up.to(tl.float32)).to(up.dtype), mask=inside)
+
+
+@triton.jit
+def _rotate(pointers, half, cos_low, sin_low, cos_high, sin_high, mask):
+    """Both halves of some heads, turned and stored in place."""
+    low = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(pointers + half, mask=mask, other=0.0).to(tl.float32)
+    turned_low = (low * cos_low - high * sin_low).to(pointers.dtype.element_ty)
+    turned_high = (high * cos_high + low * sin_high).to(pointers.dtype.element_ty)
+    tl.store(pointers, turned_low, mask=mask)
+    tl.store(pointers + half, turned_high, mask=mask)
+    return turned_low, turned_high
+
+
+@triton.jit
+def rope_write_cache(
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    slots,
+    heads,
+    kv_heads,
+    half,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    angles_token,
+    cache_slot,
+    cache_head,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token. Strides are in elements; the cache's slots lie ``cache_slot`` apart."""
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = lane < half
+    cos_low = tl.load(cos + token * angles_token + lane, mask=inside, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + token * angles_token + lane, mask=inside, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + token * angles_token + half + lane, mask=inside, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + token * angles_token + half + lane, mask=inside, other=0.0).to(tl.float32)
+
+    head = tl.arange(0, BLOCK_Q)[:, None]
+    _rotate(q + token * q_token + head * q_head + lane, half, cos_low, sin_low, cos_high, sin_high, inside & (head < heads))
+
+    head = tl.arange(0, BLOCK_KV)[:, None]
+    mask = inside & (head < kv_heads)
+    low, high = _rotate(k + token * k_token + head * k_head + lane, half, cos_low, sin_low, cos_high, sin_high, mask)
+    there = tl.load(slots + token) * cache_slot + head * cache_head + lane
+    tl.store(k_cache + there, low, mask=mask)
+    tl.store(k_cache + there + half, high, mask=mask)
+    value = v + token * v_token + head * v_head + lane
+    tl.store(v_cache + there, tl.load(value, mask=mask, other=0.0), mask=mask)
+    tl.store(v_cache + there + half, tl.load(value + half, mask=mask, other=0.0), mask=mask)
+
+
+@triton.jit(do_not_specialize=["moves"])
+def move_cache(
+    k_cache, v_cache, sources, destinations, moves, size, MOVES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """A program moves one stretch of columns of every row: it reads them all before it writes any."""
+    begin(PDL)
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    move = tl.arange(0, MOVES)
+    source = tl.load(sources + move, mask=move < moves, other=0)[:, None]
+    destination = tl.load(destinations + move, mask=move < moves, other=0)[:, None]
+    mask = (lane < size) & (move < moves)[:, None]
+    keys = tl.load(k_cache + source * size + lane, mask=mask, other=0.0)
+    values = tl.load(v_cache + source * size + lane, mask=mask, other=0.0)
+    tl.debug_barrier()  # another thread's row may be this one's destination
+    tl.store(k_cache + destination * size + lane, keys, mask=mask)
+    tl.store(v_cache + destination * size + lane, values, mask=mask)
+
+
+@triton.jit
+def gather_rows(state, rows, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program (row, chunk)."""
+    begin(PDL)
+    number = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows + number)
+    tl.store(out + number * size + lane, tl.load(state + row * size + lane, mask=lane < size), mask=lane < size)
+
+
+@triton.jit
+def scatter_rows(state, rows, values, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program (row, chunk)."""
+    begin(PDL)
+    number = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows + number)
+    tl.store(state + row * size + lane, tl.load(values + number * size + lane, mask=lane < size), mask=lane < size)

@@ -1,0 +1,267 @@
+"""TritonKernels: a KernelSet that uses Triton's kernels where they were measured to be faster, or everywhere if told to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from outrider.device import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE, AttentionMetadata, KernelSet
+from outrider_triton import ops as _ops  # noqa: F401  (registers the operators)
+from outrider_triton.launch import power_of_two, shares, splits
+from outrider_triton.table import UNTUNED, MatmulConfig, Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_TRITON = torch.ops.outrider
+_MOVES = 256
+_SKINNY = 128
+"""More tokens than this are a matrix product for the library."""
+
+
+class TritonKernels(KernelSet):
+    """Kernels in Triton.
+
+    ``table``: what was measured on this device; None: nothing. ``everywhere``: use them all, measured or not. ``processors``:
+    multiprocessors (compute units) of the device. ``pdl``: the device can start a kernel before the one ahead has ended.
+
+    float64 goes to the references, which are exact in it; so do shapes that a kernel's docstring excludes.
+    """
+
+    name = "triton"
+
+    def __init__(self, *, table: Table | None, everywhere: bool, processors: int, pdl: bool) -> None:
+        self.table = table
+        self._everywhere = everywhere
+        self.processors = processors
+        self._pdl = pdl
+        tuned = "untuned" if table is None else f"tuned for {table.device}"
+        self.name = "triton, everywhere" if everywhere else f"triton, {tuned}"
+
+    def _uses(self, kernel: str, *operands: Tensor) -> bool:
+        if any(operand.dtype is torch.float64 for operand in operands):
+            return False
+        return self._everywhere or (self.table is not None and self.table.kernels.get(kernel, False))
+
+    def matmul_config(self, operator: str, x: Tensor, weight: Tensor) -> MatmulConfig | None:
+        """The configuration for ``x [..., K] @ weight.T``, or None for torch's own.
+
+        ``operator`` is ``linear``, ``linear_silu_mul`` (``weight`` then holds gate and up) or ``linear_parts``, whose
+        consumer adds the parts of a split product.
+        """
+        if x.dtype not in (torch.bfloat16, torch.float16) or not weight.is_contiguous() or x.dtype is not weight.dtype:
+            return None
+        m, (n, k) = x.numel() // x.shape[-1], weight.shape
+        if not 0 < m <= _SKINNY:
+            return None
+        entry = None if self.table is None else self.table.entry(operator, str(x.dtype)[6:], n=n, k=k, m=m)
+        if entry is not None:
+            return entry.config
+        return UNTUNED if self._everywhere else None
+
+    # -- matrix products -------------------------------------------------------------------------------------------
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, soon: Tensor | None = None) -> Tensor:
+        """Triton's where it was faster for this shape and so few tokens."""
+        config = self.matmul_config("linear", x, weight)
+        if config is None:
+            return super().linear(x, weight, bias)
+        return _TRITON.linear.triton(x, weight, bias, soon, config.as_list(), self._pdl)  # type: ignore[no-any-return]
+
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, soon: Tensor | None = None) -> Tensor:
+        """One kernel where it was faster, else the product and the activation."""
+        config = self.matmul_config("linear_silu_mul", x, weight)
+        if config is None:
+            return super().linear_silu_mul(x, weight, bias)
+        return _TRITON.linear_silu_mul.triton(x, weight, bias, soon, config.as_list(), self._pdl)  # type: ignore[no-any-return]
+
+    def linear_add_rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        *,
+        soon: Tensor | None = None,
+    ) -> Tensor:
+        """A product that may be split, whose parts the norm adds up."""
+        config = self.matmul_config("linear_parts", x, weight)
+        if config is None or not self._uses("add_rms_norm", residual):
+            return super().linear_add_rms_norm(x, weight, bias, residual, norm, eps)
+        parts = _TRITON.linear_parts.triton(x, weight, soon, config.as_list(), self._pdl)
+        return _TRITON.add_parts_rms_norm.triton(parts, bias, residual, norm, eps, self._pdl)  # type: ignore[no-any-return]
+
+    # -- rows ------------------------------------------------------------------------------------------------------
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """A program a row."""
+        if not self._uses("rms_norm", x):
+            return super().rms_norm(x, weight, eps)
+        return _TRITON.rms_norm.triton(x, weight, eps, self._pdl)  # type: ignore[no-any-return]
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """A program a row."""
+        if not self._uses("add_rms_norm", x) or not residual.is_contiguous():
+            return super().add_rms_norm(x, residual, weight, eps)
+        return _TRITON.add_rms_norm.triton(x, residual, weight, eps, self._pdl)  # type: ignore[no-any-return]
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Elementwise."""
+        if not self._uses("silu_mul", gate_up):
+            return super().silu_mul(gate_up)
+        return _TRITON.silu_mul.triton(gate_up, self._pdl)  # type: ignore[no-any-return]
+
+    def rope_write_cache(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+    ) -> None:
+        """A program a token: rotates, and writes the cache in the same breath."""
+        straight = all(x.stride(-1) == 1 for x in (q, k, v, cos, sin))
+        if not self._uses("rope_write_cache", q) or not straight:
+            super().rope_write_cache(q, k, v, cos, sin, k_cache, v_cache, slots)
+            return
+        _TRITON.rope_write_cache.triton(q, k, v, cos, sin, k_cache, v_cache, slots, self._pdl)
+
+    def move_cache(self, k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
+        """Up to 256 rows at once."""
+        if not self._uses("move_cache", k_cache) or sources.shape[0] > _MOVES:
+            super().move_cache(k_cache, v_cache, sources, destinations)
+            return
+        _TRITON.move_cache.triton(k_cache, v_cache, sources, destinations, self._pdl)
+
+    def gather_rows(self, state: Tensor, rows: Tensor) -> Tensor:
+        """A program a row and stretch of columns."""
+        if not self._uses("gather_rows", state) or not state.is_contiguous():
+            return super().gather_rows(state, rows)
+        return _TRITON.gather_rows.triton(state, rows, self._pdl)  # type: ignore[no-any-return]
+
+    def scatter_rows(self, state: Tensor, rows: Tensor, values: Tensor) -> None:
+        """A program a row and stretch of columns."""
+        if not self._uses("scatter_rows", state) or not state.is_contiguous():
+            super().scatter_rows(state, rows, values)
+            return
+        _TRITON.scatter_rows.triton(state, rows, values, self._pdl)
+
+    # -- attention -------------------------------------------------------------------------------------------------
+
+    def attention_config(self, q: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> list[int]:
+        """Rows and cached tokens of a block, splits, warps and stages, from what the host knows."""
+        group = q.shape[1] // k_cache.shape[2]
+        block_rows = max(16, min(64, power_of_two(metadata.max_query * group)))
+        block_rows = max(block_rows, power_of_two(group))
+        wide = q.dtype is torch.float32
+        block_kv = 32 if wide else 64
+        groups = metadata.kv_lens.shape[0] * k_cache.shape[2] * -(-metadata.max_query // (block_rows // group))
+        tuned = None if self.table is None or wide else self.table.attention_config(groups, metadata.max_kv)
+        if tuned is not None:
+            return [block_rows, tuned.block_kv, tuned.split, tuned.warps, tuned.stages, tuned.soon]
+        split = splits(groups, metadata.max_kv, self.processors, block_kv)
+        return [block_rows, block_kv, split, 4, 2 if wide else 3, 0]
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int = 0,
+        soon: Tensor | None = None,
+    ) -> Tensor:
+        """Online softmax over the pages; few queries split the cached tokens among programs."""
+        if not self._uses("paged_attention", q) or q.shape[-1] > 256:
+            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+        return _TRITON.paged_attention.triton(  # type: ignore[no-any-return]
+            q,
+            k_cache,
+            v_cache,
+            metadata.query_start,
+            metadata.kv_lens,
+            metadata.block_table,
+            metadata.tree_mask,
+            metadata.max_query,
+            metadata.max_kv,
+            scale,
+            window,
+            soon,
+            self.attention_config(q, k_cache, metadata),
+            self._pdl,
+        )
+
+    # -- choices ---------------------------------------------------------------------------------------------------
+
+    def _shares(self, shape: Sequence[int]) -> int:
+        rows = 1
+        for size in shape[:-1]:
+            rows *= size
+        return shares(rows, shape[-1], self.processors)
+
+    def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
+        """The vocabulary shared out among programs."""
+        if not self._uses("sample", logits):
+            return super().sample(logits, temperature, seeds, positions, draft=draft)
+        lane = LANE_DRAFT if draft else LANE_SAMPLE
+        count = self._shares(logits.shape)
+        return _TRITON.sample.triton(logits, temperature, seeds, positions, lane, count, self._pdl)  # type: ignore[no-any-return]
+
+    def verify_chain(
+        self,
+        target_logits: Tensor,
+        draft_tokens: Tensor,
+        draft_probs: Tensor | None,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Two launches where no row samples, else three."""
+        if not self._uses("verify_chain", target_logits) or not draft_tokens.numel():
+            return super().verify_chain(target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
+        lanes = [LANE_ACCEPT, LANE_RESIDUAL]
+        count = self._shares(target_logits.shape)
+        return _TRITON.verify_chain.triton(  # type: ignore[no-any-return]
+            target_logits, draft_tokens, draft_probs, temperature, seeds, positions, lanes, count, self._pdl
+        )
+
+    def verify_tree(
+        self,
+        target_logits: Tensor,
+        tokens: Tensor,
+        parents: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        *,
+        depth: int,
+        sampling: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The choice at every node, then the walk."""
+        if not self._uses("verify_tree", target_logits):
+            return super().verify_tree(
+                target_logits, tokens, parents, temperature, seeds, positions, depth=depth, sampling=sampling
+            )
+        count = self._shares(target_logits.shape)
+        return _TRITON.verify_tree.triton(  # type: ignore[no-any-return]
+            target_logits,
+            tokens,
+            parents,
+            temperature,
+            seeds,
+            positions,
+            depth,
+            sampling,
+            LANE_SAMPLE,
+            count,
+            self._pdl,
+        )

@@ -1,0 +1,47 @@
+"""Launching: block sizes from shapes, and the launch attribute of dependent kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def power_of_two(value: int) -> int:
+    """The least power of two that isn't below ``value``."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def warps_for(block: int) -> int:
+    """Warps for a block of so many numbers: about 8 a thread."""
+    return min(max(block // 256, 1), 16)
+
+
+def shares(rows: int, vocabulary: int, processors: int) -> int:
+    """Among how many programs a vocabulary is shared out, so that ``rows`` of them fill the device about twice."""
+    return max(1, min(64, power_of_two(-(-2 * processors // max(rows, 1))), power_of_two(vocabulary // 2048)))
+
+
+def splits(groups: int, max_kv: int, processors: int, block: int) -> int:
+    """Among how many programs the cached tokens of a sequence are split; ``groups``: programs without a split."""
+    wanted = -(-2 * processors // max(groups, 1))
+    useful = max_kv // (2 * block)
+    return max(1, min(64, power_of_two(min(wanted, useful) + 1) // 2))
+
+
+def soon_share(soon: Tensor | None, kib: int, programs: int, warps: int, pdl: bool) -> tuple[Tensor | None, int, int]:
+    """What a kernel's programs ask for early: the weights, bytes a thread (0: nothing) and bytes in all."""
+    if soon is None or not pdl or kib <= 0:
+        return None, 0, 0
+    total = min(kib << 10, soon.numel() * soon.element_size()) // 128 * 128
+    each = -(-total // (programs * warps * 32 * 128)) * 128
+    return (soon, each, total) if each <= total else (None, 0, 0)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, pdl: bool, warps: int, **settings: Any) -> None:
+    """Enqueue a kernel on the ambient stream; an empty grid is no launch."""
+    if min(grid) < 1:
+        return
+    if pdl:
+        settings["launch_pdl"] = True
+    kernel[grid](*arguments, PDL=pdl, num_warps=warps, **settings)

@@ -1,0 +1,588 @@
+"""The kernels as torch operators: overloads ``triton`` of the seam's own operators, and a few of their own.
+
+An overload has the operands of the operator that it belongs to, under the same names, and so the same rows
+(``ROW_ACCESS``); then come integers that say how to launch. What it returns depends on its operands alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from outrider_triton.jit import attention, choose, matmul, rows
+from outrider_triton.launch import launch, power_of_two, soon_share, warps_for
+
+# torch unregisters an operator when its Library is collected, so this module must own it.
+_LIBRARY = torch.library.Library("outrider", "FRAGMENT")
+_VOCABULARY_BLOCK = 1024
+_MOVES = 256
+"""The most rows that a program of ``move_cache`` holds at once."""
+
+
+def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"outrider::{name}", fake, lib=_LIBRARY)
+
+
+# -- rows ----------------------------------------------------------------------------------------------------------
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    torch._check(x.shape[-1:] == weight.shape, lambda: f"norm of {tuple(x.shape)} with a weight of {tuple(weight.shape)}")
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool) -> Tensor:
+    out = _normed(x, weight)
+    size = x.shape[-1]
+    if x.dim() == 3 and x.stride(-1) == 1:
+        inner, outer_stride, inner_stride = x.shape[1], x.stride(0), x.stride(1)
+    else:
+        x = x.contiguous()
+        inner, outer_stride, inner_stride = 1, size, size
+    block = power_of_two(size)
+    launch(
+        rows.rms_norm,
+        (out.numel() // size if size else 0,),
+        *(x, weight, out, eps, size, inner, outer_stride, inner_stride),
+        BLOCK=block,
+        pdl=pdl,
+        warps=warps_for(block),
+    )
+    return out
+
+
+_define(
+    "rms_norm.triton(Tensor x, Tensor weight, float eps, bool pdl) -> Tensor",
+    _rms_norm,
+    lambda x, weight, eps, pdl: _normed(x, weight),
+)
+
+
+def _add_parts(x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, pdl: bool) -> Tensor:
+    """``x`` is [T, H], or [parts, T, H] of a product that was split."""
+    parts = 1 if x.dim() == residual.dim() else x.shape[0]
+    torch._check(
+        x.shape[-residual.dim() :] == residual.shape and residual.is_contiguous(),
+        lambda: f"adding {tuple(x.shape)} to a residual of {tuple(residual.shape)}; expected equal, contiguous rows",
+    )
+    out = _normed(residual, weight)
+    size = residual.shape[-1]
+    block = power_of_two(size)
+    launch(
+        rows.add_rms_norm,
+        (out.numel() // size,),
+        *(x.contiguous(), bias, residual, weight, out, eps, size, residual.numel()),
+        PARTS=parts,
+        HAS_BIAS=bias is not None,
+        BLOCK=block,
+        pdl=pdl,
+        warps=warps_for(block),
+    )
+    return out
+
+
+_define(
+    "add_rms_norm.triton(Tensor x, Tensor(a!) residual, Tensor weight, float eps, bool pdl) -> Tensor",
+    lambda x, residual, weight, eps, pdl: _add_parts(x, None, residual, weight, eps, pdl),
+    lambda x, residual, weight, eps, pdl: _normed(residual, weight),
+)
+_define(
+    "add_parts_rms_norm.triton(Tensor x, Tensor? bias, Tensor(a!) residual, Tensor weight, float eps, bool pdl) -> Tensor",
+    _add_parts,
+    lambda x, bias, residual, weight, eps, pdl: _normed(residual, weight),
+)
+
+
+def _silu_mul(gate_up: Tensor, pdl: bool) -> Tensor:
+    size = gate_up.shape[-1] // 2
+    out = gate_up.new_empty((*gate_up.shape[:-1], size))
+    block = min(power_of_two(size), 1024)
+    grid = (out.numel() // size, triton.cdiv(size, block))
+    launch(rows.silu_mul, grid, gate_up.contiguous(), out, size, BLOCK=block, pdl=pdl, warps=warps_for(block))
+    return out
+
+
+_define(
+    "silu_mul.triton(Tensor gate_up, bool pdl) -> Tensor",
+    _silu_mul,
+    lambda gate_up, pdl: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+)
+
+
+def _rope_write_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    pdl: bool,
+) -> None:
+    torch._check(
+        k_cache.is_contiguous() and v_cache.is_contiguous() and cos.stride() == sin.stride(),
+        lambda: "rope_write_cache: caches must be contiguous, and cos and sin laid out alike",
+    )
+    tokens, heads, size = q.shape
+    kv_heads = k.shape[1]
+    block_q, block_half = power_of_two(heads), power_of_two(size // 2)
+    launch(
+        rows.rope_write_cache,
+        (tokens,),
+        *(q, k, v, cos, sin, k_cache, v_cache, slots, heads, kv_heads, size // 2),
+        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), cos.stride(0)),
+        *(k_cache.stride(1), k_cache.stride(2)),
+        BLOCK_Q=block_q,
+        BLOCK_KV=power_of_two(kv_heads),
+        BLOCK_HALF=block_half,
+        pdl=pdl,
+        warps=min(max(block_q * block_half // 256, 1), 8),
+    )
+
+
+_define(
+    "rope_write_cache.triton(Tensor(a!) q, Tensor(b!) k, Tensor v, Tensor cos, Tensor sin, Tensor(c!) k_cache, "
+    "Tensor(d!) v_cache, Tensor slots, bool pdl) -> ()",
+    _rope_write_cache,
+    lambda q, k, v, cos, sin, k_cache, v_cache, slots, pdl: None,
+)
+
+
+def _move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor, pdl: bool) -> None:
+    moves = sources.shape[0]
+    torch._check(moves <= _MOVES, lambda: f"move_cache: {moves} rows at once, expected at most {_MOVES}")
+    size = k_cache.stride(1)
+    block = 64
+    launch(
+        rows.move_cache,
+        (triton.cdiv(size, block) if moves else 0,),
+        *(k_cache, v_cache, sources, destinations, moves, size),
+        MOVES=power_of_two(moves),
+        BLOCK=block,
+        pdl=pdl,
+        warps=min(max(power_of_two(moves) * block // 512, 1), 8),
+    )
+
+
+_define(
+    "move_cache.triton(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor sources, Tensor destinations, bool pdl) -> ()",
+    _move_cache,
+    lambda k_cache, v_cache, sources, destinations, pdl: None,
+)
+
+
+def _rows_grid(state: Tensor, count: int) -> tuple[tuple[int, int], int, int]:
+    size = state[0].numel()
+    block = min(power_of_two(size), 1024)
+    return (count, triton.cdiv(size, block)), size, block
+
+
+def _gather_rows(state: Tensor, rows_of: Tensor, pdl: bool) -> Tensor:
+    out = state.new_empty((rows_of.shape[0], *state.shape[1:]))
+    grid, size, block = _rows_grid(state, rows_of.shape[0])
+    launch(rows.gather_rows, grid, state, rows_of, out, size, BLOCK=block, pdl=pdl, warps=warps_for(block))
+    return out
+
+
+_define(
+    "gather_rows.triton(Tensor state, Tensor rows, bool pdl) -> Tensor",
+    _gather_rows,
+    lambda state, rows, pdl: state.new_empty((rows.shape[0], *state.shape[1:])),
+)
+
+
+def _scatter_rows(state: Tensor, rows_of: Tensor, values: Tensor, pdl: bool) -> None:
+    grid, size, block = _rows_grid(state, rows_of.shape[0])
+    values = values.contiguous()
+    launch(rows.scatter_rows, grid, state, rows_of, values, size, BLOCK=block, pdl=pdl, warps=warps_for(block))
+
+
+_define(
+    "scatter_rows.triton(Tensor(a!) state, Tensor rows, Tensor values, bool pdl) -> ()",
+    _scatter_rows,
+    lambda state, rows, values, pdl: None,
+)
+
+# -- matrix products -----------------------------------------------------------------------------------------------
+
+
+def _flat(x: Tensor, weight: Tensor) -> Tensor:
+    torch._check(
+        x.shape[-1] == weight.shape[-1] and weight.is_contiguous() and x.dtype is weight.dtype,
+        lambda: f"a product of {tuple(x.shape)} {x.dtype} with a weight of {tuple(weight.shape)} {weight.dtype}",
+    )
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def _multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, soon: Tensor | None, config: list[int], pdl: bool
+) -> None:
+    block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each, kib = config
+    flat = _flat(x, weight)
+    (m, k), n = flat.shape, weight.shape[0]
+    each = each or block_n
+    grid = triton.cdiv(n, each), split, triton.cdiv(m, block_m)
+    launch(
+        matmul.linear,
+        grid,
+        *(flat, weight, TensorDescriptor.from_tensor(weight, [block_n, block_k]) if descriptor else None, bias, out),
+        *(m, n, k, flat.stride(0), each, ahead if k % 8 == 0 else 0),
+        *soon_share(soon, kib, grid[0] * grid[1] * grid[2], warps, pdl),
+        HAS_BIAS=bias is not None,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        SPLIT=split,
+        EVEN=k % (split * block_k) == 0,
+        DESCRIPTOR=bool(descriptor),
+        THREADS=warps * 32,
+        num_stages=stages,
+        pdl=pdl,
+        warps=warps,
+    )
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, soon: Tensor | None, config: list[int], pdl: bool) -> Tensor:
+    torch._check(config[3] == 1, lambda: "a product that is split leaves parts: use linear_parts")
+    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    _multiply(x, weight, bias, out, soon, config, pdl)
+    return out
+
+
+def _linear_parts(x: Tensor, weight: Tensor, soon: Tensor | None, config: list[int], pdl: bool) -> Tensor:
+    """[split, T, N] in float32; a product that isn't split comes as [T, N] in its own dtype."""
+    out = _empty_parts(x, weight, config)
+    _multiply(x, weight, None, out, soon, config, pdl)
+    return out
+
+
+def _empty_parts(x: Tensor, weight: Tensor, config: list[int]) -> Tensor:
+    shape = (*x.shape[:-1], weight.shape[0])
+    return x.new_empty((config[3], *shape), dtype=torch.float32) if config[3] > 1 else x.new_empty(shape)
+
+
+_define(
+    "linear.triton(Tensor x, Tensor weight, Tensor? bias, Tensor? soon, int[] config, bool pdl) -> Tensor",
+    _linear,
+    lambda x, weight, bias, soon, config, pdl: x.new_empty((*x.shape[:-1], weight.shape[0])),
+)
+_define(
+    "linear_parts.triton(Tensor x, Tensor weight, Tensor? soon, int[] config, bool pdl) -> Tensor",
+    _linear_parts,
+    lambda x, weight, soon, config, pdl: _empty_parts(x, weight, config),
+)
+
+
+def _linear_silu_mul(
+    x: Tensor, weight: Tensor, bias: Tensor | None, soon: Tensor | None, config: list[int], pdl: bool
+) -> Tensor:
+    block_m, block_n, block_k, split, warps, stages, ahead, _, each, kib = config
+    torch._check(split == 1, lambda: "a gated product isn't split: the activation needs the whole sum")
+    flat = _flat(x, weight)
+    (m, k), n = flat.shape, weight.shape[0] // 2
+    out = x.new_empty((*x.shape[:-1], n))
+    each = each or block_n
+    grid = triton.cdiv(n, each), triton.cdiv(m, block_m)
+    launch(
+        matmul.linear_silu_mul,
+        grid,
+        *(flat, weight, bias, out, m, n, k, flat.stride(0), each, ahead if k % 8 == 0 else 0),
+        *soon_share(soon, kib, grid[0] * grid[1], warps, pdl),
+        HAS_BIAS=bias is not None,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        EVEN=k % block_k == 0,
+        THREADS=warps * 32,
+        num_stages=stages,
+        pdl=pdl,
+        warps=warps,
+    )
+    return out
+
+
+_define(
+    "linear_silu_mul.triton(Tensor x, Tensor weight, Tensor? bias, Tensor? soon, int[] config, bool pdl) -> Tensor",
+    _linear_silu_mul,
+    lambda x, weight, bias, soon, config, pdl: x.new_empty((*x.shape[:-1], weight.shape[0] // 2)),
+)
+
+# -- attention -----------------------------------------------------------------------------------------------------
+
+
+def _paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    kv_lens: Tensor,
+    block_table: Tensor,
+    tree_mask: Tensor | None,
+    max_query: int,
+    max_kv: int,
+    scale: float,
+    window: int,
+    soon: Tensor | None,
+    config: list[int],
+    pdl: bool,
+) -> Tensor:
+    del max_kv  # lengths are read on the device; the bound has decided the number of splits
+    block_rows, block_kv, split, warps, stages, kib = config
+    tokens, heads, size = q.shape
+    page, kv_heads = k_cache.shape[1], k_cache.shape[2]
+    group, batch = heads // kv_heads, kv_lens.shape[0]
+    torch._check(
+        k_cache.is_contiguous() and v_cache.is_contiguous() and q.stride(-1) == 1 and block_table.stride(-1) == 1,
+        lambda: "paged_attention: caches must be contiguous, and the last dimension of q and of the block table",
+    )
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    parts = stats = out
+    if split > 1:
+        parts = torch.empty((tokens, heads, split, size), dtype=torch.float32, device=q.device)
+        stats = torch.empty((tokens, heads, split, 2), dtype=torch.float32, device=q.device)
+    mask = out if tree_mask is None else tree_mask.view(torch.uint8)
+    block_size = max(power_of_two(size), 16)
+    grid = triton.cdiv(max_query, block_rows // group), batch * kv_heads, split
+    launch(
+        attention.paged_attention,
+        grid,
+        *(q, k_cache, v_cache, query_start, kv_lens, block_table, mask, out, parts, stats),
+        *soon_share(soon, kib, grid[0] * grid[1] * grid[2], warps, pdl),
+        *(tokens, batch, heads, scale, size, q.stride(0), q.stride(1), block_table.stride(0)),
+        *(mask.stride(0), k_cache.stride(1), k_cache.stride(2)),
+        PAGE=page,
+        GROUP=group,
+        WINDOW=window,
+        TREE=tree_mask is not None,
+        SPLITS=split,
+        BLOCK_ROWS=block_rows,
+        BLOCK_KV=block_kv,
+        BLOCK_SIZE=block_size,
+        PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
+        THREADS=warps * 32,
+        num_stages=stages,
+        pdl=pdl,
+        warps=warps,
+    )
+    if split > 1:
+        launch(
+            attention.join_splits,
+            (tokens, heads),
+            *(parts, stats, query_start, out, batch, heads, size),
+            SPLITS=split,
+            BLOCK_SIZE=block_size,
+            pdl=pdl,
+            warps=min(max(split * block_size // 1024, 1), 4),
+        )
+    return out
+
+
+_define(
+    "paged_attention.triton(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor kv_lens, "
+    "Tensor block_table, Tensor? tree_mask, int max_query, int max_kv, float scale, int window, Tensor? soon, "
+    "int[] config, bool pdl) "
+    "-> Tensor",
+    _paged_attention,
+    lambda q, *rest: q.new_empty(q.shape),
+)
+
+# -- choices -------------------------------------------------------------------------------------------------------
+
+
+def _best(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    parents: Tensor | None,
+    *,
+    sampling: bool,
+    lane: int,
+    depth: int,
+    shares: int,
+    pdl: bool,
+) -> tuple[Tensor, Tensor]:
+    """The best of each share [rows, shares], and its index, for ``logits`` [B, V] or [B, N, V]."""
+    nodes, vocabulary = (1 if logits.dim() == 2 else logits.shape[1]), logits.shape[-1]
+    flat = logits.reshape(-1, vocabulary)
+    if flat.stride(-1) != 1:
+        flat = flat.contiguous()
+    count = flat.shape[0]
+    best = torch.empty((count, shares), dtype=torch.float32, device=logits.device)
+    index = torch.empty((count, shares), dtype=torch.int32, device=logits.device)
+    launch(
+        choose.best_of_shares,
+        (count, shares),
+        *(flat, temperature, seeds, positions, parents, best, index, nodes, vocabulary, flat.stride(0)),
+        SAMPLING=sampling,
+        LANE=lane,
+        DEPTH=depth,
+        SHARES=shares,
+        BLOCK=_VOCABULARY_BLOCK,
+        pdl=pdl,
+        warps=4,
+    )
+    return best, index
+
+
+def _sample(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, lane: int, shares: int, pdl: bool
+) -> Tensor:
+    operands = (temperature.contiguous(), seeds.contiguous(), positions.contiguous())
+    best, index = _best(logits, *operands, None, sampling=True, lane=lane, depth=0, shares=shares, pdl=pdl)
+    tokens = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    launch(choose.decide, (tokens.shape[0],), best, index, tokens, SHARES=shares, pdl=pdl, warps=1)
+    return tokens
+
+
+_define(
+    "sample.triton(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, int lane, int shares, bool pdl) "
+    "-> Tensor",
+    _sample,
+    lambda logits, *rest: logits.new_empty(logits.shape[:-1], dtype=torch.int64),
+)
+
+
+def _verify_chain(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    lanes: list[int],
+    shares: int,
+    pdl: bool,
+) -> tuple[Tensor, Tensor]:
+    batch, drafted = draft_tokens.shape
+    drafts = draft_tokens.contiguous()
+    tokens, accepted = _empty_chain(draft_tokens)
+    if draft_probs is None:
+        best, index = _best(
+            target_logits, temperature, seeds, positions, None, sampling=False, lane=0, depth=0, shares=shares, pdl=pdl
+        )
+        launch(
+            choose.accept_greedy,
+            (batch,),
+            *(best, index, drafts, tokens, accepted, drafted),
+            SHARES=shares,
+            DRAFTED=drafted,
+            pdl=pdl,
+            warps=1,
+        )
+        return tokens, accepted
+    accept, residual = lanes
+    logits = target_logits if target_logits.stride(-1) == 1 else target_logits.contiguous()
+    vocabulary = logits.shape[-1]
+    temperature, seeds, positions = temperature.contiguous(), seeds.contiguous(), positions.contiguous()
+    probs = draft_probs.contiguous()
+    count = batch * (drafted + 1)
+
+    def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty((*shape, count, shares), dtype=dtype, device=logits.device)
+
+    best, index, sums = made(), made(dtype=torch.int32), made()
+    picked, picked_at, left = made(2), made(2, dtype=torch.int32), made()
+    sizes = (drafted, vocabulary, logits.stride(0), logits.stride(1))
+    launch(
+        choose.softmax_of_shares,
+        (count, shares),
+        *(logits, temperature, best, index, sums, *sizes),
+        BLOCK=_VOCABULARY_BLOCK,
+        SHARES=shares,
+        pdl=pdl,
+        warps=4,
+    )
+    launch(
+        choose.residual_of_shares,
+        (count, shares),
+        *(logits, probs, temperature, seeds, positions, best, sums, picked, picked_at, left, *sizes),
+        LANE=residual,
+        BLOCK=_VOCABULARY_BLOCK,
+        SHARES=shares,
+        pdl=pdl,
+        warps=4,
+    )
+    launch(
+        choose.accept_sampling,
+        (batch,),
+        *(logits, drafts, probs, temperature, seeds, positions, best, index, sums, picked, picked_at, left),
+        *(tokens, accepted, count, *sizes),
+        LANE=accept,
+        DRAFTED=drafted,
+        SHARES=shares,
+        pdl=pdl,
+        warps=1,
+    )
+    return tokens, accepted
+
+
+def _empty_chain(draft_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    batch, drafted = draft_tokens.shape
+    return draft_tokens.new_empty((batch, drafted + 1)), draft_tokens.new_empty((batch,))
+
+
+_define(
+    "verify_chain.triton(Tensor target_logits, Tensor draft_tokens, Tensor? draft_probs, Tensor temperature, Tensor seeds, "
+    "Tensor positions, int[] lanes, int shares, bool pdl) -> (Tensor, Tensor)",
+    _verify_chain,
+    lambda target_logits, draft_tokens, *rest: _empty_chain(draft_tokens),
+)
+
+
+def _verify_tree(
+    target_logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    depth: int,
+    sampling: bool,
+    lane: int,
+    shares: int,
+    pdl: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    chosen, path, accepted = _empty_path(tokens, depth)
+    parents = parents.contiguous()
+    operands = (temperature.contiguous(), seeds.contiguous(), positions.contiguous(), parents)
+    best, index = _best(
+        target_logits, *operands, sampling=sampling, lane=lane, depth=depth if sampling else 0, shares=shares, pdl=pdl
+    )
+    batch, nodes = tokens.shape
+    launch(
+        choose.walk_tree,
+        (batch,),
+        *(best, index, tokens.contiguous(), parents, chosen, path, accepted, nodes),
+        SHARES=shares,
+        NODES=power_of_two(nodes),
+        DEPTH=depth,
+        pdl=pdl,
+        warps=1,
+    )
+    return chosen, path, accepted
+
+
+def _empty_path(tokens: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (tokens.shape[0], depth + 1)
+    return tokens.new_empty(shape), tokens.new_empty(shape), tokens.new_empty(shape[:1])
+
+
+_define(
+    "verify_tree.triton(Tensor target_logits, Tensor tokens, Tensor parents, Tensor temperature, Tensor seeds, "
+    "Tensor positions, int depth, bool sampling, int lane, int shares, bool pdl) -> (Tensor, Tensor, Tensor)",
+    _verify_tree,
+    lambda target_logits, tokens, parents, temperature, seeds, positions, depth, sampling, lane, shares, pdl: _empty_path(
+        tokens, depth
+    ),
+)

@@ -1,0 +1,147 @@
+"""Tuned configurations, by device and shape: what was measured, and what is used because of it.
+
+A table is a JSON file in this package, named after the device, written by ``python -m outrider_triton.tune``. Each entry of a
+matrix product says which configuration was fastest and how long it and torch's own took; where torch's own won, the entry
+says so and torch's own is used. The same for each other kernel. Without a table nothing was measured: torch's own is used.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from importlib import resources
+from math import log2
+from typing import Any
+
+from outrider.device import BackendLoadError
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulConfig:
+    """How a skinny matrix product is cut up.
+
+    Blocks of ``block_m`` tokens, ``block_n`` rows of the weight and ``block_k`` columns; k is shared out among ``split``
+    programs; ``warps`` a program and ``stages`` of loads in flight; ``ahead`` columns (a multiple of 256) of the
+    weight are asked for ahead of the kernel before; ``descriptor``: 1 where the copy engine loads the weight.
+    ``each``: rows of the weight a program has, 0 for all of a block. ``soon``: KiB of the weights read next that are asked
+    for at the end.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    split: int
+    warps: int
+    stages: int
+    ahead: int
+    descriptor: int
+    each: int = 0
+    soon: int = 0
+
+    def as_list(self) -> list[int]:
+        """As operators and tables carry it."""
+        return list(astuple(self))
+
+
+UNTUNED = MatmulConfig(16, 32, 256, 1, 4, 4, 256, 0)
+"""A sound choice for small batches, where Triton was asked for by name and nothing was measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """What was measured for one matrix product: ``config`` is None where torch's own was faster."""
+
+    m: int
+    config: MatmulConfig | None
+    us: float
+    torch_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """How attention is cut up: blocks of ``block_kv`` cached tokens, shared out among ``split`` programs.
+
+    ``soon``: KiB of the weights read next that are asked for meanwhile.
+    """
+
+    block_kv: int
+    split: int
+    warps: int
+    stages: int
+    soon: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionEntry:
+    """The best configuration for ``groups`` programs without a split (sequences, key heads and blocks of queries) and at most
+    ``max_kv`` cached tokens.
+    """
+
+    groups: int
+    max_kv: int
+    config: AttentionConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """The measurements of one device. ``kernels`` says of each other kernel whether Triton's won."""
+
+    device: str
+    software: Mapping[str, str]
+    entries: Mapping[tuple[str, str, int, int], tuple[Entry, ...]]
+    kernels: Mapping[str, bool]
+    attention: tuple[AttentionEntry, ...] = ()
+
+    def attention_config(self, groups: int, max_kv: int) -> AttentionConfig | None:
+        """That of the nearest measurement; None where nothing was measured, or nothing within a factor of 4."""
+
+        def distance(entry: AttentionEntry) -> float:
+            return abs(log2(entry.groups / groups)) + abs(log2(entry.max_kv / max_kv))
+
+        near = [entry for entry in self.attention if max(entry.max_kv / max_kv, max_kv / entry.max_kv) <= 4]
+        return min(near, key=distance).config if near else None
+
+    def entry(self, operator: str, dtype: str, *, n: int, k: int, m: int) -> Entry | None:
+        """The entry for the least measured number of tokens that isn't below ``m``; None where nothing was measured."""
+        measured = self.entries.get((operator, dtype, n, k), ())
+        return next((entry for entry in measured if entry.m >= m), None)
+
+
+def slug(device: str) -> str:
+    """File name of a device's table: ``NVIDIA H200`` → ``nvidia-h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def load(device: str) -> Table | None:
+    """The table of the device that calls itself ``device``, or None."""
+    file = resources.files("outrider_triton").joinpath("tuned", f"{slug(device)}.json")
+    if not file.is_file():
+        return None
+    try:
+        return parse(json.loads(file.read_text(encoding="utf-8")))
+    except (KeyError, TypeError, ValueError) as error:
+        raise BackendLoadError(
+            f"the table of tuned kernels {file} can't be used: {type(error).__name__}: {error}; write it again with "
+            "`python -m outrider_triton.tune`, or choose kernels=torch"
+        ) from error
+
+
+def parse(data: Mapping[str, Any]) -> Table:
+    """A table from its JSON."""
+    entries: dict[tuple[str, str, int, int], list[Entry]] = {}
+    for item in data["matmul"]:
+        config = None if item["config"] is None else MatmulConfig(*item["config"])
+        entry = Entry(m=int(item["m"]), config=config, us=float(item["us"]), torch_us=float(item["torch_us"]))
+        entries.setdefault((item["operator"], item["dtype"], int(item["n"]), int(item["k"])), []).append(entry)
+    return Table(
+        device=str(data["device"]),
+        software=dict(data["software"]),
+        entries={key: tuple(sorted(found, key=lambda entry: entry.m)) for key, found in entries.items()},
+        attention=tuple(
+            AttentionEntry(groups=int(item["groups"]), max_kv=int(item["max_kv"]), config=AttentionConfig(*item["config"]))
+            for item in data.get("attention", ())
+        ),
+        kernels={str(name): bool(wins) for name, wins in data["kernels"].items()},
+    )

@@ -1,0 +1,310 @@
+"""``python -m outrider_triton.tune``: measure every candidate on this device and write the table of what won.
+
+Candidates are compiled first, by many processes (compiled kernels are kept by Triton on disk), then measured one after
+another by this one. Each is compared with torch's own in the same run, in the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.errors import TritonError
+
+from outrider.device import KernelSet
+from outrider.device.kernels.measure import KernelCase, KernelShape, kernel_cases
+from outrider_triton.chain import AHEAD, Chain, Key, as_json, attention_candidates
+from outrider_triton.kernelset import TritonKernels
+from outrider_triton.table import AttentionConfig, MatmulConfig, parse, slug
+from outrider_triton.timing import bandwidth, microseconds
+
+_SHARED_BYTES = 220 << 10  # of a multiprocessor's shared memory, a little less than there is
+_ROTATE_BYTES = 256 << 20  # several times the second-level cache
+
+SHAPES: Mapping[str, KernelShape] = {
+    "llama-3.1-8b": KernelShape(hidden=4096, heads=32, kv_heads=8, head_size=128, inner=14336, vocabulary=128256, fused=8192),
+}
+
+
+def matmuls(shape: KernelShape) -> Iterator[tuple[str, int, int]]:
+    """(operator, rows of the weight, columns) of a model's matrix products."""
+    attention = shape.heads * shape.head_size
+    yield "linear", attention + 2 * shape.kv_heads * shape.head_size, shape.hidden
+    yield "linear_parts", shape.hidden, attention
+    yield "linear_silu_mul", 2 * shape.inner, shape.hidden
+    yield "linear_parts", shape.hidden, shape.inner
+    yield "linear", shape.vocabulary, shape.hidden
+    yield "linear", shape.hidden, shape.fused
+
+
+def candidates(operator: str, m: int, n: int, processors: int) -> list[MatmulConfig]:
+    """Configurations worth trying for so many tokens and rows of the weight."""
+    block_m = max(16, min(128, triton.next_power_of_2(m)))
+    tall = [(16, 256), (16, 512), (32, 128), (32, 256), (64, 128), (64, 256), (128, 64)] if block_m <= 32 else []
+    wide = [(32, 64), (32, 128), (64, 64), (64, 128), (128, 64)] if block_m > 16 else []
+    splits = (1, 2, 4) if operator == "linear_parts" else (1,)
+    depths = [(3, 256), (5, 256), (4, 0)] if block_m <= 32 else [(3, 256), (4, 0)]
+    rows = n // 2 if operator == "linear_silu_mul" else n
+    found = []
+    for (block_n, block_k), split, (stages, ahead) in itertools.product(dict.fromkeys(tall + wide), splits, depths):
+        # So many rows a program that every multiprocessor has one, two or four programs, and as much to do as any other.
+        even = {-(-rows * split // (processors * waves * 8)) * 8 for waves in (1, 2, 4)}
+        layouts = [(0, 0), *((0, each) for each in sorted(even) if block_n // 2 < each < block_n)]
+        if operator != "linear_silu_mul":
+            layouts.append((1, 0))
+        for descriptor, each in layouts:
+            warps = 8 if block_n * block_m > 4096 else 4
+            config = MatmulConfig(block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each)
+            if _shared(config, operator) <= _SHARED_BYTES:
+                found.append(config)
+    return found
+
+
+def _shared(config: MatmulConfig, operator: str) -> int:
+    """Bytes of shared memory of a program."""
+    rows = config.block_n * (2 if operator == "linear_silu_mul" else 1) + config.block_m
+    return config.stages * rows * config.block_k * 2
+
+
+def operands(
+    operator: str, n: int, k: int, m: int, device: torch.device, *, rotate: int = _ROTATE_BYTES
+) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    """Tokens, weights to rotate among, and a residual with its norm."""
+    copies = max(2, -(-rotate // (n * k * 2)))
+    weights = [torch.randn(n, k, dtype=torch.bfloat16, device=device) * k**-0.5 for _ in range(copies)]
+    x = torch.randn(m, k, dtype=torch.bfloat16, device=device)
+    rows = n // 2 if operator == "linear_silu_mul" else n
+    residual = torch.randn(m, rows, dtype=torch.bfloat16, device=device)
+    return x, weights, residual, torch.ones(rows, dtype=torch.bfloat16, device=device)
+
+
+def run(operator: str, config: MatmulConfig, x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor, pdl: bool) -> Tensor:
+    """The candidate, with what consumes it where that is part of the bargain."""
+    ops = torch.ops.outrider
+    if operator == "linear_parts":
+        parts = ops.linear_parts.triton(x, weight, None, config.as_list(), pdl)
+        return ops.add_parts_rms_norm.triton(parts, None, residual, norm, 1e-5, pdl)  # type: ignore[no-any-return]
+    call = ops.linear.triton if operator == "linear" else ops.linear_silu_mul.triton
+    return call(x, weight, None, None, config.as_list(), pdl)  # type: ignore[no-any-return]
+
+
+def _candidate(
+    operator: str,
+    config: MatmulConfig,
+    x: Tensor,
+    weights: list[Tensor],
+    residual: Tensor,
+    norm: Tensor,
+    pdl: bool,
+    number: int,
+) -> Tensor:
+    return run(operator, config, x, weights[number % len(weights)], residual, norm, pdl)
+
+
+def reference(operator: str, kernels: KernelSet, x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> Tensor:
+    """Torch's product and the best of the rest around it."""
+    if operator == "linear_parts":
+        return kernels.add_rms_norm(torch.nn.functional.linear(x, weight), residual, norm, 1e-5)
+    if operator == "linear_silu_mul":
+        return kernels.silu_mul(torch.nn.functional.linear(x, weight))
+    return torch.nn.functional.linear(x, weight)
+
+
+def compile_all(
+    jobs: list[tuple[str, MatmulConfig]], attention: list[AttentionConfig], device: torch.device, pdl: bool
+) -> None:
+    """Compile candidates on small operands; what doesn't fit is met again, and left out, when it's measured."""
+    torch.get_device_module(device).set_device(device)
+    for operator, config in jobs:
+        x, weights, residual, norm = operands(operator, 512, 4096, config.block_m, device, rotate=1)
+        try:
+            run(operator, config, x, weights[0], residual, norm, pdl)
+        except TritonError as failure:
+            print(f"left out: {failure}", flush=True)
+    q = torch.randn(4, 4, 128, dtype=torch.bfloat16, device=device)
+    cache = torch.randn(3, 16, 1, 128, dtype=torch.bfloat16, device=device)
+    starts = torch.tensor([0, 4], dtype=torch.int32, device=device)
+    lens, table = starts[1:] + 28, torch.tensor([[1, 2]], dtype=torch.int32, device=device)
+    for each in attention:
+        block = [16, each.block_kv, each.split, each.warps, each.stages, 0]
+        try:
+            torch.ops.outrider.paged_attention.triton(
+                q, cache, cache, starts, lens, table, None, 4, 32, 0.1, 0, None, block, pdl
+            )
+        except TritonError as failure:
+            print(f"left out: {failure}", flush=True)
+
+
+def compile_in_parallel(jobs: Iterable[tuple[str, MatmulConfig]], device: torch.device, pdl: bool) -> None:
+    """Share the jobs out among processes, one a core."""
+    unique, attention = list(dict.fromkeys(jobs)), attention_candidates(1, 1 << 20)
+    workers = min(os.cpu_count() or 1, 14)
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=compile_all, args=(unique[i::workers], attention[i::workers], device, pdl))
+        for i in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+
+
+def measure(operator: str, n: int, k: int, m: int, kernels: TritonKernels, device: torch.device, pdl: bool) -> dict[str, Any]:
+    """Every candidate for one product; the winner's error against float64 comes along."""
+    module = torch.get_device_module(device)
+    x, weights, residual, norm = operands(operator, n, k, m, device)
+    calls = max(2 * len(weights), 8)
+    torch_us = microseconds(
+        module, lambda i: reference(operator, kernels, x, weights[i % len(weights)], residual, norm), calls=calls
+    )
+    tried: list[tuple[float, MatmulConfig]] = []
+    for config in candidates(operator, m, n, kernels.processors):
+        try:
+            us = microseconds(
+                module,
+                partial(_candidate, operator, config, x, weights, residual, norm, pdl),
+                calls=calls,
+            )
+        except TritonError:
+            continue
+        tried.append((us, config))
+    tried.sort(key=lambda pair: pair[0])
+    us, config = tried[0]
+    residual.normal_()
+    exact = residual.double()
+    wanted = KernelSet()
+    if operator == "linear_parts":
+        right = wanted.linear_add_rms_norm(x.double(), weights[0].double(), None, exact, norm.double(), 1e-5)
+    elif operator == "linear_silu_mul":
+        right = wanted.linear_silu_mul(x.double(), weights[0].double())
+    else:
+        right = x.double() @ weights[0].double().T
+    made = run(operator, config, x, weights[0], residual, norm, pdl).double()
+    wrong = float((made - right).norm() / right.norm())
+    if not wrong < 1e-2:
+        raise SystemExit(f"{operator} {n}x{k} at {m} tokens with {config} is wrong: relative error {wrong:.3g}")
+    return {
+        "operator": operator,
+        "dtype": "bfloat16",
+        "n": n,
+        "k": k,
+        "m": m,
+        "config": config.as_list() if us < torch_us else None,
+        "us": round(us, 2),
+        "torch_us": round(torch_us, 2),
+        "error": float(f"{wrong:.2g}"),
+        "best": [[round(each, 2), *other.as_list()] for each, other in tried[:4]],
+    }
+
+
+def measure_small(case: KernelCase, kernels: TritonKernels, module: Any) -> dict[str, Any]:
+    """One of the other kernels against the reference."""
+    us = microseconds(module, lambda i: case.call(kernels, i), calls=16)
+    torch_us = microseconds(module, lambda i: case.call(KernelSet(), i), calls=16)
+    return {"kernel": case.kernel, "case": case.name, "us": round(us, 2), "torch_us": round(torch_us, 2)}
+
+
+def in_place(
+    data: dict[str, Any], shape: KernelShape, sizes: list[int], kernels: TritonKernels, device: torch.device
+) -> list[dict[str, Any]]:
+    """Tune every choice once more in a chain of layers; changes ``data``, returns what a layer takes."""
+    table = parse(data)
+    chain = Chain(shape, kernels, device)
+    layers = []
+    products = [(op, "bfloat16", n, k) for op, n, k in list(matmuls(shape))[:4]]
+    for m in sizes:
+        width = 1 if m == 16 else 4
+        chain.prepare(m // width, width, 640)
+        choices: dict[Key, list[MatmulConfig | None]] = {}
+        for key in products:
+            row = next(r for r in data["matmul"] if (r["operator"], r["n"], r["k"], r["m"]) == (key[0], key[2], key[3], m))
+            fastest = [MatmulConfig(*best[1:]) for best in row["best"]]
+            even = [c for c in candidates(key[0], m, key[2], kernels.processors) if c.each]
+            tried = [replace(c, ahead=ahead) for c in dict.fromkeys((*fastest, *even)) for ahead in AHEAD]
+            choices[key] = [None, *dict.fromkeys(tried)]
+        before = chain.layer_us()
+        table = chain.tune(table, m, choices, lambda line: print(line, flush=True))
+        layers.append(
+            {"m": m, "width": width, "context": 640, "before_us": round(before, 2), "us": round(chain.layer_us(), 2)}
+        )
+    for row in data["matmul"]:
+        entry = table.entry(row["operator"], row["dtype"], n=row["n"], k=row["k"], m=row["m"])
+        assert entry is not None  # every row came from the data
+        row["config"] = None if entry.config is None else entry.config.as_list()
+    data["attention"] = as_json(table)
+    return layers
+
+
+def main() -> None:
+    """Tune and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
+    parser.add_argument("--tokens", default="4,16,32,64,128", help="numbers of tokens, by commas")
+    parser.add_argument("--in-place", default="4,16,32,128", help="those that are also tuned in a chain of layers")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--out", type=Path, help="file to write; default: this package's table of the device")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    module = torch.get_device_module(device)
+    module.set_device(device)
+    properties = module.get_device_properties(device)
+    pdl = torch.version.hip is None and properties.major >= 9
+    kernels = TritonKernels(table=None, everywhere=True, processors=properties.multi_processor_count, pdl=pdl)
+    shape, sizes = SHAPES[arguments.shape], [int(size) for size in arguments.tokens.split(",")]
+    began = time.perf_counter()
+    products = list(matmuls(shape))
+    compile_in_parallel(
+        ((op, replace(c, each=0)) for op, n, _ in products for m in sizes for c in candidates(op, m, n, kernels.processors)),
+        device,
+        pdl,
+    )
+    print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
+    rows = []
+    for operator, n, k in products:
+        for m in sizes:
+            row = measure(operator, n, k, m, kernels, device, pdl)
+            rows.append(row)
+            rate = n * k * 2 / row["us"] / 1e6
+            print(
+                operator, n, k, m, row["us"], row["torch_us"], f"{rate:.2f} TB/s", row["config"], row["best"][1:3], flush=True
+            )
+    small = []
+    for case in kernel_cases(shape, dtype=torch.bfloat16, device=device):
+        small.append(measure_small(case, kernels, module))
+        print(small[-1], flush=True)
+    wins = {
+        name: all(row["us"] < row["torch_us"] for row in small if row["kernel"] == name)
+        for name in dict.fromkeys(row["kernel"] for row in small)
+    }
+    name = module.get_device_name(device)
+    data: dict[str, Any] = {
+        "device": name,
+        "software": {"torch": torch.__version__, "triton": triton.__version__},
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "bandwidth_gb_per_s": round(bandwidth(module, device) / 1e9),
+        "matmul": rows,
+        "kernels": wins,
+        "cases": small,
+    }
+    data["chain"] = in_place(data, shape, [int(m) for m in arguments.in_place.split(",")], kernels, device)
+    out = arguments.out or Path(__file__).with_name("tuned") / f"{slug(name)}.json"
+    out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {out} after {time.perf_counter() - began:.0f} s: {wins}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Kernels in Triton, by its interpreter on the host; compiled on a device with TRITON_INTERPRET=0."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def device():
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        pytest.skip("not run: TRITON_INTERPRET is off, and there is no device to compile for")
+    return torch.device("cuda")
+
+
+@pytest.fixture(scope="session")
+def pdl(device):
+    """Whether kernels start before the one ahead of them has ended, as on a device that can."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@pytest.fixture(scope="session")
+def kernels(pdl):
+    """Triton's kernels for everything, on a device that is said to be small so that splits stay few."""
+    from outrider_triton.kernelset import TritonKernels
+
+    return TritonKernels(table=None, everywhere=True, processors=4, pdl=pdl)

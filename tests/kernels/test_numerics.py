@@ -1,0 +1,222 @@
+"""Each kernel against the torch reference, whose numbers are in float64 for this.
+
+The interpreter multiplies matrices of bfloat16 wrongly (it takes their bits for numbers), so these are float16 there.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
+
+from outrider.conformance.kernel_cases import CASES
+from outrider.device import AttentionMetadata, KernelSet
+from outrider.device.kernels.philox import uniforms
+from outrider_triton.jit import choose
+from outrider_triton.table import MatmulConfig
+
+REFERENCE = KernelSet()
+TOLERANCE = {torch.float32: 3e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}
+DOTS = ("linear", "paged_attention")
+
+
+def close(made, right, dtype):
+    assert made.shape == right.shape
+    made, right = made.cpu().double(), right.double()
+    assert torch.equal(made.isinf(), right.isinf())
+    off = (made - right).nan_to_num(0.0).abs()
+    assert not made.isnan().any()
+    assert bool((off <= TOLERANCE[dtype] * (1 + right.abs().nan_to_num(0.0, neginf=0.0))).all()), float(off.max())
+
+
+def on(device, operands):
+    return {name: tensor.to(device) for name, tensor in operands.items()}
+
+
+def wide(operands, dtype):
+    return {k: v.double() if v.is_floating_point() and v.dtype is dtype else v for k, v in operands.items()}
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the logarithm of a residual of 0, in numpy
+def test_a_case_of_the_conformance_kit(case, dtype, kernels, device):
+    if case.exact and dtype is not torch.float32:
+        pytest.skip("choices are compared in float32, where both sides draw the same")
+    if device.type == "cpu" and dtype is torch.bfloat16 and case.name.startswith(DOTS):
+        pytest.skip("the interpreter's products of bfloat16 are wrong; float16 is tested here, bfloat16 on a device")
+    found = case.call(kernels, on(device, case.make(dtype)))
+    wanted = case.call(REFERENCE, case.make(dtype) if case.exact else wide(case.make(dtype), dtype))
+    for made, right in zip(found, wanted, strict=True):
+        if case.exact or not right.is_floating_point():
+            assert made.cpu().tolist() == right.tolist()
+        else:
+            close(made, right, dtype)
+
+
+SHAPES = [(1, 48, 64), (5, 40, 96), (16, 32, 128), (37, 33, 100)]
+
+
+@pytest.mark.parametrize(
+    "config", [(16, 16, 32, 1, 4, 2, 0, 0, 0, 0), (32, 32, 64, 1, 4, 3, 64, 0, 24, 64), (16, 32, 32, 1, 4, 2, 0, 1, 0, 0)]
+)
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_a_skinny_product_in_any_configuration(m, n, k, config, device, pdl):
+    if config[7] and k % 8:
+        pytest.skip("the copy engine takes rows that are a multiple of 16 bytes")
+    x, weight, bias = (torch.randn(*shape).to(device, torch.float16) for shape in ((m, k), (n, k), (n,)))
+    made = torch.ops.outrider.linear.triton(x, weight * 0.2, bias, weight, list(config), pdl)
+    close(made, (x.cpu().double() @ (weight * 0.2).cpu().double().T) + bias.cpu().double(), torch.float16)
+
+
+@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_parts_of_a_split_product_add_up_in_the_norm(m, n, k, split, device, pdl):
+    x, weight, bias = (torch.randn(*shape).to(device, torch.float16) for shape in ((m, k), (n, k), (n,)))
+    weight *= 0.2
+    residual, norm = torch.randn(m, n).to(device, torch.float16), torch.randn(n).to(device, torch.float16)
+    wanted = residual.cpu().double()
+    normed = REFERENCE.linear_add_rms_norm(
+        x.cpu().double(), weight.cpu().double(), bias.cpu().double(), wanted, norm.cpu().double(), 1e-5
+    )
+    parts = torch.ops.outrider.linear_parts.triton(x, weight, weight, [16, 16, 32, split, 4, 2, 0, 0, 12, 1], pdl)
+    assert parts.shape == ((split, m, n) if split > 1 else (m, n))
+    made = torch.ops.outrider.add_parts_rms_norm.triton(parts, bias, residual, norm, 1e-5, pdl)
+    close(residual, wanted, torch.float16)
+    close(made, normed, torch.float16)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_a_gated_product(m, n, k, with_bias, device, pdl):
+    x, weight = torch.randn(m, k).to(device, torch.float16), torch.randn(2 * n, k).to(device, torch.float16) * 0.2
+    bias = torch.randn(2 * n).to(device, torch.float16) if with_bias else None
+    made = torch.ops.outrider.linear_silu_mul.triton(x, weight, bias, weight, [16, 16, 32, 1, 4, 2, 0, 0, 12, 1], pdl)
+    wanted = REFERENCE.linear_silu_mul(x.cpu().double(), weight.cpu().double(), None if bias is None else bias.cpu().double())
+    close(made, wanted, torch.float16)
+
+
+@pytest.mark.parametrize("split", [1, 4])
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 32), (7, 1, 24), (4, 4, 16)])
+def test_attention_over_long_contexts(heads, kv_heads, size, tree, split, device, pdl):
+    """Several blocks of queries and of cached tokens, splits with nothing in them, and padding behind the last sequence."""
+    new, context, page = (3, 20, 1), (150, 9, 0), 16
+    tokens, width = sum(new) + 2, 12
+    generator = torch.Generator().manual_seed(5)
+    q = torch.randn(tokens, heads, size, generator=generator)
+    k_cache, v_cache = (torch.randn(40, page, kv_heads, size, generator=generator) for _ in range(2))
+    mask = (torch.rand(tokens, max(new), generator=generator) > 0.4).tril() | torch.eye(tokens, max(new), dtype=torch.bool)
+    starts = torch.tensor([0, 3, 23, 24], dtype=torch.int32)
+    for begin in (3, 23):  # a token sees itself
+        for lane in range(max(new)):
+            mask[min(begin + lane, tokens - 1), lane] = True
+    table = (torch.randperm(39, generator=generator)[:36] + 1).view(3, width).to(torch.int32)
+    lens = torch.tensor([n + c for n, c in zip(new, context, strict=True)], dtype=torch.int32)
+    metadata = [starts, lens, table, mask if tree else None]
+    made = torch.ops.outrider.paged_attention.triton(
+        *(x.to(device) for x in (q, k_cache, v_cache)),
+        *(None if x is None else x.to(device) for x in metadata),
+        *(max(new), width * page, 0.3, 0, k_cache.to(device), [16 if heads == 4 else 32, 32, split, 4, 2, 64], pdl),
+    )
+    wanted = REFERENCE.paged_attention(
+        q.double(),
+        k_cache.double(),
+        v_cache.double(),
+        AttentionMetadata(
+            query_start=starts,
+            kv_lens=lens,
+            block_table=table,
+            max_query=max(new),
+            max_kv=width * page,
+            tree_mask=mask if tree else None,
+        ),
+        scale=0.3,
+    )
+    close(made, wanted, torch.float32)  # padding included: zeros
+
+
+def test_uniforms_are_those_of_the_reference(device):
+    """Bit for bit: a token drawn by either is the same where rounding of the logits doesn't decide."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def draw(seeds, positions, out, LANE: tl.constexpr, COUNT: tl.constexpr):  # noqa: N803
+        row = tl.program_id(0)
+        made = choose.uniforms(tl.load(seeds + row), tl.load(positions + row), LANE, 8, COUNT)
+        tl.store(out + row * COUNT + tl.arange(0, COUNT), made)
+
+    seeds = torch.tensor([0, 3, -1, 2**40 + 5], device=device)
+    positions = torch.tensor([0, 7, 2**33 + 1, 5], device=device)
+    out = torch.zeros(4, 64, device=device)
+    draw[(4,)](seeds, positions, out, LANE=2, COUNT=64)
+    assert torch.equal(out.cpu(), uniforms(seeds.cpu(), positions.cpu(), 2, 72)[:, 8:])
+
+
+@pytest.mark.parametrize("vocabulary", [37, 5000, 9001])
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+def test_choices_do_not_depend_on_how_the_vocabulary_is_shared_out(vocabulary, kernels, device):
+    batch, drafted = 3, 2
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = (torch.randn(batch, drafted + 1, vocabulary, generator=generator) * 3).to(device)
+    drafts = logits.argmax(-1)[:, :drafted].contiguous()
+    drafts[1, 1] = (drafts[1, 1] + 1) % vocabulary
+    probs = torch.softmax(torch.randn(batch, drafted, vocabulary, generator=generator), -1).to(device)
+    temperature = torch.tensor([0.0, 0.8, 1.3], device=device)
+    seeds, positions = torch.tensor([4, 2**35, 9], device=device), torch.tensor([3, 0, 12], device=device)
+    for draft_probs in (None, probs):
+        operands = (logits, drafts, draft_probs, temperature, seeds, positions)
+        wanted = REFERENCE.verify_chain(*(None if x is None else x.cpu() for x in operands))
+        for count in (1, 4, 16):
+            made = torch.ops.outrider.verify_chain.triton(*operands, [1, 3], count, False)
+            assert [x.tolist() for x in made] == [x.tolist() for x in wanted]
+    row = (logits[:, 0], temperature, seeds, positions)
+    assert kernels.sample(*row).tolist() == REFERENCE.sample(*(x.cpu() for x in row)).tolist()
+
+
+def test_the_lowest_index_wins_among_equals(kernels, device):
+    logits = torch.zeros(2, 5000, device=device)
+    logits[0, [1500, 4000]] = 1.0
+    zero = torch.zeros(2, dtype=torch.int64, device=device)
+    assert kernels.sample(logits, torch.zeros(2, device=device), zero, zero).tolist() == [1500, 0]
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 3), (6, 2, 700)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.bool])
+def test_rows_of_state(shape, dtype, kernels, device):
+    state = torch.randint(0, 2 if dtype is torch.bool else 100, shape).to(device, dtype)
+    rows = torch.tensor([4, 1, 5], device=device)
+    made = kernels.gather_rows(state, rows)
+    assert torch.equal(made, state[rows])
+    other = torch.tensor([2, 3, 0], device=device)
+    wanted = state.clone()
+    wanted[other] = made
+    kernels.scatter_rows(state, other, made)
+    assert torch.equal(state, wanted)
+
+
+def test_a_table_decides(device):
+    from outrider_triton.kernelset import TritonKernels
+    from outrider_triton.table import parse
+
+    config = [16, 16, 32, 1, 4, 2, 0, 0, 0, 0]
+    item = {"operator": "linear", "dtype": "float16", "n": 48, "k": 64, "us": 1.0, "torch_us": 2.0}
+    table = parse(
+        {
+            "device": "made up",
+            "software": {},
+            "matmul": [{**item, "m": 4, "config": config}, {**item, "m": 16, "config": None}],
+            "kernels": {"rms_norm": True, "silu_mul": False},
+        }
+    )
+    chosen = TritonKernels(table=table, everywhere=False, processors=4, pdl=False)
+    weight = torch.randn(48, 64, device=device, dtype=torch.float16)
+
+    def config_for(rows, of=weight):
+        return chosen.matmul_config("linear", torch.zeros(rows, 64, dtype=of.dtype), of)
+
+    assert config_for(1) == config_for(4) == MatmulConfig(*config)
+    assert config_for(5) is None  # torch's own was faster there
+    assert config_for(17) is None  # not measured
+    assert config_for(4, weight[:40]) is None
+    assert config_for(4, weight.double()) is None
