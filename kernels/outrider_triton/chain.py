@@ -167,7 +167,9 @@ class Chain:
                         best_us, table = us, trial
                 chosen = table.entry(key[0], key[1], n=key[2], k=key[3], m=m)
                 product = None if chosen is None else chosen.config
-                for soon in () if product is None else SOON:
+                for soon in SOON:
+                    if product is None:
+                        break
                     trial = _with(table, key, m, replace(product, soon=soon << 10))
                     us = self._try(trial)
                     if us < best_us * 0.999:

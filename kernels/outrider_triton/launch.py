@@ -29,13 +29,18 @@ def splits(groups: int, max_kv: int, processors: int, block: int) -> int:
     return max(1, min(64, power_of_two(min(wanted, useful) + 1) // 2))
 
 
-def soon_share(soon: Tensor | None, kib: int, programs: int, warps: int, pdl: bool) -> tuple[Tensor | None, int, int]:
-    """What a kernel's programs ask for early: the weights, bytes a thread (0: nothing) and bytes in all."""
+def soon_share(
+    soon: Tensor | None, kib: int, programs: int, warps: int, pdl: bool, *, other: Tensor
+) -> tuple[Tensor, int, int]:
+    """What a kernel's programs ask for early: the weights, bytes a thread (0: nothing) and bytes in all.
+
+    ``other`` takes the place of weights where there are none, so that the kernel is compiled in one way.
+    """
     if soon is None or not pdl or kib <= 0:
-        return None, 0, 0
+        return other, 0, 0
     total = min(kib << 10, soon.numel() * soon.element_size()) // 128 * 128
     each = -(-total // (programs * warps * 32 * 128)) * 128
-    return (soon, each, total) if each <= total else (None, 0, 0)
+    return (soon, each, total) if each <= total else (other, 0, 0)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, pdl: bool, warps: int, **settings: Any) -> None:
