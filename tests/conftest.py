@@ -54,11 +54,18 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     """``install("name", source)`` makes a distribution ``outrider-name`` visible to this process; returns its path."""
     modules: list[str] = []
 
-    def add(name: str, source: str | None = None, *, distribution: str = "", **info: object) -> Path:
+    def add(
+        name: str,
+        source: str | None = None,
+        *,
+        distribution: str = "",
+        group: str = "outrider.backends",
+        **info: object,
+    ) -> Path:
         distribution = distribution or f"outrider-{name}"
         module = distribution.replace("-", "_") + "_plugin"
         text = GOOD_PLUGIN.format(name=name, info=info) if source is None else source
-        site = write_distribution(tmp_path, distribution, module, text, "outrider.backends", name, module)
+        site = write_distribution(tmp_path, distribution, module, text, group, name, module)
         monkeypatch.syspath_prepend(str(site))
         modules.append(module)
         return site

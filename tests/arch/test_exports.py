@@ -9,16 +9,16 @@ import outrider.device
 
 TOP = {"Engine", "EngineConfig", "OutriderError", "SamplingParams", "StepOutput", "get_backend"}
 SEAM = """
-    ENTRY_POINT_GROUP ROW_ACCESS SEAM_VERSION Access ActiveCapture AmbiguousBackend AttentionMetadata Backend
-    BackendError BackendHooks BackendInfo BackendLoadError BackendNotFound Capabilities CapabilityError CaptureContext
-    CaptureError CheckpointError CiDeclaration ConfigError ControllableDevice DeadlockError DeviceError DeviceFault
-    DeviceLost EagerGraph Event EventFence ExplorationResult Fence Flag Graph GraphCallable GraphPool HostParam
-    JoinedPlan KeepAlive KernelSet
-    LANE_ACCEPT LANE_DRAFT LANE_RESIDUAL LANE_SAMPLE
-    MemoryInfo Observer Operation OutOfDeviceMemory OutriderError PinnedBuffer
-    PluginContractError Recompute RequestError RowResolver Scalar ScheduleFailure SeamError SpeculativeSync
-    StaleBufferError StepMode Stream StreamOrderError SynchronousCopyError TimedObserver TorchDeviceBackend TorchEvent
-    TorchGraph TorchStream Waiter hookimpl hookspec
+    ENTRY_POINT_GROUP KERNELS_GROUP LANE_ACCEPT LANE_DRAFT LANE_RESIDUAL LANE_SAMPLE ROW_ACCESS SEAM_VERSION
+    Access ActiveCapture AmbiguousBackend AttentionMetadata Backend BackendError BackendHooks BackendInfo
+    BackendLoadError BackendNotFound Capabilities CapabilityError CaptureContext CaptureError CheckpointError
+    CiDeclaration ConfigError ControllableDevice DeadlockError DeviceError DeviceFault DeviceLost DeviceStuck
+    EagerGraph EngineStopped Event EventFence ExplorationResult Fence Flag Graph GraphCallable GraphPool HostParam
+    JoinedPlan KeepAlive KernelHooks KernelInfo KernelSet MemoryInfo Observer Operation OutOfDeviceMemory
+    OutriderError PinnedBuffer PluginContractError PluginInfo Recompute RequestError RowResolver Scalar
+    ScheduleFailure SeamError SpeculativeSync StaleBufferError StepMode Stream StreamOrderError
+    SynchronousCopyError TimedObserver TorchDeviceBackend TorchEvent TorchGraph TorchStream Waiter hookimpl
+    hookspec
 """
 
 

@@ -73,3 +73,26 @@ def prompt_tokens(prompts):
 
     tokenizer = Tokenizer.from_checkpoint(BUNDLED / "target")
     return [tokenizer.encode(text) for text in prompts]
+
+
+@pytest.fixture(autouse=True)
+def accounted(monkeypatch):
+    """After every test: an engine without requests holds no page and no row, and one with some holds theirs alone."""
+    made = []
+    init = Engine.__init__
+
+    def noted(self, *arguments, **named):
+        init(self, *arguments, **named)
+        made.append(self)
+
+    monkeypatch.setattr(Engine, "__init__", noted)
+    yield
+    for engine in made:
+        if engine._lifeline.stopped is not None:
+            continue
+        engine.drain()
+        running = engine._scheduler.running
+        held = {page for request in running for page in request.pages}
+        assert engine.free_rows == engine.config.max_requests - len(running)
+        assert engine.free_pages == engine._scheduler.pages.count - 1 - len(held)
+        assert all(not request.finished for request in running), "a request that is over holds a row"

@@ -8,8 +8,7 @@ from outrider.engine.fences import FENCES
 from outrider.registry import get_backend
 from outrider.sanitizer import RaceError
 
-USED = [fence.name for fence in FENCES if fence.name != "handed_over"]
-"""*handed over* is used only where a request comes from another engine; tests/engine/test_hand_over_in_flight.py has it."""
+USED = [fence.name for fence in FENCES]
 PROGRAMS = 4
 """Host programs tried at most: not every batch mix reaches every fence."""
 

@@ -96,12 +96,17 @@ def test_a_shared_prefix_is_computed_once(bundle64, prompt_tokens):
     prompts = [[*prefix, *prompt_tokens[i][:6]] for i in (1, 2, 3)]
     results = engine.generate(prompts[:1], SamplingParams(max_tokens=8))
     taken = []
-    forward = bundle64.target.forward
+    forward = bundle64.target.forward_captured
+
+    def counted(inputs, cache, layers):
+        taken.append(inputs.tokens.shape[0])
+        return forward(inputs, cache, layers)
+
     try:
-        bundle64.target.forward = lambda inputs, cache: (taken.append(inputs.tokens.shape[0]), forward(inputs, cache))[1]
+        bundle64.target.forward_captured = counted
         results += engine.generate(prompts[1:], SamplingParams(max_tokens=8))
     finally:
-        del bundle64.target.forward
+        del bundle64.target.forward_captured
     # 32 tokens are known; the last page of them isn't hit, since the draft depends on the token after it.
     assert taken[0] == 2 * (4 + 6)
     for prompt, result in zip(prompts, results, strict=True):

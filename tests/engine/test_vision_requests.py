@@ -9,8 +9,7 @@ from model.test_vision import IMAGE, PROMPTS, VIDEO, frames, picture, reference_
 from model.tiny import VISION_FAMILIES, write_checkpoint, write_eagle, write_vision_checkpoint
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import ConfigError, Recompute, RequestError, SpeculativeSync
-from outrider.engine.buffers import StepBuffers
-from outrider.engine.step import PlanAtJoin
+from outrider.engine.plans import PlanAtJoin
 from outrider.model import MediaProcessor, expand_placeholders, load_decoder, load_eagle, load_vision
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
@@ -192,7 +191,7 @@ class RecomputingSync(SpeculativeSync):
     calls = 0
 
     def after_join(self, plan):
-        positions = plan._verify.rope_positions
+        positions = plan._views.verify.rope_positions
         before = positions.clone()
         if positions.dim() == 2:
             positions.fill_(99)
@@ -218,20 +217,29 @@ def test_positions_are_computed_again_after_the_join(made, name):
     assert RecomputingSync.calls > calls
 
 
-def test_nothing_is_computed_again_for_text_or_an_idle_batch():
-    def verify(axes, batch):
-        buffers = StepBuffers(max_requests=2, nodes=2, depth=2, is_tree=False, pages=2, axes=axes, device=torch.device("cpu"))
-        return buffers.verify(batch)
+def test_nothing_is_computed_again_for_text_or_an_idle_batch(made, bundle32):
+    def at_join(engine, batch, static):
+        parts = engine._parts
+        views = parts.buffers.views(batch)
+        return PlanAtJoin(parts.plans, views, static=static), views
 
-    text, axes = verify(1, 2), verify(3, 2)
-    for inputs in (text, axes):
-        inputs.positions.copy_(torch.arange(6))
-        PlanAtJoin(inputs).recompute(Recompute.MROPE_POSITIONS)
-        PlanAtJoin(inputs).refresh("rope_positions")
-    assert torch.equal(text.rope_positions, torch.arange(6))
-    assert torch.equal(axes.rope_positions, torch.arange(6).expand(3, -1))
-    assert PlanAtJoin(verify(3, 0)).idle
-    assert not PlanAtJoin(axes).idle
+    text = bundle32.engine(max_requests=2)
+    axes = made["qwen2_5_vl"].engine(max_requests=2)
+    for engine in (text, axes):
+        for static in (False, True):
+            join, views = at_join(engine, 2, static)
+            places = torch.arange(views.verify.positions.shape[0])
+            views.verify.positions.copy_(places)
+            join.recompute(Recompute.MROPE_POSITIONS)
+            join.refresh("rope_positions")
+            expected = places if engine is text else places.expand(3, -1)
+            assert torch.equal(views.verify.rope_positions, expected)
+            if static or engine is text:
+                assert torch.equal(views.verify.static_rope_positions, expected)
+            else:  # without graphs nothing reads the copy
+                assert torch.equal(views.verify.static_rope_positions, torch.zeros_like(expected))
+    assert at_join(axes, 0, False)[0].idle
+    assert not at_join(axes, 2, False)[0].idle
 
 
 def test_requests_that_can_not_be_served(made, bundle32):

@@ -123,7 +123,7 @@ def test_any_schedule_gives_plain_greedy_tokens(name):
 @pytest.mark.parametrize(
     "wait",
     [
-        "fences.verify_inputs_free.wait(streams.plan)",
+        "fences.shared_reads_done.wait(streams.plan)",
         "fences.draft_outputs_ready.wait(streams.plan)",
         "fences.plan_ready.wait(streams.forward)",
         "fences.accept_ready.wait(streams.plan)",

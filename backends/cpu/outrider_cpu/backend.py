@@ -16,6 +16,7 @@ from outrider.device import (
     KernelSet,
     MemoryInfo,
     SpeculativeSync,
+    StepMode,
     Stream,
 )
 
@@ -53,13 +54,19 @@ class CpuEvent(Event):
         """Complete since its record."""
 
 
+class CpuSync(SpeculativeSync):
+    """Nothing is ever pending, so every mode is right."""
+
+    step_modes = frozenset(StepMode)
+
+
 class CpuBackend(Backend):
     """The reference backend."""
 
     def __init__(self) -> None:
         super().__init__("cpu", torch.device("cpu"))
         self._kernels = KernelSet()
-        self._sync = SpeculativeSync(self)
+        self._sync = CpuSync(self)
 
     @property
     def capabilities(self) -> Capabilities:

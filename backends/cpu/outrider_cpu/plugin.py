@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from outrider.device.errors import BackendLoadError, ConfigError
-from outrider.device.plugin import BackendInfo, hookimpl
+from outrider.device.plugin import BackendInfo, CiDeclaration, hookimpl
 
 if TYPE_CHECKING:
     from outrider.device.backend import Backend
@@ -20,6 +20,7 @@ def backend_info() -> BackendInfo:
         description="reference: the same contract, executed at once on the host",
         priority=1,
         device_count=1,
+        ci=CiDeclaration(markers=("reference",), level="L4"),
     )
 
 

@@ -10,11 +10,9 @@ import torch
 from outrider.device import (
     BackendLoadError,
     Capabilities,
-    DeviceError,
-    DeviceLost,
     KernelSet,
     SpeculativeSync,
-    Stream,
+    StepMode,
     TorchDeviceBackend,
 )
 
@@ -30,8 +28,11 @@ CAPABILITIES = Capabilities(
     dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
 )
 
-# Faults after which every later call on the context fails; the driver names them in the text of its error.
-_STICKY = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
+
+class CudaSync(SpeculativeSync):
+    """Events with generations and cheap stream waits; a whole iteration may be one graph."""
+
+    step_modes = frozenset(StepMode)
 
 
 KERNELS = ("tuned", "triton", "torch")
@@ -63,10 +64,13 @@ def _kernels(choice: str, device: torch.device) -> KernelSet:
 class CudaBackend(TorchDeviceBackend):
     """One CUDA device. ``kernels`` is one of :data:`KERNELS`; a device without a table is tuned to the torch references."""
 
+    # Sticky faults of the driver arrive as plain RuntimeErrors on some torch versions.
+    sticky_faults = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
+
     def __init__(self, ordinal: int, *, kernels: str = "tuned") -> None:
         super().__init__("cuda", "cuda", ordinal)
         self._kernels = _kernels(kernels, self.device)
-        self._sync = SpeculativeSync(self)
+        self._sync = CudaSync(self)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -85,20 +89,6 @@ class CudaBackend(TorchDeviceBackend):
 
     def _new_graph(self) -> Any:
         return torch.cuda.CUDAGraph()
-
-    def _new_pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
-
-    def _delay(self, stream: Stream, cycles: int) -> None:
-        with self.on(stream):
-            torch.cuda._sleep(cycles)
-
-    def translate_error(self, error: Exception, doing: str) -> DeviceError | None:
-        """Sticky faults of the driver arrive as plain RuntimeErrors on some torch versions."""
-        translated = super().translate_error(error, doing)
-        if translated is None and isinstance(error, RuntimeError) and any(text in str(error) for text in _STICKY):
-            return DeviceLost(f"{self.device} failed while {doing}: {error}; start a new process")
-        return translated
 
     def versions(self) -> Mapping[str, str]:
         """Torch, CUDA runtime, device name and kernels."""

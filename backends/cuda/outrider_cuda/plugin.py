@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "NVIDIA GPUs through torch's CUDA module"
 OPTIONS = {"kernels": "tuned (what won on this device, the default), triton (everywhere) or torch (nowhere)"}
-CI = CiDeclaration(runner_labels=("self-hosted", "gpu"), markers=("asynchronous", "graphs"))
+CI = CiDeclaration(
+    runner_labels=("self-hosted", "gpu"),
+    torch="https://download.pytorch.org/whl/cu130",
+    markers=("asynchronous", "graphs"),
+)
 
 
 @hookimpl

@@ -16,6 +16,7 @@ from outrider.device import (
     BackendLoadError,
     Capabilities,
     CaptureContext,
+    ConfigError,
     Event,
     Flag,
     Graph,
@@ -27,6 +28,7 @@ from outrider.device import (
     Recompute,
     SeamError,
     SpeculativeSync,
+    StepMode,
     Stream,
     StreamOrderError,
     Waiter,
@@ -35,9 +37,10 @@ from outrider_sim.device import register
 from outrider_sim.exhaustive import Exhaustive
 from outrider_sim.explore import Exploration, explore
 from outrider_sim.graphs import Capture, Program
+from outrider_sim.kernels import HostLengthKernels
 from outrider_sim.memory import Pool
 from outrider_sim.operands import extent
-from outrider_sim.options import SimOptions
+from outrider_sim.options import FAULTS, SimOptions
 from outrider_sim.pinned import PinnedTensor
 from outrider_sim.queue import EventState, FlagState, Kind, Op, StreamQueue
 from outrider_sim.schedule import Delay, Schedule, Step
@@ -102,6 +105,12 @@ class SimEvent(Event):
         generation = self.state.latest
         assert generation is not None
         self.backend.sim.machine.synchronize_event(generation)
+
+    def _synchronize_within(self, seconds: float) -> bool:
+        """There is no clock: nothing is ever late, and what can't come is noticed at once."""
+        del seconds
+        self._synchronize()
+        return True
 
     def _elapsed_ms(self, end: Event) -> float:
         assert isinstance(end, SimEvent)
@@ -175,12 +184,14 @@ class SimSync(SpeculativeSync):
     def __init__(self, backend: SimBackend) -> None:
         super().__init__(backend)
         like = backend.sim.options.like
+        self.step_modes = frozenset({StepMode.STAGED} if like.exact_host_lengths else StepMode)
         self.published_waiter = Waiter.HOST if like.host_wait_for_published else Waiter.STREAM
         self.exact_host_lengths = like.exact_host_lengths
         self.results_on_forward = like.results_on_forward
         self.rebind_params = like.updates_graph_params
         if like.recompute_mrope:
             self.recompute_after_join = frozenset({Recompute.MROPE_POSITIONS})
+            self.refresh_before_replay = frozenset({"rope_positions"})
 
 
 class SimControl:
@@ -231,6 +242,16 @@ class SimControl:
         """The schedule in which `step` isn't taken before `after` has been."""
         return str(Schedule([Delay(Step(*step), Step(*after))]))
 
+    def inject(self, kind: str, number: int) -> None:
+        """The fault that the option `fault=kind@number` asks for, counted from here to the next reset; `number` from 1."""
+        if kind not in FAULTS:
+            raise ConfigError(f"there is no fault {kind!r}; expected one of {', '.join(FAULTS)}")
+        if kind == "oom":
+            memory = self._backend.sim.memory
+            memory.faults.add(memory.count + number)
+        else:
+            self._machine.faults[self._machine.seq + number] = kind
+
     def explore(
         self, program: Callable[[Backend], None], *, strategy: str = "mixed", iterations: int = 100, seed: int = 0
     ) -> Exploration:
@@ -270,7 +291,7 @@ class SimBackend(Backend):
         self._dispatcher.current = self.sim
         registered.backend = self
         self._sync = SimSync(self)
-        self._kernels = KernelSet()
+        self._kernels = HostLengthKernels(self) if options.like.exact_host_lengths else KernelSet()
         self._control = SimControl(self)
         like = options.like
         self._capabilities = Capabilities(
@@ -342,6 +363,8 @@ class SimBackend(Backend):
         """See `SimControl.reset`."""
         machine = self.sim.machine
         machine.reset(strategy)
+        machine.faults = self.sim.options.operation_faults()  # those that were injected since are over
+        self.sim.memory.faults = self.sim.options.allocation_faults()
         self.epoch += 1
         floor = self.sim.memory.start_over(getattr(strategy, "floor", None))
         if isinstance(strategy, Exhaustive):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outrider.device import DeadlockError
-from outrider_sim.queue import Op, StreamQueue, reason
+from outrider_sim.queue import Kind, Op, StreamQueue, reason
 
 if TYPE_CHECKING:
     from outrider_sim.machine import Machine
@@ -15,6 +15,23 @@ def where(op: Op, stream: StreamQueue, index: int) -> str:
     """An operation, as a message names it."""
     line = f" at {op.line}" if op.line else ""
     return f"operation {stream.label}.{index} ({op.name}{line})"
+
+
+class _Never:
+    """What an operation that hangs waits for."""
+
+    done = False
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __str__(self) -> str:
+        return f"its own end, which never comes (fault=stuck@{self._number})"
+
+
+def hang(op: Op) -> None:
+    """Make `op` one that never ends."""
+    op.kind, op.target = Kind.WAIT, _Never(op.seq + 1)
 
 
 def deadlock(machine: Machine) -> DeadlockError:

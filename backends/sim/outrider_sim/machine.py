@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from outrider.device import DeadlockError, DeviceError, DeviceFault, DeviceLost
-from outrider_sim.failures import deadlock, where
+from outrider_sim.failures import deadlock, hang, where
 from outrider_sim.hosts import HostThreads, hand_over
 from outrider_sim.options import SimOptions
 from outrider_sim.queue import (
@@ -74,7 +74,7 @@ class Machine:
         self.diverged: BaseException | None = None
         self.names: dict[str, str] | None = None  # where set, collects what each step was
         self.bases: dict[int, int] = {}  # storage → address, while decisions look at accesses
-        self._faults = {n: kind for kind, n in options.faults if kind != "oom"}
+        self.faults = options.operation_faults()
         self.replays = 0  # graph replays so far, as the seam counts them
         self.strategy: Strategy
         self.use(make_strategy(options.strategy, options.seed, options.strategy_options))
@@ -238,6 +238,8 @@ class Machine:
                 raise self.lost_again()
         op.seq = self.seq
         self.seq += 1
+        if self.faults and self.faults.get(op.seq + 1) == "stuck":
+            hang(op)
         me.clock = op.host_time = me.clock + self.like.launch_us
         stream.queue.append(op)
         index = stream.issued
@@ -427,7 +429,7 @@ class Machine:
         kind = op.kind
         start = stream.clock if stream.clock > op.host_time else op.host_time
         if kind < Kind.RECORD:
-            fault = self._faults.get(op.seq + 1) if self._faults else None
+            fault = self.faults.get(op.seq + 1) if self.faults else None
             if fault is not None and op.seq >= 0:
                 self._inject(fault, op, stream, index)
             else:

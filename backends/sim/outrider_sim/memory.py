@@ -127,7 +127,7 @@ class Memory:
         # Blocks that were freed while a stream of `record_stream` still had work.
         self._held: list[tuple[Block, list[tuple[StreamQueue, int]]]] = []
         self._ids = 0
-        self._faults = frozenset(n for kind, n in options.faults if kind == "oom")
+        self.faults = options.allocation_faults()
 
     def allocate(self, nbytes: int, stream: StreamQueue) -> Allocation:
         """Memory for `nbytes` in the order of `stream`; in a capture, from the graph's private pool.
@@ -135,7 +135,7 @@ class Memory:
         Raises `OutOfDeviceMemory` where it doesn't fit; the device lives on.
         """
         self.count += 1
-        if self.count in self._faults:
+        if self.count in self.faults:
             raise OutOfDeviceMemory(f"allocation {self.count} of {nbytes} bytes failed on request (fault=oom@{self.count})")
         if self._held:
             self._return_held()

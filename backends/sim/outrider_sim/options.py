@@ -63,6 +63,7 @@ FAULTS: Mapping[str, str] = MappingProxyType(
         "oom": "the n-th allocation doesn't fit",
         "error": "the n-th enqueued operation fails; the device lives on",
         "lost": "the n-th enqueued operation fails and takes the device with it",
+        "stuck": "the n-th enqueued operation never ends",
     }
 )
 
@@ -101,6 +102,14 @@ class SimOptions:
     late_copies: bool = False
     recycled_events: bool = False
     name: str = "sim"
+
+    def operation_faults(self) -> dict[int, str]:
+        """What happens to the n-th operation."""
+        return {n: kind for kind, n in self.faults if kind != "oom"}
+
+    def allocation_faults(self) -> set[int]:
+        """Which allocations don't fit."""
+        return {n for kind, n in self.faults if kind == "oom"}
 
 
 def parse_options(options: Mapping[str, str]) -> SimOptions:

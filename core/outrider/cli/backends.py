@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.listing import open_row, row
+from outrider.cli.listing import extra_rows, open_row, row
 from outrider.cli.report import JsonOption, Report
 from outrider.registry import Registry
 
@@ -27,6 +27,8 @@ def backends(
         for values in rows:
             open_row(registry, values)
 
+    extras = extra_rows(registry)
+
     def render(console: Console) -> None:
         table = Table("name", "status", "priority", "devices", "distribution", "description", box=None, pad_edge=False)
         for values in rows:
@@ -38,10 +40,17 @@ def backends(
         for values in rows:
             if values.get("capabilities"):
                 console.print(f"\n{values['name']} on {values['device']}: {_declared(values['capabilities'])}")
+        if extras:
+            console.print()
+            others = Table("also installed", "what", "status", "distribution", "how", box=None, pad_edge=False)
+            for values in extras:
+                cells = [_cell(values[key]) for key in ("name", "kind", "status", "distribution")]
+                others.add_row(*cells, _cell(values["detail"] or values["reason"]))
+            console.print(others)
         if not all(values["can_run"] for values in rows) or not rows:
             console.print("\n`outrider doctor` says why a backend can't run")
 
-    return Report(data={"backends": rows}, render=render)
+    return Report(data={"backends": rows, "others": extras}, render=render)
 
 
 def _cell(value: object) -> str:

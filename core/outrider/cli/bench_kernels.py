@@ -37,8 +37,8 @@ def kernels(
 ) -> Report:
     """Measure the backend's kernels, many calls in a graph at a time: microseconds a call, torch's own beside them.
 
-    The limit is the bytes that a call must move over the bandwidth measured in the same run. What is smaller than the device's
-    cache may beat it. Torch's own is the reference of the seam: for a matrix product, the library that torch calls.
+    The limit is the bytes that a call must move over the bandwidth measured in the same run. What is smaller than the
+    device's cache may beat it. Torch's own is the reference of the seam: for a matrix product, the library that torch calls.
     """
     from outrider.cli.torch_probe import require_torch
 

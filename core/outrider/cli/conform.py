@@ -39,7 +39,11 @@ def conform(
     from outrider.conformance import run
     from outrider.registry import Registry
 
-    chosen = str(Registry().select(backend, backend_from_environment()))
+    registry = Registry()
+    spec = registry.select(backend, backend_from_environment())
+    if spec.name not in registry.names:
+        registry.info(spec.name)  # raises: there is nothing to test. A plugin that is there and broken fails L0 instead.
+    chosen = str(spec)
     wanted = f"L{parse_level(level)}"
     command = ["outrider", "conform", "--backend", backend or chosen, "--level", wanted]
     command += ["--waivers", str(waivers)] if waivers is not None else []

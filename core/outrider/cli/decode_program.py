@@ -1,13 +1,15 @@
 """``outrider explore decode``: the real engine on drawn host programs, under schedules that a tool decides.
 
-A host program is a batch mix: prompts, lengths, arrivals, aborts, sizes of the engine. Each is run once under a schedule,
-with the sanitizer watching, and its tokens are compared with plain greedy decoding on the reference backend.
+A host program is a batch mix: prompts, lengths, arrivals, aborts, hand-overs between two engines, sizes of the engines. Each
+is run once under a schedule, with the sanitizer watching, and its tokens are compared with plain greedy decoding on the
+reference backend.
 """
 
 from __future__ import annotations
 
 import inspect
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +18,11 @@ from rich.text import Text
 
 from outrider.cli.models import bundled
 from outrider.cli.report import Report
-from outrider.device.errors import CapabilityError, ConfigError, OutriderError
+from outrider.device.errors import CapabilityError, ConfigError, OutriderError, RequestError
 from outrider.registry import Registry
 
 if TYPE_CHECKING:
-    from outrider.device import Backend
+    from outrider.device import Backend, Fence
     from outrider.engine.engine import Engine
     from outrider.engine.fence_log import FenceLog
     from outrider.engine.request import Completion
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 DECODE = "decode"
 _CONTEXT = 96
 _LONGEST = 14
+_MOVING = 0.3
+"""How many of the programs hand requests over."""
 
 
 class WrongTokens(OutriderError):
@@ -38,13 +42,17 @@ class WrongTokens(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request: a slice of the text, how much it may write, when it comes and when, if ever, it's aborted."""
+    """A request: a slice of the text, how much it may write, when it comes and when, if ever, it's aborted.
+
+    ``moves``: how many steps after its arrival it goes over to the other engine, or as soon after as it can; each time.
+    """
 
     start: int
     length: int
     max_tokens: int
     step: int
     abort_after: int | None
+    moves: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +70,15 @@ class HostProgram:
     def draw(cls, seed: int, text: int) -> HostProgram:
         """The program numbered ``seed`` over a text of ``text`` tokens."""
         rng = random.Random(seed)
+        moving = random.Random(f"hand-over {seed}")  # drawn apart, so that it changes nothing else of a program
+        moves = moving.random() < _MOVING
         arrivals = []
         for _ in range(rng.randint(1, 4)):
             length = rng.randint(1, 40)
             start = rng.randrange(text - length) if rng.random() < 0.7 else 0  # prompts that share a prefix
             abort = rng.randint(0, 4) if rng.random() < 0.25 else None
-            arrivals.append(Arrival(start, length, rng.randint(1, _LONGEST), rng.randint(0, 4), abort))
+            times = tuple(sorted(moving.randint(1, 8) for _ in range(moving.randint(1, 3)))) if moves else ()
+            arrivals.append(Arrival(start, length, rng.randint(1, _LONGEST), rng.randint(0, 4), abort, times))
         return cls(
             arrivals=tuple(arrivals),
             max_requests=rng.randint(1, 4),
@@ -85,7 +96,16 @@ class DecodeExplorer:
     """
 
     def __init__(
-        self, backend: Backend, *, speculate: str, draft_topk: int = 1, drop: str | None = None, half: str = "wait"
+        self,
+        backend: Backend,
+        *,
+        speculate: str,
+        draft_topk: int = 1,
+        mode: str = "staged",
+        graphs: bool = False,
+        drop: str | None = None,
+        half: str = "wait",
+        consumer: str | None = None,
     ) -> None:
         import torch
 
@@ -102,6 +122,7 @@ class DecodeExplorer:
             raise ConfigError(f"--drop is {half!r}; expected wait or record")
         self.backend = backend
         self._speculate, self._topk, self._drop, self._half = speculate, draft_topk, drop, Drop(half)
+        self._mode, self._graphs, self._consumer = mode, graphs, consumer
         self._model = load_decoder(bundled("target"), backend=backend, dtype=torch.float32)
         backend.synchronize()
         self._text = Tokenizer.from_checkpoint(bundled("target")).encode(inspect.getsource(Engine))
@@ -130,7 +151,9 @@ class DecodeExplorer:
         control = backend.control
         if control is None:
             raise CapabilityError(f"{backend.label} decides its schedules itself; explore needs one such as 'sim'")
-        self.log = FenceLog(lambda stream: control.steps(stream)[1], drop=self._drop, half=self._half)
+        self.log = FenceLog(
+            lambda stream: control.steps(stream)[1], drop=self._drop, half=self._half, consumer=self._consumer
+        )
         with watch(backend) as self.findings:
             problem: Exception | None = None
             try:
@@ -152,7 +175,7 @@ class DecodeExplorer:
             if finding.first is None:
                 continue
             first, second = finding.first, finding.second
-            sites = [("host", -1) if site.host else (site.actor, site.index) for site in (first, second)]
+            sites = [("host", -1) if site.host else (site.actor, site.position) for site in (first, second)]
             names.update(dict.fromkeys(self.log.implied(sites[0], sites[1])))
         return tuple(names)
 
@@ -172,6 +195,8 @@ class DecodeExplorer:
             draft_tokens=program.draft_tokens,
             max_context=_CONTEXT,
             overlap=True,
+            mode=self._mode,
+            graphs=self._graphs,
         )
         options = DraftOptions(
             target=self._model,
@@ -181,47 +206,97 @@ class DecodeExplorer:
             draft_tokens=config.draft_tokens,
             topk=self._topk,
         )
-        assert self.log is not None
         proposer = build(self._speculate, options)
-        return Engine(self._model, self.backend, proposer=proposer, config=config, wrap_fence=self.log.wrap)
+        return Engine(self._model, self.backend, proposer=proposer, config=config, wrap_fence=self.wrap)
+
+    def wrap(self, fence: Fence) -> Fence:
+        """What the engine's fences are wrapped in."""
+        assert self.log is not None
+        return self.log.wrap(fence)
 
     def _serve(self, program: HostProgram, expected: list[tuple[int, ...]]) -> None:
-        from outrider.engine.request import FinishReason, SamplingParams
+        """Run the program's requests to their ends and compare. Raises :class:`WrongTokens`."""
+        moves = any(arrival.moves for arrival in program.arrivals)
+        engines = [self._engine(program) for _ in range(2 if moves else 1)]
+        free = [(engine.free_pages, engine.free_rows) for engine in engines]
+        serving = Serving(engines, program, self._prompt)
+        serving.run()
+        for index, wanted in enumerate(expected):
+            got = serving.got[index]
+            if serving.ended[index] == "abort":
+                wanted = wanted[: len(got)]
+            if tuple(got) != wanted:
+                raise WrongTokens(f"request {index} got {got}, plain decoding gives {list(wanted)}")
+        for engine, (pages, rows) in zip(engines, free, strict=True):
+            if (engine.free_pages, engine.free_rows) != (pages, rows):
+                raise WrongTokens(
+                    f"{pages - engine.free_pages} pages and {rows - engine.free_rows} rows weren't given back at the end"
+                )
 
-        engine = self._engine(program)
-        pages, rows = engine.free_pages, engine.free_rows
-        waiting = sorted(range(len(program.arrivals)), key=lambda i: program.arrivals[i].step)
-        live: dict[int, tuple[int, int]] = {}
-        got: dict[int, list[int]] = {i: [] for i in waiting}
-        ended: dict[int, FinishReason] = {}
+
+class Serving:
+    """A host program's requests on their way through one engine, or two that hand them over to each other.
+
+    ``got``: the tokens of each request, in the order of the program; ``ended``: its finish reason.
+    """
+
+    def __init__(self, engines: Sequence[Engine], program: HostProgram, prompt: Callable[[Arrival], tuple[int, ...]]) -> None:
+        self._engines, self._prompt = engines, prompt
+        self._arrivals = program.arrivals
+        self._waiting = sorted(range(len(program.arrivals)), key=lambda i: program.arrivals[i].step)
+        self._request: dict[int, tuple[int, int]] = {}  # request of the program → engine, id there
+        self._index: dict[tuple[int, int], int] = {}  # and back; stays when the request has gone over
+        self._since: dict[int, int] = {}
+        self._moves = {index: list(arrival.moves) for index, arrival in enumerate(program.arrivals)}
+        self.got: dict[int, list[int]] = {index: [] for index in self._waiting}
+        self.ended: dict[int, str] = {}
+        self.moved = 0
+
+    def run(self) -> None:
+        """Step until nothing is left."""
         step = 0
-        while waiting or engine.has_unfinished:
-            while waiting and program.arrivals[waiting[0]].step <= step:
-                index = waiting.pop(0)
-                arrival = program.arrivals[index]
-                request = engine.add_request(self._prompt(arrival), SamplingParams(max_tokens=arrival.max_tokens))
-                live[request] = (index, step)
-            for request, (index, since) in list(live.items()):
-                after = program.arrivals[index].abort_after
-                if after is not None and step - since >= after and index not in ended:
-                    engine.abort(request)
-            for output in engine.step():
-                index = live[output.request_id][0]
-                got[index].extend(output.tokens)
-                if output.finish_reason is not None:
-                    ended[index] = output.finish_reason
+        while self._waiting or any(engine.has_unfinished for engine in self._engines):
+            self._arrive(step)
+            for index in [i for i in self._request if i not in self.ended]:
+                age = step - self._since[index]
+                after = self._arrivals[index].abort_after
+                side, request = self._request[index]
+                if after is not None and age >= after:
+                    self._engines[side].abort(request)
+                elif self._moves[index] and age >= self._moves[index][0]:
+                    self._move(index, side, request)
+            for side, engine in enumerate(self._engines):
+                for output in engine.step():
+                    index = self._index[side, output.request_id]
+                    self.got[index].extend(output.tokens)
+                    if output.finish_reason is not None and output.finish_reason != "hand_over":
+                        self.ended[index] = output.finish_reason
             step += 1
-        engine.drain()
-        for index, tokens in got.items():
-            wanted = expected[index]
-            if ended[index] is FinishReason.ABORT:
-                wanted = wanted[: len(tokens)]
-            if tuple(tokens) != wanted:
-                raise WrongTokens(f"request {index} got {tokens}, plain decoding gives {list(wanted)}")
-        if (engine.free_pages, engine.free_rows) != (pages, rows):
-            raise WrongTokens(
-                f"{pages - engine.free_pages} pages and {rows - engine.free_rows} rows weren't given back at the end"
-            )
+        for engine in self._engines:
+            engine.drain()
+
+    def _arrive(self, step: int) -> None:
+        from outrider.engine.request import SamplingParams
+
+        while self._waiting and self._arrivals[self._waiting[0]].step <= step:
+            index = self._waiting.pop(0)
+            arrival = self._arrivals[index]
+            params = SamplingParams(max_tokens=arrival.max_tokens)
+            self._place(index, 0, self._engines[0].add_request(self._prompt(arrival), params))
+            self._since[index] = step
+
+    def _move(self, index: int, side: int, request: int) -> None:
+        try:
+            handed = self._engines[side].hand_over(request)
+        except RequestError:
+            return  # at its prompt still, or over by now
+        self._moves[index].pop(0)
+        self._place(index, 1 - side, self._engines[1 - side].take_over(handed))
+        self.moved += 1
+
+    def _place(self, index: int, side: int, request: int) -> None:
+        self._request[index] = side, request
+        self._index[side, request] = index
 
 
 def _reference_model() -> Decoder:
@@ -253,9 +328,13 @@ def explore_decode(
     drop: str,
     speculate: str,
     draft_topk: int,
+    mode: str,
+    graphs: bool,
 ) -> Report:
     """Run ``iterations`` host programs, each under a schedule of its own; stop at the first that fails."""
-    explorer = DecodeExplorer(device, speculate=speculate, draft_topk=draft_topk, drop=drop_fence, half=drop)
+    explorer = DecodeExplorer(
+        device, speculate=speculate, draft_topk=draft_topk, mode=mode, graphs=graphs, drop=drop_fence, half=drop
+    )
     control = device.control
     assert control is not None  # the caller has checked
     data: dict[str, Any] = {
@@ -264,6 +343,8 @@ def explore_decode(
         "seed": seed,
         "speculate": speculate,
         "draft_topk": draft_topk,
+        "mode": mode,
+        "graphs": graphs,
         "dropped": f"{drop} of {drop_fence}" if drop_fence else None,
         "runs": 0,
         "failed": False,

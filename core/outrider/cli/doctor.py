@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from outrider.cli.environment import AUTOLOAD_VARIABLE, BACKEND_VARIABLE, backend_from_environment, disable_autoload
-from outrider.cli.listing import open_row, row
+from outrider.cli.listing import extra_rows, open_row, row
 from outrider.cli.report import JsonOption, Report
 from outrider.cli.torch_probe import TorchState, probe_torch
 from outrider.device.errors import OutriderError
@@ -41,6 +41,7 @@ def doctor(
             _block(values, torch)
         elif open_devices:
             open_row(registry, values)
+    others = extra_rows(registry, load=importable)
     chosen, why = _chosen(registry, torch)
     data: dict[str, object] = {
         "outrider": _version("outrider"),
@@ -60,6 +61,7 @@ def doctor(
         "packages": {name: _version(name) for name in _PACKAGES},
         "environment": {BACKEND_VARIABLE: backend_from_environment()},
         "backends": rows,
+        "others": others,
         "chosen": chosen,
         "chosen_because": why,
     }
@@ -123,4 +125,11 @@ def _render(console: Console, data: Mapping[str, Any]) -> None:
                 console.print(f"      {key}: {values[key]}")
     if not data["backends"]:
         console.print("  none is installed")
+    if data["others"]:
+        console.print("\nkernels and proposers of plugins, used where they're asked for by name")
+    for values in data["others"]:
+        console.print(f"  {values['name']}: {values['kind']}, {values['status']}, from {values['distribution']}")
+        for key in ("description", "detail", "reason", "advice"):
+            if values[key]:
+                console.print(f"      {key}: {values[key]}")
     console.print(f"\nchosen without --backend: {data['chosen'] or 'none'} ({data['chosen_because']})")

@@ -42,6 +42,8 @@ def explore(
     drop: Annotated[str, typer.Option(help="decode: the half of the fence that is left out, wait or record.")] = "wait",
     speculate: Annotated[str, typer.Option(help="decode: eagle, ngram or none.")] = "eagle",
     draft_topk: Annotated[int, typer.Option("--draft-topk", min=1, help="decode: 1 drafts chains, more drafts trees.")] = 1,
+    mode: Annotated[str, typer.Option(help="decode: staged or fused.")] = "staged",
+    graphs: Annotated[bool, typer.Option("--graphs", help="decode: replay stages from graphs in staged mode too.")] = False,
     corrected: Annotated[bool, typer.Option("--corrected", help="The corrected program of the corpus.")] = False,
     json_output: JsonOption = False,
 ) -> Report:
@@ -69,6 +71,8 @@ def explore(
             drop=drop,
             speculate=speculate,
             draft_topk=draft_topk,
+            mode=mode,
+            graphs=graphs,
         )
     program = _program(name, corrected, device)
     result = control.explore(program, strategy=spec, iterations=iterations, seed=seed)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from outrider.device.errors import OutriderError
+from outrider.device.plugin import BackendInfo
 from outrider.registry import Candidate, Registry
 
 
-def row(candidate: Candidate) -> dict[str, object]:
+def row(candidate: Candidate[BackendInfo]) -> dict[str, object]:
     """One candidate as JSON data."""
     info = candidate.info
     return {
@@ -22,6 +25,37 @@ def row(candidate: Candidate) -> dict[str, object]:
         "device_count": info.device_count if info else None,
         "seam": [info.seam_min, info.seam_max] if info else None,
     }
+
+
+def extra_row(candidate: Candidate[Any], kind: str, detail: str) -> dict[str, object]:
+    """A plugin that is no backend, as JSON data. ``detail``: what it's for, or what it needs."""
+    return {
+        "kind": kind,
+        "name": candidate.name,
+        "status": candidate.status,
+        "can_run": candidate.status == "usable",
+        "reason": candidate.reason,
+        "advice": candidate.advice,
+        "distribution": candidate.distribution,
+        "entry_point": candidate.entry_point,
+        "description": candidate.info.description if candidate.info else "",
+        "detail": detail if candidate.info else "",
+    }
+
+
+def extra_rows(registry: Registry, *, load: bool = True) -> list[dict[str, object]]:
+    """The installed kernel sets and proposers."""
+    from outrider.cli.proposers import PROPOSERS, shadowed
+    from outrider.registry import Plugins
+
+    rows = []
+    for kernels in registry.kernels.candidates(load=load):
+        names = kernels.info.backends if kernels.info else ()
+        rows.append(extra_row(kernels, "kernels", f"for {', '.join(names) or 'any backend'}: NAME:kernels={kernels.name}"))
+    for proposer in Plugins(PROPOSERS).candidates(load=load):
+        needs = proposer.info.needs if proposer.info else ""
+        rows.append(extra_row(shadowed(proposer), "proposer", f"--speculate {proposer.name}, needs {needs}"))
+    return rows
 
 
 def open_row(registry: Registry, values: dict[str, object]) -> None:

@@ -28,6 +28,8 @@ COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "backends": "outrider.cli.backends:backends",
     "doctor": "outrider.cli.doctor:doctor",
     "conform": "outrider.cli.conform:conform",
+    "ci-matrix": "outrider.cli.ci_matrix:ci_matrix",
+    "new-backend": "outrider.cli.new_backend:new_backend",
     "bench": {
         "decode": "outrider.cli.bench_decode:decode",
         "kernels": "outrider.cli.bench_kernels:kernels",

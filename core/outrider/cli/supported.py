@@ -5,7 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from outrider.cli.proposers import PROPOSERS, shadowed
 from outrider.cli.report import JsonOption, Report
+from outrider.registry import Plugins
 
 _PROPOSERS = {
     "eagle": "an EAGLE head (fc, layers.0.*): chain, or tree with --draft-topk",
@@ -25,8 +27,12 @@ def models(json_output: JsonOption = False) -> Report:
     from outrider.model.rope import ROPE_KINDS
     from outrider.speculative.build import BUILDERS
 
+    plugins = Plugins(PROPOSERS)
     families = supported_families()
     proposers = {name: _PROPOSERS[name] for name in BUILDERS}
+    for candidate in map(shadowed, plugins.candidates()):
+        if candidate.info is not None and candidate.status == "usable":
+            proposers[candidate.name] = f"{candidate.info.needs} (from {candidate.distribution})"
     data = {
         "families": list(families),
         "rope": list(ROPE_KINDS),

@@ -85,6 +85,10 @@ class JitteredFence(Fence):
         """As it is."""
         self._inner.wait_host()
 
+    def wait_host_within(self, seconds: float) -> bool:
+        """As it is."""
+        return self._inner.wait_host_within(seconds)
+
     def done(self) -> bool:
         """As it is."""
         return self._inner.done()

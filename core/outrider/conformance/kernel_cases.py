@@ -119,7 +119,7 @@ _PAGE = 4
 
 
 def _attention(
-    new: tuple[int, ...], context: tuple[int, ...], *, tree: bool = False, padding: int = 0
+    new: tuple[int, ...], context: tuple[int, ...], *, tree: bool = False, padding: int = 0, spoilt: bool = False
 ) -> Callable[..., dict]:  # type: ignore[type-arg]
     def make(dtype: torch.dtype) -> dict[str, Tensor]:
         tokens, batch, width = sum(new) + padding, len(new), 4
@@ -130,13 +130,24 @@ def _attention(
             lane = torch.arange(max(new))
             mask = (lane[:, None] >= lane) & (((lane[:, None] - lane) % 2 == 0) | (lane == 0))
             mask = mask.repeat(batch, 1)[:tokens]
+        lens = torch.tensor([n + c for n, c in zip(new, context, strict=True)], dtype=torch.int32)
+        table = (torch.randperm(pages - 1, generator=_draw(6)) + 1).view(batch, width).to(torch.int32)
+        caches = [_normal(pages, _PAGE, 2, 8, dtype=dtype, seed=seed) for seed in (1, 2)]
+        if spoilt:  # nobody's entries of the tables lead to page 0, and all that is behind a sequence is NaN
+            table = torch.where(torch.arange(width) * _PAGE < lens.unsqueeze(1), table, 0)
+            used = (torch.arange(width * _PAGE) < lens.unsqueeze(1)).view(batch, width, _PAGE)
+            kept = torch.zeros(pages, _PAGE, dtype=torch.bool)
+            kept[table.long()] = used
+            kept[0] = False
+            for cache in caches:
+                cache[~kept] = torch.nan
         return {
             "q": _normal(tokens, 4, 8, dtype=dtype),
-            "k_cache": _normal(pages, _PAGE, 2, 8, dtype=dtype, seed=1),
-            "v_cache": _normal(pages, _PAGE, 2, 8, dtype=dtype, seed=2),
+            "k_cache": caches[0],
+            "v_cache": caches[1],
             "query_start": torch.tensor(starts, dtype=torch.int32),
-            "kv_lens": torch.tensor([n + c for n, c in zip(new, context, strict=True)], dtype=torch.int32),
-            "block_table": (torch.randperm(pages - 1, generator=_draw(6)) + 1).view(batch, width).to(torch.int32),
+            "kv_lens": lens,
+            "block_table": table,
             "tree_mask": mask,
         }
 
@@ -281,6 +292,12 @@ CASES: Mapping[str, Case] = MappingProxyType(
             Case("paged_attention of a ragged batch", _attention(_RAGGED, _CONTEXT), _attend(_RAGGED)),
             Case("paged_attention in a window", _attention(_RAGGED, _CONTEXT), _attend(_RAGGED, window=4)),
             Case("paged_attention over a tree", _attention((5, 5), (7, 2), tree=True), _attend((5, 5), tree=True)),
+            Case("paged_attention beside NaN", _attention(_RAGGED, _CONTEXT, spoilt=True), _attend(_RAGGED)),
+            Case(
+                "paged_attention over a tree beside NaN",
+                _attention((5, 5), (7, 2), tree=True, spoilt=True),
+                _attend((5, 5), tree=True),
+            ),
             Case("paged_attention with padding", _attention(_RAGGED, _CONTEXT, padding=3), _attend(_RAGGED)),
             Case("sample", _logits, _sampled(draft=False), exact=True),
             Case("sample for a draft", _logits, _sampled(draft=True), exact=True),

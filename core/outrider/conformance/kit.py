@@ -82,7 +82,7 @@ def _facts(backend: Backend) -> dict[str, Any]:
         "device": str(backend.device),
         "versions": versions,
         "capabilities": backend.capabilities.as_dict(),
-        "kernels": backend.kernels.name,
+        "kernels": backend.kernels_in_use.name,
         "tier": {"kind": kind, "device": versions.get("device", str(backend.device))},
     }
 

@@ -25,6 +25,7 @@ SIGHTINGS = 64
 _PATIENCE = (1, 4, 16)
 _SIMULATED_CYCLES = 100_000
 _BALLAST = 192
+_TIMINGS = 3
 
 
 class Seen(Exception):
@@ -136,12 +137,19 @@ class Lab:
         return self.pace.products
 
     def _scaled(self, count: int, run: Callable[[int], None], stream: Stream) -> int:
-        """Double ``count`` until it takes a measurable part of the target, then scale up."""
-        while True:
+        """Double ``count`` until it takes a measurable part of the target, then scale up.
+
+        The least of several times counts: a host that was busy elsewhere would make every delay too short.
+        """
+
+        def timed() -> float:
             start = time.perf_counter()
             run(count)
             stream.synchronize()
-            spent = (time.perf_counter() - start) * 1e3
+            return (time.perf_counter() - start) * 1e3
+
+        while True:
+            spent = min(timed() for _ in range(_TIMINGS))
             if spent >= self.pace.target_ms / 4 or count >= 1 << 40:
                 return max(1, int(count * self.pace.target_ms / max(spent, 1e-3)))
             count *= 2

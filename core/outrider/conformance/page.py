@@ -40,6 +40,14 @@ details { border-bottom: 1px solid var(--line); padding: .4rem 0; } summary { cu
 summary .tag { margin-right: .5rem; } details p { margin: .4rem 0 .4rem 1rem; } blockquote { margin: .4rem 0 .4rem 1rem;
   padding-left: .75rem; border-left: 3px solid var(--line); color: var(--dim); }
 .scroll { overflow-x: auto; }
+.lead { display: flex; align-items: center; gap: 1rem; margin: 1rem 0 0; } .lead p { margin: 0; }
+.reached { font-size: 1.6rem; font-weight: 700; color: #fff; background: var(--c); border-radius: 10px; padding: .35rem .9rem;
+  white-space: nowrap; }
+.abilities { display: flex; flex-wrap: wrap; gap: .5rem; list-style: none; padding: 0; margin: .75rem 0; }
+.abilities li { border: 1px solid var(--line); border-radius: 1rem; padding: .15rem .8rem; font-size: .9rem; }
+.abilities li.yes { border-color: #1a7f37; } .abilities li.yes::before { content: "✓ "; color: #1a7f37;
+  font-weight: 700; }
+.abilities li.no { color: var(--dim); background: var(--soft); }
 """
 
 
@@ -47,9 +55,19 @@ def page(report: Mapping[str, Any]) -> str:
     """The whole page."""
     backend, tier = report["backend"], report["tier"]
     title = f"Conformance of {backend['name']}"
-    lead = f"Passed up to {report['reached']}" if report["reached"] else "No level is passed"
-    device = f"{tier['kind']}: {tier['device']}" if tier["device"] else tier["kind"]
-    abilities = "".join(_row(key, _ability(value)) for key, value in (report["capabilities"] or {}).items())
+    reached, asked = report["reached"], report["level"]
+    lead = (
+        f"Every level that was asked for is passed: L0 to {asked}."
+        if reached == asked
+        else f"{f'Passed up to {reached}' if reached else 'No level is passed'}; the levels up to {asked} were asked for."
+    )
+    colour = _COLOURS["passed" if _all_passed(reached, asked) else "failed"]
+    # A simulated device says so in its name already.
+    known = tier["device"].startswith(tier["kind"])
+    device = tier["device"] if known else f"{tier['kind']}: {tier['device']}" if tier["device"] else tier["kind"]
+    declared = report["capabilities"] or {}
+    abilities = "".join(_chip(key, value) for key, value in declared.items() if isinstance(value, bool))
+    others = "".join(_row(key, _ability(value)) for key, value in declared.items() if not isinstance(value, bool))
     waived = [test for test in report["tests"] if test["outcome"] == "waived"]
     return f"""<!doctype html>
 <html lang="en">
@@ -57,8 +75,8 @@ def page(report: Mapping[str, Any]) -> str:
 <title>{escape(title)}</title>
 <style>{_STYLE}</style>
 <h1>{escape(title)}</h1>
-<p class="dim">{escape(lead)} of the levels up to {escape(report["level"])} that were asked for · {escape(device)} ·
-{escape(tier["date"])}</p>
+<div class="lead"><span class="reached" style="--c:{colour}">{escape(reached or "none")}</span>
+<p>{escape(lead)}<br><span class="dim">{escape(backend["spec"])} · {escape(device)} · {escape(tier["date"])}</span></p></div>
 <div class="cards">{"".join(map(_card, report["levels"].items()))}</div>
 {_problems(report)}
 <h2>What ran, and how to run it again</h2>
@@ -67,7 +85,8 @@ def page(report: Mapping[str, Any]) -> str:
 <h2>What the backend declares</h2>
 <p class="dim">A level is passed over these abilities: what isn't declared isn't claimed, and what works without being
 declared is a failure.</p>
-<div class="scroll"><table>{abilities}</table></div>
+<ul class="abilities">{abilities}</ul>
+<div class="scroll"><table>{others}</table></div>
 {_figures(report)}
 {_waivers(waived)}
 <h2>Every test</h2>
@@ -170,6 +189,15 @@ def _waivers(tests: list[Mapping[str, Any]]) -> str:
 
 def _row(key: str, value: str) -> str:
     return f"<tr><th>{escape(key)}</th><td>{escape(value)}</td></tr>"
+
+
+def _all_passed(reached: str | None, asked: str) -> bool:
+    return reached is not None and int(reached[1:]) >= min(int(asked[1:]), 4)
+
+
+def _chip(key: str, value: bool) -> str:
+    words = escape(key.replace("_", " "))
+    return f'<li class="{"yes" if value else "no"}" title="{"declared" if value else "not declared"}">{words}</li>'
 
 
 def _ability(value: object) -> str:

@@ -18,7 +18,7 @@ from outrider.conformance.kit import KIT, Kit
 from outrider.conformance.lab import Lab
 from outrider.conformance.levels import DEFAULT_LEVEL, LEVELS, level_of, parse_level
 from outrider.conformance.recorder import Recorder
-from outrider.conformance.verdict import judge, mark_of
+from outrider.conformance.verdict import judge, mark_of, test_id
 from outrider.conformance.waivers import Waiver, read_waivers
 from outrider.device import Backend, BackendInfo, OutriderError
 
@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = [item for item in items if level_of(item.path) is None]
     kept = sorted((pair for pair in ours if pair[1] <= limit), key=lambda pair: pair[1])
     items[:] = [*others, *(item for item, _ in kept)]
-    config.stash[RECORDER].requested(item.nodeid for item, _ in kept)
+    config.stash[RECORDER].requested(test_id(item) for item, _ in kept)
 
 
 @pytest.hookimpl(wrapper=True)

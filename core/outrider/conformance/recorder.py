@@ -42,13 +42,13 @@ class Recorder:
 
     def requested(self, tests: Iterable[str]) -> None:
         """The tests that the levels asked for hold, before pytest deselects any."""
-        self._requested = {_short(test) for test in tests}
+        self._requested = set(tests)
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
+    def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
         """Leave a trace of what is running, for whoever finds the process dead."""
-        self._note({"started": _short(nodeid)})
+        self._note({"started": f"{Path(location[0]).stem}::{nodeid.partition('::')[2]}"})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take in one phase of a test; the worst phase decides."""
@@ -134,8 +134,3 @@ class Recorder:
         if self._journal is not None:
             with self._journal.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
-
-
-def _short(nodeid: str) -> str:
-    path, _, name = nodeid.partition("::")
-    return f"{path.rsplit('/', 1)[-1].removesuffix('.py')}::{name}"

@@ -23,6 +23,8 @@ from outrider.device.errors import (
     DeviceError,
     DeviceFault,
     DeviceLost,
+    DeviceStuck,
+    EngineStopped,
     OutOfDeviceMemory,
     OutriderError,
     PluginContractError,
@@ -34,10 +36,14 @@ from outrider.device.errors import (
 )
 from outrider.device.plugin import (
     ENTRY_POINT_GROUP,
+    KERNELS_GROUP,
     SEAM_VERSION,
     BackendHooks,
     BackendInfo,
     CiDeclaration,
+    KernelHooks,
+    KernelInfo,
+    PluginInfo,
     hookimpl,
     hookspec,
 )
@@ -141,6 +147,7 @@ _HOMES = {
 
 __all__ = [
     "ENTRY_POINT_GROUP",
+    "KERNELS_GROUP",
     "LANE_ACCEPT",
     "LANE_DRAFT",
     "LANE_RESIDUAL",
@@ -169,7 +176,9 @@ __all__ = [
     "DeviceError",
     "DeviceFault",
     "DeviceLost",
+    "DeviceStuck",
     "EagerGraph",
+    "EngineStopped",
     "Event",
     "EventFence",
     "ExplorationResult",
@@ -181,6 +190,8 @@ __all__ = [
     "HostParam",
     "JoinedPlan",
     "KeepAlive",
+    "KernelHooks",
+    "KernelInfo",
     "KernelSet",
     "MemoryInfo",
     "Observer",
@@ -189,6 +200,7 @@ __all__ = [
     "OutriderError",
     "PinnedBuffer",
     "PluginContractError",
+    "PluginInfo",
     "Recompute",
     "RequestError",
     "RowResolver",

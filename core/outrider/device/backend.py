@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING
@@ -91,6 +91,7 @@ class Backend(ABC):
         self._local = threading.local()
         self._keep_alive = KeepAlive()
         self._streams: list[Stream] = []
+        self._chosen_kernels: KernelSet | None = None
 
     # -- what it is ------------------------------------------------------------------------------------------------
 
@@ -108,6 +109,17 @@ class Backend(ABC):
     @abstractmethod
     def kernels(self) -> KernelSet:
         """The kernels of this device; constant over the backend's life."""
+
+    @property
+    def kernels_in_use(self) -> KernelSet:
+        """The kernels that everything computes with: those of :meth:`use_kernels`, else :attr:`kernels`."""
+        return self._chosen_kernels if self._chosen_kernels is not None else self.kernels
+
+    def use_kernels(self, kernels: KernelSet) -> None:
+        """Compute with ``kernels`` instead of the device's own; before anything is loaded or captured, and once."""
+        if self._chosen_kernels is not None:
+            raise SeamError(f"{self.label} computes with {self._chosen_kernels.name!r} already; make another backend")
+        self._chosen_kernels = kernels
 
     @property
     @abstractmethod
@@ -344,7 +356,7 @@ class Backend(ABC):
         The work really runs. Events that it records are edges here as they will be in the capture: they get no generation,
         and are free for the capture afterwards.
         """
-        rehearsal = ActiveCapture(self, context)
+        rehearsal = ActiveCapture(self, context, rehearsal=True)
         self._local.capture = rehearsal
         self._local.capture_stream = stream
         try:
@@ -354,6 +366,20 @@ class Backend(ABC):
             self._local.capture_stream = None
             for event in rehearsal.edges:
                 event._captured_by = None
+
+    def reissue(self, param: HostParam, issue: Callable[[tuple[int, ...]], None]) -> None:
+        """Enqueue one operation that reads the host parameter ``param``: ``issue(values)``.
+
+        Within the capture that ``param`` belongs to, the operation is registered: a device that rebinds captured
+        operations one by one calls ``issue`` again, with the new values, when ``param`` is rebound. So ``issue`` must
+        enqueue exactly one operation, the same each time but for the values, with operands that exist already and that
+        it keeps alive. Anywhere else the operation is just enqueued.
+        """
+        capture = self.active_capture
+        if capture is None or capture.rehearsal or capture.context.params.get(param.name) is not param:
+            issue(param.value)
+        else:
+            self._reissue(capture.context, param, issue)
 
     def check_not_capturing(self, action: str) -> None:
         """Raise :class:`StreamOrderError` when the calling thread has a capture open."""
@@ -451,6 +477,11 @@ class Backend(ABC):
     def _copy_async(self, destination: Tensor, source: Tensor) -> None:
         """Vendor's verb for :meth:`copy_async`; runs inside the stream's scope."""
         destination.copy_(source, non_blocking=True)
+
+    def _reissue(self, context: CaptureContext, param: HostParam, issue: Callable[[tuple[int, ...]], None]) -> None:
+        """Vendor's verb for :meth:`reissue` in a capture; for a device that captures all of a callable again, nothing."""
+        del context
+        issue(param.value)
 
     def _capture(
         self, name: str, fn: GraphCallable, context: CaptureContext, stream: Stream, pool: GraphPool | None

@@ -19,11 +19,17 @@ expected and what to do. The command line prints that text without a traceback.
     ├── DeviceError               the device reported a failure; ``device_lost`` tells the two kinds apart
     │   ├── OutOfDeviceMemory     recoverable: the device lives on
     │   ├── DeviceFault           recoverable: this operation failed, the device lives on
-    │   └── DeviceLost            sticky: nothing that is queued will finish, and no further call will work
+    │   ├── DeviceLost            sticky: nothing that is queued will finish, and no further call will work
+    │   └── DeviceStuck           the host waited for a fence longer than it may; it counts as lost
+    ├── EngineStopped             an engine was used after its device was lost or stuck; lists the requests left open
     ├── DeadlockError             nothing that is queued can ever run
     ├── CheckpointError           a checkpoint that is truncated, incomplete, of the wrong shape or unknown
     └── RequestError              a request that can't be served: empty, too long, unknown id
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class OutriderError(Exception):
@@ -99,6 +105,24 @@ class DeviceLost(DeviceError):
     """A sticky fault: nothing that is queued will finish. The process must make a new backend, or end."""
 
     device_lost = True
+
+
+class DeviceStuck(DeviceError):
+    """The host waited for a fence longer than it may. The text names the fence, its generation, what was enqueued last on
+    each stream and how far each has come. It counts as lost: whether the device will ever go on, nobody knows.
+    """
+
+    device_lost = True
+
+
+class EngineStopped(OutriderError):
+    """An engine was used after its device was lost or got stuck. ``open_requests``: id → the tokens that the host knows of
+    each request that was waiting or running; another engine can go on with them.
+    """
+
+    def __init__(self, message: str, open_requests: Mapping[int, tuple[int, ...]]) -> None:
+        super().__init__(message)
+        self.open_requests = open_requests
 
 
 class DeadlockError(OutriderError):

@@ -27,8 +27,9 @@ Scalar = bool | int | float
 class HostParam:
     """A named tuple of host integers that a captured operation reads (sequence lengths, on some devices).
 
-    The value at capture is frozen into the graph; ``Graph.update_params`` rebinds it where the device can. A kernel that
-    reads one while capturing registers itself with the capture under this name.
+    The value at capture is frozen into the graph; ``Graph.update_params`` rebinds it where the device can. A kernel reads
+    it through ``Backend.reissue``, which registers the operation with the capture under this name; a value that is read
+    in another way may stay as captured.
     """
 
     __slots__ = ("name", "value")
@@ -61,11 +62,15 @@ GraphCallable = Callable[[CaptureContext], None]
 
 
 class ActiveCapture:
-    """The rules for events while one thread captures; made and dropped by ``Backend.capture``."""
+    """The rules for events while one thread captures; made and dropped by ``Backend.capture``.
 
-    def __init__(self, backend: Backend, context: CaptureContext) -> None:
+    ``rehearsal``: the callable is run to warm up, and its work is real.
+    """
+
+    def __init__(self, backend: Backend, context: CaptureContext, *, rehearsal: bool = False) -> None:
         self.backend = backend
         self.context = context
+        self.rehearsal = rehearsal
         self.edges: list[Event] = []
 
     def check_edge_record(self, event: Event) -> None:
@@ -153,7 +158,8 @@ class Graph(ABC):
         its parameters, and the next replay after it. The values are copied before the call returns.
 
         Raises :class:`SeamError` for a name that the capture doesn't have or a length that differs, and
-        :class:`CapabilityError` where a captured graph can't be rebound.
+        :class:`CapabilityError` where a captured graph can't be rebound: no ``updates_graph_params``, or, on a device that
+        rebinds operation by operation, nothing that was issued under the name (``Backend.reissue``).
         """
         bound: dict[str, tuple[int, ...]] = {}
         for name, values in params.items():

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from outrider.device.errors import CapabilityError, StreamOrderError
+from outrider.device.polling import poll
 
 if TYPE_CHECKING:
     from outrider.device.backend import Backend
@@ -190,6 +191,25 @@ class Event(ABC):
         if observer is not None:
             observer.event_synchronized(self, generation)
 
+    def synchronize_within(self, seconds: float) -> bool:
+        """The same as :meth:`synchronize` for at most ``seconds``: True once the generation has completed, False when it
+        hasn't by then; nothing is ordered then.
+
+        The default asks again and again, often at first: no thread but the caller touches the device, so it's legal while
+        other threads capture. A device without a clock of its own, whose schedule a tool decides, never returns False: it
+        waits, and raises :class:`DeadlockError` at once when the generation can't complete any more.
+        """
+        self.backend.check_not_capturing(f"synchronize event {self.name!r}")
+        self._check_not_captured()
+        self._check_recorded("the host can't wait for it")
+        generation = self._generation
+        with self.backend.guard(f"waiting for event {self.name!r}"):
+            done = self._synchronize_within(seconds)
+        observer = self.backend.observer
+        if done and observer is not None:
+            observer.event_synchronized(self, generation)
+        return done
+
     def elapsed_ms(self, end: Event) -> float:
         """Device milliseconds between the latest generations of this event and of ``end``; both have completed.
 
@@ -223,6 +243,10 @@ class Event(ABC):
     def _synchronize(self) -> None:
         """Vendor's verb for :meth:`synchronize`."""
 
+    def _synchronize_within(self, seconds: float) -> bool:
+        """Vendor's verb for :meth:`synchronize_within`. The default polls :meth:`_query`."""
+        return poll(self._query, seconds)
+
     def _elapsed_ms(self, end: Event) -> float:
         raise CapabilityError(f"{self.backend.label} measures no device time between {self.name!r} and {end.name!r}")
 
@@ -238,7 +262,8 @@ class Flag(ABC):
     makes that waiter wait for the next set: order each reset after the waits of its round.
 
     *Lifetime.* The object must outlive every operation enqueued on it.
-    *Capture.* All three may be captured where the backend declares ``flags`` and ``captures_graphs``.
+    *Capture.* All three may be captured where the backend declares ``flags`` and ``captures_graphs``. In a warm-up before
+    a capture they do nothing: whoever plays the other part comes with the replay.
     """
 
     def __init__(self, backend: Backend, name: str) -> None:
@@ -247,6 +272,8 @@ class Flag(ABC):
 
     def set(self, stream: Stream) -> None:
         """Raise the flag after everything enqueued on ``stream`` so far; lost if it's up by then."""
+        if self._rehearsing():
+            return
         self._set(stream)
         observer = self.backend.observer
         if observer is not None:
@@ -254,6 +281,8 @@ class Flag(ABC):
 
     def wait(self, stream: Stream) -> None:
         """Hold ``stream`` until the flag is up. Never blocks the host; may hang the stream if nobody sets it."""
+        if self._rehearsing():
+            return
         self._wait(stream)
         observer = self.backend.observer
         if observer is not None:
@@ -261,10 +290,16 @@ class Flag(ABC):
 
     def reset(self, stream: Stream) -> None:
         """Lower the flag, in the order of ``stream``."""
+        if self._rehearsing():
+            return
         self._reset(stream)
         observer = self.backend.observer
         if observer is not None:
             observer.flag_reset(stream, self)
+
+    def _rehearsing(self) -> bool:
+        capture = self.backend.active_capture
+        return capture is not None and capture.rehearsal
 
     @abstractmethod
     def _set(self, stream: Stream) -> None:

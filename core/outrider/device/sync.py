@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+from outrider.device.polling import poll
+
 if TYPE_CHECKING:
     from outrider.device.backend import Backend
     from outrider.device.stream import Event, Stream
@@ -65,6 +67,13 @@ class Fence(ABC):
     def wait_host(self) -> None:
         """Block the calling thread until the visible generation."""
 
+    def wait_host_within(self, seconds: float) -> bool:
+        """Block the calling thread until the visible generation, for at most ``seconds``; whether it came.
+
+        See :meth:`Event.synchronize_within`. The default asks :meth:`done`; a fence around another one passes it on.
+        """
+        return poll(self.done, seconds)
+
     @abstractmethod
     def done(self) -> bool:
         """Whether the visible generation is over. Never blocks."""
@@ -93,6 +102,10 @@ class EventFence(Fence):
     def wait_host(self) -> None:
         """Synchronize with the event's latest record."""
         self.event.synchronize()
+
+    def wait_host_within(self, seconds: float) -> bool:
+        """Synchronize with the event's latest record, with a limit."""
+        return self.event.synchronize_within(seconds)
 
     def done(self) -> bool:
         """Query the event."""

@@ -6,7 +6,6 @@ little more than its capabilities: the device type arrives as data. Plugins over
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
@@ -116,10 +115,13 @@ class TorchDeviceBackend(Backend):
     """A backend on a torch device module. Subclasses give capabilities, kernels and policy.
 
     ``warmup_runs``: how often a callable is run before its capture, so that lazy initialisation (library handles, kernel
-    compilation) stays out of the graph.
+    compilation) stays out of the graph. ``graph_type``: the class of captured graphs. ``sticky_faults``: texts in a plain
+    RuntimeError by which a driver names a fault after which every later call fails.
     """
 
     warmup_runs = 1
+    graph_type: type[TorchGraph] = TorchGraph
+    sticky_faults: tuple[str, ...] = ()
 
     def __init__(self, name: str, device_type: str, ordinal: int) -> None:
         super().__init__(name, torch.device(device_type, ordinal))
@@ -155,6 +157,10 @@ class TorchDeviceBackend(Backend):
     def _synchronize(self) -> None:
         self.module.synchronize(self.device)
 
+    def _delay(self, stream: Stream, cycles: int) -> None:
+        with self.on(stream):
+            self.module._sleep(cycles)
+
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def _empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -179,9 +185,9 @@ class TorchDeviceBackend(Backend):
             )
         return factory()
 
-    @abstractmethod
     def _new_pool(self) -> Any:
         """A fresh memory pool handle for graphs."""
+        return self.module.graph_pool_handle()
 
     def create_graph_pool(self, name: str) -> GraphPool:
         """Memory for graphs that never run at the same time."""
@@ -195,7 +201,7 @@ class TorchDeviceBackend(Backend):
                 fn(context)
         stream.synchronize()
         native = self._new_graph()
-        graph = TorchGraph(self, name, context, native)
+        graph = self.graph_type(self, name, context, native)
         arguments: dict[str, Any] = {"capture_error_mode": "thread_local"}
         if pool is not None:
             arguments["pool"] = pool.native
@@ -223,6 +229,8 @@ class TorchDeviceBackend(Backend):
                 f"out of memory on {self.device} while {doing}: {error}; use a smaller batch, cache or bucket"
             )
         if isinstance(error, torch.AcceleratorError):
+            return DeviceLost(f"{self.device} failed while {doing}: {error}; start a new process")
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in self.sticky_faults):
             return DeviceLost(f"{self.device} failed while {doing}: {error}; start a new process")
         return None
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-from outrider.device import Backend, Fence
-from outrider.engine.buffers import StepBuffers
+from outrider.device import Backend, Fence, StepMode
+from outrider.engine.buffers import StaticBuffers, step_buffers
 from outrider.engine.config import EngineConfig
+from outrider.engine.features import Features
 from outrider.engine.fences import FenceSet
+from outrider.engine.graphs import Caller, CaptureProgress, GraphRunner, Runner, buckets_up_to
 from outrider.engine.options import OptionTable
+from outrider.engine.parts import StepParts, Streams
+from outrider.engine.plans import Plans
+from outrider.engine.probes import Probes
 from outrider.engine.results import Results
-from outrider.engine.rows import FutureMap, RowTable
+from outrider.engine.rows import FutureMap, LengthsOnHost, RowTable
+from outrider.engine.stages import Stage, Stages
 from outrider.engine.staging import Staging, staging_capacity
-from outrider.engine.step import StepParts, Streams
-from outrider.model import Decoder, KVCache, LanguageModel, Progress, VisionTower, load_decoder, load_through_transformers
+from outrider.model import KVCache, LanguageModel, VisionTower
 from outrider.speculative.proposer import Proposer
 
 
@@ -39,7 +43,11 @@ def assemble(
     slots = ring_slots(config)
     device = backend.device
 
-    streams = Streams(*(backend.create_stream(name) for name in ("schedule", "forward", "plan", "copy")))
+    sync = backend.speculative_sync
+    schedule, forward, plan = (backend.create_stream(name) for name in ("schedule", "forward", "plan"))
+    copy = forward if sync.results_on_forward else backend.create_stream("copy")
+    update = backend.create_stream("update") if sync.rebind_params else None
+    streams = Streams(schedule, forward, plan, copy, update)
     # Everything that lives as long as the engine is made on forward, and finished before any stream starts.
     with backend.on(streams.forward), backend.guard("allocating the engine's caches and buffers"):
         cache = KVCache.allocate(
@@ -60,15 +68,7 @@ def assemble(
             device=device,
         )
         future = FutureMap(rows=config.max_requests + 1, relay=proposer.relay, device=device)
-        buffers = StepBuffers(
-            max_requests=config.max_requests,
-            nodes=proposer.nodes,
-            depth=proposer.depth,
-            is_tree=proposer.is_tree,
-            pages=table_width,
-            axes=model.config.rope.axes,
-            device=device,
-        )
+        buffers = StaticBuffers(backend, step_buffers(model, proposer, pages=table_width), max_requests=config.max_requests)
         capacity = staging_capacity(requests=config.max_requests, pages=table_width, prefill_chunk=config.prefill_chunk)
         capacity += OptionTable.capacity(
             requests=config.max_requests,
@@ -76,14 +76,17 @@ def assemble(
             max_context=max_context,
             penalties=config.penalties,
         )
-        staging = Staging(backend, slots=slots, capacity=capacity)
+        staging = Staging(backend, slots=slots, capacity=capacity, max_requests=config.max_requests)
+        probes = Probes(model.kernels, proposer, vocabulary=model.config.vocab_size)
         results = Results(
             backend,
             slots=slots,
             max_requests=config.max_requests,
             depth=proposer.depth,
+            probes=probes,
             max_logprobs=min(config.max_logprobs, model.config.vocab_size),
         )
+        lengths = LengthsOnHost(backend, slots=slots, rows=config.max_requests + 1)
     streams.forward.synchronize()
     return StepParts(
         backend=backend,
@@ -96,21 +99,31 @@ def assemble(
         options=options,
         future=future,
         buffers=buffers,
+        plans=Plans(buffers, proposer, page_size=config.page_size, max_context=max_context),
+        probes=probes,
         staging=staging,
         results=results,
+        lengths=lengths,
         page_size=config.page_size,
         max_context=max_context,
         vision=vision,
     )
 
 
-def load_model(
-    directory: Path, backend: Backend, config: EngineConfig, through_transformers: bool, progress: Progress | None
-) -> LanguageModel:
-    """The model of a checkpoint, native or by transformers' own code, with the kernels that the config asks for."""
-    if through_transformers:
-        return load_through_transformers(directory, backend=backend, dtype=config.torch_dtype)
-    model = load_decoder(directory, backend=backend, dtype=config.torch_dtype, progress=progress)
-    if config.batch_invariant:
-        return Decoder(model.config, model.weights, backend.kernels.batch_invariant())
-    return model
+def build_runner(parts: StepParts, stages: Stages, config: EngineConfig, progress: CaptureProgress | None = None) -> Runner:
+    """Graphs for every bucket, captured now, or none."""
+    fused = config.step_mode is StepMode.FUSED
+    if not (fused or config.graphs):
+        return Caller(parts, stages)
+    which = [Stage.ITERATION]
+    if not fused:
+        which = [Stage.DRAFT, Stage.VERIFY, *([Stage.EXTEND] if stages.extends else [])]
+    everything = Features(
+        sampling=True,
+        biased=True,
+        penalized=config.penalties,
+        truncated=True,
+        logprobs=min(config.max_logprobs, parts.model.config.vocab_size),
+    )
+    buckets = config.buckets or buckets_up_to(config.max_requests)
+    return GraphRunner(parts, stages, which=which, buckets=buckets, everything=everything, progress=progress)

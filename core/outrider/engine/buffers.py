@@ -1,32 +1,117 @@
-"""Static device buffers that cross streams inside an iteration, allocated once.
+"""Static device buffers of an iteration, in a registry: each with a name, a shape and what fills its padding.
 
-Each has one writing stream and is used through views of the first B rows. Letters: B requests, N nodes of a draft with its
-root (the width of verify), E tokens of a request that draft-extend takes in (one more than the longest path), P pages a
-request.
+They are allocated once, from declared shapes, before anything is captured, and used through views of the first rows. Each
+has one writing stream. Letters: B requests, N nodes of a draft with its root (the width of verify), E tokens of a request
+that draft-extend takes in (one more than the longest path), K drafted tokens, D the longest path, P pages a request, H
+hidden size, V vocabulary, M bias entries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata
-from outrider.model import speculative_positions
+from outrider.device import AttentionMetadata, Backend
+from outrider.engine.sampling import MAX_LOGIT_BIAS
+from outrider.model import LanguageModel, speculative_positions
+from outrider.speculative.proposer import Proposer
+from outrider.speculative.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)
-class TreeInputs:
-    """What trees need besides: the mask of verify, and draft-extend's own metadata, since only a path is taken in.
+class BufferSpec:
+    """One buffer: ``per`` rows of ``shape`` for each request, behind the dimensions ``leading``.
 
-    ``mask`` bool [B*N, N]. Written in the extend plan: ``gather`` int64 [B*E], rows of verify along the path;
-    ``positions``, ``slots`` int64 [B*E], ``rope_positions`` as the target's rope takes them; ``kv_lens`` int32 [B];
-    ``sources``, ``destinations`` int64 [B*(E-1)], cache slots that accepted nodes move between. ``query_start`` int32 [B+1]
-    is constant.
+    ``padding`` fills the rows of a bucket that no request has. Row 0 of every table and page 0 of every cache are reserved,
+    so that zero is a valid index everywhere.
     """
 
-    mask: Tensor
+    name: str
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.int64
+    per: int = 1
+    leading: tuple[int, ...] = ()
+    padding: int | float | bool = 0
+
+
+INPUTS, DRAFT, VERIFY, EXTEND, OUTPUTS = "inputs", "draft", "verify", "extend", "outputs"
+"""Groups of buffers, the first part of their names: who writes them is said at the classes below."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """Private copies of what the iteration reads of shared state, gathered on forward before the draft.
+
+    ``rows``, ``lens``, ``last_tokens``, ``seeds`` int64 [B]; ``temperature`` float32 [B]; ``tables`` int32 [B, P];
+    ``deltas`` int64 [B], None where the model's positions have no axes; ``relay`` by name, [B, ...]. Sampling options:
+    ``numbers`` int64 [B, 2], ``shares`` float32 [B, 5], ``biases``: tokens int64, values float32, ends int64, [B, M] each.
+    """
+
+    rows: Tensor
+    lens: Tensor
+    last_tokens: Tensor
+    seeds: Tensor
+    temperature: Tensor
+    tables: Tensor
+    deltas: Tensor | None
+    relay: Mapping[str, Tensor]
+    numbers: Tensor
+    shares: Tensor
+    biases: tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOutputs:
+    """Written by the draft, on forward: ``tokens`` int64 [B, K]; ``probs`` float32 [B, K, V] of a chain; ``tree``."""
+
+    tokens: Tensor
+    probs: Tensor | None
+    tree: Tree | None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyInputs:
+    """Written on plan: ``tokens``, ``positions`` (indices in the sequence), ``slots`` int64 [B*N]; ``rope_positions``, the
+    same as the model's rope takes them: [3, B*N], or ``positions`` itself where it has no axes; ``kv_lens`` int32 [B];
+    ``mask`` bool [B*N, N] of trees. ``query_start`` int32 [B+1] is constant.
+
+    ``static_rope_positions``: what a captured verify reads; a copy where positions have axes, since some devices compute
+    these once more after the plan has joined.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    rope_positions: Tensor
+    static_rope_positions: Tensor
+    slots: Tensor
+    kv_lens: Tensor
+    mask: Tensor | None
+    query_start: Tensor
+
+    def attention(self, tables: Tensor, *, max_query: int, max_kv: int) -> AttentionMetadata:
+        """Metadata of N new tokens for each request."""
+        return AttentionMetadata(
+            query_start=self.query_start,
+            kv_lens=self.kv_lens,
+            block_table=tables,
+            max_query=max_query,
+            max_kv=max_kv,
+            tree_mask=self.mask,
+            uniform=True,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PathInputs:
+    """Of trees, written in the extend plan, since only a path is taken in: ``gather`` int64 [B*E], rows of verify along
+    the path; ``positions``, ``slots`` int64 [B*E], ``rope_positions`` as the target's rope takes them; ``kv_lens`` int32
+    [B]; ``sources``, ``destinations`` int64 [B*D], cache slots that accepted nodes move between. ``query_start`` int32
+    [B+1] is constant.
+    """
+
     gather: Tensor
     positions: Tensor
     rope_positions: Tensor
@@ -36,158 +121,243 @@ class TreeInputs:
     destinations: Tensor
     query_start: Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class VerifyInputs:
-    """What verify, accept and draft-extend read; written on plan. Views of one batch.
-
-    ``rows``, ``lens``, ``seeds`` int64 [B]; ``temperature`` float32 [B]; ``tables`` int32 [B, P]; ``tokens``,
-    ``positions`` (indices in the sequence), ``slots`` int64 [B*N]; ``rope_positions``, the same as the model's rope takes
-    them: [3, B*N] with ``deltas`` int64 [B], or ``positions`` itself where it has no axes, and then ``deltas`` is None;
-    ``kv_lens`` int32 [B]; ``query_start`` int32 [B+1]; ``extend_tokens`` int64 [B*E] and ``extend_last`` int64 [B], written
-    in the extend plan; ``tree`` None for chains.
-    """
-
-    rows: Tensor
-    lens: Tensor
-    seeds: Tensor
-    temperature: Tensor
-    tables: Tensor
-    tokens: Tensor
-    positions: Tensor
-    rope_positions: Tensor
-    deltas: Tensor | None
-    slots: Tensor
-    kv_lens: Tensor
-    query_start: Tensor
-    extend_tokens: Tensor
-    extend_last: Tensor
-    tree: TreeInputs | None
-
-    def place_on_axes(self) -> None:
-        """Positions on three axes, from their sources; doing it again changes nothing. Nothing without axes."""
-        if self.deltas is not None:
-            _shift(self.positions, self.deltas, self.rope_positions)
-
-    def place_path_on_axes(self, tree: TreeInputs) -> None:
-        """The same for an accepted path."""
-        if self.deltas is not None:
-            _shift(tree.positions, self.deltas, tree.rope_positions)
-
-    def attention(self, *, max_query: int, max_kv: int) -> AttentionMetadata:
-        """Metadata of N new tokens for each request."""
+    def attention(self, tables: Tensor, *, max_query: int, max_kv: int) -> AttentionMetadata:
+        """Metadata of E tokens for each request, an accepted path that has become a chain."""
         return AttentionMetadata(
             query_start=self.query_start,
             kv_lens=self.kv_lens,
-            block_table=self.tables,
+            block_table=tables,
             max_query=max_query,
             max_kv=max_kv,
-            tree_mask=None if self.tree is None else self.tree.mask,
-        )
-
-    def path_attention(self, tree: TreeInputs, *, max_query: int, max_kv: int) -> AttentionMetadata:
-        """Metadata of E tokens for each request, an accepted path that has become a chain."""
-        return AttentionMetadata(
-            query_start=tree.query_start,
-            kv_lens=tree.kv_lens,
-            block_table=self.tables,
-            max_query=max_query,
-            max_kv=max_kv,
+            uniform=True,
         )
 
 
-def _shift(positions: Tensor, deltas: Tensor, out: Tensor) -> None:
+@dataclass(frozen=True, slots=True)
+class ExtendPlan:
+    """Written in the extend plan: ``tokens`` int64 [B*E], ``last`` int64 [B]; ``path`` None for chains."""
+
+    tokens: Tensor
+    last: Tensor
+    path: PathInputs | None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOutputs:
+    """Written by verify, on forward: ``hidden`` [B*N, H], ``captured`` states of inner layers, ``tokens`` int64 [B, E]
+    (accepted, decided, then -1), ``path`` int64 [B, E] of trees, ``accepted`` int64 [B].
+    """
+
+    hidden: Tensor
+    captured: tuple[Tensor, ...]
+    tokens: Tensor
+    path: Tensor | None
+    accepted: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """Every buffer, for the first ``count`` requests."""
+
+    count: int
+    inputs: DecodeInputs
+    draft: DraftOutputs
+    verify: VerifyInputs
+    extend: ExtendPlan
+    outputs: VerifyOutputs
+
+
+class StaticBuffers:
+    """Owner of the buffers of ``specs``. ``views`` of the same count are the same objects each time."""
+
+    def __init__(self, backend: Backend, specs: Iterable[BufferSpec], *, max_requests: int) -> None:
+        self._backend = backend
+        self.specs = {spec.name: spec for spec in specs}
+        self._full = {
+            spec.name: torch.full(
+                (*spec.leading, max_requests * spec.per, *spec.shape), spec.padding, dtype=spec.dtype, device=backend.device
+            )
+            for spec in self.specs.values()
+        }
+        self._constants: dict[int, Tensor] = {}
+        self._max_requests = max_requests
+        self._views: dict[int, Views] = {}
+        for per in {self.specs["verify.tokens"].per, self.specs["extend.tokens"].per}:
+            self._constants[per] = torch.arange(0, (max_requests + 1) * per, per, dtype=torch.int32, device=backend.device)
+        self.lane = torch.arange(max(self._constants), device=backend.device)
+        """0, 1, … for as many tokens as a request may have in an iteration."""
+
+    def rows(self, name: str, start: int, end: int) -> Tensor:
+        """The rows of requests ``start`` to ``end`` of one buffer."""
+        spec = self.specs[name]
+        return self._full[name].narrow(len(spec.leading), start * spec.per, (end - start) * spec.per)
+
+    def group(self, *prefixes: str, count: int) -> dict[str, Tensor]:
+        """Buffers whose names begin with one of ``prefixes``, for ``count`` requests."""
+        return {name: self.rows(name, 0, count) for name in self.specs if name.split(".")[0] in prefixes}
+
+    def pad(self, prefix: str, *, count: int, bucket: int, only: Iterable[str] | None = None) -> None:
+        """Fill what lies between ``count`` and ``bucket`` requests, in the caller's scope; nothing when they are equal."""
+        if count == bucket:
+            return
+        for name, spec in self.specs.items():
+            if name.split(".")[0] == prefix and (only is None or name in only):
+                self.rows(name, count, bucket).fill_(spec.padding)
+
+    def mark_over(self, prefix: str, *, bucket: int) -> None:
+        """Tell a tool that a group is about to be written for a new batch: what isn't written again is stale."""
+        if self._backend.observer is None:
+            return
+        for name in self.specs:
+            if name.split(".")[0] == prefix:
+                self._backend.mark_over(self.rows(name, 0, bucket), f"{name} of the batch before")
+
+    def views(self, count: int) -> Views:
+        """Views for ``count`` requests."""
+        if count not in self._views:
+            self._views[count] = self._view(count)
+        return self._views[count]
+
+    def _view(self, count: int) -> Views:
+        def get(name: str) -> Tensor:
+            return self.rows(name, 0, count)
+
+        def maybe(name: str) -> Tensor | None:
+            return get(name) if name in self.specs else None
+
+        def several(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): get(name) for name in self.specs if name.startswith(prefix)}
+
+        mask = maybe("draft.mask")
+        path = None
+        if mask is not None:
+            positions = get("extend.positions")
+            path = PathInputs(
+                gather=get("extend.gather"),
+                positions=positions,
+                rope_positions=get("extend.rope_positions") if "extend.rope_positions" in self.specs else positions,
+                slots=get("extend.slots"),
+                kv_lens=get("extend.kv_lens"),
+                sources=get("extend.sources"),
+                destinations=get("extend.destinations"),
+                query_start=self._constants[self.specs["extend.tokens"].per][: count + 1],
+            )
+        positions = get("verify.positions")
+        axes = "verify.rope_positions" in self.specs
+        return Views(
+            count=count,
+            inputs=DecodeInputs(
+                rows=get("inputs.rows"),
+                lens=get("inputs.lens"),
+                last_tokens=get("inputs.last_tokens"),
+                seeds=get("inputs.seeds"),
+                temperature=get("inputs.temperature"),
+                tables=get("inputs.tables"),
+                deltas=maybe("inputs.deltas"),
+                relay=several("inputs.relay."),
+                numbers=get("inputs.numbers"),
+                shares=get("inputs.shares"),
+                biases=(get("inputs.bias_tokens"), get("inputs.bias_values"), get("inputs.bias_until")),
+            ),
+            draft=DraftOutputs(
+                tokens=get("draft.tokens"),
+                probs=maybe("draft.probs"),
+                tree=None if mask is None else Tree(get("draft.parents"), get("draft.depths"), mask),
+            ),
+            verify=VerifyInputs(
+                tokens=get("verify.tokens"),
+                positions=positions,
+                rope_positions=get("verify.rope_positions") if axes else positions,
+                static_rope_positions=get("verify.static_rope_positions") if axes else positions,
+                slots=get("verify.slots"),
+                kv_lens=get("verify.kv_lens"),
+                mask=maybe("verify.mask"),
+                query_start=self._constants[self.specs["verify.tokens"].per][: count + 1],
+            ),
+            extend=ExtendPlan(tokens=get("extend.tokens"), last=get("extend.last"), path=path),
+            outputs=VerifyOutputs(
+                hidden=get("outputs.hidden"),
+                captured=tuple(several("outputs.captured.").values()),
+                tokens=get("outputs.tokens"),
+                path=maybe("outputs.path"),
+                accepted=get("outputs.accepted"),
+            ),
+        )
+
+
+def place_on_axes(positions: Tensor, deltas: Tensor, out: Tensor) -> None:
+    """Positions of new text on three axes [3, B*n], from their sources: indices int64 [B*n] and ``deltas`` int64 [B].
+
+    Doing it again changes nothing.
+    """
     each = deltas.unsqueeze(1).expand(-1, positions.shape[0] // deltas.shape[0]).flatten()
     speculative_positions(positions, each, out=out)
 
 
-class StepBuffers:
-    """Owner of the static buffers. ``nodes``: K; ``depth``: D, smaller than K only for trees. ``axes``: rows of
-    the positions, 3 for mrope.
-    """
-
-    def __init__(
-        self, *, max_requests: int, nodes: int, depth: int, is_tree: bool, pages: int, axes: int, device: torch.device
-    ) -> None:
-        self._width = width = nodes + 1
-        self._extend = extend = depth + 1
-        flat = max_requests * width
-        flat_extend = max_requests * extend
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        def every(step: int) -> Tensor:
-            return torch.arange(0, max_requests * step + 1, step, dtype=torch.int32, device=device)
-
-        self.resolved_lens = zeros(max_requests)
-        """Lengths of the batch's rows, gathered on schedule behind *published*."""
-        self.lane = torch.arange(width, device=device)
-        """0..K, the offsets of a request's new tokens; constant."""
-        positions, path_positions = zeros(flat), zeros(flat_extend)
-        tree = None
-        if is_tree:
-            tree = TreeInputs(
-                mask=zeros(flat, width, dtype=torch.bool),
-                gather=zeros(flat_extend),
-                positions=path_positions,
-                rope_positions=path_positions if axes == 1 else zeros(axes, flat_extend),
-                slots=zeros(flat_extend),
-                kv_lens=zeros(max_requests, dtype=torch.int32),
-                sources=zeros(max_requests * depth),
-                destinations=zeros(max_requests * depth),
-                query_start=every(extend),
-            )
-        self._verify = VerifyInputs(
-            rows=zeros(max_requests),
-            lens=zeros(max_requests),
-            seeds=zeros(max_requests),
-            temperature=zeros(max_requests, dtype=torch.float32),
-            tables=zeros(max_requests, pages, dtype=torch.int32),
-            tokens=zeros(flat),
-            positions=positions,
-            rope_positions=positions if axes == 1 else zeros(axes, flat),
-            deltas=None if axes == 1 else zeros(max_requests),
-            slots=zeros(flat),
-            kv_lens=zeros(max_requests, dtype=torch.int32),
-            query_start=every(width),
-            extend_tokens=zeros(flat_extend),
-            extend_last=zeros(max_requests),
-            tree=tree,
-        )
-
-    def verify(self, batch: int) -> VerifyInputs:
-        """Views for ``batch`` requests."""
-        full, flat = self._verify, batch * self._width
-        return VerifyInputs(
-            rows=full.rows[:batch],
-            lens=full.lens[:batch],
-            seeds=full.seeds[:batch],
-            temperature=full.temperature[:batch],
-            tables=full.tables[:batch],
-            tokens=full.tokens[:flat],
-            positions=full.positions[:flat],
-            rope_positions=full.rope_positions[..., :flat],
-            deltas=None if full.deltas is None else full.deltas[:batch],
-            slots=full.slots[:flat],
-            kv_lens=full.kv_lens[:batch],
-            query_start=full.query_start[: batch + 1],
-            extend_tokens=full.extend_tokens[: batch * self._extend],
-            extend_last=full.extend_last[:batch],
-            tree=None if full.tree is None else self._tree(full.tree, batch),
-        )
-
-    def _tree(self, full: TreeInputs, batch: int) -> TreeInputs:
-        flat = batch * self._extend
-        moves = batch * (self._extend - 1)
-        return TreeInputs(
-            mask=full.mask[: batch * self._width],
-            gather=full.gather[:flat],
-            positions=full.positions[:flat],
-            rope_positions=full.rope_positions[..., :flat],
-            slots=full.slots[:flat],
-            kv_lens=full.kv_lens[:batch],
-            sources=full.sources[:moves],
-            destinations=full.destinations[:moves],
-            query_start=full.query_start[: batch + 1],
-        )
+def step_buffers(model: LanguageModel, proposer: Proposer, *, pages: int) -> tuple[BufferSpec, ...]:
+    """The buffers of an engine: the whole table, in the order in which an iteration writes them. ``pages``: P."""
+    axes = model.config.rope.axes > 1
+    nodes, path = proposer.nodes + 1, proposer.depth + 1
+    hidden, vocabulary = model.config.hidden_size, model.config.vocab_size
+    int32, float32, booleans = torch.int32, torch.float32, torch.bool
+    specs = [
+        BufferSpec("inputs.rows"),
+        BufferSpec("inputs.lens"),
+        BufferSpec("inputs.last_tokens"),
+        BufferSpec("inputs.seeds"),
+        BufferSpec("inputs.temperature", dtype=float32),
+        BufferSpec("inputs.tables", (pages,), int32),
+        *([BufferSpec("inputs.deltas")] if axes else []),
+        *(BufferSpec(f"inputs.relay.{spec.name}", spec.shape, spec.dtype) for spec in proposer.relay),
+        BufferSpec("inputs.numbers", (2,)),
+        BufferSpec("inputs.shares", (5,), float32),
+        BufferSpec("inputs.bias_tokens", (MAX_LOGIT_BIAS,)),
+        BufferSpec("inputs.bias_values", (MAX_LOGIT_BIAS,), float32),
+        BufferSpec("inputs.bias_until", (MAX_LOGIT_BIAS,)),
+        BufferSpec("draft.tokens", (proposer.nodes,)),
+    ]
+    if proposer.is_tree:
+        specs += [
+            BufferSpec("draft.parents", (nodes,)),
+            BufferSpec("draft.depths", (nodes,)),
+            BufferSpec("draft.mask", (nodes, nodes), booleans),
+        ]
+    elif proposer.nodes:
+        specs.append(BufferSpec("draft.probs", (proposer.nodes, vocabulary), float32))
+    specs += [
+        BufferSpec("verify.tokens", per=nodes),
+        BufferSpec("verify.positions", per=nodes),
+        BufferSpec("verify.slots", per=nodes),
+        # A padding request has as many tokens as the others, all in the reserved page.
+        BufferSpec("verify.kv_lens", dtype=int32, padding=nodes),
+    ]
+    if axes:
+        specs += [
+            BufferSpec("verify.rope_positions", per=nodes, leading=(3,)),
+            BufferSpec("verify.static_rope_positions", per=nodes, leading=(3,)),
+        ]
+    if proposer.is_tree:
+        specs.append(BufferSpec("verify.mask", (nodes,), booleans, per=nodes, padding=True))
+    specs += [
+        BufferSpec("outputs.hidden", (hidden,), model.dtype, per=nodes),
+        *(
+            BufferSpec(f"outputs.captured.{i}", (hidden,), model.dtype, per=nodes)
+            for i in range(len(proposer.capture_layers))
+        ),
+        BufferSpec("outputs.tokens", (path,)),
+        *([BufferSpec("outputs.path", (path,))] if proposer.is_tree else []),
+        BufferSpec("outputs.accepted"),
+        BufferSpec("extend.tokens", per=path),
+        BufferSpec("extend.last"),
+    ]
+    if proposer.is_tree:
+        specs += [
+            BufferSpec("extend.gather", per=path),
+            BufferSpec("extend.positions", per=path),
+            BufferSpec("extend.slots", per=path),
+            BufferSpec("extend.kv_lens", dtype=int32, padding=path),
+            BufferSpec("extend.sources", per=proposer.depth),
+            BufferSpec("extend.destinations", per=proposer.depth),
+            *([BufferSpec("extend.rope_positions", per=path, leading=(3,))] if axes else []),
+        ]
+    return tuple(specs)

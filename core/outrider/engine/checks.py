@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.device import Backend, CapabilityError, ConfigError, RequestError, StepMode
+from outrider.device import Backend, CapabilityError, ConfigError, RequestError
 from outrider.engine.config import EngineConfig
 from outrider.engine.sampling import MAX_LOGIT_BIAS, SamplingParams
 from outrider.model import LanguageModel
@@ -13,13 +13,22 @@ from outrider.speculative.proposer import Proposer
 DEFAULT_MAX_CONTEXT = 4096
 
 
-def check_policy(backend: Backend) -> None:
+def check_policy(backend: Backend, config: EngineConfig, proposer: Proposer) -> None:
     """The step carries out what the backend's policy declares."""
     sync = backend.speculative_sync
-    if StepMode.STAGED not in sync.step_modes or sync.exact_host_lengths or sync.rebind_params:
+    if config.step_mode not in sync.step_modes:
         raise CapabilityError(
-            f"{backend.label} declares a policy that this version's step doesn't carry out (staged mode without host "
-            "lengths or rebound parameters is what it does)"
+            f"{backend.label} doesn't run in {config.mode} mode; its modes are {', '.join(sorted(sync.step_modes))}"
+        )
+    if sync.exact_host_lengths and proposer.host_lengths is None:
+        raise CapabilityError(
+            f"{backend.label} has an attention that takes lengths as host integers, and the proposer {proposer.name!r} "
+            "decides its lengths on the device; choose another proposer"
+        )
+    if config.graphs and sync.exact_host_lengths and not (sync.rebind_params and backend.capabilities.updates_graph_params):
+        raise CapabilityError(
+            f"{backend.label} has an attention that takes lengths as host integers, and can't rebind these in a captured "
+            "graph; leave graphs off"
         )
 
 
@@ -28,7 +37,7 @@ def check_invariance(config: EngineConfig, model: LanguageModel) -> None:
     if config.batch_invariant and not (model.native and model.kernels.row_invariant):
         raise ConfigError(
             "batch_invariant is set, but the model doesn't run on kernels that are; use Engine.from_checkpoint with a "
-            "model of a supported family, or make the Decoder with backend.kernels.batch_invariant()"
+            "model of a supported family, or make the Decoder with backend.kernels_in_use.batch_invariant()"
         )
 
 

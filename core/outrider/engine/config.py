@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.device import ConfigError
+from outrider.device import ConfigError, StepMode
 
 DTYPES = {
     "float64": torch.float64,
@@ -29,10 +29,17 @@ class EngineConfig:
     an iteration while the one before runs, and reads its results one iteration later. ``prefix_cache``: requests share
     the pages of a common prefix.
 
+    ``mode``: ``staged`` launches stages on their own streams, ``fused`` replays the whole iteration from one graph.
+    ``graphs``: in staged mode too, stages are replayed from graphs, captured when the engine is made. ``buckets``: batch
+    sizes that graphs are captured for, the largest being ``max_requests``; None: powers of two, and ``max_requests``.
+
     ``penalties``: hold token counts for repetition, presence and frequency penalties, 4 bytes for each request row and
     token of the vocabulary. ``max_logprobs``: the most likeliest tokens that a request may ask for.
     ``batch_invariant``: a request's output is bit for bit the same whatever else runs, with kernels that are slower; it
     still depends on ``max_context`` and ``page_size``.
+
+    ``device_timeout_s``: seconds that the host waits at a fence before it takes the device to be stuck
+    (:class:`~outrider.device.DeviceStuck`); None: for ever. It must be more than the longest iteration takes.
     """
 
     max_requests: int = 8
@@ -49,6 +56,10 @@ class EngineConfig:
     penalties: bool = True
     max_logprobs: int = 20
     batch_invariant: bool = False
+    mode: str = "staged"
+    graphs: bool = False
+    buckets: tuple[int, ...] | None = None
+    device_timeout_s: float | None = 120.0
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -63,11 +74,35 @@ class EngineConfig:
         for name, least in (("num_pages", 2), ("max_context", 2), ("draft_nodes", 1)):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), least)
-        for name in ("overlap", "penalties", "batch_invariant"):
+        for name in ("overlap", "prefix_cache", "penalties", "batch_invariant", "graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected True or False")
+        if self.mode not in tuple(StepMode):
+            raise ConfigError(f"mode is {self.mode!r}; expected one of {', '.join(StepMode)}")
+        if self.buckets is not None:
+            self._check_buckets(self.buckets)
+        seconds = self.device_timeout_s
+        if seconds is not None and (
+            isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf")
+        ):
+            raise ConfigError(f"device_timeout_s is {seconds!r}; expected a positive number of seconds, or None for no limit")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
+
+    def _check_buckets(self, buckets: object) -> None:
+        sizes = buckets if isinstance(buckets, tuple) else ()
+        for size in sizes:
+            _check_int("a size in buckets", size, 1)
+        if not sizes or max(sizes) != self.max_requests or len(set(sizes)) != len(sizes):
+            raise ConfigError(
+                f"buckets is {buckets!r}; expected a tuple of different batch sizes, the largest of them max_requests "
+                f"({self.max_requests})"
+            )
+
+    @property
+    def step_mode(self) -> StepMode:
+        """``mode`` as the seam names it."""
+        return StepMode(self.mode)
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from outrider.device import Backend, ConfigError, Fence, RequestError
-from outrider.engine.assembly import assemble, load_model, ring_slots
+from outrider.device import Backend, ConfigError, DeviceFault, Fence, RequestError, StepMode
+from outrider.engine.assembly import assemble, build_runner, ring_slots
 from outrider.engine.checks import (
     check_invariance,
     check_options,
@@ -19,52 +18,42 @@ from outrider.engine.checks import (
     context_limit,
 )
 from outrider.engine.config import EngineConfig
+from outrider.engine.graphs import CaptureProgress
 from outrider.engine.hand_over import HandOver
-from outrider.engine.logprobs import TokenLogprobs
+from outrider.engine.lifeline import Lifeline
+from outrider.engine.loading import load_checkpoint
 from outrider.engine.media import RequestMedia, expanded
 from outrider.engine.pages import FreeList, PagePool
 from outrider.engine.request import Completion, FinishReason, Request, StepOutput
-from outrider.engine.results import Ticket
+from outrider.engine.results import Outcome, Ticket
 from outrider.engine.sampling import SamplingParams
 from outrider.engine.scheduler import OutOfPages, Scheduler, SchedulerLimits
+from outrider.engine.stages import Stages
 from outrider.engine.staging import Batch
+from outrider.engine.stats import EngineStats as EngineStats
 from outrider.engine.step import Step
 from outrider.engine.text import StopText
 from outrider.engine.transfer import bring_here, collect
+from outrider.engine.watchdog import Watchdog
 from outrider.model import (
     LanguageModel,
     Media,
     Tokenizer,
     VisionTower,
-    load_vision,
 )
-from outrider.speculative.build import BUILDERS, DraftOptions, build
+from outrider.speculative.build import Builder
 from outrider.speculative.proposer import PlainProposer, Proposer
 
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counts since the engine was made. ``verified_tokens`` came out of ``request_iterations`` verifications of single
-    requests; ``iterations`` counts launched batches, prefill-only ones included.
-    """
-
-    iterations: int
-    request_iterations: int
-    verified_tokens: int
-    emitted_tokens: int
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens that one verification of a request yields on average; 0 before the first."""
-        return self.verified_tokens / self.request_iterations if self.request_iterations else 0.0
 
 
 class Engine:
     """Runs requests in continuous batches on one backend.
 
     Not thread-safe: one thread calls it. Everything that it allocates on the device is made here, before the first step.
+
+    Any call may raise a :class:`DeviceError`. Where the device lives on, so does the engine: what was in flight is done
+    again, and requests keep the tokens that they have. Once it's lost or stuck, every call raises :class:`EngineStopped`.
     """
 
     def __init__(
@@ -77,6 +66,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         wrap_fence: Callable[[Fence], Fence] | None = None,
         vision: VisionTower | None = None,
+        capture_progress: CaptureProgress | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.backend = backend
@@ -84,10 +74,12 @@ class Engine:
         self.proposer = proposer = proposer or PlainProposer()
         self._tokenizer = tokenizer
         self._vision = vision
-        check_policy(backend)
+        check_policy(backend, config, proposer)
         check_invariance(config, model)
         check_tree(model, proposer)
         self.max_context = context_limit(config, model, proposer)
+        watchdog = Watchdog(config.device_timeout_s)
+        self._lifeline = Lifeline(backend, watchdog, open_requests=lambda: self.open_requests, undo=self._undo)
         self._parts = parts = assemble(
             model,
             backend,
@@ -95,7 +87,7 @@ class Engine:
             config=config,
             max_context=self.max_context,
             vision=vision,
-            wrap_fence=wrap_fence,
+            wrap_fence=watchdog.around(wrap_fence),
         )
         # A tree's nodes are scattered over slots behind the cached tokens, and all of them count until they're moved.
         spare = max(proposer.slots - 2, 0) if proposer.is_tree else 0
@@ -109,7 +101,13 @@ class Engine:
                 growth=proposer.depth + 1, slots=proposer.slots, spare=spare, prefill_chunk=config.prefill_chunk
             ),
         )
-        self._step = Step(parts, slots=ring_slots(config))
+        stages = Stages(parts)
+        with backend.guard("capturing the engine's graphs"):
+            runner = build_runner(parts, stages, config, capture_progress)
+        self.captured = runner.report
+        self._step = Step(parts, stages, runner, mode=config.step_mode, slots=ring_slots(config))
+        fused_waits = config.step_mode is StepMode.FUSED and backend.speculative_sync.fused_host_wait
+        self._runs_ahead = config.overlap and not fused_waits
         self._in_flight: deque[Ticket] = deque()
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -124,40 +122,43 @@ class Engine:
         *,
         draft_dir: Path | None = None,
         speculate: str = "none",
+        builders: Mapping[str, Builder] | None = None,
         config: EngineConfig | None = None,
         through_transformers: bool = False,
         progress: Progress | None = None,
+        capture_progress: CaptureProgress | None = None,
     ) -> Engine:
         """Load a checkpoint (and its draft) and build an engine for it.
 
         ``speculate`` names a proposer (:data:`outrider.speculative.build.BUILDERS`); ``draft_dir`` holds the checkpoint of
-        those that have one.
+        those that have one. ``builders`` are further proposers by name.
 
         ``through_transformers`` runs the model by transformers' own code on the paged cache: any decoder with a
-        replaceable attention, slower than a native one. ``progress(file, done, total)`` is told of each tensor loaded.
+        replaceable attention, slower than a native one. ``progress(file, done, total)`` is told of each tensor loaded,
+        ``capture_progress(done, total)`` of each batch size captured.
 
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
         config = config or EngineConfig()
-        if speculate not in BUILDERS:  # before anything is loaded
-            raise ConfigError(f"speculate is {speculate!r}; expected one of {', '.join(sorted(BUILDERS))}")
-        model = load_model(model_dir, backend, config, through_transformers, progress)
-        options = DraftOptions(
-            target=model,
-            backend=backend,
-            dtype=config.torch_dtype,
-            directory=draft_dir,
-            draft_tokens=config.draft_tokens,
-            topk=config.draft_topk,
-            nodes=config.draft_nodes,
+        loaded = load_checkpoint(
+            model_dir,
+            backend,
+            config,
+            draft_dir=draft_dir,
+            speculate=speculate,
+            builders=builders,
+            through_transformers=through_transformers,
             progress=progress,
         )
-        proposer = build(speculate, options)
-        tokenizer = Tokenizer.from_checkpoint(model_dir)
-        vision = None
-        if model.config.vision is not None:
-            vision = load_vision(model_dir, backend=backend, dtype=config.torch_dtype, progress=progress)
-        return cls(model, backend, proposer=proposer, config=config, tokenizer=tokenizer, vision=vision)
+        return cls(
+            loaded.model,
+            backend,
+            proposer=loaded.proposer,
+            config=config,
+            tokenizer=loaded.tokenizer,
+            vision=loaded.vision,
+            capture_progress=capture_progress,
+        )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -191,6 +192,11 @@ class Engine:
         """Rows that no request holds."""
         return self._scheduler.rows.available
 
+    @property
+    def open_requests(self) -> dict[int, tuple[int, ...]]:
+        """The requests that wait or run, by id, with the output that the host knows of; also of an engine that stopped."""
+        return {request.id: tuple(request.output) for request in self._requests.values()}
+
     # -- requests --------------------------------------------------------------------------------------------------
 
     def add_request(
@@ -211,6 +217,7 @@ class Engine:
 
         Raises :class:`RequestError` for a request that can't be served.
         """
+        self._lifeline.check()
         params = params or SamplingParams()
         model = self.model.config
         prompt = expanded([int(token) for token in tokens], media, model.vision)
@@ -236,11 +243,11 @@ class Engine:
         """End a request now. What it has produced so far stays valid; its last iteration, if one is in flight, is
         discarded when it comes back. Raises :class:`RequestError` for an id that isn't running or waiting.
         """
+        self._lifeline.check()
         request = self._requests.pop(request_id, None)
         if request is None:
             raise RequestError(f"request {request_id} isn't waiting or running; it may have finished already")
-        request.finish_reason = FinishReason.ABORT
-        self._pending.append(StepOutput(request.id, (), FinishReason.ABORT, text=_text_of(request)))
+        self._pending.append(request.end(FinishReason.ABORT))
         self._scheduler.drop_waiting(request)
         self._start_followers(request)
         self._scheduler.retire()
@@ -253,13 +260,14 @@ class Engine:
         finished, or has no output yet.
         """
         request = self._requests.get(request_id)
-        while request is not None and request.in_flight:
-            self._handle_oldest()
+        with self._lifeline.working("waiting for a request's iterations"):
+            while request is not None and request.in_flight:
+                self._handle_oldest()
         if request is None or request.finished:
             raise RequestError(f"request {request_id} isn't running; it may have finished already")
         if not request.row or request.needs_prefill or not request.output:
             raise RequestError(f"request {request_id} waits or is at its prompt; hand it over once it has put out a token")
-        with self.backend.guard("handing a request over"):
+        with self._lifeline.working("handing a request over"):
             handed = collect(self._parts, request)
         del self._requests[request_id]
         request.finish_reason = FinishReason.HAND_OVER
@@ -286,7 +294,7 @@ class Engine:
         if handed.params.stop:
             request.stop_text = self._watch(handed.params, handed.output)
             request.text.append(request.stop_text.take())
-        with self.backend.guard("taking a request over"):
+        with self._lifeline.working("taking a request over"):
             request.arrival = bring_here(self._parts, handed)
         self._next_id += 1
         self._requests[request.id] = request
@@ -298,7 +306,7 @@ class Engine:
 
         With ``overlap`` the iteration is launched, and the results are those of the one before.
         """
-        with self.backend.guard("running an iteration"):
+        with self._lifeline.working("running an iteration"):
             batch = self._next_batch()
             if batch is not None:
                 self._in_flight.append(self._launch(batch))
@@ -306,7 +314,7 @@ class Engine:
                 for chunk in batch.prefill:
                     if chunk.final:
                         self._start_followers(chunk.request)
-            keep = 1 if self.config.overlap and batch is not None else 0
+            keep = 1 if self._runs_ahead and batch is not None else 0
             while len(self._in_flight) > keep:
                 self._handle_oldest()
             self._scheduler.retire()
@@ -367,16 +375,18 @@ class Engine:
                     else:
                         others.append(output)
         finally:
-            if not request.finished:
-                self.abort(request.id)
-                self._pending = [output for output in self._pending if output.request_id != request.id]
-            self.drain()
+            if self._lifeline.stopped is None:
+                if not request.finished:
+                    self.abort(request.id)
+                    self._pending = [output for output in self._pending if output.request_id != request.id]
+                self.drain()
             self._pending[:0] = others
 
     def drain(self) -> None:
         """Handle every iteration in flight without launching another; what it yields comes out of the next step."""
-        while self._in_flight:
-            self._handle_oldest()
+        with self._lifeline.working("waiting for the iterations in flight"):
+            while self._in_flight:
+                self._handle_oldest()
         self._scheduler.retire()
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -418,12 +428,22 @@ class Engine:
         """Launch, or leave the engine as if the batch had never been: an interrupt may come anywhere in a launch."""
         try:
             return self._step.launch(batch)
-        except BaseException:
-            # What was enqueued of it must be over before rows and pages go to anybody else.
-            self.backend.synchronize()
-            self.drain()
-            self._scheduler.take_back(batch)
+        except BaseException as error:
+            self._undo(batch, failed=isinstance(error, DeviceFault))
             raise
+
+    def _undo(self, *unlaunched: Batch, failed: bool = True) -> None:
+        """Take back what was being launched; and what is in flight too if an operation ``failed``, since nobody knows
+        whose results that has spoilt.
+        """
+        well = self._lifeline.quiet(self._parts.streams) and not failed
+        try:
+            while well and self._in_flight:
+                self._handle_oldest()
+        finally:
+            batches = [*(ticket.batch for ticket in self._in_flight), *unlaunched]
+            self._in_flight.clear()
+            self._scheduler.take_back(batches, spoilt=not well)
 
     def _next_batch(self) -> Batch | None:
         """The scheduler's next batch. Where it must preempt, what is in flight is handled first: that's rare."""
@@ -442,8 +462,9 @@ class Engine:
 
     def _handle_oldest(self) -> None:
         """Take in the results of the oldest iteration in flight; those of requests that are over are dropped."""
-        ticket = self._in_flight.popleft()
+        ticket = self._in_flight[0]
         outcome = self._results.redeem(ticket, self._fences.results_copied[ticket.slot])
+        self._in_flight.popleft()
         for request, tokens in zip(ticket.batch.decode, outcome.decoded, strict=True):
             request.in_flight -= 1
             request.decodes_in_flight -= 1
@@ -452,43 +473,27 @@ class Engine:
                 request.verified_tokens += len(tokens)
                 self._counts["request_iterations"] += 1
                 self._counts["verified_tokens"] += len(tokens)
-                self._emit(request, tokens, outcome.logprobs.get(request.id, ()))
+                self._emit(request, tokens, outcome)
         for chunk, first in zip(ticket.batch.prefill, outcome.first_tokens, strict=True):
             chunk.request.in_flight -= 1
-            if first is not None and not chunk.request.finished:
-                self._emit(chunk.request, (first,), outcome.logprobs.get(chunk.request.id, ()))
+            if (first is not None or chunk.request.id in outcome.bad) and not chunk.request.finished:
+                self._emit(chunk.request, () if first is None else (first,), outcome)
         for request, _ in ticket.batch.arrivals:
             request.in_flight -= 1
 
-    def _emit(self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        """Append tokens up to the first stop token, the one that completes a stop string, or the limit."""
-        taken: list[int] = []
-        watch = request.stop_text
-        for token in tokens:
-            taken.append(token)
-            if token in request.stop_tokens or (watch is not None and watch.push(token)):
-                request.finish_reason = FinishReason.STOP
-                break
-            if len(request.output) + len(taken) == request.params.max_tokens:
-                request.finish_reason = FinishReason.LENGTH
-                break
-        request.output.extend(taken)
-        self._scheduler.register(request, len(request.prompt) + len(request.output) - 1)
-        self._counts["emitted_tokens"] += len(taken)
-        request.logprobs.extend(logprobs[: len(taken)])
-        text = _text_of(request)
-        self._pending.append(StepOutput(request.id, tuple(taken), request.finish_reason, tuple(logprobs[: len(taken)]), text))
+    def _emit(self, request: Request, tokens: Sequence[int], outcome: Outcome) -> None:
+        """Hand new tokens on; none, and the request's end, where a probe found a bad value."""
+        bad = outcome.bad.get(request.id, ())
+        if bad:
+            # Nobody may take over a page whose keys and values may be bad as well.
+            self._scheduler.pages.forget_all()
+            found = "; ".join(str(each) for each in bad)
+            self._pending.append(request.end(FinishReason.ERROR, f"request {request.id}: {found}"))
+        else:
+            output = request.take(tokens, outcome.logprobs.get(request.id, ()))
+            self._scheduler.register(request, len(request.prompt) + len(request.output) - 1)
+            self._counts["emitted_tokens"] += len(output.tokens)
+            self._pending.append(output)
         if request.finished:
             del self._requests[request.id]
-
-
-def _text_of(request: Request) -> str | None:
-    """The new text of a request with stop strings; all of it once it's over, which may show one more stop string."""
-    watch = request.stop_text
-    if watch is None:
-        return None
-    if request.finished and watch.finish() and request.finish_reason is FinishReason.LENGTH:
-        request.finish_reason = FinishReason.STOP
-    text = watch.take()
-    request.text.append(text)
-    return text
+            self._start_followers(request)

@@ -40,13 +40,24 @@ class FenceLog:
     """Notes every declared edge of an engine, and leaves out one fence if asked to.
 
     ``position(stream)``: how many operations the stream has been given so far. The first record of a dropped record is
-    carried out, so that its waits stay legal: they wait for something long over.
+    carried out, so that its waits stay legal: they wait for something long over. ``consumer``: of a dropped wait, the stream
+    whose waits are left out, or ``host``; None: all.
     """
 
-    def __init__(self, position: Callable[[Stream], int], *, drop: str | None = None, half: Drop = Drop.WAIT) -> None:
+    def __init__(
+        self,
+        position: Callable[[Stream], int],
+        *,
+        drop: str | None = None,
+        half: Drop = Drop.WAIT,
+        consumer: str | None = None,
+    ) -> None:
         self.position = position
         self.drop = drop
         self.half = half
+        self.consumer = consumer
+        self.left_out = 0
+        """How often something was left out: 0 at the end says that the fence isn't used."""
         self.edges: list[Edge] = []
 
     def wrap(self, fence: Fence) -> Fence:
@@ -102,25 +113,45 @@ class _Noted(Fence):
         if self._dropped is not Drop.RECORD or self._carried_out is None:
             self._carried_out = self._declared
             self._inner.signal(stream)
+        else:
+            self._log.left_out += 1
 
     def wait(self, stream: Stream) -> None:
         """Note it; carry it out unless waits are dropped."""
-        if self._dropped is not Drop.WAIT:
+        skipped = self._skips(stream.name)
+        if not skipped:
             self._inner.wait(stream)
-        self._note(stream.name, self._log.position(stream))
+        self._note(stream.name, self._log.position(stream), skipped)
 
     def wait_host(self) -> None:
         """Note it; carry it out unless waits are dropped."""
-        if self._dropped is not Drop.WAIT:
+        skipped = self._skips(HOST)
+        if not skipped:
             self._inner.wait_host()
-        self._note(HOST, 0)
+        self._note(HOST, 0, skipped)
+
+    def wait_host_within(self, seconds: float) -> bool:
+        """Note it; carry it out unless waits are dropped."""
+        skipped = self._skips(HOST)
+        came = skipped or self._inner.wait_host_within(seconds)
+        if came:
+            self._note(HOST, 0, skipped)
+        return came
+
+    def _skips(self, consumer: str) -> bool:
+        chosen = self._log.consumer
+        if self._dropped is not Drop.WAIT or (chosen is not None and chosen != consumer.split(".")[0]):
+            return False
+        self._log.left_out += 1
+        return True
 
     def done(self) -> bool:
         """That of the fence itself."""
         return self._inner.done()
 
-    def _note(self, consumer: str, end: int) -> None:
+    def _note(self, consumer: str, end: int, skipped: bool) -> None:
         assert self._declared is not None  # the seam raises for a wait that comes before any record
-        self._log.edges.append(Edge(self._name, *self._declared, consumer, end, self._dropped is None))
+        done = not skipped and self._dropped is not Drop.RECORD
+        self._log.edges.append(Edge(self._name, *self._declared, consumer, end, done))
         if self._dropped is Drop.RECORD and self._carried_out is not None:
             self._log.edges.append(Edge(f"stale {self._name}", *self._carried_out, consumer, end, True))

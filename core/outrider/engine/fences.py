@@ -2,8 +2,9 @@
 
 The backend's SpeculativeSync supplies the mechanism of each. Edges that need no fence, because both ends are on one
 stream: the stash is written and gathered on forward; every access to KV pages is on forward, so that the reuse of a page
-is ordered; a gather precedes the *inputs ready* of its own iteration. And pinned staging: a slot is filled again only after
-the host has read the results of the iteration that it was filled for.
+is ordered; a gather precedes the *inputs ready* of its own iteration; the plan of an iteration never meets the verify of
+the one before, since *shared reads done* comes behind that on forward. And pinned staging: a slot is filled again only
+after the host has read the results of the iteration that it was filled for.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class Hazard(StrEnum):
 
     READ_AFTER_WRITE = "read after write"
     WRITE_AFTER_READ = "write after read"
+    BOTH = "read after write, write after read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +39,24 @@ FENCES: tuple[FenceSpec, ...] = (
     FenceSpec(
         "inputs_ready",
         "schedule",
-        ("forward", "plan"),
+        ("forward",),
         Hazard.READ_AFTER_WRITE,
         "staged inputs, block-table rows, sampling rows, resolved lengths",
+    ),
+    FenceSpec(
+        "shared_reads_done",
+        "forward",
+        ("plan", "schedule"),
+        Hazard.BOTH,
+        "private copies of lengths and tables, for the plan's first part; staged inputs, rows and table entries, against the "
+        "next iteration and reuse by another request",
     ),
     FenceSpec(
         "draft_outputs_ready",
         "forward",
         ("plan",),
         Hazard.READ_AFTER_WRITE,
-        "draft tokens, their distributions, a tree's shape",
-    ),
-    FenceSpec(
-        "verify_inputs_free",
-        "forward",
-        ("plan",),
-        Hazard.WRITE_AFTER_READ,
-        "static inputs of verify and draft-extend: the last iteration against the next plan",
+        "draft tokens, a tree's shape",
     ),
     FenceSpec("plan_ready", "plan", ("forward",), Hazard.READ_AFTER_WRITE, "static inputs and metadata of verify"),
     FenceSpec("accept_ready", "forward", ("plan",), Hazard.READ_AFTER_WRITE, "accepted tokens, their number and their path"),
@@ -64,17 +67,27 @@ FENCES: tuple[FenceSpec, ...] = (
         Hazard.READ_AFTER_WRITE,
         "static inputs and metadata of draft-extend, and the moves of a tree's keys and values",
     ),
-    FenceSpec("published", "forward", ("schedule",), Hazard.READ_AFTER_WRITE, "new lengths, a generation per row"),
+    FenceSpec("published", "forward", ("schedule", "copy"), Hazard.READ_AFTER_WRITE, "new lengths, a generation per row"),
+    FenceSpec(
+        "lengths_on_host",
+        "copy",
+        ("host",),
+        Hazard.READ_AFTER_WRITE,
+        "published lengths in pinned memory, where attention takes host integers",
+    ),
+    FenceSpec(
+        "params_free",
+        "forward",
+        ("update",),
+        Hazard.WRITE_AFTER_READ,
+        "host parameters of captured stages against the replays of the iteration before",
+    ),
+    FenceSpec(
+        "params_bound", "update", ("forward",), Hazard.READ_AFTER_WRITE, "host parameters that were bound for this iteration"
+    ),
     FenceSpec("results_ready", "forward", ("copy",), Hazard.READ_AFTER_WRITE, "accepted tokens of the iteration"),
     FenceSpec("results_taken", "copy", ("forward",), Hazard.WRITE_AFTER_READ, "the result buffer against the next iteration"),
     FenceSpec("results_copied", "copy", ("host",), Hazard.READ_AFTER_WRITE, "pinned results"),
-    FenceSpec(
-        "step_reads_done",
-        "forward",
-        ("schedule",),
-        Hazard.WRITE_AFTER_READ,
-        "staged inputs, rows and table entries against the next iteration and reuse by another request",
-    ),
     FenceSpec(
         "handed_over",
         "forward",
@@ -86,7 +99,7 @@ FENCES: tuple[FenceSpec, ...] = (
 
 
 class FenceSet:
-    """The fences of one engine, by name; *results copied* has one for each slot of the pinned ring.
+    """The fences of one engine, by name; those of pinned memory have one for each slot of the ring.
 
     ``wrap`` is put around each fence: the way in for tools that prove them.
     """
@@ -97,14 +110,16 @@ class FenceSet:
             return fence if wrap is None else wrap(fence)
 
         self.inputs_ready = create("inputs_ready")
+        self.shared_reads_done = create("shared_reads_done")
         self.draft_outputs_ready = create("draft_outputs_ready")
-        self.verify_inputs_free = create("verify_inputs_free")
         self.plan_ready = create("plan_ready")
         self.accept_ready = create("accept_ready")
         self.extend_plan_ready = create("extend_plan_ready")
         self.published = create("published")
+        self.lengths_on_host = tuple(create(f"lengths_on_host[{slot}]") for slot in range(slots))
+        self.params_free = create("params_free")
+        self.params_bound = create("params_bound")
         self.results_ready = create("results_ready")
         self.results_taken = create("results_taken")
         self.results_copied = tuple(create(f"results_copied[{slot}]") for slot in range(slots))
         self.handed_over = create("handed_over")
-        self.step_reads_done = create("step_reads_done")

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from outrider.device import KernelSet
+from outrider.engine.buffers import DecodeInputs
+from outrider.engine.features import Features
 from outrider.engine.request import Request
 from outrider.engine.sampling import MAX_LOGIT_BIAS
 from outrider.engine.staging import Packer, float_bits
@@ -155,25 +157,45 @@ class OptionTable:
         # The host counted, so cells are distinct and nothing is accumulated in an order that could vary.
         self._counts.view(-1)[view(segments["history_cells"])] = view(segments["history_values"]).to(torch.int32)
 
-    def gather(self, requests: Sequence[Request], rows: Tensor) -> BatchOptions | None:
-        """Private copies of what ``requests`` in ``rows`` int64 [B] use; None when they use nothing."""
-        params = [request.params for request in requests]
-        biased = any(chosen.biased for chosen in params)
-        penalized = any(chosen.penalized for chosen in params)
-        truncated = any(chosen.truncated for chosen in params)
-        if not (biased or penalized or truncated):
+    def gather(self, features: Features, rows: Tensor) -> BatchOptions | None:
+        """Private copies of what a batch in ``rows`` int64 [B] uses; None when it uses nothing."""
+        if not features.options:
             return None
-        numbers, shares = self._numbers.index_select(0, rows), self._shares.index_select(0, rows)
-        biases = None
-        if biased:
+        lists = (self._bias_tokens, self._bias_values, self._bias_until)
+        return self._options(
+            features,
+            rows.clone(),
+            self._numbers.index_select(0, rows),
+            self._shares.index_select(0, rows),
+            tuple(table.index_select(0, rows) for table in lists) if features.biased else None,
+        )
+
+    def gather_into(self, features: Features, rows: Tensor, inputs: DecodeInputs) -> None:
+        """The same, into static buffers; :meth:`over` makes options of them."""
+        if not features.options:
+            return
+        inputs.numbers.copy_(self._numbers.index_select(0, rows))
+        inputs.shares.copy_(self._shares.index_select(0, rows))
+        if features.biased:
             lists = (self._bias_tokens, self._bias_values, self._bias_until)
-            biases = _Biases(numbers[:, 1], *(table.index_select(0, rows) for table in lists))
+            for private, table in zip(inputs.biases, lists, strict=True):
+                private.copy_(table.index_select(0, rows))
+
+    def over(self, features: Features, inputs: DecodeInputs) -> BatchOptions | None:
+        """The options of a batch whose parameters were gathered into ``inputs``."""
+        if not features.options:
+            return None
+        return self._options(features, inputs.rows, inputs.numbers, inputs.shares, inputs.biases)
+
+    def _options(
+        self, features: Features, rows: Tensor, numbers: Tensor, shares: Tensor, biases: tuple[Tensor, ...] | None
+    ) -> BatchOptions:
         return BatchOptions(
-            rows=rows.clone(),
-            biases=biases,
-            penalties=shares[:, 2:] if penalized else None,
-            counts=self._counts if penalized else None,
-            truncation=(numbers[:, 0], shares[:, 0], shares[:, 1]) if truncated else None,
+            rows=rows,
+            biases=_Biases(numbers[:, 1], *biases) if features.biased and biases is not None else None,
+            penalties=shares[:, 2:] if features.penalized else None,
+            counts=self._counts if features.penalized else None,
+            truncation=(numbers[:, 0], shares[:, 0], shares[:, 1]) if features.truncated else None,
         )
 
 

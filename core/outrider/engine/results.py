@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from outrider.device import Backend, Fence, PinnedBuffer, Stream
+from outrider.engine.features import logprobs_of
 from outrider.engine.logprobs import LogprobBuffers, TokenLogprobs
-from outrider.engine.request import Request
+from outrider.engine.probes import BadValue, Probes
 from outrider.engine.staging import Batch
 
 
@@ -28,24 +29,29 @@ class Ticket:
 class Outcome:
     """Results on the host, in the order of the batch. ``decoded``: new tokens of each decoding request.
     ``first_tokens``: the token after each prefill chunk, None where the prompt goes on. ``logprobs``: by request id, of
-    those that asked.
+    those that asked. ``bad``: by request id, what probes found.
     """
 
     decoded: tuple[tuple[int, ...], ...]
     first_tokens: tuple[int | None, ...]
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]]
+    bad: Mapping[int, tuple[BadValue, ...]]
 
 
 class Results:
     """Rows 0..M-1 hold decoding requests, M..2M-1 prefill chunks: accepted, then D+1 tokens padded with -1,
-    where D is the longest path that a draft can have.
+    where D is the longest path that a draft can have, then what the probes found.
     """
 
-    def __init__(self, backend: Backend, *, slots: int, max_requests: int, depth: int, max_logprobs: int = 0) -> None:
+    def __init__(
+        self, backend: Backend, *, slots: int, max_requests: int, depth: int, probes: Probes, max_logprobs: int = 0
+    ) -> None:
         self._backend = backend
         self._max_requests = max_requests
-        shape = (2 * max_requests, depth + 2)
-        self._device = torch.zeros(shape, dtype=torch.int64, device=backend.device)
+        self._probes = probes
+        self._tokens = depth + 2
+        shape = (2 * max_requests, self._tokens + probes.width)
+        self._device = torch.full(shape, -1, dtype=torch.int64, device=backend.device)
         self._ring: list[PinnedBuffer] = [
             backend.empty_pinned(f"results[{slot}]", shape, torch.int64) for slot in range(slots)
         ]
@@ -55,7 +61,15 @@ class Results:
         """``accepted`` [B], ``tokens`` [B, D+1]; on forward."""
         count = accepted.shape[0]
         self._device[:count, 0] = accepted
-        self._device[:count, 1:] = tokens
+        self._device[:count, 1 : self._tokens] = tokens
+
+    def found(self, count: int) -> Tensor:
+        """Where probes of ``count`` decoding requests write, int64 [count, width]; on forward."""
+        return self._device[:count, self._tokens :]
+
+    def found_in_prefill(self, count: int) -> Tensor:
+        """The same for ``count`` prefill chunks."""
+        return self._device[self._max_requests : self._max_requests + count, self._tokens :]
 
     def write_prefill(self, tokens: Tensor) -> None:
         """First tokens [S]; on forward."""
@@ -82,11 +96,16 @@ class Results:
         """Host: wait until the copy has landed, then read it."""
         copied.wait_host()
         rows: list[list[int]] = self._ring[ticket.slot].read(ticket.generation).tolist()
-        decoded = tuple(tuple(rows[i][1 : rows[i][0] + 2]) for i in range(len(ticket.batch.decode)))
+        batch = ticket.batch
+        bad = {request.id: self._probes.read(rows[i][self._tokens :]) for i, request in enumerate(batch.decode)}
+        for i, chunk in enumerate(batch.prefill):
+            bad[chunk.request.id] = self._probes.read(rows[self._max_requests + i][self._tokens :])
+        decoded = tuple(tuple(rows[i][1 : rows[i][0] + 2]) for i in range(len(batch.decode)))
         firsts = tuple(
             rows[self._max_requests + i][1] if chunk.final else None for i, chunk in enumerate(ticket.batch.prefill)
         )
-        return Outcome(decoded, firsts, self._read_logprobs(ticket, decoded, firsts))
+        logprobs = self._read_logprobs(ticket, decoded, firsts)
+        return Outcome(decoded, firsts, logprobs, {request: found for request, found in bad.items() if found})
 
     def _read_logprobs(
         self, ticket: Ticket, decoded: tuple[tuple[int, ...], ...], firsts: tuple[int | None, ...]
@@ -103,9 +122,3 @@ class Results:
             for row, request, tokens in emitted
             if request.params.logprobs is not None
         }
-
-
-def logprobs_of(requests: Sequence[Request]) -> int | None:
-    """How many likeliest tokens the batch must report: the most that a request wants, None when none wants any."""
-    wanted = [request.params.logprobs for request in requests if request.params.logprobs is not None]
-    return max(wanted) if wanted else None

@@ -6,13 +6,17 @@ Two owners, so that each tensor has one writing stream: :class:`RowTable` is wri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from outrider.device import Backend, Fence, PinnedBuffer, Stream
+from outrider.engine.staging import Batch
 from outrider.speculative.proposer import RelaySpec
+
+View = Callable[[tuple[int, int]], Tensor]
 
 
 class RowTable:
@@ -25,6 +29,15 @@ class RowTable:
         self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
         self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self.deltas = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def take_over(self, batch: Batch, view: View, segments: Mapping[str, tuple[int, int]]) -> None:
+        """Write what the host decided: sampling parameters and empty tables of new requests, then new pages."""
+        if batch.admitted:
+            bits = view(segments["temperature"]).to(torch.int32)
+            seeds, deltas = view(segments["seeds"]), view(segments["deltas"])
+            self.admit(view(segments["admitted"]), bits.view(torch.float32), seeds, deltas)
+        if batch.table_updates:
+            self.append(view(segments["entries"]), view(segments["pages"]))
 
     def admit(self, rows: Tensor, temperature: Tensor, seeds: Tensor, deltas: Tensor) -> None:
         """Take over rows for new requests: sampling parameters, deltas, and an empty table."""
@@ -51,10 +64,12 @@ class FutureMap:
 
     *Publish*: ``lengths`` int64 [R], tokens in the target's cache, which the schedule stream reads behind the fence
     *published*. *Stash*: ``last_tokens`` int64 [R] and the proposer's relay, which only forward reads, in stream order.
+    ``resolved`` int64 [R]: lengths of a batch, in its order, written on schedule. Row 0 keeps zeros: padding resolves to it.
     """
 
     def __init__(self, *, rows: int, relay: tuple[RelaySpec, ...], device: torch.device) -> None:
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.resolved = torch.zeros(rows, dtype=torch.int64, device=device)
         self._last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._relay = {spec.name: torch.zeros((rows, *spec.shape), dtype=spec.dtype, device=device) for spec in relay}
 
@@ -62,11 +77,17 @@ class FutureMap:
         """New lengths; padding rows keep length 0."""
         self.lengths[rows] = torch.where(rows > 0, lengths, 0)
 
+    def resolve_lengths(self, rows: Tensor) -> None:
+        """What was published for a batch; on schedule."""
+        self.resolved[: rows.shape[0]] = self.lengths.index_select(0, rows)
+
     def stash(self, rows: Tensor, last_tokens: Tensor, relay: Mapping[str, Tensor]) -> None:
         """Last tokens and the proposer's relay. A tensor that the proposer left out this time keeps its old value."""
-        self._last_tokens[rows] = torch.where(rows > 0, last_tokens, 0)
+        real = rows > 0
+        self._last_tokens[rows] = torch.where(real, last_tokens, 0)
         for name, value in relay.items():
-            self._relay[name][rows] = value
+            kept = real.view(-1, *([1] * (value.dim() - 1)))
+            self._relay[name][rows] = torch.where(kept, value, torch.zeros_like(value))
 
     def resolve(self, rows: Tensor) -> Resolved:
         """Gather what was stashed."""
@@ -74,3 +95,25 @@ class FutureMap:
             self._last_tokens.index_select(0, rows),
             {name: value.index_select(0, rows) for name, value in self._relay.items()},
         )
+
+
+class LengthsOnHost:
+    """A pinned ring with what was published, for devices whose attention takes lengths as host integers."""
+
+    def __init__(self, backend: Backend, *, slots: int, rows: int) -> None:
+        self._backend = backend
+        self._ring: list[PinnedBuffer] = [
+            backend.empty_pinned(f"lengths[{slot}]", (rows,), torch.int64) for slot in range(slots)
+        ]
+        self._generations = [0] * slots
+
+    def copy_out(self, slot: int, lengths: Tensor, stream: Stream) -> None:
+        """Copy every row's length on ``stream``, which the caller has ordered behind their publishing."""
+        self._generations[slot] = self._ring[slot].renew()
+        self._backend.copy_async(self._ring[slot].tensor, lengths, stream=stream)
+
+    def read(self, slot: int, copied: Fence) -> list[int]:
+        """Host: wait for the copy of one slot, and read it."""
+        copied.wait_host()
+        found: list[int] = self._ring[slot].read(self._generations[slot]).tolist()
+        return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.engine.pages import FreeList, PageKey, PagePool
@@ -124,18 +125,23 @@ class Scheduler:
         victim = next(request for request in reversed(self._running) if not request.finished)
         self._requeue(victim)
 
-    def take_back(self, batch: Batch) -> None:
-        """Undo a batch that wasn't launched to its end: what it wrote counts for nothing.
+    def take_back(self, batches: Sequence[Batch], *, spoilt: bool) -> None:
+        """Undo batches that weren't launched to their end, or failed: what they wrote counts for nothing.
 
-        Nothing may be in flight. Its requests wait and begin again with what the host knows of their output; no page is
-        known as a prefix any more, since what was enqueued to fill it may not have been.
+        Nothing else may be in flight. Their requests wait and begin again with what the host knows of their output; no page
+        is known as a prefix any more, since what was enqueued to fill it may not have been. ``spoilt``: an operation failed,
+        in memory that all requests share, so every request begins again.
         """
-        for request in batch.requests:
-            request.in_flight -= 1
-        for request in batch.decode:
-            request.decodes_in_flight -= 1
+        concerned = {request.id: request for request in self._running} if spoilt else {}
+        for batch in batches:
+            for request in batch.requests:
+                request.in_flight -= 1
+            for request in batch.decode:
+                request.decodes_in_flight -= 1
+            # Who was admitted may not have got a token into the batch, but its row was to be made ready in it.
+            concerned |= {request.id: request for request in (*batch.requests, *batch.admitted)}
         self.pages.forget_all()
-        for request in {id(request): request for request in batch.requests}.values():
+        for request in concerned.values():
             if not request.finished:
                 self._requeue(request)
         self.retire()

@@ -13,6 +13,7 @@ from outrider.device import AttentionMetadata, Backend, Stream
 from outrider.engine.hand_over import HandOver
 from outrider.engine.request import Request
 from outrider.model import RopeConfig
+from outrider.speculative.lengths import HostLengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,9 @@ class Staging:
     ``slots`` is how many iterations may be staged before the oldest copy has to be over.
     """
 
-    def __init__(self, backend: Backend, *, slots: int, capacity: int) -> None:
+    def __init__(self, backend: Backend, *, slots: int, capacity: int, max_requests: int) -> None:
         self._backend = backend
+        self.max_requests = max_requests
         self._ring = [backend.empty_pinned(f"staging[{slot}]", (capacity,), torch.int64) for slot in range(slots)]
         self._device = torch.zeros(capacity, dtype=torch.int64, device=backend.device)
 
@@ -101,6 +103,12 @@ class Staging:
         count = len(values)
         pinned.tensor[:count].copy_(torch.tensor(values, dtype=torch.int64))
         self._backend.copy_async(self._device[:count], pinned.tensor[:count], stream=stream)
+
+    def decode_rows(self, count: int) -> Tensor:
+        """Rows of the first ``count`` decoding requests, int64 [count], at an address that never changes; behind the last
+        request they're 0.
+        """
+        return self._device[:count]
 
     def view(self, segment: tuple[int, int]) -> Tensor:
         """The device view of one segment."""
@@ -132,16 +140,18 @@ def staging_capacity(*, requests: int, pages: int, prefill_chunk: int) -> int:
     return 8 * prefill_chunk + 11 * requests + 1 + 2 * requests * pages
 
 
-def pack(batch: Batch, *, page_size: int, table_width: int, rope: RopeConfig) -> Packer:
-    """Everything that the device must know of a batch."""
+def pack(batch: Batch, *, page_size: int, table_width: int, max_requests: int, rope: RopeConfig) -> Packer:
+    """Everything that the device must know of a batch. The decoding rows come first, as many as there can be, padded with
+    the reserved row 0: a captured iteration reads them at an address that never changes.
+    """
     packer = Packer()
+    packer.add("decode_rows", [*(r.row for r in batch.decode), *[0] * (max_requests - len(batch.decode))])
     packer.add("admitted", [r.row for r in batch.admitted])
     packer.add("temperature", [float_bits(r.params.temperature) for r in batch.admitted])
     packer.add("seeds", [r.params.seed for r in batch.admitted])
     packer.add("deltas", [r.delta for r in batch.admitted])
     packer.add("entries", [row * table_width + index for row, index, _ in batch.table_updates])
     packer.add("pages", [page for _, _, page in batch.table_updates])
-    packer.add("decode_rows", [r.row for r in batch.decode])
     tokens: list[int] = []
     following: list[int] = []
     positions: list[int] = []
@@ -203,7 +213,7 @@ def prefill_inputs(batch: Batch, staging: Staging, segments: Mapping[str, tuple[
     )
 
 
-def prefill_attention(inputs: PrefillInputs, tables: Tensor) -> AttentionMetadata:
+def prefill_attention(inputs: PrefillInputs, tables: Tensor, lengths: HostLengths | None) -> AttentionMetadata:
     """Metadata of the ragged prefill; ``tables`` are the block-table rows of its sequences."""
     return AttentionMetadata(
         query_start=inputs.query_start,
@@ -211,4 +221,5 @@ def prefill_attention(inputs: PrefillInputs, tables: Tensor) -> AttentionMetadat
         block_table=tables,
         max_query=inputs.max_query,
         max_kv=inputs.max_kv,
+        host_kv_lens=None if lengths is None else lengths.param("prefill", 0),
     )

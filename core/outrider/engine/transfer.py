@@ -14,14 +14,14 @@ from outrider.engine.request import Request
 from outrider.speculative.slots import slots_of
 
 if TYPE_CHECKING:
-    from outrider.engine.step import StepParts
+    from outrider.engine.parts import StepParts
 
 
 def collect(parts: StepParts, request: Request) -> HandOver:
     """Copy the state of a decoding request, whose results the host has all handled, out of the engine's caches.
 
     Its row and pages may be given back then: pages are reused on forward, behind the copies, and the row's next use waits
-    for *step reads done*, which is opened anew.
+    for *shared reads done*, which is opened anew.
     """
     forward = parts.streams.forward
     length = len(request.prompt) + len(request.output) - 1
@@ -31,7 +31,7 @@ def collect(parts: StepParts, request: Request) -> HandOver:
         draft_caches = tuple(cache.flatten(0, 1)[slots] for cache in parts.proposer.caches)
         relay = dict(parts.future.resolve(_one(parts, request.row)).relay)
     parts.fences.handed_over.signal(forward)
-    parts.fences.step_reads_done.signal(forward)
+    parts.fences.shared_reads_done.signal(forward)
     return HandOver(
         prompt=request.prompt,
         output=tuple(request.output),
@@ -93,7 +93,6 @@ def bring_in(parts: StepParts, arrivals: Sequence[tuple[Request, HandOver]]) -> 
             row = _one(parts, request.row)
             parts.future.publish(row, _one(parts, handed.length))
             parts.future.stash(row, _one(parts, handed.output[-1]), handed.relay)
-    parts.fences.published.signal(forward)
 
 
 def _slots(parts: StepParts, row: int, count: int) -> Tensor:

@@ -32,7 +32,7 @@ def load_decoder(directory: str | Path, *, backend: Backend, dtype: torch.dtype,
         _check_tied(files, "lm_head.weight", targets[0].pieces[0].key)
     with placed(backend, dtype):
         weights = load_tensors(files, targets, dtype=dtype, device=backend.device, progress=progress)
-        return Decoder(config, decoder_weights(config, weights), backend.kernels)
+        return Decoder(config, decoder_weights(config, weights), backend.kernels_in_use)
 
 
 def _check_tied(files: CheckpointFiles, head: str, embedding: str) -> None:

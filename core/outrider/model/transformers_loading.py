@@ -41,7 +41,7 @@ def load_through_transformers(directory: str | Path, *, backend: Backend, dtype:
         config = _config(directory, model.config)
         if not model._supports_attention_backend:
             raise CheckpointError(f"{directory}: transformers' {type(model).__name__} has no replaceable attention")
-        decoder = TransformersDecoder(config, model, backend.kernels)
+        decoder = TransformersDecoder(config, model, backend.kernels_in_use)
         _check(directory, decoder, model)
     return decoder
 

@@ -32,6 +32,7 @@ class Diagnosis:
             location=point.location,
             graph=point.replay.graph if point.replay else "",
             generation=point.replay.generation if point.replay else 0,
+            launch=point.replay.step[1] if point.replay and point.replay.step else -1,
             argument=access.argument if access else "",
             start=access.start if access else 0,
             end=access.end if access else 0,

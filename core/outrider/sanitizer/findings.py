@@ -55,7 +55,8 @@ class Site:
     """One access, or another step that a finding names.
 
     ``actor`` is a stream or a host thread; ``index`` the operation's position on its stream (-1 for the host);
-    ``generation`` the replay of ``graph`` that it belongs to (0 outside graphs).
+    ``generation`` the replay of ``graph`` that it belongs to (0 outside graphs), ``index`` counts from its beginning then,
+    and ``launch`` is the position of the replay on its stream, -1 where the device doesn't tell.
     """
 
     operation: str
@@ -65,6 +66,7 @@ class Site:
     location: str
     graph: str = ""
     generation: int = 0
+    launch: int = -1
     argument: str = ""
     start: int = 0
     end: int = 0
@@ -76,6 +78,11 @@ class Site:
         argument = f", operand {self.argument!r}" if self.argument else ""
         extent = f", bytes {self.start} to {self.end}" if self.end else ""
         return f"{self.operation} {place}{graph}{argument}{extent}{where}"
+
+    @property
+    def position(self) -> int:
+        """Where it is among everything that its stream was given: behind the launch, in a replay; -1 for the host."""
+        return self.index if self.launch < 0 else self.launch + 1 + self.index
 
     @property
     def brief(self) -> str:

@@ -58,7 +58,14 @@ def _take_in(model: LanguageModel, cache: KVCache, page_size: int, inputs: Exten
     else:
         tokens, positions, last = inputs.tokens, inputs.positions + 1, inputs.last
     slots = slots_of(positions.view(batch, -1), attention.block_table, page_size).flatten()
-    attention = replace(attention, kv_lens=attention.kv_lens + 1, tree_mask=None, max_kv=attention.max_kv + 1)
+    attention = replace(
+        attention,
+        kv_lens=attention.kv_lens + 1,
+        tree_mask=None,
+        max_kv=attention.max_kv + 1,
+        uniform=True,
+        host_kv_lens=inputs.host_lens.param("extend", 1) if inputs.host_lens is not None else None,
+    )
     places = text_places(model.config.rope, positions, inputs.deltas)
     return model.forward(ForwardInput(tokens, places, slots, attention), cache)[last]
 
@@ -104,6 +111,11 @@ class DraftModelProposer(CachedProposer):
             RelaySpec("probs", (self._model.config.vocab_size,), torch.float32),
         )
 
+    @property
+    def host_lengths(self) -> Mapping[str, int]:
+        """A token more with each pass, and the last one's own in draft-extend."""
+        return {"extend": 1, **{f"draft.{step}": step + 1 for step in range(1, self._draft_tokens)}}
+
     def draft(self, inputs: DraftInputs) -> Draft:
         """K - 1 passes: the first token comes with the relay."""
         model, token = self._model, inputs.relay["token"]
@@ -117,6 +129,8 @@ class DraftModelProposer(CachedProposer):
                 block_table=inputs.tables,
                 max_query=1,
                 max_kv=inputs.max_kv,
+                uniform=True,
+                host_kv_lens=inputs.host_lens.param(f"draft.{step}", step + 1) if inputs.host_lens is not None else None,
             )
             slots = slots_of(positions.unsqueeze(1), inputs.tables, self._page_size).flatten()
             places = text_places(model.config.rope, positions, inputs.deltas)
@@ -167,6 +181,11 @@ class DraftModelTreeProposer(TreeProposer):
         branches = self._shape.branches
         return (RelaySpec("tokens", (branches,), torch.int64), RelaySpec("scores", (branches,), torch.float32))
 
+    @property
+    def host_lengths(self) -> Mapping[str, int]:
+        """The nodes of each level and the last token."""
+        return {"extend": 1, **{f"draft.{nodes}": nodes + 1 for nodes in self._shape.levels}}
+
     def draft(self, inputs: DraftInputs) -> Draft:
         """D - 1 passes, each over all nodes expanded so far."""
         model = self._model
@@ -182,6 +201,8 @@ class DraftModelTreeProposer(TreeProposer):
                 max_query=nodes,
                 max_kv=inputs.max_kv,
                 tree_mask=level.mask.flatten(0, 1),
+                uniform=True,
+                host_kv_lens=inputs.host_lens.param(f"draft.{nodes}", nodes + 1) if inputs.host_lens is not None else None,
             )
             flat = ForwardInput(
                 level.tokens.flatten(),

@@ -86,6 +86,11 @@ class EagleProposer(_HeadDrafts):
             RelaySpec("probs", (self._head.draft_vocab_size,), torch.float32),
         )
 
+    @property
+    def host_lengths(self) -> Mapping[str, int]:
+        """A token more with each pass."""
+        return {"extend": 0, **{f"draft.{step}": step for step in range(1, self._draft_tokens)}}
+
     def draft(self, inputs: DraftInputs) -> Draft:
         """K - 1 passes: the first token comes with the relay."""
         token, hidden = inputs.relay["token"], inputs.relay["hidden"]
@@ -100,6 +105,8 @@ class EagleProposer(_HeadDrafts):
                 block_table=inputs.tables,
                 max_query=1,
                 max_kv=inputs.max_kv,
+                uniform=True,
+                host_kv_lens=inputs.host_lens.param(f"draft.{step}", step) if inputs.host_lens is not None else None,
             )
             slots = slots_of(positions.unsqueeze(1), inputs.tables, self._page_size).flatten()
             places = text_places(self._head.config.rope, positions, inputs.deltas)
@@ -155,6 +162,11 @@ class EagleTreeProposer(_HeadDrafts, TreeProposer):
             RelaySpec("hidden", (self._head.config.hidden_size,), self._head.target.dtype),
         )
 
+    @property
+    def host_lengths(self) -> Mapping[str, int]:
+        """The nodes of each level."""
+        return {"extend": 0, **{f"draft.{nodes}": nodes for nodes in self._shape.levels}}
+
     def draft(self, inputs: DraftInputs) -> Draft:
         """D - 1 passes, each over all nodes expanded so far."""
         root, rope = inputs.relay["hidden"], self._head.config.rope
@@ -177,6 +189,8 @@ class EagleTreeProposer(_HeadDrafts, TreeProposer):
                 max_query=nodes,
                 max_kv=inputs.max_kv,
                 tree_mask=level.mask.flatten(0, 1),
+                uniform=True,
+                host_kv_lens=inputs.host_lens.param(f"draft.{nodes}", nodes) if inputs.host_lens is not None else None,
             )
             flat = ForwardInput(
                 level.tokens.flatten(),

@@ -72,7 +72,7 @@ class MtpProposer(CachedProposer):
         specs = [
             RelaySpec("tokens", (heads, self._branches), torch.int64),
             RelaySpec("hidden", (heads, target.config.hidden_size), target.dtype),
-            RelaySpec("room", (), torch.int64),
+            RelaySpec("room", (), torch.int64, bounds=(0, heads)),
         ]
         if not self.is_tree:
             specs.append(RelaySpec("probs", (heads, target.config.vocab_size), torch.float32))

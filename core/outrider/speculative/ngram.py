@@ -69,6 +69,11 @@ class NgramProposer(Proposer):
         return True
 
     @property
+    def host_lengths(self) -> Mapping[str, int]:
+        """It has no attention."""
+        return {}
+
+    @property
     def caches(self) -> tuple[Tensor, ...]:
         """The history, a page a row."""
         return (self._history.view(-1, self._page_size),)

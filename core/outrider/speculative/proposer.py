@@ -14,16 +14,21 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend, KernelSet
+from outrider.speculative.lengths import HostLengths
 from outrider.speculative.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)
 class RelaySpec:
-    """One tensor that a proposer relays from an iteration to the next, for each request."""
+    """One tensor that a proposer relays from an iteration to the next, for each request.
+
+    ``bounds``: what whole numbers in it are at least and below; None: they are tokens of the target. Probes check that.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    bounds: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,8 @@ class DraftInputs:
     ``tables`` int32 [B, P]. ``temperature`` float32 [B], ``seeds`` int64 [B]. ``deltas`` int64 [B]: what a position on
     three axes is ahead of its index, None where the target's positions are plain. ``relay``: what the iteration before
     relayed, each [B, ...]. ``max_kv``: host bound of cached tokens after this iteration. ``sampling``: some row has a
-    temperature above 0, so that draft distributions are needed.
+    temperature above 0, so that draft distributions are needed. ``host_lens``: ``lens`` on the host, only where attention
+    takes host integers; every pass then names its own in its metadata (:attr:`Proposer.host_lengths`).
     """
 
     lens: Tensor
@@ -46,6 +52,7 @@ class DraftInputs:
     relay: Mapping[str, Tensor]
     max_kv: int
     sampling: bool
+    host_lens: HostLengths | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +85,7 @@ class ExtendInputs:
 
     ``prompt`` int64 [M], the token *at* each position, where prompts are taken in; None when decoding, where these are
     tokens that earlier calls had in ``tokens``. With a prompt come ``embeddings``, ``embedded`` and ``prompt_lens`` as the
-    target has them (:class:`ForwardInput`).
+    target has them (:class:`ForwardInput`). ``host_lens``: ``attention.kv_lens`` on the host, see :class:`DraftInputs`.
     """
 
     tokens: Tensor
@@ -100,6 +107,7 @@ class ExtendInputs:
     embeddings: Tensor | None = None
     embedded: Tensor | None = None
     prompt_lens: Tensor | None = None
+    host_lens: HostLengths | None = None
 
 
 def draw(kernels: KernelSet, logits: Tensor, inputs: DraftInputs | ExtendInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,6 +185,14 @@ class Proposer(ABC):
         return 1 if self.extends else 0
 
     @property
+    def host_lengths(self) -> Mapping[str, int] | None:
+        """The host parameters that its attention has where lengths are host integers, by name: ``draft.…``, for each pass
+        of ``draft``, how many tokens are cached behind ``DraftInputs.lens`` then; ``extend``, how many behind
+        ``ExtendInputs.attention.kv_lens``. None: its lengths are decided on the device, so that it can't run there.
+        """
+        return None
+
+    @property
     def caches(self) -> tuple[Tensor, ...]:
         """Its own caches, [pages, page size, ...] each, all entries of a token in its slot; what a request takes along when
         another engine goes on with it. They exist from :meth:`allocate` on.
@@ -210,6 +226,11 @@ class PlainProposer(Proposer):
     def relay(self) -> tuple[RelaySpec, ...]:
         """Nothing but the last token, which the engine relays for every proposer."""
         return ()
+
+    @property
+    def host_lengths(self) -> Mapping[str, int]:
+        """It has no attention."""
+        return {}
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """There is no cache."""

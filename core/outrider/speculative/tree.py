@@ -80,9 +80,14 @@ class TreeShape(ABC):
         """K: nodes without the root."""
 
     @property
-    @abstractmethod
     def expanded(self) -> int:
         """The most nodes of a :class:`Level`."""
+        return max(self.levels, default=0)
+
+    @property
+    @abstractmethod
+    def levels(self) -> tuple[int, ...]:
+        """Nodes of each :class:`Level` in turn."""
 
     def bind(self, device: torch.device) -> None:
         """Make the constants that :meth:`grow` needs, before the first call."""
@@ -134,9 +139,9 @@ class DynamicTree(TreeShape):
         return self._nodes
 
     @property
-    def expanded(self) -> int:
-        """T nodes of each level but the last."""
-        return self._topk * (self._depth - 1)
+    def levels(self) -> tuple[int, ...]:
+        """T more with each level but the last."""
+        return tuple(self._topk * level for level in range(1, self._depth))
 
     def grow(self, tokens: Tensor, scores: Tensor, expand: Expand, *, ids: Tensor | None = None) -> tuple[Tensor, Tree]:
         """Expand, then choose."""
@@ -223,9 +228,9 @@ class FixedTree(TreeShape):
         return len(self._paths)
 
     @property
-    def expanded(self) -> int:
-        """Nodes with children, the root not counted."""
-        return sum(len(level) for level in self._levels)
+    def levels(self) -> tuple[int, ...]:
+        """Nodes with children, the root not counted, up to each level."""
+        return tuple(itertools.accumulate(len(level) for level in self._levels))
 
     def bind(self, device: torch.device) -> None:
         """Parents of each level and of the whole, on the device."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
+from outrider.conformance.kit import Kit
 from outrider.conformance.lab import expect
 from outrider.conformance.promises import promise
 from outrider.conformance.verdict import not_applicable
@@ -19,6 +20,7 @@ from outrider.device import (
     KernelSet,
     OutriderError,
     Recompute,
+    SeamError,
     SpeculativeSync,
     StepMode,
     Stream,
@@ -63,6 +65,20 @@ def test_kernels_are_constant(backend: Backend) -> None:
     assert isinstance(backend.kernels, KernelSet)
     assert backend.kernels is backend.kernels, "backend.kernels makes a new object each time"
     assert backend.kernels.name.strip()
+
+
+@promise("Backend.use_kernels", "before anything is loaded or captured, and once.")
+def test_kernels_can_be_chosen_once(kit: Kit) -> None:
+    """What was chosen is in use, the device's own stay what they are, and a second choice is refused."""
+    options = {key: value for key, value in kit.spec.options.items() if key != "kernels"}
+    backend = kit.registry.create(replace(kit.spec, options=options))
+    own, chosen = backend.kernels, KernelSet()
+    assert backend.kernels_in_use is own, "kernels are in use that nobody chose"
+    backend.use_kernels(chosen)
+    assert backend.kernels_in_use is chosen
+    assert backend.kernels is own
+    with pytest.raises(SeamError):
+        backend.use_kernels(KernelSet())
 
 
 @promise("Backend.speculative_sync", "The policy of this device; constant over the backend's life.")

@@ -30,7 +30,7 @@ def test_it_describes_itself_again_and_again(kit: Kit) -> None:
     assert spent < _CHEAP_SECONDS, f"backend_info took {spent:.1f} s: it's asked for every installed backend"
 
 
-@promise("BackendInfo", "``seam_min`` and ``seam_max`` are the interface versions that it supports.")
+@promise("PluginInfo", "``seam_min`` and ``seam_max`` are the interface versions that it supports.")
 def test_it_supports_this_interface_version(info: BackendInfo) -> None:
     """The range holds the version that is installed, and isn't empty."""
     assert info.seam_min <= SEAM_VERSION <= info.seam_max, f"{info.seam_min}..{info.seam_max} lacks {SEAM_VERSION}"
@@ -98,7 +98,7 @@ def test_two_backends_share_nothing(kit: Kit, backend: Backend) -> None:
     other.synchronize()
 
 
-@promise("BackendInfo", "``usable`` is False, with ``reason`` and ``advice``, where the plugin knows that it can't run")
+@promise("PluginInfo", "``usable`` is False, with ``reason`` and ``advice``, where the plugin knows that it can't run")
 def test_it_runs_where_it_says_so(info: BackendInfo) -> None:
     """What was opened is described as usable, without a reason against it."""
     if not info.usable:

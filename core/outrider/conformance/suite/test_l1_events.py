@@ -118,6 +118,24 @@ def test_a_wait_covers_no_more_than_the_record(lab: Lab) -> None:
     lab.sometimes(program, "a wait always held the stream until work was over that came after the record")
 
 
+@needs("asynchronous", "concurrent_streams")
+@promise("Stream", "Nothing orders two streams but a record on one and a wait on the other.")
+def test_a_record_waits_for_no_other_stream(lab: Lab) -> None:
+    """A stream records, and goes on while another is busy."""
+
+    def program(backend: Backend) -> None:
+        a, b = lab.streams("a", "b")
+        x, y = lab.full(a, 0), lab.full(b, 0)
+        lab.later(a, x, 1)
+        lab.record(b).synchronize()
+        lab.fill(b, y, 2)
+        b.synchronize()
+        if not a.query():
+            raise Seen
+
+    lab.sometimes(program, "a stream that recorded an event was always held until the other stream was empty")
+
+
 @promise("Event", "Each record is a *generation*: 0 before the first, then counted up.")
 def test_one_event_fences_a_long_exchange(lab: Lab) -> None:
     """Two streams take turns at one value through two events, recorded again and again."""
@@ -181,6 +199,37 @@ def test_synchronize_waits_for_the_latest_generation(lab: Lab) -> None:
         assert event.query(), "query is False right after synchronize"
 
     lab.always(program)
+
+
+@promise("Event.synchronize_within", "True once the generation has completed")
+def test_synchronize_within_waits_like_synchronize(lab: Lab) -> None:
+    """With a limit that is far away it orders the host as synchronize does."""
+
+    def program(backend: Backend) -> None:
+        (a,) = lab.streams("a")
+        x = lab.full(a, 0)
+        lab.later(a, x, 1)
+        event = lab.record(a)
+        assert event.synchronize_within(60.0), "a minute wasn't enough"
+        expect(lab.peek(x), 1.0, "what the host read behind the generation")
+
+    lab.always(program)
+
+
+@needs("asynchronous")
+@promise("Event.synchronize_within", "False when it hasn't by then")
+def test_synchronize_within_gives_up(lab: Lab) -> None:
+    """The work takes longer than the host waits. A device without a clock of its own waits for it all the same."""
+    (a,) = lab.streams("a")
+    x = lab.full(a, 0)
+    lab.later(a, x, 1)
+    event = lab.record(a)
+    came = event.synchronize_within(0.0)
+    assert came or lab.backend.control is None, "a device without a clock gave up"
+    if came:
+        expect(lab.peek(x), 1.0, "what the host read behind the generation")
+    a.synchronize()
+    assert event.synchronize_within(0.0), "False for a generation that is over"
 
 
 @promise("Event.query", "Whether the latest generation has completed. Never blocks.")
@@ -311,6 +360,24 @@ def test_the_policys_fences_order_streams_and_the_host(lab: Lab) -> None:
             taken.wait_host()
             assert taken.done(), "done is False after wait_host"
             expect(lab.peek(y), turn, "what crossed the fence")
+
+    lab.always(program)
+
+
+@promise("SpeculativeSync.create_fence", "The mechanism of the fence ``name``; called once per fence and engine.")
+def test_two_fences_are_two(lab: Lab) -> None:
+    """One is signalled late, the other at once and after it: a wait for the first is for the late one."""
+
+    def program(backend: Backend) -> None:
+        a, b, c = lab.streams("a", "b", "c")
+        x, y = lab.full(a, 0), lab.full(c, 0)
+        late, early = (backend.speculative_sync.create_fence(name) for name in ("late", "early"))
+        lab.later(a, x, 1)
+        late.signal(a)
+        early.signal(b)
+        late.wait(c)
+        lab.copy(c, y, x)
+        expect(lab.read(c, y), 1.0, "what was read behind one fence while another was open")
 
     lab.always(program)
 

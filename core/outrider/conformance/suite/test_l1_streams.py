@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import torch
 
 from outrider.conformance.lab import Lab, Seen, expect
 from outrider.conformance.promises import needs, promise
-from outrider.device import Backend
+from outrider.device import Backend, CapabilityError, Stream
+
+_BEGINNING = 0.002  # seconds in which an operation is taken from its queue
+_MANY = 40
+_LONG = 8  # forty round trips take a while, too
 
 
 @promise("Stream", "Work on one stream runs in order.")
@@ -78,6 +83,22 @@ def test_query_is_true_only_when_the_work_is_done(lab: Lab) -> None:
 
 
 @needs("asynchronous")
+@promise("Stream.query", "Whether everything enqueued on this stream so far has run. Never blocks.")
+def test_query_is_false_while_the_last_operation_runs(lab: Lab) -> None:
+    """The queue is empty, and its last operation still runs."""
+
+    def program(backend: Backend) -> None:
+        (stream,) = lab.streams("s")
+        lab.slow(stream)
+        if backend.control is None:
+            time.sleep(_BEGINNING)
+        if not stream.query():
+            raise Seen
+
+    lab.sometimes(program, "query was always True while a long operation ran: it asks whether the queue is empty")
+
+
+@needs("asynchronous")
 @promise("Capabilities.asynchronous", "Work returns to the host before it has run.")
 def test_work_returns_before_it_has_run(lab: Lab) -> None:
     """Something is seen pending after its call."""
@@ -110,6 +131,32 @@ def test_streams_run_beside_each_other(lab: Lab) -> None:
             raise Seen
 
     lab.sometimes(program, "the second stream never finished before the first: the streams secretly run one after the other")
+
+
+@needs("asynchronous", "concurrent_streams")
+@promise("Backend.create_stream", "A new stream.")
+def test_many_streams_are_all_their_own(lab: Lab) -> None:
+    """Forty streams, or as many as the backend can make before it says so: while one is busy, none of the others is."""
+
+    def program(backend: Backend) -> None:
+        streams: list[Stream] = []
+        while len(streams) < _MANY:
+            try:
+                streams.append(backend.create_stream(f"s{len(streams)}"))
+            except CapabilityError:
+                assert len(streams) > 1, "a second stream can't be made, and concurrent_streams is declared"
+                break
+        busy, others = streams[0], streams[1:]
+        x = lab.full(busy, 0)
+        for _ in range(_LONG):
+            lab.slow(busy)
+        lab.fill(busy, x, 1)
+        for stream in others:
+            stream.synchronize()
+        if not busy.query():
+            raise Seen
+
+    lab.sometimes(program, "one of many streams always waited for the first: streams are handed out twice")
 
 
 @needs("asynchronous", "concurrent_streams")

@@ -62,6 +62,28 @@ def test_a_replay_keeps_the_order_of_its_stream(lab: Lab) -> None:
     lab.always(program)
 
 
+@promise("Graph", "``replay`` enqueues the whole graph on a stream like one operation.")
+def test_a_replay_reads_what_the_host_sent_before(lab: Lab) -> None:
+    """A copy from pinned memory on the stream, then the replay, twice: nothing between the two waits."""
+
+    def program(backend: Backend) -> None:
+        (stream,) = lab.streams("s")
+        graph = triple(lab, stream)
+        kept = [lab.full(stream, 0) for _ in range(2)]
+        for turn, keep in enumerate(kept, 1):
+            x = graph.inputs["x"]
+            sent = backend.empty_pinned(f"sent {turn}", tuple(x.shape), x.dtype)
+            sent.tensor.fill_(turn)
+            lab.slow(stream)
+            backend.copy_async(x, sent.tensor, stream=stream)
+            graph.replay(stream)
+            lab.copy(stream, keep, graph.outputs["y"])
+            stream.synchronize()
+        expect([lab.peek(keep) for keep in kept], [4.0, 7.0], "outputs of replays behind copies from the host")
+
+    lab.always(program)
+
+
 def _scale(context: CaptureContext) -> None:
     context.outputs["y"].copy_(context.inputs["x"] * context.scalars["factor"])
 

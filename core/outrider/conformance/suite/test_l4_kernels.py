@@ -66,7 +66,7 @@ def test_a_kernel_equals_the_reference(lab: Lab, case: Case, dtype: torch.dtype)
     operands = _upload(lab, stream, case.make(dtype))
     lab.slow(stream)
     with lab.backend.on(stream):
-        made = case.call(lab.backend.kernels, operands)
+        made = case.call(lab.backend.kernels_in_use, operands)
     stream.synchronize()
     _compare(case, [tensor.cpu() for tensor in made], _reference(case, dtype), dtype, "eagerly")
 
@@ -88,7 +88,7 @@ def test_a_kernel_equals_the_reference_in_a_graph(lab: Lab, case: Case) -> None:
 
     def fn(context: CaptureContext) -> None:
         own = {name: tensor.clone() if name in case.changed else tensor for name, tensor in context.inputs.items()}
-        for number, made in enumerate(case.call(backend.kernels, own)):
+        for number, made in enumerate(case.call(backend.kernels_in_use, own)):
             context.outputs[str(number)].copy_(made)
 
     floats = [name for name, tensor in operands.items() if tensor.is_floating_point()]
@@ -122,7 +122,7 @@ def test_rows_do_not_influence_each_other(lab: Lab) -> None:
     for operands in (host, disturbed):
         made = _upload(lab, stream, operands)
         with lab.backend.on(stream):
-            (out,) = case.call(lab.backend.kernels, made)
+            (out,) = case.call(lab.backend.kernels_in_use, made)
         stream.synchronize()
         found.append(out[:1].cpu())
     _compare(case, [found[1]], [found[0]], torch.float32, "with other neighbours")
@@ -141,7 +141,7 @@ def test_padding_is_finite(lab: Lab) -> None:
         max_kv=16,
     )
     with lab.backend.on(stream):
-        out = lab.backend.kernels.paged_attention(
+        out = lab.backend.kernels_in_use.paged_attention(
             operands["q"], operands["k_cache"], operands["v_cache"], metadata, scale=0.3
         )
     stream.synchronize()
@@ -163,11 +163,12 @@ def test_planning_keeps_the_batch(lab: Lab) -> None:
         max_kv=16,
     )
     with backend.on(plan):
-        planned = backend.kernels.plan_attention(metadata, stream=plan)
+        planned = backend.kernels_in_use.plan_attention(metadata, stream=plan)
     assert isinstance(planned, AttentionMetadata), f"plan_attention returned a {type(planned).__name__}"
     stream.wait(lab.record(plan, "planned"))
     with backend.on(stream):
-        out = backend.kernels.paged_attention(operands["q"], operands["k_cache"], operands["v_cache"], planned, scale=0.3)
+        q, k_cache, v_cache = (operands[key] for key in ("q", "k_cache", "v_cache"))
+        out = backend.kernels_in_use.paged_attention(q, k_cache, v_cache, planned, scale=0.3)
     stream.synchronize()
     _compare(case, [out.cpu()], _reference(case, torch.float32), torch.float32, "planned")
 
@@ -179,5 +180,5 @@ def test_a_wrong_shape_raises(lab: Lab) -> None:
     (stream,) = lab.streams("s")
     x, weight = lab.full(stream, 1, width=8), lab.full(stream, 1, width=7)
     with pytest.raises(Exception, match=r".+"), backend.on(stream):
-        backend.kernels.rms_norm(x, weight, 1e-5)
+        backend.kernels_in_use.rms_norm(x, weight, 1e-5)
     expect(lab.read(stream, lab.full(stream, 3)), 3.0, "work after the error")

@@ -115,6 +115,9 @@ class InvariantKernels(KernelSet):
             pages = tables[token]
             keys = k_cache[pages].view(1, span, kv_heads, size).transpose(1, 2)
             values = v_cache[pages].view(1, span, kv_heads, size).transpose(1, 2)
+            # A weight of zero doesn't hide a NaN that somebody else left behind the sequence.
+            seen = visible[token].view(1, 1, span, 1)
+            keys, values = torch.where(seen, keys, 0.0), torch.where(seen, values, 0.0)
             out.append(
                 F.scaled_dot_product_attention(
                     q[token : token + 1].unsqueeze(2).clone(),

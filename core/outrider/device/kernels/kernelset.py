@@ -128,8 +128,9 @@ class KernelSet:
     ) -> Tensor:
         """Attention of q [T, Hq, D] over the pages of each sequence → [T, Hq, D].
 
-        The new tokens' keys and values are in the cache already. ``window`` > 0: a token sees that many positions, its
-        own included. ``soon``: see :meth:`linear`.
+        The new tokens' keys and values are in the cache already. What lies behind a sequence's length, or in page 0, belongs
+        to somebody else and may be anything, NaN included: it doesn't reach the result. ``window`` > 0: a token sees that
+        many positions, its own included. ``soon``: see :meth:`linear`.
         """
         del soon
         return torch.ops.outrider.paged_attention(  # type: ignore[no-any-return]
@@ -287,3 +288,15 @@ class KernelSet:
         except in the reserved page 0, where padding goes. A source equal to its destination leaves it as it is.
         """
         torch.ops.outrider.move_cache(k_cache, v_cache, sources, destinations)
+
+    # -- probes ----------------------------------------------------------------------------------------------------
+
+    def find_nan(self, x: Tensor) -> Tensor:
+        """For each row of ``x`` [B, n], n at least 1: the index of its first NaN, or -1, and then -1 → int64 [B, 2]."""
+        return torch.ops.outrider.find_nan(x)  # type: ignore[no-any-return]
+
+    def find_outside(self, x: Tensor, low: int, high: int) -> Tensor:
+        """For each row of whole numbers ``x`` [B, n], n at least 1: the index of the first one below ``low`` or not below
+        ``high``, and that number; -1 and -1 where there is none → int64 [B, 2].
+        """
+        return torch.ops.outrider.find_outside(x, low, high)  # type: ignore[no-any-return]

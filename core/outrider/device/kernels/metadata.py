@@ -22,6 +22,9 @@ class AttentionMetadata:
     ``tree_mask`` bool [T, max_query], or None for a causal batch: whether new token t sees new token j of its own
     sequence. Every new token sees all cached tokens before the new ones.
 
+    ``uniform``: every sequence has exactly ``max_query`` new tokens and there is no padding, so T = B * max_query; False
+    where that isn't known.
+
     ``host_kv_lens``: the exact lengths as a host parameter, only where the backend's policy declares
     ``exact_host_lengths``. ``plan``: what ``KernelSet.plan_attention`` made of this batch, if the library plans.
     """
@@ -32,5 +35,6 @@ class AttentionMetadata:
     max_query: int
     max_kv: int
     tree_mask: Tensor | None = None
+    uniform: bool = False
     host_kv_lens: HostParam | None = None
     plan: object | None = None

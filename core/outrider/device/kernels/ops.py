@@ -121,6 +121,12 @@ _define(
     reference.move_cache,
     lambda k_cache, v_cache, sources, destinations: None,
 )
+_define("find_nan(Tensor x) -> Tensor", reference.find_nan, lambda x: x.new_empty((x.shape[0], 2), dtype=torch.int64))
+_define(
+    "find_outside(Tensor x, int low, int high) -> Tensor",
+    reference.find_outside,
+    lambda x, low, high: x.new_empty((x.shape[0], 2), dtype=torch.int64),
+)
 
 
 def _rows_of_slots(arguments: Mapping[str, Any]) -> Tensor:

@@ -87,7 +87,11 @@ def paged_attention(
     else:
         index = new_index.clamp(0, max_query - 1).expand(batch, max_query, span)
         visible = (new_index < 0) | tree_mask[flat].gather(2, index)
-    visible = visible & (position < kv_lens.to(torch.int64).view(batch, 1, 1))
+    inside = position < kv_lens.to(torch.int64).view(batch, 1, 1)
+    # A weight of zero doesn't hide a NaN that an earlier owner of the page, or padding, left behind the sequence.
+    keys = torch.where(inside.unsqueeze(-1), keys, 0.0)
+    values = torch.where(inside.unsqueeze(-1), values, 0.0)
+    visible = visible & inside
     if window > 0:
         visible = visible & (new_index > lane.view(1, max_query, 1) - window)
     real = (lane.view(1, max_query) < query_lens.view(batch, 1)).unsqueeze(-1)
@@ -199,3 +203,19 @@ def move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: 
     for cache in (k_cache, v_cache):
         rows = cache[sources // page_size, sources % page_size]  # a copy, so sources and destinations may overlap
         cache[destinations // page_size, destinations % page_size] = rows
+
+
+def find_nan(x: Tensor) -> Tensor:
+    """Where each row of ``x`` [B, n] has its first NaN."""
+    bad = torch.isnan(x)
+    index = torch.where(bad.any(dim=1), bad.to(torch.int8).argmax(dim=1), -1)
+    return torch.stack((index, torch.full_like(index, -1)), dim=1)
+
+
+def find_outside(x: Tensor, low: int, high: int) -> Tensor:
+    """Where each row of whole numbers ``x`` [B, n] first leaves the range, and the number there."""
+    bad = (x < low) | (x >= high)
+    first = bad.to(torch.int8).argmax(dim=1)
+    value = x.gather(1, first.unsqueeze(1)).squeeze(1).to(torch.int64)
+    found = bad.any(dim=1)
+    return torch.stack((torch.where(found, first, -1), torch.where(found, value, -1)), dim=1)

@@ -1,0 +1,119 @@
+"""An Ascend device behind the seam."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch_npu
+
+from outrider.device import (
+    Capabilities,
+    CaptureContext,
+    DeviceError,
+    DeviceLost,
+    Flag,
+    HostParam,
+    OutOfDeviceMemory,
+    TorchDeviceBackend,
+)
+from outrider_npu.graphs import Issue, NpuGraph, TaskGroup
+from outrider_npu.kernels import NpuKernels
+from outrider_npu.streams import NpuFlag
+from outrider_npu.sync import NpuSync
+
+CAPABILITIES = Capabilities(
+    asynchronous=True,
+    concurrent_streams=True,
+    stream_priorities=True,
+    event_timing=True,
+    flags=True,
+    captures_graphs=True,
+    updates_graph_params=True,
+    forks_in_capture=True,  # torch_npu itself forks to a stream of its own to save tensors in a capture
+    perturbs_timing=True,
+    memory_limit=True,
+    dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+)
+
+
+STICKY_ERRORS: Mapping[int, str] = MappingProxyType(
+    {
+        507010: "ACL_ERROR_RT_LOST_HEARTBEAT",
+        507014: "ACL_ERROR_RT_AICORE_TIMEOUT",
+        507015: "ACL_ERROR_RT_AICORE_EXCEPTION",
+        507016: "ACL_ERROR_RT_AICORE_TRAP_EXCEPTION",
+        507017: "ACL_ERROR_RT_AICPU_TIMEOUT",
+        507018: "ACL_ERROR_RT_AICPU_EXCEPTION",
+        507034: "ACL_ERROR_RT_VECTOR_CORE_TIMEOUT",
+        507035: "ACL_ERROR_RT_VECTOR_CORE_EXCEPTION",
+        507036: "ACL_ERROR_RT_VECTOR_CORE_TRAP_EXCEPTION",
+        507053: "ACL_ERROR_RT_DEVICE_MEM_ERROR",
+        507054: "ACL_ERROR_RT_HBM_MULTI_BIT_ECC_ERROR",
+    }
+)
+"""Errors of CANN's runtime after which the device must be restarted, by the number that a message has."""
+
+_ERROR_CODE = re.compile(r"error code(?: is)?\s*:?\s*(\d{6})")
+
+
+class NpuBackend(TorchDeviceBackend):
+    """One NPU. torch_npu is loaded already."""
+
+    graph_type = NpuGraph
+
+    def __init__(self, ordinal: int) -> None:
+        super().__init__("npu", "npu", ordinal)
+        self._kernels = NpuKernels(self)
+        self._sync = NpuSync(self)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Asynchronous, concurrent streams, flags, graphs whose host parameters can be rebound."""
+        return CAPABILITIES
+
+    @property
+    def kernels(self) -> NpuKernels:
+        """Attention and rotation by CANN's operators, the rest by torch's."""
+        return self._kernels
+
+    @property
+    def speculative_sync(self) -> NpuSync:
+        """Exact host lengths, rebound parameters, positions computed again."""
+        return self._sync
+
+    def _create_flag(self, name: str) -> Flag:
+        return NpuFlag(self, name, self.module.ExternalEvent())
+
+    def _new_graph(self) -> Any:
+        return self.module.NPUGraph()
+
+    def _reissue(self, context: CaptureContext, param: HostParam, issue: Issue) -> None:
+        stream = self.module.current_stream()
+        self.module.graph_task_group_begin(stream)
+        try:
+            issue(param.value)
+        finally:
+            handle = self.module.graph_task_group_end(stream)
+        context.handles.setdefault(param.name, []).append(TaskGroup(handle, issue))
+
+    def translate_error(self, error: Exception, doing: str) -> DeviceError | None:
+        """torch_npu's errors are often plain RuntimeErrors: out of memory by its text, sticky faults by CANN's number."""
+        if isinstance(error, RuntimeError) and "NPU out of memory" in str(error):
+            return OutOfDeviceMemory(
+                f"out of memory on {self.device} while {doing}: {error}; use a smaller batch, cache or bucket"
+            )
+        if isinstance(error, RuntimeError):
+            for number in _ERROR_CODE.findall(str(error)):
+                name = STICKY_ERRORS.get(int(number))
+                if name is not None:
+                    return DeviceLost(f"{self.device} failed while {doing} ({name}): {error}; start a new process")
+        return super().translate_error(error, doing)
+
+    def versions(self) -> Mapping[str, str]:
+        """torch, torch_npu, CANN and device name."""
+        cann = str(torch_npu.npu.utils.get_cann_version())
+        return {**super().versions(), "torch_npu": str(torch_npu.__version__), "cann": cann}

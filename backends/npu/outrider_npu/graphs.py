@@ -1,0 +1,56 @@
+"""Graphs with host parameters: task groups and their updates.
+
+CANN captures host values into a graph. An operation that shall get others is captured between ``graph_task_group_begin``
+and ``graph_task_group_end``, one operation a group, which gives a handle. Later the same operation is issued again between
+``graph_task_update_begin`` and ``graph_task_update_end`` on a stream that isn't captured: it doesn't run, its arguments
+replace those of the group, as work of that stream. An update that runs beside a replay which reads the group is a race, so
+the seam's rule is the device's: the caller lets the update's stream wait for the replay before, and the next replay wait for
+the update. The host waits for neither.
+
+torch_npu's own ``NPUGraph.update`` isn't used: it updates every recorded operation with one list, on a stream of its own that
+nothing orders, and knows no others than the operators in its table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from outrider.device import CapabilityError, Stream, TorchGraph
+
+if TYPE_CHECKING:
+    from outrider_npu.backend import NpuBackend
+
+Issue = Callable[[tuple[int, ...]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskGroup:
+    """One captured operation: its handle, and how to issue it again. Keeps the operation's tensors alive with the graph."""
+
+    handle: Any
+    issue: Issue
+
+
+class NpuGraph(TorchGraph):
+    """A captured ``NPUGraph``; the capture context's handles hold the task groups of each host parameter."""
+
+    def _update_params(self, params: Mapping[str, tuple[int, ...]], stream: Stream) -> None:
+        handles = self.context.handles
+        frozen = [name for name in params if not handles.get(name)]
+        if frozen:
+            raise CapabilityError(
+                f"graph {self.name!r}: no captured operation was issued under {frozen}, so their values stay as captured; a "
+                "kernel must read a host parameter through Backend.reissue"
+            )
+        backend = cast("NpuBackend", self.backend)
+        with backend.on(stream), backend.guard(f"rebinding parameters of graph {self.name!r}"):
+            for name, values in params.items():
+                for group in handles[name]:
+                    backend.module.graph_task_update_begin(stream.native, group.handle)
+                    try:
+                        group.issue(values)
+                    finally:
+                        backend.module.graph_task_update_end(stream.native)
+                self.context.params[name].value = values

@@ -1,0 +1,259 @@
+"""Kernels of an Ascend device: attention and rotation by CANN, everything else by torch's references.
+
+Attention is ``npu_fused_infer_attention_score`` in its ``.out`` form. The registered schema of that form doesn't say that it
+writes its outputs, so it's wrapped in an operator whose schema does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch_npu
+from torch import Tensor
+
+from outrider.device import AttentionMetadata, KernelSet
+
+if TYPE_CHECKING:
+    from outrider_npu.backend import NpuBackend
+
+# Limits of the operator with paged keys and values, from its documentation in torch_npu 2.13.
+_DTYPES = frozenset({torch.float16, torch.bfloat16})
+_HEAD_ALIGNMENT = 16
+_MOST_HEAD_SIZE = 512
+_MOST_PAGE_SIZE = 512
+_PAGE_ALIGNMENT = {True: 16, False: 128}  # by whether each sequence has one new token
+_COMPRESSED = 2048  # the causal mask of sparse mode 3 has this size, whatever the lengths are
+
+_ALL_MASK, _RIGHT_DOWN_CAUSAL, _DEFAULT_MASK = 1, 3, 0
+_LAYOUT = "BSND"
+
+# torch unregisters an operator when its Library is collected, so this module must own it.
+_LIBRARY = torch.library.Library("outrider_npu", "DEF")
+_LIBRARY.define(
+    "fused_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, int[] kv_lens, Tensor block_table, int kv_heads, "
+    "float scale, int sparse_mode, int inner_precise, Tensor? workspace, Tensor(a!) attention_out, Tensor(b!) softmax_lse) "
+    "-> ()"
+)
+
+
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kv_lens: list[int],
+    block_table: Tensor,
+    kv_heads: int,
+    scale: float,
+    sparse_mode: int,
+    inner_precise: int,
+    workspace: Tensor | None,
+    attention_out: Tensor,
+    softmax_lse: Tensor,
+) -> None:
+    torch_npu.npu_fused_infer_attention_score.out(
+        query,
+        key,
+        value,
+        atten_mask=mask,
+        actual_seq_lengths_kv=kv_lens,
+        block_table=block_table,
+        num_heads=query.shape[2],
+        num_key_value_heads=kv_heads,
+        scale=scale,
+        input_layout=_LAYOUT,
+        sparse_mode=sparse_mode,
+        inner_precise=inner_precise,
+        block_size=key.shape[1],
+        workspace=workspace,
+        out=[attention_out, softmax_lse],
+    )
+
+
+_LIBRARY.impl("fused_attention", _fused_attention, "CompositeExplicitAutograd")
+
+
+class NpuKernels(KernelSet):
+    """``paged_attention`` and ``rope_write_cache`` by CANN where its limits allow (:meth:`unfused` says where not)."""
+
+    name = "npu"
+
+    def __init__(self, backend: NpuBackend) -> None:
+        self._backend = backend
+        self._causal: Tensor | None = None
+
+    def rope_write_cache(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+    ) -> None:
+        """One rotation for positions on one axis and on three: the seam hands over cosines and sines of each token, with
+        its axes already chosen (so ``npu_mrope``, which wants positions and a table, isn't needed).
+        """
+        turn = (cos.unsqueeze(0).unsqueeze(2), sin.unsqueeze(0).unsqueeze(2))  # 1S1D beside BSND
+        for x in (q, k):
+            x.copy_(torch_npu.npu_rotary_mul(x.unsqueeze(0), *turn).squeeze(0))
+        for cache, rows in ((k_cache, k), (v_cache, v)):
+            cache.flatten(0, 1).index_copy_(0, slots, rows)
+
+    def unfused(self, q: Tensor, k_cache: Tensor, max_query: int) -> str:
+        """Why attention of these shapes goes through torch's reference, empty where CANN does it."""
+        size, page_size = q.shape[2], k_cache.shape[1]
+        if q.dtype not in _DTYPES:
+            return f"the fused operator takes float16 and bfloat16, not {q.dtype}"
+        if size % _HEAD_ALIGNMENT or size > _MOST_HEAD_SIZE:
+            return f"a head size of {size} isn't a multiple of {_HEAD_ALIGNMENT} up to {_MOST_HEAD_SIZE}"
+        alignment = _PAGE_ALIGNMENT[max_query == 1]
+        if page_size % alignment or page_size > _MOST_PAGE_SIZE:
+            return f"pages of {page_size} aren't multiples of {alignment} up to {_MOST_PAGE_SIZE}"
+        return ""
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int = 0,
+        soon: Tensor | None = None,
+    ) -> Tensor:
+        """The fused operator gets the lengths as a list of the host: the exact ones where the metadata has them, read
+        through ``Backend.reissue`` so that a graph can be rebound; else their bound, and the mask hides the rest.
+
+        *Workspace.* In a capture, one for all layers of the same shape; it lives as long as the graph, and makes the
+        attention of one capture a matter of one stream.
+        """
+        del soon
+        if self.unfused(q, k_cache, metadata.max_query):
+            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+        tokens, heads, size = q.shape
+        pages, page_size, kv_heads, _ = k_cache.shape
+        batch, width, table = metadata.kv_lens.shape[0], metadata.max_query, metadata.block_table
+        lane = torch.arange(width, device=q.device)
+        start = metadata.query_start[:-1].to(torch.int64)
+        query_lens = metadata.query_start[1:].to(torch.int64) - start
+        flat = (start.unsqueeze(1) + lane).clamp_(max=tokens - 1)  # [B, width]
+        queries = q.contiguous().view(batch, width, heads, size) if metadata.uniform else q[flat]
+        keys, values = (cache.view(pages, page_size, kv_heads * size) for cache in (k_cache, v_cache))
+
+        plain = metadata.uniform and metadata.tree_mask is None and window == 0 and metadata.host_kv_lens is not None
+        mask: Tensor | None
+        if plain:
+            mask, sparse_mode = (None, _DEFAULT_MASK) if width == 1 else (self._causal_mask(), _RIGHT_DOWN_CAUSAL)
+        else:
+            mask, sparse_mode = _hidden(metadata, flat, query_lens, table.shape[1] * page_size, window), _ALL_MASK
+        out = torch.empty_like(queries)
+        lse = torch.empty(1, dtype=torch.float32, device=q.device)
+        bound = (min(metadata.max_kv, table.shape[1] * page_size),) * batch
+        inner_precise = 2 if mask is not None and width > 1 else 0  # a user's mask may hide a whole row
+        exact = metadata.host_kv_lens
+        lens = bound if exact is None else exact.value
+        workspace = self._workspace(queries, keys, values, mask, lens, table, kv_heads, scale, sparse_mode, inner_precise)
+
+        def issue(lengths: tuple[int, ...]) -> None:
+            torch.ops.outrider_npu.fused_attention(
+                queries,
+                keys,
+                values,
+                mask,
+                list(lengths),
+                table,
+                kv_heads,
+                scale,
+                sparse_mode,
+                inner_precise,
+                workspace,
+                out,
+                lse,
+            )
+
+        if exact is None:
+            issue(bound)
+        else:
+            self._backend.reissue(exact, issue)
+        if metadata.uniform:
+            return out.view(tokens, heads, size)
+        real = lane.view(1, width) < query_lens.view(batch, 1)
+        result = q.new_zeros(tokens + 1, heads, size)  # the last row takes what padding lanes would write
+        result[torch.where(real, flat, tokens).flatten()] = out.view(batch * width, heads, size)
+        return result[:tokens]
+
+    def _causal_mask(self) -> Tensor:
+        """The compressed mask of sparse mode 3: what isn't on or below the diagonal is hidden.
+
+        Made once, when the first causal batch comes, and waited for, so that every stream may read it. That is never in a
+        capture, since a capture rehearses first.
+        """
+        if self._causal is None:
+            ones = torch.ones((_COMPRESSED, _COMPRESSED), dtype=torch.bool, device=self._backend.device)
+            self._causal = ones.triu_(diagonal=1)
+            self._backend.module.current_stream().synchronize()
+        return self._causal
+
+    def _workspace(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        lens: tuple[int, ...],
+        block_table: Tensor,
+        kv_heads: int,
+        scale: float,
+        sparse_mode: int,
+        inner_precise: int,
+    ) -> Tensor | None:
+        """Memory for the largest lengths that a rebind may bring; None outside a capture, where the call takes its own."""
+        capture = self._backend.active_capture
+        if capture is None or capture.rehearsal:
+            return None
+        shape = (*query.shape, *key.shape, *block_table.shape, sparse_mode)
+        kept = capture.context.handles.setdefault(f"workspace {shape}", [])
+        if not kept:
+            made = torch_npu._npu_fused_infer_attention_score_get_max_workspace(
+                query,
+                key,
+                value,
+                atten_mask=mask,
+                actual_seq_lengths_kv=list(lens),
+                block_table=block_table,
+                num_heads=query.shape[2],
+                num_key_value_heads=kv_heads,
+                scale=scale,
+                input_layout=_LAYOUT,
+                sparse_mode=sparse_mode,
+                inner_precise=inner_precise,
+                block_size=key.shape[1],
+            )
+            kept.append(made)
+        workspace: Tensor = kept[0]
+        return workspace
+
+
+def _hidden(metadata: AttentionMetadata, flat: Tensor, query_lens: Tensor, span: int, window: int) -> Tensor:
+    """What each new token doesn't see, bool [B, 1, width, span]: True hides, as the operator has it."""
+    batch, width = flat.shape
+    lane = torch.arange(width, device=flat.device).view(1, width, 1)
+    position = torch.arange(span, device=flat.device).view(1, 1, span)
+    lens = metadata.kv_lens.to(torch.int64)
+    index = position - (lens - query_lens).view(batch, 1, 1)  # among the new tokens; negative in the context
+    if metadata.tree_mask is None:
+        seen = index <= lane
+    else:
+        among = index.clamp(0, width - 1).expand(batch, width, span)
+        seen = (index < 0) | metadata.tree_mask[flat].gather(2, among)
+    seen = seen & (position < lens.view(batch, 1, 1))
+    if window > 0:
+        seen = seen & (index > lane - window)
+    # A lane without a token sees its sequence's first key: what it computes is dropped, and must be finite.
+    seen = seen | ((lane >= query_lens.view(batch, 1, 1)) & (position == 0))
+    return (~seen).unsqueeze(1)

@@ -1,0 +1,65 @@
+"""What can be known of the machine without importing torch_npu: packages, their versions, device files."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = "torch_npu"
+COLLECTIVES = "hccl"
+"""What torch.distributed calls this device's collectives. The seam has no verb for them yet."""
+_DEVICES = Path("/dev")
+_NUMBERED = re.compile(r"davinci\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why the backend can't run here, and what to do."""
+
+    reason: str
+    advice: str
+
+
+def find_trouble(devices: Path = _DEVICES) -> Trouble | None:
+    """The first thing that is in the way, or None."""
+    version = _version(PACKAGE)
+    if version is None:
+        return Trouble("torch_npu isn't installed", "install it with its CANN: pip install 'outrider[npu]'")
+    mismatch = version_mismatch(_version("torch"), version)
+    if mismatch is not None:
+        return mismatch
+    if not device_count(devices):
+        return Trouble(
+            f"the driver shows no NPU (there is no {devices}/davinci0)",
+            "check npu-smi info, and that the container was given the device files",
+        )
+    return None
+
+
+def device_count(devices: Path = _DEVICES) -> int:
+    """Device files that the Ascend driver made. What ASCEND_RT_VISIBLE_DEVICES hides is counted too."""
+    return sum(1 for path in devices.glob("davinci*") if _NUMBERED.fullmatch(path.name)) if devices.is_dir() else 0
+
+
+def version_mismatch(torch: str | None, extension: str) -> Trouble | None:
+    """torch_npu X.Y is built against torch X.Y, and crashes beside another."""
+    if torch is None or _release(torch) == _release(extension):
+        return None  # a torch without a distribution: the import will tell
+    built_for = ".".join(_release(extension))
+    return Trouble(
+        f"torch_npu {extension} was built for torch {built_for}, and this is torch {torch}",
+        f"install the pair that belongs together: pip install torch=={built_for}.*, or another torch_npu",
+    )
+
+
+def _release(version: str) -> tuple[str, ...]:
+    return tuple(version.split("+")[0].split(".")[:2])
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

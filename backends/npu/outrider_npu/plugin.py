@@ -1,0 +1,51 @@
+"""Entry point of the backend ``npu``. Nothing here imports torch_npu: that fails where CANN isn't loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from outrider.device.errors import BackendLoadError, ConfigError
+from outrider.device.plugin import BackendInfo, CiDeclaration, hookimpl
+
+if TYPE_CHECKING:
+    from outrider.device.backend import Backend
+
+DESCRIPTION = "Ascend NPUs through torch_npu"
+CI = CiDeclaration(
+    runner_labels=("self-hosted", "npu"), markers=("asynchronous", "graphs", "graph parameters", "flags"), level="L4"
+)
+
+
+@hookimpl
+def backend_info() -> BackendInfo:
+    """Usable where torch_npu is installed for this torch and the driver shows a device; asking imports neither."""
+    from outrider_npu import machine
+
+    trouble = machine.find_trouble()
+    return BackendInfo(
+        name="npu",
+        description=DESCRIPTION,
+        priority=100,
+        usable=trouble is None,
+        reason=trouble.reason if trouble else "",
+        advice=trouble.advice if trouble else "",
+        device_count=machine.device_count() or None,
+        ci=CI,
+    )
+
+
+@hookimpl
+def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
+    """NPU ``ordinal``, without options. Imports torch_npu; a failure says what to do about it."""
+    if options:
+        raise ConfigError(f"backend 'npu' takes no options, got {sorted(options)}")
+    from outrider_npu import machine, runtime
+
+    trouble = machine.find_trouble()
+    if trouble is not None:
+        raise BackendLoadError(f"backend 'npu' can't run here: {trouble.reason}; {trouble.advice}")
+    runtime.load()
+    from outrider_npu.backend import NpuBackend
+
+    return NpuBackend(ordinal)

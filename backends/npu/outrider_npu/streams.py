@@ -1,0 +1,31 @@
+"""Flags: torch_npu's ``ExternalEvent``.
+
+An external event is no snapshot: a wait may come before its record, it's up until it's reset, and a record while it's up is
+lost. It is the one event of this device that means the same inside a graph and outside.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from outrider.device import Flag, Stream
+
+if TYPE_CHECKING:
+    from outrider_npu.backend import NpuBackend
+
+
+class NpuFlag(Flag):
+    """A flag on an ``ExternalEvent``. torch_npu makes the event when it's first waited for or recorded."""
+
+    def __init__(self, backend: NpuBackend, name: str, native: Any) -> None:
+        super().__init__(backend, name)
+        self.native = native
+
+    def _set(self, stream: Stream) -> None:
+        self.native.record(stream.native)
+
+    def _wait(self, stream: Stream) -> None:
+        self.native.wait(stream.native)
+
+    def _reset(self, stream: Stream) -> None:
+        self.native.reset(stream.native)

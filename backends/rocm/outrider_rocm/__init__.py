@@ -1,0 +1,1 @@
+"""AMD GPUs through torch's HIP build."""

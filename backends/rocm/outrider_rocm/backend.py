@@ -1,0 +1,84 @@
+"""A ROCm device behind the seam: torch's streams, events and graphs under their CUDA names.
+
+What it shares with other devices of that form is in ``TorchDeviceBackend``; here is what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from outrider.device import Capabilities, KernelSet, SpeculativeSync, TorchDeviceBackend, Waiter
+from outrider_rocm.architecture import Architecture, parse_architecture
+from outrider_rocm.options import RocmOptions
+
+COLLECTIVES = "nccl"
+"""What torch.distributed calls RCCL. The seam has no verb for collectives yet."""
+
+CAPABILITIES = Capabilities(
+    asynchronous=True,
+    concurrent_streams=True,
+    stream_priorities=True,
+    event_timing=True,
+    captures_graphs=True,
+    forks_in_capture=True,
+    waits_inside_graphs=False,  # HIP has no external events for a capture
+    perturbs_timing=True,
+    memory_limit=True,
+    dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
+)
+
+
+class RocmSync(SpeculativeSync):
+    """Events with generations. Published lengths are waited for on the host where that is faster, and results are copied
+    out on the forward stream, unless an option says otherwise.
+    """
+
+    def __init__(self, backend: RocmBackend, options: RocmOptions) -> None:
+        super().__init__(backend)
+        chosen = options.published
+        self.published_waiter = backend.architecture.published_waiter if chosen == "auto" else Waiter(chosen)
+        self.results_on_forward = options.results_on_forward
+
+
+class RocmBackend(TorchDeviceBackend):
+    """One AMD GPU. Kernels are the torch references."""
+
+    # HIP's texts of errors after which the context is gone; they arrive as plain RuntimeErrors on some torch versions.
+    sticky_faults = ("illegal memory access", "unspecified launch failure", "device-side assert", "hipErrorLaunchFailure")
+
+    def __init__(self, ordinal: int, options: RocmOptions | None = None) -> None:
+        super().__init__("rocm", "cuda", ordinal)
+        properties = self.module.get_device_properties(self.device)
+        self.architecture: Architecture = parse_architecture(properties.gcnArchName, properties.warp_size)
+        self._kernels = KernelSet()
+        self._sync = RocmSync(self, options or RocmOptions())
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Asynchronous, concurrent streams, graphs."""
+        return CAPABILITIES
+
+    @property
+    def kernels(self) -> KernelSet:
+        """The torch references."""
+        return self._kernels
+
+    @property
+    def speculative_sync(self) -> SpeculativeSync:
+        """By architecture and options."""
+        return self._sync
+
+    def _new_graph(self) -> Any:
+        return self.module.CUDAGraph()
+
+    def versions(self) -> Mapping[str, str]:
+        """torch, HIP, architecture and device name."""
+        return {
+            **super().versions(),
+            "hip": str(torch.version.hip),
+            "architecture": self.architecture.name,
+            "wave_size": str(self.architecture.wave_size),
+        }

@@ -1,0 +1,38 @@
+"""What can be said about a ROCm device: ``rocm:0,published=host``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from outrider.device.errors import ConfigError
+
+OPTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "published": "who waits for published lengths: stream, host, or auto (default) by architecture",
+        "results": "the stream that copies results out: forward (default) or copy",
+    }
+)
+_VALUES = {"published": ("auto", "stream", "host"), "results": ("forward", "copy")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RocmOptions:
+    """``published``: auto, stream or host. ``results_on_forward``: copies to the host go on the forward stream."""
+
+    published: str = "auto"
+    results_on_forward: bool = True
+
+
+def parse_options(options: Mapping[str, str]) -> RocmOptions:
+    """Raises :class:`ConfigError` for what doesn't exist or fit."""
+    for key, value in options.items():
+        if key not in OPTIONS:
+            raise ConfigError(f"backend 'rocm' has no option {key!r}; known: {', '.join(OPTIONS)}")
+        if value not in _VALUES[key]:
+            raise ConfigError(f"option {key}={value!r}: expected one of {', '.join(_VALUES[key])}")
+    return RocmOptions(
+        published=options.get("published", "auto"),
+        results_on_forward=options.get("results", "forward") == "forward",
+    )

@@ -1,0 +1,59 @@
+"""The kernels of a personality whose attention takes lengths as host integers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from outrider.device import AttentionMetadata, Backend, KernelSet
+
+# torch unregisters an operator when its Library is collected, so this module must own it.
+_LIBRARY = torch.library.Library("outrider_sim", "DEF")
+_LIBRARY.define("write_integers(Tensor(a!) out, int[] values) -> ()")
+
+
+def _write_integers(out: Tensor, values: Sequence[int]) -> None:
+    out.copy_(torch.tensor(values, dtype=out.dtype))
+
+
+_LIBRARY.impl("write_integers", _write_integers, "CompositeExplicitAutograd")
+torch.library.register_fake("outrider_sim::write_integers", lambda out, values: None, lib=_LIBRARY)
+
+
+class HostLengthKernels(KernelSet):
+    """The torch references, but attention is given the host's lengths where there are some, and not the device's.
+
+    They travel as operands of the operations that are enqueued: a replay has those of its capture until they're rebound.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int = 0,
+        soon: Tensor | None = None,
+    ) -> Tensor:
+        """See :meth:`KernelSet.paged_attention`."""
+        del soon
+        exact = metadata.host_kv_lens
+        if exact is None:
+            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+        lens = torch.empty_like(metadata.kv_lens)
+
+        def issue(values: tuple[int, ...]) -> None:
+            torch.ops.outrider_sim.write_integers(lens, values)
+
+        self._backend.reissue(exact, issue)
+        return super().paged_attention(
+            q, k_cache, v_cache, replace(metadata, kv_lens=lens, host_kv_lens=None), scale=scale, window=window
+        )

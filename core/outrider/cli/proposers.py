@@ -1,0 +1,73 @@
+"""Proposers by name: those that come with Outrider, and those of installed plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from outrider.device.errors import BackendLoadError, ConfigError, OutriderError, PluginContractError
+from outrider.registry import Candidate, PluginGroup, Plugins
+from outrider.registry.plugins import describe_error, type_name
+from outrider.speculative.plugin import PROPOSER_VERSION, PROPOSERS_GROUP, ProposerHooks, ProposerInfo
+
+if TYPE_CHECKING:
+    from outrider.speculative.build import Builder, DraftOptions
+    from outrider.speculative.proposer import Proposer
+
+PROPOSERS = PluginGroup(
+    entry_points=PROPOSERS_GROUP,
+    noun="proposer",
+    hooks=ProposerHooks,
+    describe="proposer_info",
+    info=ProposerInfo,
+    version=PROPOSER_VERSION,
+)
+
+
+# Outrider's own names, for messages where torch isn't there; tests hold it and BUILDERS together.
+OWN = frozenset(["none", "eagle", "eagle3", "mtp", "draft-model", "ngram"])
+
+
+def shadowed(candidate: Candidate[ProposerInfo]) -> Candidate[ProposerInfo]:
+    """The candidate; broken where its name is one of Outrider's own, which it can't take the place of."""
+    if candidate.name not in OWN:
+        return candidate
+    reason = f"{candidate.name!r} is the name of a proposer that comes with Outrider; nothing takes its place"
+    return replace(candidate, status="broken", reason=reason, advice="the plugin needs another name")
+
+
+def plugin_builders(name: str) -> Mapping[str, Builder]:
+    """What ``Engine.from_checkpoint`` needs to know of ``name``: nothing where it comes with Outrider.
+
+    Loads the named plugin alone. Raises :class:`ConfigError` for a name that nobody offers, and what
+    :meth:`Plugins.usable_info` raises.
+    """
+    from outrider.speculative.build import BUILDERS
+
+    if name in BUILDERS:
+        return {}
+    plugins = Plugins(PROPOSERS)
+    if name not in plugins.names:
+        installed = f"; plugins: {', '.join(plugins.names)}" if plugins.names else "; no plugin brings another one"
+        raise ConfigError(f"speculate is {name!r}; expected one of {', '.join(sorted(BUILDERS))}{installed}")
+    plugins.usable_info(name)
+    return {name: lambda options: _build(plugins, name, options)}
+
+
+def _build(plugins: Plugins[ProposerInfo], name: str, options: DraftOptions) -> Proposer:
+    from outrider.speculative.proposer import Proposer
+
+    offer, info = plugins.offer(name), plugins.info(name)
+    try:
+        made = plugins.adapt(plugins.call("create_proposer", name, options=options), info)
+    except OutriderError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise BackendLoadError(f"plugin {offer.label}: hook create_proposer failed: {describe_error(error)}") from error
+    if not isinstance(made, Proposer):
+        raise PluginContractError(
+            f"plugin {offer.label}: hook create_proposer returned {type_name(made)}, expected a Proposer; the class must "
+            "subclass outrider.speculative.proposer.Proposer"
+        )
+    return made

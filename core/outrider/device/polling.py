@@ -1,0 +1,24 @@
+"""Waiting with a limit, by asking."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+_EAGER_S = 0.02
+"""An iteration is over within this, mostly: ask as often as possible, and give way to other threads in between."""
+_LONGEST_S = 0.01
+
+
+def poll(done: Callable[[], bool], seconds: float) -> bool:
+    """Ask ``done`` until it says yes, or ``seconds`` have passed. Sleeps longer and longer between two questions."""
+    start = time.monotonic()
+    pause = 0.0
+    while not done():
+        spent = time.monotonic() - start
+        if spent >= seconds:
+            return done()  # the caller's thread may have slept through the end
+        if spent > _EAGER_S:
+            pause = min(max(2 * pause, 2e-5), _LONGEST_S, seconds - spent)
+        time.sleep(pause)
+    return True

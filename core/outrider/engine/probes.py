@@ -1,0 +1,103 @@
+"""Checks of values on the device, before they are copied into a static buffer: found there, told at the next results.
+
+A probe says of each request which value is the first bad one. The host learns of it with the results of the iteration, and
+ends the request with an error that names it; nothing is put right in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.device import KernelSet
+from outrider.speculative.proposer import Proposer
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One checked value. ``bounds``: a whole number must be at least the first and below the second; None: a number that
+    mustn't be NaN.
+    """
+
+    buffer: str
+    bounds: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class BadValue:
+    """What a probe found in one request: the flat index of the first bad value in the request's part of ``buffer``."""
+
+    buffer: str
+    index: int
+    value: int | None
+    bounds: tuple[int, int] | None
+
+    def __str__(self) -> str:
+        if self.bounds is None:
+            return f"{self.buffer} holds NaN at index {self.index}"
+        return f"{self.buffer} holds {self.value} at index {self.index}, expected {self.bounds[0]} to {self.bounds[1] - 1}"
+
+
+class Probes:
+    """The probes of an engine, in a fixed order, so that each has its columns in the results."""
+
+    def __init__(self, kernels: KernelSet, proposer: Proposer, *, vocabulary: int) -> None:
+        self._kernels = kernels
+        tokens = (0, vocabulary)
+        found = [
+            Probe(f"relay.{spec.name}", None if spec.dtype.is_floating_point else spec.bounds or tokens)
+            for spec in proposer.relay
+        ]
+        if proposer.nodes:
+            found.append(Probe("draft.tokens", tokens))
+            if not proposer.is_tree:
+                found.append(Probe("draft.probs", None))
+        found.append(Probe("target.logits", None))
+        self.probes = tuple(found)
+        self._index = {probe.buffer: i for i, probe in enumerate(found)}
+
+    def columns(self, buffer: str) -> slice:
+        """Where the findings of one probe lie among those of a request: index and value."""
+        start = 2 * self._index[buffer]
+        return slice(start, start + 2)
+
+    @property
+    def width(self) -> int:
+        """Numbers that a request's findings take."""
+        return 2 * len(self.probes)
+
+    def check(self, values: Mapping[str, Tensor], found: Tensor) -> dict[str, Tensor]:
+        """Look at ``values``, [B, ...] by the name of their probe; write into ``found`` int64 [B, width].
+
+        Returns the values to go on with. They are the same, but whole numbers of a request with a bad one are its lower
+        bound: an index that is out of range would take the device down before anybody could be told.
+        """
+        usable = dict(values)
+        for name, value in values.items():
+            bounds = self.probes[self._index[name]].bounds
+            flat = value.reshape(value.shape[0], -1)
+            if bounds is None:
+                found[:, self.columns(name)] = self._kernels.find_nan(flat)
+                continue
+            bad = self._kernels.find_outside(flat, *bounds)
+            found[:, self.columns(name)] = bad
+            right = (bad[:, :1] < 0).view(-1, *([1] * (value.dim() - 1)))
+            usable[name] = torch.where(right, value, bounds[0])
+        return usable
+
+    def skip(self, names: Sequence[str], found: Tensor) -> None:
+        """Nothing was looked at in this iteration."""
+        for name in names:
+            found[:, self.columns(name)] = -1
+
+    def read(self, row: Sequence[int]) -> tuple[BadValue, ...]:
+        """Host: what one request's ``width`` numbers say."""
+        bad = []
+        for i, probe in enumerate(self.probes):
+            index, value = row[2 * i], row[2 * i + 1]
+            if index >= 0:
+                bad.append(BadValue(probe.buffer, index, None if probe.bounds is None else value, probe.bounds))
+        return tuple(bad)

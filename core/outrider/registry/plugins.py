@@ -1,0 +1,313 @@
+"""The plugins of one entry-point group: found by name, loaded one at a time, audited, described.
+
+pluggy finds and calls the hooks, and does nothing else: it accepts a plugin that lacks a hook or drops an argument, and
+loads all of them or none.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+import pluggy
+
+from outrider.device.errors import (
+    AmbiguousBackend,
+    BackendError,
+    BackendLoadError,
+    BackendNotFound,
+    OutriderError,
+    PluginContractError,
+)
+from outrider.device.plugin import PluginInfo
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+Info = TypeVar("Info", bound=PluginInfo)
+
+Status = Literal["usable", "unusable", "broken", "duplicate"]
+"""``usable``: can be chosen. ``unusable``: the plugin knows that it can't run here. ``broken``: it can't be loaded or
+breaks the contract. ``duplicate``: two distributions offer the name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PluginGroup(Generic[Info]):
+    """What plugins of one kind are: where they're found, and which hooks they have.
+
+    ``entry_points``: the group. ``noun``: what one is called in messages. ``hooks``: the class of hook specifications.
+    ``describe``: the hook that returns an ``info``, the class of descriptions. ``version`` is that of the interface.
+    ``adapters``: for the version before, what makes of a plugin's product one of this version.
+    """
+
+    entry_points: str
+    noun: str
+    hooks: type
+    describe: str
+    info: type[Info]
+    version: int
+    adapters: Mapping[int, Callable[[Any], Any]] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate(Generic[Info]):
+    """One name that an installed distribution offers, and whether it can be used here."""
+
+    name: str
+    distribution: str
+    entry_point: str
+    status: Status
+    reason: str = ""
+    advice: str = ""
+    info: Info | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """An entry point with the distribution that declares it."""
+
+    entry_point: EntryPoint
+    distribution: str
+
+    @classmethod
+    def of(cls, entry_point: EntryPoint) -> Offer:
+        """The entry point's own distribution, as far as it's known."""
+        dist = entry_point.dist
+        return cls(entry_point, f"{dist.name} {dist.version}" if dist is not None else "(unknown distribution)")
+
+    @property
+    def label(self) -> str:
+        """Name, distribution and module, for messages."""
+        return f"{self.entry_point.name!r} of {self.distribution} ({self.entry_point.value})"
+
+
+class Plugins(Generic[Info]):
+    """The installed plugins of a group.
+
+    ``entry_points`` is for tests; by default the environment's own are read, each time that they are needed, so plugins
+    that are installed later are seen.
+    """
+
+    def __init__(self, group: PluginGroup[Info], entry_points: Iterable[EntryPoint] | None = None) -> None:
+        self.group = group
+        self._given = None if entry_points is None else tuple(entry_points)
+        self._manager = pluggy.PluginManager("outrider")
+        self._manager.add_hookspecs(group.hooks)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name on offer, sorted; nothing is loaded for it."""
+        return tuple(sorted({offer.entry_point.name for offer in self._offers()}))
+
+    def candidates(self, *, load: bool = True) -> tuple[Candidate[Info], ...]:
+        """Every name on offer with its status. Loads each plugin, and never raises because of one.
+
+        ``load=False`` loads none, where even that isn't safe: those that could be loaded are then "broken", without a
+        reason.
+        """
+        return tuple(self._examine(name, load=load) for name in self.names)
+
+    def offer(self, name: str) -> Offer:
+        """The one entry point of that name, not loaded. Raises :class:`BackendNotFound` or :class:`AmbiguousBackend`."""
+        offers = self._offers(name)
+        if not offers:
+            noun, names = self.group.noun, self.names
+            close = get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise BackendNotFound(
+                f"no {noun} named {name!r} is installed; {hint}installed: {', '.join(names) or 'none'}. A {noun} is a "
+                f"distribution with an entry point in the group {self.group.entry_points!r}"
+            )
+        if len(offers) > 1:
+            raise AmbiguousBackend(self._duplicate_reason(name, offers) + "; uninstall one of them")
+        return offers[0]
+
+    def info(self, name: str) -> Info:
+        """What the named plugin says about itself; loads that plugin alone."""
+        return self.describe(self.offer(name))
+
+    def usable_info(self, name: str) -> Info:
+        """The same, of one that can run here; raises :class:`BackendLoadError` with its reason otherwise."""
+        info = self.info(name)
+        if not info.usable:
+            what = f"{self.group.noun} {name!r} is installed but can't run here"
+            raise BackendLoadError(sentence(what, info.reason, info.advice))
+        return info
+
+    def call(self, hook: str, name: str, **arguments: Any) -> Any:
+        """Call a hook of one plugin that is loaded; None when it returned None."""
+        others = [plugin for other, plugin in self._manager.list_name_plugin() if other != name and plugin is not None]
+        results = self._manager.subset_hook_caller(hook, others)(**arguments)
+        return results[0] if results else None  # pluggy drops a result of None
+
+    def adapt(self, made: Any, info: Info) -> Any:
+        """What a plugin made, as this version of the interface has it."""
+        version = self.group.version
+        return made if info.seam_max >= version else self.group.adapters[info.seam_max](made)
+
+    def describe(self, offer: Offer) -> Info:
+        """Load one plugin, audit it and ask it what it is."""
+        group, name = self.group, offer.entry_point.name
+        self._load(offer)
+        try:
+            info = self.call(group.describe, name)
+        except (Exception, SystemExit) as error:
+            raise BackendLoadError(
+                f"plugin {offer.label}: hook {group.describe} failed: {describe_error(error)}; the hook must be cheap and "
+                "must not need the vendor's package"
+            ) from error
+        if not isinstance(info, group.info):
+            raise PluginContractError(
+                f"plugin {offer.label}: hook {group.describe} returned {type_name(info)}, expected a {group.info.__name__}"
+            )
+        if info.name != name:
+            raise PluginContractError(
+                f"plugin {offer.label}: {group.describe} says name={info.name!r}, expected {name!r}, the name of its entry "
+                "point"
+            )
+        if not info.seam_min <= group.version <= info.seam_max and info.seam_max not in group.adapters:
+            side = "a newer plugin" if info.seam_max < group.version else "a newer outrider"
+            raise PluginContractError(
+                f"plugin {offer.label} supports interface versions {info.seam_min} to {info.seam_max}, this outrider has "
+                f"version {group.version}; install {side}"
+            )
+        return info
+
+    # -- finding and loading ---------------------------------------------------------------------------------------
+
+    def _offers(self, name: str | None = None) -> list[Offer]:
+        group = self.group.entry_points
+        selected: Iterable[EntryPoint]
+        if self._given is not None:
+            selected = [ep for ep in self._given if ep.group == group and name in (None, ep.name)]
+        elif name is None:
+            selected = importlib.metadata.entry_points(group=group)
+        else:
+            selected = importlib.metadata.entry_points(group=group, name=name)
+        # One distribution may be visible twice, through its source tree and its installation.
+        unique = {
+            (offer.distribution, offer.entry_point.name, offer.entry_point.value): offer for offer in map(Offer.of, selected)
+        }
+        return list(unique.values())
+
+    def _examine(self, name: str, *, load: bool) -> Candidate[Info]:
+        offers = self._offers(name)
+        found: Candidate[Info] = Candidate(
+            name=name,
+            distribution=" and ".join(offer.distribution for offer in offers),
+            entry_point=" and ".join(offer.entry_point.value for offer in offers),
+            status="duplicate",
+            reason=self._duplicate_reason(name, offers),
+            advice="uninstall one of them",
+        )
+        if len(offers) > 1:
+            return found
+        if not load:
+            return replace(found, status="broken", reason="", advice="")
+        try:
+            info = self.describe(offers[0])
+        except BackendError as error:
+            advice = f"repair or uninstall {found.distribution}"
+            return replace(found, status="broken", reason=str(error), advice=advice)
+        status: Status = "usable" if info.usable else "unusable"
+        reason = info.reason if info.usable else info.reason or "the plugin says that it can't run here, and not why"
+        return replace(found, status=status, reason=reason, advice=info.advice, info=info)
+
+    def _load(self, offer: Offer) -> None:
+        """Load and register one plugin, behind a guard: what it raises never reaches another."""
+        name = offer.entry_point.name
+        if self._manager.has_plugin(name):
+            return
+        try:
+            plugin = offer.entry_point.load()
+        except (Exception, SystemExit) as error:
+            raise BackendLoadError(f"plugin {offer.label} can't be loaded: {describe_error(error)}") from error
+        _audit(self._manager, plugin, offer.label, self.group.hooks)
+        try:
+            self._manager.register(plugin, name=name)
+        except ValueError as error:
+            raise PluginContractError(
+                f"plugin {offer.label} can't be registered: {error}; expected one module for one name"
+            ) from error
+
+    def _duplicate_reason(self, name: str, offers: Sequence[Offer]) -> str:
+        return f"{' and '.join(offer.distribution for offer in offers)} both offer a {self.group.noun} named {name!r}"
+
+
+def _audit(manager: pluggy.PluginManager, plugin: object, label: str, hooks: type) -> None:
+    """Check what pluggy doesn't: that every hook is there, with every argument, under its own name."""
+    expected = _hook_signatures(hooks)
+    if inspect.isclass(plugin):
+        raise PluginContractError(
+            f"plugin {label} is a class, expected a module (or an object) with the hooks {_listed(expected)}"
+        )
+    found: dict[str, Any] = {}
+    for attribute in dir(plugin):
+        options = manager.parse_hookimpl_opts(plugin, attribute)
+        if options is None:
+            continue
+        hook = options.get("specname") or attribute
+        if hook not in expected:
+            close = get_close_matches(hook, expected, n=1)
+            raise PluginContractError(
+                f"plugin {label}: {hook!r} is marked as a hook but there is none of that name; "
+                f"{f'did you mean {close[0]!r}? ' if close else ''}hooks: {_listed(expected)}"
+            )
+        if options.get("wrapper") or options.get("hookwrapper"):
+            raise PluginContractError(f"plugin {label}: hook {hook!r} is a wrapper, expected a plain implementation")
+        found[hook] = getattr(plugin, attribute)
+    for hook, signature in expected.items():
+        if hook not in found:
+            undecorated = callable(getattr(plugin, hook, None))
+            cause = "is there but isn't marked with @hookimpl" if undecorated else "is missing"
+            raise PluginContractError(f"plugin {label}: hook {hook!r} {cause}; expected @hookimpl def {signature}")
+        wanted = list(inspect.signature(getattr(hooks, hook)).parameters)[1:]
+        parameters = inspect.signature(found[hook]).parameters.values()
+        # pluggy passes by name, and never to a parameter that has a default.
+        given = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+        if sorted(given) != sorted(wanted) or len(given) != len(parameters):
+            raise PluginContractError(
+                f"plugin {label}: hook {hook!r} has the signature {hook}{inspect.signature(found[hook])}, expected "
+                f"{signature}: the same argument names, without defaults"
+            )
+
+
+def _hook_signatures(hooks: type) -> dict[str, str]:
+    """Each hook of the specification with its signature, as a plugin must write it."""
+    signatures = {}
+    for name, function in inspect.getmembers(hooks, inspect.isfunction):
+        if not name.startswith("_"):
+            signature = inspect.signature(function)
+            text = f"{name}{signature.replace(parameters=list(signature.parameters.values())[1:])}"
+            signatures[name] = text.replace("'", "")  # annotations are strings here
+    return signatures
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def sentence(*parts: str) -> str:
+    """Parts that are there, as ``what: why; what to do``."""
+    what, *rest = [part for part in parts if part]
+    return f"{what}: {'; '.join(rest)}" if rest else what
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and text, with the causes: an import fails because of a library that only the cause names."""
+    texts: list[str] = []
+    seen: BaseException | None = error
+    while seen is not None and len(texts) < 4:
+        texts.append(str(seen) if isinstance(seen, OutriderError) else f"{type(seen).__name__}: {seen}")
+        seen = seen.__cause__
+    return " (caused by ".join(texts) + ")" * (len(texts) - 1)
+
+
+def type_name(value: object) -> str:
+    """A value's type, for messages."""
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,1 @@
+"""An Outrider backend for toy."""

@@ -1,0 +1,111 @@
+"""The workflows are valid, and keep the promises that no schema knows."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+yaml = pytest.importorskip("yaml", reason="PyYAML comes with transformers")
+
+
+def read(name):
+    found = yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text(encoding="utf-8"))
+    found["on"] = found.pop(True)  # YAML 1.1 reads `on` as a truth value
+    return found
+
+
+def schema_errors(*files):
+    pytest.importorskip("check_jsonschema", reason="set up again: check-jsonschema is in the group dev")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", *map(str, files)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_every_workflow_fits_githubs_schema():
+    assert [path.name for path in WORKFLOWS] == ["ci.yml", "conformance.yml", "pr-gate.yml", "pr-test-extra.yml"]
+    done = schema_errors(*WORKFLOWS)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_schema_catches(tmp_path):
+    broken = tmp_path / "broken.yml"
+    broken.write_text("on: push\njobs:\n  a:\n    runs-on: ubuntu-latest\n    stepps: []\n")
+    assert schema_errors(broken).returncode == 1
+
+
+def test_actionlint():
+    actionlint = shutil.which("actionlint") or shutil.which("actionlint", path=str(Path(sys.executable).parent))
+    if actionlint is None:
+        pytest.skip("actionlint isn't installed; `make workflows` fetches one")
+    done = subprocess.run([actionlint, *map(str, WORKFLOWS)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_extra_suite_leaves_labels_to_the_gate():
+    extra = read("pr-test-extra.yml")
+    assert "labeled" in extra["on"]["pull_request"]["types"]
+    gate = extra["jobs"]["gate"]
+    assert gate["with"] == {"require-run-ci-extra": True}
+    ours = 'contains(fromJSON(\'["run-ci", "run-ci-extra"]\'), github.event.label.name)'
+    assert " ".join(gate["if"].split()) == f"github.event.action != 'labeled' || {ours}"
+    for name, job in extra["jobs"].items():
+        if name != "gate":
+            assert "gate" in job["needs"]
+            assert "if" not in job, "a condition of its own could let it run when the gate is shut"
+    text = (ROOT / ".github" / "workflows" / "pr-test-extra.yml").read_text(encoding="utf-8")
+    assert "pull_request.labels" not in text
+
+
+def test_an_unrelated_label_stops_nothing_that_runs():
+    group = read("pr-test-extra.yml")["concurrency"]["group"]
+    assert '!contains(fromJSON(\'["run-ci", "run-ci-extra"]\'), github.event.label.name)' in group
+    assert "format('-{0}', github.run_id)" in group
+
+
+def test_the_gate_asks_at_run_time_and_is_the_base_branchs_own():
+    text = (ROOT / ".github" / "workflows" / "pr-gate.yml").read_text(encoding="utf-8")
+    assert "event.pull_request.labels" not in text
+    gate = read("pr-gate.yml")
+    assert gate["on"]["workflow_call"]["inputs"]["require-run-ci-extra"] == {
+        "description": "Ask for the label run-ci-extra as well as run-ci.",
+        "type": "boolean",
+        "default": False,
+    }
+    steps = gate["jobs"]["labels"]["steps"]
+    assert steps[0]["with"]["ref"] == "${{ github.event.pull_request.base.sha || github.sha }}"
+    assert steps[-1]["run"] == "python3 .github/scripts/pr_gate.py"
+    assert steps[-1]["env"]["REQUIRE_RUN_CI_EXTRA"] == "${{ inputs.require-run-ci-extra }}"
+
+
+def test_a_row_of_the_matrix_fits_the_workflow_that_takes_it():
+    """Each input comes from a key that a row has, and only a row that says "runs" takes a machine."""
+    from outrider.cli.ci_matrix import row
+    from outrider.registry import Registry
+
+    given = read("ci.yml")["jobs"]["conformance"]["with"]
+    called = read("conformance.yml")
+    assert set(given) == set(called["on"]["workflow_call"]["inputs"])
+    keys = {re.search(r"matrix\.(\w+)", text)[1] for text in given.values()}
+    assert keys <= set(row(Registry().candidates()[0], []))
+    assert called["jobs"]["conform"]["if"] == "inputs.status == 'runs'"
+
+
+def test_nothing_is_run_with_more_rights_than_it_needs():
+    for path in WORKFLOWS:
+        assert read(path.name)["permissions"]["contents"] == "read", path.name
+        # what an event brings is data: put into a shell's text, it would be code
+        for run in re.findall(r"run: (.*?)(?=\n\s+- |\Z)", path.read_text(encoding="utf-8"), re.DOTALL):
+            assert "${{ github.event" not in run, path.name
+            assert "${{ inputs." not in run, path.name
+
+
+@pytest.mark.parametrize("target", ["lint", "imports", "types", "unit", "sim", "docs", "workflows", "test-slow"])
+def test_every_target_that_a_workflow_makes_is_there(target):
+    made = {word for path in WORKFLOWS for line in re.findall(r"run: make (.*)", path.read_text()) for word in line.split()}
+    assert target in made
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert made == {"lint", "imports", "types", "unit", "sim", "docs", "workflows", "test-slow"}

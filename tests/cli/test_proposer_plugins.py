@@ -1,0 +1,161 @@
+"""Proposers of plugins, through the command line; and the two example packages, as pip installs them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.cli.proposers import OWN
+from outrider.speculative.build import BUILDERS
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+GROUP = "outrider.proposers"
+SOURCE = """
+    from outrider.speculative.plugin import ProposerInfo, hookimpl
+    @hookimpl
+    def proposer_info():
+        return ProposerInfo(name={name!r}, description="made up", needs="patience", {info})
+    @hookimpl
+    def create_proposer(options):
+        {make}
+"""
+
+
+@pytest.fixture
+def guess(install):
+    def add(name="guess", info="", make="raise AssertionError('not called')"):
+        install(name, SOURCE.format(name=name, info=info, make=make), group=GROUP)
+
+    return add
+
+
+def generate(outrider, name):
+    return outrider("generate", "--prompt", "def", "--max-tokens", "4", "--speculate", name)
+
+
+def test_own_names_are_the_builders():
+    assert set(BUILDERS) == OWN
+
+
+def test_an_unknown_name_lists_outriders_and_the_plugins(outrider, guess):
+    assert "no plugin brings another one" in generate(outrider, "gues").err
+    guess()
+    err = generate(outrider, "gues").err
+    assert "expected one of draft-model, eagle" in err
+    assert "plugins: guess" in err
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        ("return None", "hook create_proposer returned None, expected a Proposer"),
+        ("raise OSError('table.bin: not found')", "hook create_proposer failed: OSError: table.bin: not found"),
+    ],
+)
+def test_a_plugin_that_makes_no_proposer(outrider, guess, make, says):
+    guess(make=make)
+    result = generate(outrider, "guess")
+    assert result.code == 1
+    assert says in result.err
+
+
+def test_unusable_here(outrider, guess):
+    guess(info="usable=False, reason='no table', advice='make one'")
+    assert "proposer 'guess' is installed but can't run here: no table; make one" in generate(outrider, "guess").err
+
+
+def test_a_broken_one_stops_nobody_and_is_listed(outrider, install, guess):
+    install("bad", "import no_such_package", group=GROUP)
+    guess()
+    assert generate(outrider, "none").code == 0
+    others = {row["name"]: row for row in outrider("doctor", "--json").json["others"]}
+    assert others["guess"]["status"] == "usable"
+    assert others["bad"]["status"] == "broken"
+    assert "no_such_package" in others["bad"]["reason"]
+    for command in ("doctor", "backends"):
+        out = outrider(command).out
+        assert "--speculate guess" in out
+        assert "no_such_package" in out
+    assert outrider("models", "--json").json["proposers"]["guess"] == "patience (from outrider-guess 1.0)"
+
+
+def test_none_takes_the_place_of_outriders_own(outrider, guess):
+    guess(name="ngram")
+    assert generate(outrider, "ngram").code == 0
+    (row,) = outrider("doctor", "--json").json["others"]
+    assert row["status"] == "broken"
+    assert "nothing takes its place" in row["reason"]
+
+
+# -- the examples ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    target = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target"]
+    packages = [str(EXAMPLES / "bigram_proposer"), str(EXAMPLES / "lean_kernels")]
+    subprocess.run([*command, str(target), *packages], check=True, timeout=300)
+    return target
+
+
+def test_the_example_proposer_drafts_and_the_tokens_are_the_same(child, site):
+    found = child(
+        *("generate", "--prompt", "def read(self", "--max-tokens", "96", "--compare", "--json"),
+        *("--speculate", "bigram", "--backend", "cpu"),
+        path=(site,),
+    )
+    assert found.code == 0, found.err
+    assert found.json["same_as_plain"] is True
+    assert found.json["speculate"] == "bigram"
+    assert found.json["acceptance_length"] > 1.1, "it must really draft"
+    assert found.json["iterations"] < found.json["plain"]["iterations"]
+
+
+def test_the_example_kernels_and_proposer_together(child, site):
+    chosen = ("--backend", "cpu:kernels=lean", "--speculate", "bigram")
+    found = child("generate", "--prompt", "def read(self", "--compare", "--json", *chosen, path=(site,))
+    assert found.json["same_as_plain"] is True
+    refused = child("generate", "--prompt", "def", "--backend", "sim:kernels=lean", path=(site,))
+    assert (refused.code, "is for cpu, not for 'sim'" in refused.err) == (1, True)
+    tree = child("generate", "--prompt", "def", "--speculate", "bigram", "--draft-topk", "2", path=(site,))
+    assert (tree.code, "chains alone" in tree.err) == (1, True)
+
+
+def test_the_example_kernels_pass_the_kits_kernel_tests(site, monkeypatch):
+    from outrider.conformance.run import conform
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(str(site))
+    report = conform("cpu:kernels=lean", level="L4", extra=["-k", "l4_kernels"])
+    outcomes = {test["outcome"] for test in report["tests"]}
+    assert report["kernels"] == "lean"
+    assert "passed" in outcomes
+    assert "failed" not in outcomes, [test["id"] for test in report["tests"] if test["outcome"] == "failed"]
+
+
+def test_the_kit_finds_kernels_that_are_wrong(install):
+    """The same tests, over a set whose norm forgets the weight."""
+    from outrider.conformance.run import conform
+
+    wrong = """
+    from outrider.device.plugin import KernelInfo, hookimpl
+    @hookimpl
+    def kernel_info():
+        return KernelInfo(name="wrong", description="")
+    @hookimpl
+    def create_kernels(backend):
+        from outrider.device import KernelSet
+        class Wrong(KernelSet):
+            name = "wrong"
+            def rms_norm(self, x, weight, eps):
+                return super().rms_norm(x, weight * 0 + 1, eps)
+        return Wrong()
+    """
+    path = install("wrong", wrong, group="outrider.kernels")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")]))
+        report = conform("cpu:kernels=wrong", level="L4", extra=["-k", "l4_kernels"])
+    assert any(test["outcome"] == "failed" and "rms_norm" in test["id"] for test in report["tests"])

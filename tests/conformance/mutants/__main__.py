@@ -1,0 +1,128 @@
+"""`python -m conformance.mutants`: the whole run, or a part; `--write` puts the table into the docs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import sys
+from pathlib import Path
+
+
+class Record:
+    """Outcomes by name, in a file of lines of JSON, if one is named."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self._known: dict = {}
+        for line in lines:
+            entry = json.loads(line)
+            self._known[entry.pop("broken"), entry.pop("name")] = entry
+
+    def forget(self, wrong) -> None:
+        """Drop those for which `wrong(key, outcome)`: they're run again."""
+        self._known = {key: entry for key, entry in self._known.items() if not wrong(key, self._outcome(entry))}
+
+    def _outcome(self, entry):
+        from conformance.mutants.harness import Outcome
+
+        return Outcome(**{**entry, "failed": tuple(map(tuple, entry["failed"]))})
+
+    def completed(self, jobs, run):
+        """Every job's outcome: known, or run now and noted."""
+        for key, _ in jobs:
+            if key in self._known:
+                yield key, self._outcome(self._known[key])
+        for key, outcome in run([job for job in jobs if job[0] not in self._known]):
+            if self._path is not None:
+                entry = {**dataclasses.asdict(outcome), "output": "", "broken": key[0], "name": key[1]}
+                with self._path.open("a") as file:
+                    file.write(json.dumps(entry) + "\n")
+            yield key, outcome
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m conformance.mutants", description=__doc__)
+    parser.add_argument("--only", default="", metavar="TEXT", help="those with TEXT in their name")
+    parser.add_argument(
+        "--kill", action="append", default=[], metavar="NAME", help="one mutant, against its test in the table"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--no-legal", action="store_true", help="broken ones alone")
+    parser.add_argument("--no-broken", action="store_true", help="legal ones alone")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="keep results there; what it has already isn't run again")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/conformance-mutations.md")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+    # Everything heavy is imported once, before the processes part.
+    import outrider.conformance.engines
+    import outrider.conformance.plugin
+    import outrider.sanitizer.sanitizer  # noqa: F401
+    from conformance.mutants import harness, table
+
+    harness.warm_up()
+    if options.kill:
+        return _kill(options.kill)
+    record = Record(options.record)
+    broken = {} if options.no_broken else {n: m for n, m in table.mutants().items() if options.only in n}
+    legal = {} if options.no_legal else {n: m for n, m in table.legals().items() if options.only in n}
+    record.forget(lambda key, outcome: _wrong(key, outcome, broken, legal))
+    jobs = [((True, name), (m.base, m.apply, m.level)) for name, m in broken.items()]
+    jobs += [((False, name), (one.base, one.apply, one.level)) for name, one in legal.items()]
+    results, lived, wrong = {}, {}, 0
+    for (is_broken, name), outcome in record.completed(jobs, lambda missing: harness.run_all(missing, options.jobs)):
+        (results if is_broken else lived)[name] = outcome
+        bad = _wrong((is_broken, name), outcome, broken, legal)
+        wrong += bad
+        wanted = f"at L{broken[name].level}" if is_broken else f"passes L{legal[name].level}"
+        found = f"{outcome.failed[0][0]}: {outcome.failed[0][2][:100]!r}" if outcome.failed else outcome.broke or "passes"
+        print(f"{'WRONG' if bad else 'ok':<6}{name} | {wanted} | {found} | {outcome.seconds:.1f} s", flush=True)
+        if bad and (outcome.broke or not outcome.ran):
+            print(outcome.output[-1500:], flush=True)
+    seconds = sum(outcome.seconds for outcome in (*results.values(), *lived.values()))
+    print(f"{len(results)} broken, {len(lived)} legal, {wrong} not as expected, {seconds:.0f} s")
+    if options.write:
+        when = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+        table.write(table.render(results, lived, when, seconds, options.jobs))
+    return 1 if wrong else 0
+
+
+def _kill(names) -> int:
+    """Run each mutant against the one test that kills it, and the unbroken backend against the same test."""
+    from conformance.mutants import harness, table
+
+    known, mutants, missed = table.read()[0], table.mutants(), 0
+    sound = {}
+    for name in names:
+        mutant, (level, test) = mutants[name], known[name]
+        sound.setdefault(mutant.base, (set(), level))[0].add(test.partition("[")[0])
+        sound[mutant.base] = (sound[mutant.base][0], max(level, sound[mutant.base][1]))
+        outcome = harness.run(mutant.base, mutant.apply, level, tests=[test.partition("[")[0]])
+        missed += not outcome.failed
+        print(f"{'ok' if outcome.failed else 'WRONG':<6}{name} | {test} | {outcome.seconds:.1f} s", flush=True)
+    for base, (tests, level) in sound.items():
+        outcome = harness.run(base, lambda base: None, level, tests=sorted(tests), first=False)
+        fine = outcome.ran and not outcome.failed and not outcome.broke
+        missed += not fine
+        print(
+            f"{'sound' if fine else 'WRONG':<6}{base} | {outcome.failed or outcome.broke} | {outcome.seconds:.1f} s",
+            flush=True,
+        )
+    return 1 if missed else 0
+
+
+def _wrong(key, outcome, broken, legal) -> bool:
+    """Whether it isn't what was expected."""
+    is_broken, name = key
+    if name not in (broken if is_broken else legal):
+        return False
+    if not is_broken:
+        return bool(outcome.failed or outcome.broke or not outcome.ran)
+    return outcome.level != (None if broken[name].survives else broken[name].level)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

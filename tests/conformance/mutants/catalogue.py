@@ -1,0 +1,60 @@
+"""What a mutant is, and the tools to make one: a fault in a verb of a correct backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`apply(base)` breaks the base's classes in this process; the kit must notice at `level`, and not before."""
+
+    verb: str
+    fault: str
+    base: str
+    level: int
+    apply: Callable[[Any], None]
+    survives: str = ""  # why the kit can't notice, where it can't
+
+    @property
+    def name(self):
+        return f"{self.verb}: {self.fault} ({self.base})"
+
+
+def patch(owner, name, make):
+    """`make(original)` gives the method that takes its place."""
+    original = getattr(owner, name)
+    setattr(owner, name, make(original))
+
+
+def other(stream):
+    """Another stream of the same backend, the one made before it if there is one."""
+    streams = stream.backend.streams
+    return streams[streams.index(stream) - 1]
+
+
+def previous(base):
+    """Let events remember the record before the latest one, as ``before``, and their first, as ``first``."""
+
+    def make(original):
+        def record(self, event):
+            old = base.get_record(event)
+            original(self, event)
+            event.before = old if old is not None else base.get_record(event)
+            event.first = getattr(event, "first", base.get_record(event))
+
+        return record
+
+    patch(base.stream, "_record", make)
+
+
+def under(base, event, record, call):
+    """`call()` while the event's latest record is another one."""
+    now = base.get_record(event)
+    base.set_record(event, record)
+    try:
+        return call()
+    finally:
+        base.set_record(event, now)

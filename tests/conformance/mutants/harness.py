@@ -1,0 +1,189 @@
+"""Runs the suite on one mutant, in a forked process: torch is imported once, and each mutant breaks a copy of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from conformance.mutants.bases import BASES
+
+PATIENCE = 8.0  # for one test: what hangs, hangs
+LONGEST = 180.0  # for a process
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the suite said. `failed` are (test, level, reason), `ran` how many tests weren't skipped."""
+
+    failed: tuple[tuple[str, int, str], ...]
+    ran: int
+    skipped: int
+    seconds: float
+    broke: str = ""  # how the process ended, where it didn't finish the run
+    output: str = field(default="", repr=False)
+
+    @property
+    def level(self) -> int | None:
+        """The first level that failed."""
+        return min((level for _, level, _ in self.failed), default=None)
+
+
+class _Watch:
+    """Presets the kit and notes each verdict."""
+
+    def __init__(self, base, fd: int) -> None:
+        self._base = base
+        self._file = os.fdopen(fd, "w")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_configure(self, config) -> None:
+        from outrider.conformance.kit import KIT, Kit
+
+        config.stash[KIT] = Kit(self._base.spec, self._base.registry())
+
+    def pytest_runtest_logstart(self, nodeid, location) -> None:
+        self.note({"started": f"{Path(location[0]).stem}::{nodeid.partition('::')[2]}"})
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report) -> None:
+        verdict = dict(report.user_properties).get("verdict")
+        if verdict is not None and (report.when == "call" or report.outcome != "passed"):
+            self.note({key: verdict[key] for key in ("id", "level", "outcome", "reason")})
+
+    def note(self, entry) -> None:
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+
+
+def run(base: str, apply: Callable, level: int, *, tests: Iterable[str] = (), first: bool = True) -> Outcome:
+    """The suite up to `level` on `base` after `apply(base)`; only `tests` if some are named; `first`: stop at a failure."""
+    process = _Process(base, apply, level, tuple(tests), first)
+    while (outcome := process.outcome()) is None:
+        time.sleep(0.02)
+    return outcome
+
+
+def run_all(jobs, at_a_time: int) -> Iterator:
+    """`jobs` are (key, arguments of `run`); yields (key, outcome) as they finish. This process stays without threads."""
+    waiting, running = list(jobs), {}
+    while waiting or running:
+        while waiting and len(running) < at_a_time:
+            key, arguments = waiting.pop(0)
+            running[key] = _Process(*arguments, (), True)
+        for key, process in list(running.items()):
+            outcome = process.outcome()
+            if outcome is not None:
+                del running[key]
+                yield key, outcome
+        time.sleep(0.02)
+
+
+def warm_up() -> None:
+    """Have torch import what it imports late, once, before the processes part."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            func(*args, **{**(kwargs or {}), "device": torch.device("meta")})
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(4)
+    (torch.ones(4, device="meta") @ torch.ones(4, 4, device="meta")).to(torch.float64)
+
+
+class _Process:
+    """One fork, and what it leaves behind."""
+
+    def __init__(self, base, apply, level, tests, first) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="outrider-mutant-")
+        place = Path(self._scratch.name)
+        self._journal, self._output = place / "journal", place / "output"
+        self._start = time.perf_counter()
+        self._pid = os.fork()
+        if self._pid == 0:
+            _child(base, apply, level, tests, first, self._journal, self._output, place)
+
+    def outcome(self) -> Outcome | None:
+        """None while it runs."""
+        done, status = os.waitpid(self._pid, os.WNOHANG)
+        seconds = time.perf_counter() - self._start
+        broke = ""
+        if done:
+            code = os.waitstatus_to_exitcode(status)
+            broke = f"the process ended with {code}" if code else ""
+        elif seconds > LONGEST:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+            broke = "the process hung"
+        else:
+            return None
+        lines = self._journal.read_text().splitlines() if self._journal.exists() else []
+        text = self._output.read_text(errors="replace") if self._output.exists() else ""
+        self._scratch.cleanup()
+        return _read([json.loads(line) for line in lines], seconds, broke, text)
+
+
+def _read(entries, seconds, broke, text) -> Outcome:
+    verdicts = [entry for entry in entries if "id" in entry]
+    failed = [(v["id"], v["level"], v["reason"]) for v in verdicts if v["outcome"] == "failed"]
+    started = [entry["started"] for entry in entries if "started" in entry]
+    if broke and started and not failed:  # what brought the process down counts as caught: a report would say so
+        path, _, name = started[-1].partition("::")
+        found = re.search(r"test_l(\d)_\w+", path)
+        if found is not None:
+            failed.append((f"{found[0]}::{name}", int(found[1]), broke))
+    ran = [v for v in verdicts if v["outcome"] in ("passed", "failed")]
+    return Outcome(tuple(failed), len(ran), len(verdicts) - len(ran), seconds, broke, text)
+
+
+def _child(base, apply, level, tests, first, journal, output, scratch):
+    code = 70
+    try:
+        fd = os.open(output, os.O_WRONLY | os.O_CREAT)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        watch = _Watch(None, os.open(journal, os.O_WRONLY | os.O_CREAT))
+        made = BASES[base]()
+        apply(made)
+        watch._base = made
+        (scratch / "pytest.ini").write_text("[pytest]\naddopts =\n")
+        os.chdir(scratch)
+        chosen = [f"outrider.conformance.suite.{test}" for test in tests]
+        arguments = [
+            "--rootdir",
+            str(scratch),
+            "-c",
+            str(scratch / "pytest.ini"),
+            "-p",
+            "no:cacheprovider",
+            "-q",
+            "--tb=line",
+        ]
+        arguments += ["-p", "outrider.conformance.plugin", "--backend", made.spec, "--level", f"L{level}"]
+        arguments += ["--kit-timeout", str(PATIENCE if level < 4 else 5 * PATIENCE), *(["-x"] if first else [])]
+        arguments += ["--pyargs", *(chosen or ["outrider.conformance"])]
+        code = 0 if int(pytest.main(arguments, plugins=[watch])) in (0, 1) else 71
+    except BaseException as error:
+        with contextlib.suppress(BaseException):
+            print(f"the mutant couldn't be made: {error!r}", flush=True)
+            import traceback
+
+            traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,70 @@
+"""The kit kills what it killed when the table was made: a sample here, all of it in the slow run; the table is complete."""
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from conformance.mutants import table
+
+ROOT = table.ROOT
+SAMPLE = 14
+
+
+def command(*arguments, timeout):
+    """The package's own command, in a process that has no threads to fork with."""
+    search = [str(ROOT / "tests"), *(path for path in sys.path if path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "conformance.mutants", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(search)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def kills():
+    return table.read()[0]
+
+
+def test_the_table_names_every_mutant_and_every_legal_backend(kills):
+    _, legal = table.read()
+    explained = {name for name, mutant in table.mutants().items() if mutant.survives}
+    assert set(kills) == set(table.mutants()) - explained
+    assert legal == list(table.legals())
+    assert {name: level for name, (level, _) in kills.items()} == {
+        name: mutant.level for name, mutant in table.mutants().items() if name in kills
+    }
+
+
+def test_the_table_names_tests_that_exist(kills):
+    from outrider.conformance.report import suite_functions
+
+    assert {test.partition("[")[0] for _, test in kills.values()} <= set(suite_functions())
+
+
+def test_there_are_many_and_each_level_has_some(kills):
+    assert len({(m.verb, m.fault) for m in table.mutants().values()}) >= 60
+    assert {level for level, _ in kills.values()} == {0, 1, 2, 3, 4}
+    assert [mutant.name for mutant in table.mutants().values() if mutant.survives] == []
+
+
+def test_a_sample_is_killed_by_the_tests_that_the_table_names(kills):
+    """A few of each level, the same ones each time; and the unbroken backends pass the same tests."""
+    dice = random.Random(7)
+    names = [name for level in range(5) for name in dice.sample(sorted(n for n, k in kills.items() if k[0] == level), 3)]
+    arguments = [item for name in names[:SAMPLE] for item in ("--kill", name)]
+    code, output = command(*arguments, timeout=240)
+    assert code == 0, output
+    assert output.count("ok  ") == SAMPLE
+
+
+@pytest.mark.slow
+def test_all_are_killed_and_the_legal_ones_pass():
+    code, output = command("--jobs", "2", timeout=7200)
+    assert code == 0, "\n".join(line for line in output.splitlines() if not line.startswith("ok "))

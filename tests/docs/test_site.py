@@ -1,0 +1,135 @@
+"""The site builds without a warning, misses no page, and a broken link would stop it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from outrider.engine.fences import FENCES
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if "_site" not in path.parts)
+
+pytest.importorskip("material", reason="set up again: mkdocs-material is in the group docs")
+pytest.importorskip("mkdocstrings", reason="set up again: mkdocstrings is in the group docs")
+
+
+def build(root, target):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(target)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    target = tmp_path_factory.mktemp("site") / "site"
+    done = build(ROOT, target)
+    assert done.returncode == 0, done.stderr
+    assert not re.search("WARNING|ERROR", done.stderr), done.stderr
+    return target
+
+
+class Links(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.targets, self.ids, self.fetched = set(), set(), set()
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        if tag == "a" and found.get("href"):
+            self.targets.add(found["href"])
+        if tag in ("img", "script") and found.get("src"):
+            self.fetched.add(found["src"])
+        if tag == "link" and found.get("rel") in ("stylesheet", "icon"):
+            self.fetched.add(found["href"])
+        self.ids.update(value for key, value in attrs if key == "id" and value)
+
+
+@pytest.fixture(scope="module")
+def parsed(site):
+    pages = {}
+    for path in site.rglob("*.html"):
+        if path.name != "404.html":
+            pages[path] = Links()
+            pages[path].feed(path.read_text(encoding="utf-8"))
+    return pages
+
+
+def test_every_page_is_there_and_can_be_reached_from_the_navigation(site, parsed):
+    reachable = {(site / "index.html")}
+    waiting = list(reachable)
+    while waiting:
+        page = waiting.pop()
+        for target in parsed[page].targets:
+            path = (page.parent / unquote(target.partition("#")[0])).resolve()
+            if path in parsed and path not in reachable:
+                reachable.add(path)
+                waiting.append(path)
+    for page in PAGES:
+        html = (site / page.relative_to(ROOT / "docs")).with_suffix(".html")
+        html = html.with_name("index.html") if html.name == "README.html" else html
+        assert html in reachable, page.name
+
+
+def test_links_and_anchors_lead_somewhere(site, parsed):
+    lost = []
+    for page, links in parsed.items():
+        for target in links.targets:
+            name, _, anchor = target.partition("#")
+            if "://" in name or name.startswith("mailto:"):
+                continue
+            path = (page.parent / unquote(name)).resolve() if name else page
+            if path.is_dir():
+                path = path / "index.html"
+            if path not in parsed or (anchor and unquote(anchor) not in parsed[path].ids and not anchor.startswith("__")):
+                lost.append(f"{page.name}: {target}")
+    assert lost == []
+
+
+def test_a_page_fetches_nothing_from_elsewhere(parsed):
+    assert {src for links in parsed.values() for src in links.fetched if "//" in src} == set()
+
+
+def test_every_fence_of_the_table_is_drawn(site):
+    text = (site / "architecture.html").read_text(encoding="utf-8")
+    drawing = text[text.index('<svg class="fences"') : text.index("</svg>", text.index('<svg class="fences"'))]
+    for fence in FENCES:
+        assert f">{fence.name.replace('_', ' ')}</text>" in drawing, fence.name
+        assert f"<code>{fence.name}</code>" in text
+    assert drawing.count("<circle") == len(FENCES)
+
+
+def test_the_reference_holds_the_contract(site):
+    stream = (site / "reference" / "stream.html").read_text(encoding="utf-8")
+    assert "Complete a new generation of" in stream
+    assert ":class:" not in stream, "roles of docstrings aren't for readers"
+    errors = (site / "reference" / "errors.html").read_text(encoding="utf-8")
+    assert "OutOfDeviceMemory" in errors
+
+
+def test_pictures_are_small():
+    pictures = list((ROOT / "docs" / "images").glob("*.png"))
+    assert pictures
+    assert all(path.stat().st_size < 200_000 for path in pictures)
+
+
+def test_broken_links_stop_the_build(tmp_path):
+    """A site of two pages, with the settings of ours."""
+    mistakes = ("nowhere.md", "home.md#no-such-heading", "images/none.png", "../examples/none")
+    shutil.copytree(ROOT / "docs" / "_site", tmp_path / "docs" / "_site")
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    settings = settings[: settings.index("nav:")] + "nav:\n  - Guides: [home.md]\n"
+    (tmp_path / "mkdocs.yml").write_text(settings.replace("extra_css: [assets/site.css]", ""))
+    (tmp_path / "docs" / "home.md").write_text("# Home\n\n[here](home.md#home)\n")
+    assert build(tmp_path, tmp_path / "site").returncode == 0
+    (tmp_path / "docs" / "lost.md").write_text("# Lost\n\n" + "\n".join(f"[gone]({mistake})" for mistake in mistakes) + "\n")
+    done = build(tmp_path, tmp_path / "site")
+    assert done.returncode != 0
+    for mistake in mistakes:
+        assert re.search(rf"WARNING.*{re.escape(mistake.partition('#')[2] or mistake)}", done.stderr), mistake

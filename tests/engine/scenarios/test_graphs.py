@@ -1,0 +1,152 @@
+"""Bugs of what graphs read: padding, addresses, pools, parameters. Numbers are those of docs/scenarios.md."""
+
+import pytest
+import torch
+
+from engine.scenarios.historical import MANY, TWO, Historical
+from model.test_vision import IMAGE, picture
+from model.tiny import write_vision_checkpoint
+from outrider import Engine, EngineConfig, SamplingParams
+from outrider.cli.decode_program import WrongTokens
+from outrider.device import Recompute
+from outrider.engine import buffers
+from outrider.model import MediaProcessor, load_decoder, load_vision
+from outrider.registry import get_backend
+from outrider.sanitizer import RaceError, watch
+from outrider.sanitizer.findings import STALENESS
+from outrider.speculative.ngram import NgramProposer
+from outrider_cpu.backend import CpuBackend
+
+
+@pytest.fixture(scope="module")
+def sim():
+    return get_backend("sim")
+
+
+@pytest.mark.parametrize("mode", ["staged", "fused"])
+def test_with_nothing_changed_the_programs_pass(sim, mode):
+    for each in (TWO, MANY):
+        Historical(sim, mode=mode, graphs=True).passes(each, "program", "random")
+
+
+def vision_engine(backend, directory):
+    target = load_decoder(directory, backend=backend, dtype=torch.float32)
+    tower = load_vision(directory, backend=backend, dtype=torch.float32)
+    proposer = NgramProposer(draft_tokens=3, vocab_size=target.config.vocab_size)
+    config = EngineConfig(max_context=64, max_requests=2, page_size=4, overlap=True, graphs=True)
+    return Engine(target, backend, proposer=proposer, config=config, vision=tower)
+
+
+def test_5_positions_that_never_reach_the_graph(sim, tmp_path, monkeypatch):
+    """Positions on three axes are planned anew, and the replay reads those of the batch before."""
+    write_vision_checkpoint(tmp_path, "qwen2_vl")
+    processor = MediaProcessor.from_checkpoint(tmp_path)
+    prompt, media = [1, *IMAGE, 9, 17, 9, 17], [processor.image(picture(20, 28))]
+    params = SamplingParams(max_tokens=10)
+    expected = vision_engine(CpuBackend(), tmp_path).generate([prompt], params, media=[media])[0].token_ids
+
+    def run(change):
+        sim.control.reset()
+        with watch(sim) as report:
+            engine = vision_engine(sim, tmp_path)
+            change(engine)
+            (done,) = engine.generate([prompt], params, media=[media])
+        return report, done.token_ids
+
+    report, tokens = run(lambda engine: None)
+    assert report.clean, str(report)
+    assert tokens == expected
+    report, tokens = run(lambda engine: setattr(engine._parts.plans, "into_graph", lambda views, *, static: None))
+    assert {finding.kind for finding in report} <= STALENESS
+    assert not report.clean
+
+    # A device that recomputes after the join (from source, so as often as it likes) refreshes the graph's copy too.
+    sync = sim.speculative_sync
+    monkeypatch.setattr(sync, "recompute_after_join", frozenset({Recompute.MROPE_POSITIONS}))
+    monkeypatch.setattr(sync, "refresh_before_replay", frozenset({"rope_positions"}))
+    report, tokens = run(lambda engine: None)
+    assert report.clean, str(report)
+    assert tokens == expected
+
+
+def test_13_padding_keeps_what_a_larger_batch_left(sim):
+    """Nothing fills the rows behind a batch: positions, slots and rows of requests that are elsewhere or over by now."""
+
+    def change(engine):
+        engine._parts.buffers.pad = lambda *arguments, **named: None
+
+    error = Historical(sim, graphs=True, change=change).fails(MANY)
+    assert isinstance(error, RaceError)
+    assert {finding.kind for finding in error.report} <= STALENESS
+    assert "of the batch before" in str(error)
+
+
+def test_14_one_buffer_is_padded_and_another_not(sim):
+    """The cache slots of the rows behind the batch are the ones of the batch before."""
+
+    def change(engine):
+        honest = engine._parts.buffers.pad
+
+        def pad(prefix, *, count, bucket, only=None):
+            names = [name for name in engine._parts.buffers.specs if name.startswith(prefix) and name != "verify.slots"]
+            honest(prefix, count=count, bucket=bucket, only=names)
+
+        engine._parts.buffers.pad = pad
+
+    error = Historical(sim, graphs=True, change=change).fails(MANY)
+    assert isinstance(error, RaceError)
+    assert "verify.slots of the batch before" in str(error)
+    assert "verify.positions" not in str(error)
+
+
+def test_15_a_buffer_without_the_factor_of_the_tree(sim, monkeypatch):
+    """A buffer that is declared too small is an error at once, not a write into what lies behind it."""
+    honest = buffers.step_buffers
+
+    def too_small(*arguments, **named):
+        from dataclasses import replace
+
+        return tuple(replace(spec, per=1) if spec.name == "verify.slots" else spec for spec in honest(*arguments, **named))
+
+    monkeypatch.setattr("outrider.engine.assembly.step_buffers", too_small)
+    for graphs in (False, True):
+        error = Historical(sim, draft_topk=3, graphs=graphs).fails(TWO)
+        assert not isinstance(error, RaceError | WrongTokens)
+        assert "doesn't match the broadcast shape" in str(error)
+
+
+def test_16_pools_of_stages_do_not_alias_and_outputs_lie_outside(sim, monkeypatch):
+    """Each stage has a pool of its own, and what outlives a replay was allocated before anything was captured."""
+    pools, before = {}, []
+    honest = type(sim)._capture
+
+    def capture(self, name, fn, context, stream, pool):
+        pools.setdefault(name.split("[")[0], set()).add(pool)
+        newest = self.sim.memory._ids
+        before.extend(self.locate(tensor).storage <= newest for tensor in context.outputs.values())
+        graph = honest(self, name, fn, context, stream, pool)
+        assert self.sim.memory._ids > newest  # a stage does allocate, from its pool
+        return graph
+
+    monkeypatch.setattr(type(sim), "_capture", capture)
+    Historical(sim, graphs=True).passes(TWO)
+    assert set(pools) == {"draft", "verify", "extend"}
+    assert all(len(each) == 1 for each in pools.values())
+    assert len(set().union(*pools.values())) == 3
+    assert before
+    assert all(before)
+
+
+def test_17_a_buffer_is_made_anew_after_the_capture(sim):
+    """The plan writes where the name leads now; the graph reads where it led when it was captured."""
+
+    def change(engine):
+        owner = engine._parts.buffers
+        engine._moved = owner._full["verify.slots"]
+        with engine.backend.on(engine._parts.streams.forward):
+            owner._full["verify.slots"] = owner._full["verify.slots"].clone()
+        engine._parts.streams.forward.synchronize()
+        owner._views.clear()
+
+    error = Historical(sim, graphs=True, change=change).fails(TWO)
+    assert isinstance(error, RaceError | WrongTokens)

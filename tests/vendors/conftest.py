@@ -1,0 +1,29 @@
+"""The vendors' packages as files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from vendors.surface import Surface
+from vendors.wheel import Installed, NotRun, Wheel, fetch
+
+
+@pytest.fixture(scope="session")
+def wheel(pytestconfig):
+    """torch_npu's wheel; tests that need it are skipped as "not run" where it can't be had."""
+    try:
+        return Wheel(fetch(Path(pytestconfig.cache.mkdir("torch_npu"))))
+    except NotRun as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def torch_npu_surface(wheel):
+    return Surface(wheel, operators_of="torch_npu", extensions=("torch_npu._C",))
+
+
+@pytest.fixture(scope="session")
+def torch_surface():
+    """torch as it's installed here, by its source."""
+    return Surface(Installed(Path(torch.__file__).parents[1]))

@@ -1,0 +1,102 @@
+"""The engine through the plugin ``npu`` on the emulation: float16 and pages of 128, so that attention is CANN's operator."""
+
+from pathlib import Path
+
+import emulation
+import pytest
+import torch_npu
+
+import outrider
+from outrider import Engine, EngineConfig
+from outrider.conformance import engines
+from outrider.sanitizer.sanitizer import watch
+from outrider_cpu.backend import CpuBackend
+
+BUNDLED = Path(outrider.__file__).parent / "bundled"
+TOKENS = 16
+POLICIES = ["lengths as bounds", "exact lengths"]
+
+
+def backend_with(policy):
+    made = emulation.make()
+    made.control.reset()
+    if policy == "lengths as bounds":
+        made.speculative_sync.exact_host_lengths = made.speculative_sync.rebind_params = False
+    return made
+
+
+def engine_on(backend, *, speculate="eagle", **config):
+    config = {"max_requests": 3, "page_size": 128, "max_context": 256, "draft_tokens": 3, "dtype": "float16"} | config
+    return Engine.from_checkpoint(
+        BUNDLED / "target",
+        backend,
+        draft_dir=BUNDLED / "eagle" if speculate == "eagle" else None,
+        speculate=speculate,
+        config=EngineConfig(**config),
+    )
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Plain greedy decoding on the reference."""
+    found = engines.run(engine_on(CpuBackend(), speculate="none"), max_tokens=TOKENS)
+    return found.tokens
+
+
+@pytest.fixture
+def fused_calls(monkeypatch):
+    """How often CANN's operator was issued."""
+    issued = []
+    packet = torch_npu.npu_fused_infer_attention_score
+
+    class Packet:
+        @staticmethod
+        def out(*args, **kwargs):
+            issued.append(kwargs["actual_seq_lengths_kv"])
+            return packet.out(*args, **kwargs)
+
+    monkeypatch.setattr(torch_npu, "npu_fused_infer_attention_score", Packet)
+    return issued
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("graphs", [False, True], ids=["called", "graphs"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["one at a time", "overlapped"])
+@pytest.mark.parametrize("speculate", ["none", "eagle", "ngram"])
+def test_tokens_equal_plain_decoding_on_the_reference(plain, fused_calls, policy, graphs, overlap, speculate):
+    engine = engine_on(backend_with(policy), speculate=speculate, overlap=overlap, graphs=graphs)
+    assert engines.run(engine, max_tokens=TOKENS).tokens == plain
+    assert len(fused_calls) > TOKENS
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_tree(plain, fused_calls, policy):
+    engine = engine_on(backend_with(policy), overlap=True, draft_topk=2)
+    assert engines.run(engine, max_tokens=TOKENS).tokens == plain
+    assert fused_calls
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("graphs", [False, True], ids=["called", "graphs"])
+def test_the_sanitizer_is_silent(policy, graphs):
+    backend = backend_with(policy)
+    engine = engine_on(backend, overlap=True, graphs=graphs)
+    with watch(backend) as report:
+        engines.run(engine, engines.PROMPTS[:2], 8)
+    assert report.operations > 100
+    assert not report.findings, report.findings[0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("graphs", [False, True], ids=["called", "graphs"])
+def test_tokens_are_the_same_under_adversarial_schedules(plain, policy, graphs):
+    wanted = tuple(line[:8] for line in plain[:2])
+
+    def program(backend):
+        found = engines.run(engine_on(backend, overlap=True, graphs=graphs), engines.PROMPTS[:2], 8).tokens
+        assert found == wanted
+
+    found = backend_with(policy).control.explore(program, strategy="mixed", iterations=4, seed=0)
+    if found.failure is not None:
+        raise found.failure.error
+    assert found.runs == 4

@@ -1,0 +1,235 @@
+"""Every name of torch_npu that the plugin uses exists in torch_npu 2.13.0, and every call binds to its signature.
+
+From the wheel's files alone: nothing of it is imported and nothing runs. So this says nothing about what a call does.
+"""
+
+import ast
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from vendors.surface import Call, Mismatch, Unresolved
+from vendors.uses import Use, Vocabulary, collect
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGIN = ROOT / "backends" / "npu" / "outrider_npu"
+BASE = ROOT / "core" / "outrider" / "device" / "torch_backend.py"
+STREAM, EVENT, FLAG, GRAPH = (f"torch_npu.npu.{name}" for name in ("Stream", "Event", "ExternalEvent", "NPUGraph"))
+WORDS = Vocabulary(
+    roots={"torch_npu": "torch_npu"},
+    module="torch_npu.npu",
+    natives={"TorchStream": STREAM, "stream": STREAM, "TorchEvent": EVENT, "NpuFlag": FLAG, "TorchGraph": GRAPH},
+    made={"_new_graph": GRAPH, "current_stream": STREAM},
+)
+
+
+def plugin_uses() -> list[Use]:
+    """Of the plugin, and of the base class that runs on torch_npu's module when the plugin uses it."""
+    return [use for file in (*sorted(PLUGIN.glob("*.py")), BASE) for use in collect(file, WORDS, ROOT)]
+
+
+USES = plugin_uses()
+
+
+def test_the_collector_sees_the_plugin():
+    """Names that the plugin must use; a collector that loses its way would check nothing and pass."""
+    found = {use.path for use in USES}
+    for path in (
+        "torch_npu.npu_fused_infer_attention_score.out",
+        "torch_npu._npu_fused_infer_attention_score_get_max_workspace",
+        "torch_npu.npu_rotary_mul",
+        "torch_npu.npu.graph_task_group_begin",
+        "torch_npu.npu.graph_task_group_end",
+        "torch_npu.npu.graph_task_update_begin",
+        "torch_npu.npu.graph_task_update_end",
+        "torch_npu.npu.ExternalEvent",
+        "torch_npu.npu.NPUGraph",
+        f"{FLAG}.reset",
+        f"{GRAPH}.capture_begin",
+        f"{GRAPH}.replay",
+        f"{STREAM}.wait_event",
+        f"{EVENT}.elapsed_time",
+        "torch_npu.npu.mem_get_info",
+    ):
+        assert path in found, path
+    capture = next(use for use in USES if use.path == f"{GRAPH}.capture_begin")
+    assert set(capture.call.keywords) == {"capture_error_mode", "pool"}
+    turned = next(use for use in USES if use.path == "torch_npu.npu_rotary_mul")
+    assert turned.call.positional == 3
+
+
+def test_no_use_hides_from_the_collector():
+    """Each mention of torch_npu in the plugin's code is an import, or part of a use that was collected."""
+    for file in sorted(PLUGIN.glob("*.py")):
+        tree = ast.parse(file.read_text())
+        mentions = sum(isinstance(node, ast.Name) and node.id == "torch_npu" for node in ast.walk(tree))
+        if file.name == "runtime.py":
+            continue  # holds the module as a value; what it asks of it is checked below
+        roots = [
+            use for use in collect(file, WORDS, ROOT) if not use.path.startswith("torch_npu.npu.") or "utils" in use.path
+        ]
+        assert mentions == len(roots), file.name
+        assert not re.search(r"getattr\(\s*torch_npu|torch\.npu\b|torch\.ops\.npu\b", file.read_text()), file.name
+
+
+def test_every_name_resolves_and_every_call_binds(torch_npu_surface, record_property):
+    problems = []
+    kinds: dict[str, set[str]] = {}
+    bound = 0
+    for use in USES:
+        try:
+            if use.call is None:
+                found = torch_npu_surface.resolve(use.path)
+            else:
+                found = _bind(torch_npu_surface, use)
+                bound += found.kind != "extension"
+            kinds.setdefault(found.kind, set()).add(use.path)
+        except (Unresolved, Mismatch) as error:
+            problems.append(f"{use.where}: {error}")
+    assert problems == []
+    names = {use.path for use in USES}
+    figures = {"uses": len(USES), "names": len(names), "calls bound": bound}
+    figures |= {f"names, {kind}": len(paths) for kind, paths in sorted(kinds.items())}
+    for name, value in figures.items():
+        record_property(name, value)
+    print(figures)
+    assert len(names) >= 30
+    assert len(kinds["operator"]) == 3
+
+
+def test_what_python_shims_call_is_compiled(torch_npu_surface, wheel, record_property):
+    """One layer down: the names of the compiled library behind each Python function that the plugin calls."""
+    names = set()
+    for use in USES:
+        node = torch_npu_surface.resolve(use.path).node
+        for inner in ast.walk(node) if isinstance(node, ast.FunctionDef) else ():
+            match inner:
+                case ast.Attribute(value=ast.Attribute(value=ast.Name(id="torch_npu"), attr="_C"), attr=name):
+                    names.add(name)
+                case ast.Call(func=ast.Name(id=name)) if re.match(r"_graph_|_npu_", name):
+                    names.add(name)
+                case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=name) if not name.startswith("__"):
+                    names.add(name)
+    record_property("compiled names", len(names))
+    assert {"_graph_task_update_begin", "capture_begin", "_npu_sleep"} <= names
+    assert [name for name in sorted(names) if not wheel.has_symbol(name)] == []
+    print({"compiled names": len(names)})
+    # A name that isn't there, and one that is there only as a part of others.
+    assert not wheel.has_symbol("_graph_task_update_begin_v9")
+    assert not wheel.has_symbol("_graph_task_updat")
+
+
+def _bind(surface, use):
+    """A class that its compiled base makes takes no argument of ours."""
+    try:
+        return surface.bind(use.path, use.call)
+    except Mismatch as error:
+        if "made by its base" in str(error) and use.call == Call():
+            return surface.resolve(use.path)
+        raise
+
+
+@pytest.mark.parametrize("use", [use for use in USES if use.call is not None], ids=lambda use: f"{use.path}@{use.where}")
+def test_a_changed_call_is_caught(torch_npu_surface, use):
+    """Negative controls: one name more, one keyword other, one argument too many."""
+    found = _bind(torch_npu_surface, use)
+    with pytest.raises(Unresolved):
+        torch_npu_surface.resolve(f"{use.path}x" if found.kind != "operator" else f"{use.path}_v9")
+    if found.kind == "extension":
+        return  # the arguments of what is compiled can't be seen
+    with pytest.raises(Mismatch):
+        torch_npu_surface.bind(use.path, replace(use.call, keywords=(*use.call.keywords, "no_such_argument")))
+    with pytest.raises(Mismatch):
+        torch_npu_surface.bind(use.path, replace(use.call, positional=use.call.positional + 9))
+    for number, keyword in enumerate(use.call.keywords):
+        changed = [*use.call.keywords]
+        changed[number] = f"{keyword}_"
+        with pytest.raises(Mismatch):
+            torch_npu_surface.bind(use.path, replace(use.call, keywords=tuple(changed)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("actual_seq_lengths_kv", "actual_seq_kvlen"),  # names of the operator's second version
+        ("num_heads", "num_query_heads"),
+        ("scale", "softmax_scale"),
+        ("out", "attention_out"),  # the YAML's name, which isn't the registered one
+    ],
+)
+def test_names_of_another_version_are_caught(torch_npu_surface, old, new):
+    path = "torch_npu.npu_fused_infer_attention_score.out"
+    call = next(use.call for use in USES if use.path == path)
+    torch_npu_surface.bind(path, call)
+    with pytest.raises(Mismatch, match=new):
+        torch_npu_surface.bind(path, replace(call, keywords=tuple(new if k == old else k for k in call.keywords)))
+
+
+def test_operators_that_the_plugin_asks_for_are_those_that_it_uses():
+    from outrider_npu.runtime import OPERATORS
+
+    used = {use.path.split(".")[1] for use in USES if use.path.count(".") <= 2 and not use.path.startswith("torch_npu.npu.")}
+    assert set(OPERATORS) == used - {"__version__"}
+
+
+def test_schemas_that_the_plugin_rests_on(wheel):
+    """What the plugin assumes of the operators beyond names."""
+    (out,) = wheel.schemas("npu_fused_infer_attention_score.out")
+    schema = torch._C.parse_schema(out)
+    assert all(argument.alias_info is None for argument in schema.arguments), "it declares its writes now: drop the wrapper"
+    kinds = {argument.name: str(argument.type) for argument in schema.arguments}
+    assert kinds["actual_seq_lengths_kv"] == "Optional[List[int]]", "lengths are a list of the host"
+    assert kinds["workspace"] == "Optional[Tensor]"
+    (turn,) = wheel.schemas("npu_rotary_mul")[-1:]
+    assert [a.name for a in torch._C.parse_schema(turn).arguments][3] == "rotary_mode"
+
+
+def test_documented_limits_of_attention(wheel):
+    """The numbers that the plugin decides by stand in the operator's documentation."""
+    text = wheel.text("torch_npu/_op_plugin_docs.py")
+    start = text.index('"npu_fused_infer_attention_score",')
+    page = text[start : text.index("_npu_fused_infer_attention_score_get_max_workspace", start)]
+    assert re.search(r"block_size最小为128, 最大为512, 且要求是128的倍数", page)
+    assert re.search(r"最大不超过512, key、value输入类型为float16、bfloat16时需要16对齐", page)
+    assert re.search(r"sparse_mode为3时, 代表rightDownCausal模式", page)
+    assert "(2048*2048)" in page
+    assert re.search(r"query: Tensor类型, attention结构的Query输入, 数据类型支持float16、bfloat16、int8", page)
+
+
+def test_sticky_errors_have_the_numbers_of_the_header(wheel):
+    header = wheel.text("torch_npu/include/acl/error_codes/rt_error_codes.h")
+    tree = ast.parse((PLUGIN / "backend.py").read_text())
+    (table,) = [
+        node.value.args[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "STICKY_ERRORS"
+    ]
+    pairs = {key.value: value.value for key, value in zip(table.keys, table.values, strict=True)}
+    assert len(pairs) > 5
+    for number, name in pairs.items():
+        assert re.search(rf"#define\s+{name}\s+{number}\b", header), name
+
+
+def test_texts_that_errors_are_known_by(wheel):
+    for text in (b"NPU out of memory", b"error code is ", b"ACL stream synchronize failed, error code:"):
+        assert text in wheel.library
+    assert "Two accelerators cannot be used" in wheel.text("torch_npu/__init__.py")
+
+
+def test_collectives_are_called_hccl(wheel):
+    from outrider_npu import machine
+
+    assert machine.COLLECTIVES == "hccl"
+    assert '"hccl"' in wheel.text("torch_npu/_init/registry/distributed.py")
+
+
+def test_the_wheel_is_for_the_torch_that_the_plugin_says(wheel):
+    from outrider_npu.machine import version_mismatch
+
+    metadata = wheel.text("torch_npu-2.13.0.dist-info/METADATA")
+    assert "Requires-Dist: torch==2.13.0.*" in metadata
+    assert version_mismatch("2.13.0+cpu", "2.13.0") is None
+    assert version_mismatch("2.12.1", "2.13.0") is not None

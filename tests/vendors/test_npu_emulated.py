@@ -1,0 +1,135 @@
+"""The plugin ``npu``, its code unchanged, on the emulation: in processes of their own, where torch's slot is called npu."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vendors.surface import Mismatch, Surface, Unresolved
+from vendors.test_npu_contract import USES
+from vendors.wheel import Installed
+
+HERE = Path(__file__).parent
+CASES = sorted(HERE.glob("on_npu/case_*.py"))
+
+
+def child(*command, **environment):
+    path = os.pathsep.join([str(HERE / "emulated"), str(HERE.parent), *filter(None, sys.path)])
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=HERE.parents[1],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+
+
+# The engine's whole matrix takes a minute; `make test-slow` runs it.
+SHORT = {"case_engine": "(eagle and overlapped) or sanitizer", "case_mrope": "graphs"}
+
+
+@pytest.mark.parametrize(
+    ("file", "only"),
+    [
+        *((file, SHORT.get(file.stem, "")) for file in CASES),
+        *(pytest.param(file, "", marks=pytest.mark.slow) for file in CASES if file.stem in SHORT),
+    ],
+    ids=lambda value: value.stem if isinstance(value, Path) else value,
+)
+def test_cases(file, only):
+    command = ["-m", "pytest", "-p", "emulation", "-p", "no:cacheprovider", "-n", "0", "-q", "--tb=short", str(file)]
+    done = child(*command, *(["-k", only] if only else []))
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    print(done.stdout.strip().splitlines()[-1])
+
+
+POLICY = "declares a policy that this version's step doesn't carry out"
+
+
+def test_the_conformance_suite(tmp_path):
+    """L0 to L3, and the kernels of L4, on the plugin as it is found by its entry point. Its engine as far as core goes."""
+    script = (
+        "import pathlib, sys; from outrider.conformance.run import conform; "
+        "conform('npu', level='L4', report=pathlib.Path(sys.argv[1]), extra=('-p', 'emulation', '-q'))"
+    )
+    done = child("-c", script, str(tmp_path))
+    assert (tmp_path / "report.json").exists(), done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    failed = {test["id"]: test["reason"] for test in report["tests"] if test["outcome"] == "failed"}
+    assert {name for name, reason in failed.items() if POLICY not in reason} == set()
+    assert report["reached"] in ("L3", "L4")
+    assert report["tier"]["kind"] == "simulated"
+    assert report["capabilities"]["updates_graph_params"]
+    assert report["capabilities"]["flags"]
+    print({level: found["counts"] for level, found in report["levels"].items()})
+
+
+# -- the emulation against the wheel ---------------------------------------------------------------------------------
+
+EMULATED = Surface(Installed(HERE / "emulated"))
+OWN = {"machine", "sim", "as_npu", "Idle", "of"}  # the emulation's means, which aren't torch_npu's
+
+
+def emulated_names():
+    """Public functions, classes and methods that the emulation defines, by the names under which torch_npu offers them."""
+    for file in ("__init__", "streams", "utils", "graphs"):
+        tree = ast.parse((HERE / "emulated" / "torch_npu" / "npu" / f"{file}.py").read_text())
+        for node in tree.body:
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name in OWN or node.name.startswith("_"):
+                continue
+            home = "torch_npu.npu.utils" if node.name == "get_cann_version" else "torch_npu.npu"
+            yield f"{home}.{node.name}", node
+            if isinstance(node, ast.ClassDef):
+                for inner in node.body:
+                    if isinstance(inner, ast.FunctionDef) and not inner.name.startswith("_") and inner.name not in OWN:
+                        yield f"{home}.{node.name}.{inner.name}", inner
+
+
+def parameters(surface, path):
+    return [(p.name, str(p.kind), p.default) for p in surface.signature(path).parameters.values()]
+
+
+def test_the_emulation_has_torch_npus_names_and_signatures(torch_npu_surface):
+    compared = []
+    for path, _ in emulated_names():
+        torch_npu_surface.resolve(path)
+        try:
+            theirs = parameters(torch_npu_surface, path)
+        except Mismatch:
+            continue  # made by its compiled base: no signature to compare
+        assert [p[:2] for p in parameters(EMULATED, path)] == [p[:2] for p in theirs], path
+        assert [p[2] for p in parameters(EMULATED, path)] == [p[2] for p in theirs], path
+        compared.append(path)
+    print({"names of the emulation": len(list(emulated_names())), "signatures compared": len(compared)})
+    assert len(compared) > 35
+
+
+def test_the_emulation_has_all_that_the_plugin_uses():
+    for use in USES:
+        if use.path.startswith("torch_npu.npu."):
+            EMULATED.resolve(use.path)
+    with pytest.raises(Unresolved):
+        EMULATED.resolve("torch_npu.npu.Stream.wait_for_godot")
+
+
+def test_operators_of_the_emulation_have_registered_schemas(wheel):
+    sys.path.insert(0, str(HERE / "emulated"))
+    try:
+        tree = ast.parse((HERE / "emulated" / "torch_npu" / "operators.py").read_text())
+        body = [
+            n for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id in ("_LENGTHS", "_ATTENTION", "SCHEMAS")
+        ]
+        names: dict[str, object] = {}
+        exec(compile(ast.Module(body, []), "operators", "exec"), names)
+    finally:
+        sys.path.pop(0)
+    schemas = names["SCHEMAS"]
+    assert len(schemas) == 4
+    for schema in schemas:
+        assert schema in wheel.schemas(schema.partition("(")[0])
