@@ -31,7 +31,9 @@ def test_a_device_without_a_table():
     assert load("No Such Chip 9000") is None
 
 
-@pytest.mark.parametrize("text", ["{", '{"matmul": []}', '{"device": "x", "software": {}, "kernels": {}, "matmul": [{"m": 1}]}'])
+@pytest.mark.parametrize(
+    "text", ["{", '{"matmul": []}', '{"device": "x", "software": {}, "kernels": {}, "matmul": [{"m": 1}]}']
+)
 def test_a_broken_table_says_what_to_do(text, tmp_path, monkeypatch):
     (tmp_path / "tuned").mkdir()
     (tmp_path / "tuned" / "x.json").write_text(text)
@@ -49,10 +51,10 @@ def test_attention_takes_the_nearest_measurement():
             "kernels": {},
             "attention": [
                 {"groups": 8, "max_kv": 640, "config": [64, 8, 4, 2]},
-                {"groups": 256, "max_kv": 640, "config": [128, 1, 8, 2, 1024]},
+                {"groups": 256, "max_kv": 640, "config": [128, 1, 8, 2]},
             ],
         }
     )
     assert table.attention_config(8, 700) == AttentionConfig(64, 8, 4, 2)
-    assert table.attention_config(200, 400) == AttentionConfig(128, 1, 8, 2, 1024)
+    assert table.attention_config(200, 400) == AttentionConfig(128, 1, 8, 2)
     assert table.attention_config(8, 100_000) is None  # too far away to say anything
