@@ -28,10 +28,8 @@ def test_a_soak_crosses_buckets_up_and_down(bundle, prompt_tokens, mode, specula
     lengths = [20, 3, 9, 14, 2, 6, 11, 4, 17, 5]
     prompts = [prompt[: 5 + i] for i, prompt in enumerate(prompt_tokens[: len(lengths)])]
     plain = bundle.engine(speculate="none", max_requests=5, max_context=64)
-    wanted = [
-        plain.generate([p], SamplingParams(max_tokens=n, ignore_eos=True))[0].token_ids
-        for p, n in zip(prompts, lengths, strict=True)
-    ]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
+    wanted = [plain.generate([prompt], each)[0].token_ids for prompt, each in zip(prompts, params, strict=True)]
     config = {"max_requests": 5, "max_context": 64, "overlap": True, "draft_tokens": 3, "page_size": 4}
     called = bundle.engine(speculate=speculate, **config)
     engine = bundle.engine(speculate=speculate, **config, **MODES[mode])
