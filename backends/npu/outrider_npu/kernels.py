@@ -127,7 +127,6 @@ class NpuKernels(KernelSet):
         *,
         scale: float,
         window: int = 0,
-        soon: Tensor | None = None,
     ) -> Tensor:
         """The fused operator gets the exact lengths as a list of the host, read through ``Backend.reissue`` so that a graph
         can be rebound. Without them, and outside the operator's limits, it's torch's reference.
@@ -135,9 +134,11 @@ class NpuKernels(KernelSet):
         *Workspace.* In a capture, one for all layers of the same shape; it lives as long as the graph, and makes the
         attention of one capture a matter of one stream.
         """
-        del soon
         exact = metadata.host_kv_lens
         if exact is None or self.unfused(q, k_cache, metadata):
+            capture = self._backend.active_capture
+            if exact is not None and capture is not None:
+                capture.context.handles.setdefault(exact.name, [])  # the reference reads the lengths on the device
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
         tokens, heads, size = q.shape
         pages, page_size, kv_heads, _ = k_cache.shape

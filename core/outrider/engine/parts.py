@@ -29,6 +29,12 @@ class Streams:
     copy: Stream
     update: Stream | None = None
 
+    @property
+    def all(self) -> tuple[Stream, ...]:
+        """Each of them once."""
+        streams = (self.schedule, self.forward, self.plan, self.copy, self.update)
+        return tuple(dict.fromkeys(stream for stream in streams if stream is not None))
+
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
