@@ -16,7 +16,7 @@ CASES = sorted(HERE.glob("on_npu/case_*.py"))
 
 
 # The engine's whole matrix takes a minute; `make test-slow` runs it.
-SHORT = {"case_engine": "(eagle and overlapped) or sanitizer", "case_mrope": "graphs"}
+SHORT = {"case_engine": "(eagle and overlapped) or sanitizer", "case_mrope": "graphs", "case_fences": "verify or silent"}
 
 
 @pytest.mark.parametrize(
