@@ -59,7 +59,6 @@ def mutants() -> Iterator[Mutant]:
         ("create_backend", "takes any option", 0, _any_option),
         ("create_backend", "takes any device number", 0, _any_ordinal),
         ("create_backend", "gives the same object again", 0, _same_object),
-        ("create_backend", "raises an untyped error for a device that isn't there", 0, _untyped),
     ):
         yield Mutant(verb, fault, "cpu", level, apply)
 
@@ -194,18 +193,6 @@ def _same_object(base):
             made = original(ordinal, options)
             kept.append(made)
             return kept[0]
-
-        return create
-
-    _hook(base, "create_backend", make)
-
-
-def _untyped(base):
-    def make(original):
-        def create(ordinal, options):
-            if ordinal:
-                raise ValueError(f"no device {ordinal}")
-            return original(ordinal, options)
 
         return create
 

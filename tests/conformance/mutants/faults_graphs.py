@@ -1,14 +1,13 @@
-"""Faults of capture and replay, of flags and of graph parameters."""
+"""Faults of capture and replay."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from conformance.mutants.catalogue import Mutant, patch
 
-THREADS, SIM, NPU = "threads", "sim", "sim like npu"
+THREADS, SIM = "threads", "sim"
 
 
 def mutants() -> Iterator[Mutant]:
@@ -42,17 +41,6 @@ def mutants() -> Iterator[Mutant]:
         ("Graph._replay", "enqueues operation by operation, each on a stream in turn", THREADS, 2, _scattered),
         ("Backend.create_graph_pool", "gives every pool the same name", THREADS, 2, _pool_name),
         ("Backend.create_graph_pool", "gives every graph the same memory", SIM, 2, _one_pool),
-        ("Flag._wait", "lowers the flag", THREADS, 3, _consuming),
-        ("Flag._wait", "blocks the host", THREADS, 3, _host_wait),
-        ("Flag._set", "counts, and a second set isn't lost", THREADS, 3, _counting),
-        ("Backend._create_flag", "gives every flag the same state", THREADS, 3, _one_flag),
-        ("Backend._create_flag", "starts up", THREADS, 3, _starts_up),
-        ("Flag._wait", "isn't captured", THREADS, 3, _not_in_graph("_wait")),
-        ("Graph._update_params", "happens at once, on the host", NPU, 3, _rebind_at_once),
-        ("Graph._update_params", "comes a rebind late", NPU, 3, _rebind_late),
-        ("Graph._update_params", "keeps the caller's list", NPU, 3, _rebind_alias),
-        ("Graph._update_params", "rebinds the other parameter", NPU, 3, _rebind_other),
-        ("Graph._update_params", "does nothing where it isn't declared", THREADS, 3, _silent_rebind),
     ):
         yield Mutant(verb, fault, base, level, apply)
 
@@ -195,9 +183,6 @@ def _dead_stream(base):
 
 
 def _global_capture(base):
-    def get(self):
-        return self.__dict__.get("global_program")
-
     class Everywhere:
         """Where the program is, for all threads."""
 
@@ -238,10 +223,6 @@ def _branch_lost(base):
 
 
 def _unmarked(base):
-    @contextmanager
-    def capturing(self, graph, stream):
-        yield None
-
     def capture(self, name, fn, context, stream, pool):
         from outrider_threads.backend import ThreadGraph
 
@@ -255,14 +236,6 @@ def _unmarked(base):
         return graph
 
     base.backend._capture = capture
-
-
-def _seam_context(change):
-    """The seam's own context, made with `change(fields)`: for what no plugin can get wrong, but the seam could."""
-    import outrider.device.backend as seam
-
-    original = seam.CaptureContext
-    seam.CaptureContext = lambda **fields: original(**change(fields))
 
 
 def _scalars_live(base):
@@ -287,9 +260,6 @@ def _live(seam, *names):
                 object.__setattr__(graph.context, key, arguments.get(key) or {})
         return graph
 
-    import functools
-
-    functools.update_wrapper(capture, make_graph)
     seam.Backend.capture = capture
 
 
@@ -405,152 +375,3 @@ def _one_pool(base):
         return init
 
     patch(Capture, "__init__", make)
-
-
-# -- flags ----------------------------------------------------------------------------------------------------------------
-
-
-def _consuming(base):
-    base.flag._wait = lambda self, stream: stream.put(lambda: (self._flag.wait(), self._flag.clear()))
-
-
-def _host_wait(base):
-    base.flag._wait = lambda self, stream: self._flag.wait()
-
-
-def _counting(base):
-    import threading
-
-    def make(original):
-        def init(self, backend, name):
-            original(self, backend, name)
-            self.count, self.lock = 0, threading.Lock()
-
-        return init
-
-    def up(self):
-        with self.lock:
-            self.count += 1
-            self._flag.set()
-
-    def down(self):
-        with self.lock:
-            self.count = max(0, self.count - 1)
-            if not self.count:
-                self._flag.clear()
-
-    patch(base.flag, "__init__", make)
-    base.flag._set = lambda self, stream: stream.put(lambda: up(self))
-    base.flag._reset = lambda self, stream: stream.put(lambda: down(self))
-
-
-def _one_flag(base):
-    def make(original):
-        def create(self, name):
-            flag = original(self, name)
-            flag._flag = self.__dict__.setdefault("shared_flag", flag._flag)
-            return flag
-
-        return create
-
-    patch(base.backend, "_create_flag", make)
-
-
-def _starts_up(base):
-    patch(base.flag, "__init__", lambda original: lambda self, *a: (original(self, *a), self._flag.set())[0])
-
-
-def _not_in_graph(name):
-    def apply(base):
-        def make(original):
-            return lambda self, stream: None if self.backend.active_capture is not None else original(self, stream)
-
-        patch(base.flag, name, make)
-
-    return apply
-
-
-# -- parameters -----------------------------------------------------------------------------------------------------------
-
-
-def _rebind_at_once(base):
-    from outrider_sim.graphs import Program
-    from outrider_sim.queue import Kind
-
-    def make(original):
-        def rebind(self, other, stream):
-            enqueue = self.sim.machine.enqueue
-
-            def now(op, where):
-                op.fn()
-
-            self.sim.machine.enqueue = now
-            try:
-                original(self, other, stream)
-            finally:
-                del self.sim.machine.enqueue
-            assert enqueue is not None
-            assert Kind.LAUNCH is not None
-
-        return rebind
-
-    patch(Program, "rebind", make)
-
-
-def _rebind_late(base):
-    def make(original):
-        def update(self, params, stream):
-            original(self, getattr(self, "_late", {key: p.value for key, p in self.context.params.items()}), stream)
-            self._late = dict(params)
-
-        return update
-
-    patch(base.graph, "_update_params", make)
-
-
-def _rebind_alias(base):
-    from outrider.device import Graph
-
-    def update(self, params, *, stream):
-        self._update_params(params, stream)
-
-    def make(original):
-        def replay(self, stream):
-            if getattr(self, "_aliased", None):
-                original_update(self, {key: tuple(value) for key, value in self._aliased.items()}, stream)
-            original(self, stream)
-
-        return replay
-
-    original_update = base.graph._update_params
-
-    def keep(self, params, stream):
-        self._aliased = dict(params)
-
-    def checked(original):
-        def outer(self, params, *, stream):
-            original(self, params, stream=stream)
-            self._aliased = dict(params)
-
-        return outer
-
-    base.graph._update_params = keep
-    patch(Graph, "update_params", checked)
-    patch(base.graph, "_replay", make)
-
-
-def _rebind_other(base):
-    def make(original):
-        def update(self, params, stream):
-            wrong = {"n": "unused", "unused": "n"}
-            now = {key: param.value for key, param in self.context.params.items()}
-            swapped = {wrong.get(key, key): value for key, value in params.items()}
-            original(self, {**now, **swapped} if len(now) > 1 else params, stream)
-
-        return update
-
-    patch(base.graph, "_update_params", make)
-
-
-def _silent_rebind(base):
-    base.graph._update_params = lambda self, params, stream: None

@@ -1,4 +1,4 @@
-"""Faults of kernels: each one slightly wrong, each in-place one that writes nothing, and arguments that are ignored."""
+"""Faults of level 4: kernels slightly wrong, in-place ones that write nothing, ignored arguments, the policy's work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from conformance.mutants.catalogue import Mutant, patch
 IN_PLACE = ("rope_write_cache", "move_cache", "count_tokens")
 NUMBERS = ("linear", "embedding", "rms_norm", "add_rms_norm", "silu_mul", "paged_attention", "bias_logits", "penalize_logits")
 CHOICES = ("sample", "verify_chain", "verify_tree")
-MIXED = ("truncate_logits", "logprobs")
+MIXED = ("logprobs",)
 IGNORED = {
     "linear": ("bias", None),
     "paged_attention": ("window", 0),
@@ -32,6 +32,7 @@ def mutants() -> Iterator[Mutant]:
     for name, (argument, value) in IGNORED.items():
         yield Mutant(f"KernelSet.{name}", f"ignores {argument}", BASE, 4, _kernels({name: _ignores(argument, value)}))
     for name, fault, make in (
+        ("truncate_logits", "has its largest logit slightly wrong", _largest),
         ("add_rms_norm", "doesn't update the residual", _residual),
         ("paged_attention", "ignores the tree mask", _metadata(tree_mask=None)),
         ("paged_attention", "has a scale that is 1 % off", _scaled),
@@ -49,6 +50,13 @@ def mutants() -> Iterator[Mutant]:
     yield Mutant("KernelSet.sample", "reads its result on the host", "threads", 4, _kernels({"sample": _reads_host}))
     yield Mutant("KernelSet.linear", "reads a value on the host", "threads", 4, _kernels({"linear": _reads_host}))
     yield Mutant("KernelSet.rms_norm", "runs once, outside a capture", "threads", 4, _kernels({"rms_norm": _constant}))
+    for fault, apply in (
+        ("does nothing", lambda inner: lambda self, plan: None),
+        ("does something the first time only", _join_once),
+        ("asks for work when the batch is idle", _join_idle),
+        ("refreshes what isn't declared", lambda inner: lambda self, plan: (inner(self, plan), plan.refresh("more"))[0]),
+    ):
+        yield Mutant("SpeculativeSync.after_join", fault, "threads", 4, _joined(apply))
     yield Mutant("Backend.attach", "tells the observer of nothing", "threads", 1, _deaf)
 
 
@@ -98,6 +106,15 @@ def _off(kernel):
     def off(**k):
         made = kernel(**k)
         return tuple(_last(part) for part in made) if isinstance(made, tuple) else _last(made)
+
+    return off
+
+
+def _largest(kernel):
+    def off(**k):
+        made = kernel(**k).clone()  # the last one may be left out, and infinite
+        made.view(-1)[made.view(-1).argmax()] += 0.25
+        return made
 
     return off
 
@@ -201,6 +218,35 @@ def _constant(kernel):
         return kept.setdefault((tuple(made.shape), made.dtype), made)
 
     return constant
+
+
+def _joined(make):
+    def apply(base):
+        from outrider.device import Recompute
+
+        base.sync.recompute_after_join = frozenset({Recompute.MROPE_POSITIONS})
+        patch(base.sync, "after_join", make)
+
+    return apply
+
+
+def _join_once(inner):
+    def once(self, plan):
+        if not getattr(plan, "asked", ()):
+            inner(self, plan)
+
+    return once
+
+
+def _join_idle(inner):
+    def idle(self, plan):
+        from outrider.device import Recompute
+
+        inner(self, plan)
+        if plan.idle:
+            plan.recompute(Recompute.MROPE_POSITIONS)
+
+    return idle
 
 
 def _deaf(base):

@@ -26,7 +26,6 @@ DOES_NOTHING = {
     "Fence.signal": (1, BOTH),
     "Fence.wait": (1, BOTH),
     "Fence.wait_host": (1, BOTH),
-    "SpeculativeSync.after_join": (4, ("sim like npu",)),
 }
 SYNCHRONISES = {
     "Stream._record": (1, BOTH),
@@ -35,7 +34,6 @@ SYNCHRONISES = {
     "Event._query": (1, BOTH),
     "Backend._delay": (1, BOTH),
     "Backend._copy_async": (1, BOTH),
-    "Backend._create_stream": (1, ()),
     "Graph._replay": (2, BOTH),
     "Flag._set": (3, ("threads", "sim like npu")),
     "Flag._reset": (3, ("threads", "sim like npu")),
@@ -99,7 +97,7 @@ def _method(base, verb):
 
     owner, _, name = verb.partition(".")
     owners = {"Stream": base.stream, "Event": base.event, "Flag": base.flag, "Graph": base.graph, "Backend": base.backend}
-    owners |= {"Fence": EventFence, "SpeculativeSync": base.sync}
+    owners |= {"Fence": EventFence}
     return owners[owner], name
 
 
@@ -141,7 +139,13 @@ def _synchronising(base, owner, name, verb):
 
 
 def _device(base, owner, name, verb):
-    patch(owner, name, lambda original: lambda self: (original(self), self.backend._synchronize())[0])
+    original = base.stream._synchronize
+
+    def device(self):
+        for stream in self.backend.streams:
+            original(stream)
+
+    setattr(owner, name, device)
 
 
 def _elsewhere(base, owner, name, verb):

@@ -6,7 +6,15 @@ import platform
 import re
 from pathlib import Path
 
-from conformance.mutants import faults_declared, faults_graphs, faults_kernels, faults_queues, faults_verbs
+from conformance.mutants import (
+    faults_declared,
+    faults_flags,
+    faults_graphs,
+    faults_kernels,
+    faults_memory,
+    faults_queues,
+    faults_verbs,
+)
 from conformance.mutants.bases import ROOT
 from conformance.mutants.legal import legal
 
@@ -16,7 +24,15 @@ _BEGIN, _END = "<!-- made by python -m conformance.mutants --write -->", "<!-- e
 
 def mutants():
     """All of them, by name."""
-    modules = (faults_queues, faults_graphs, faults_verbs, faults_declared, faults_kernels)
+    modules = (
+        faults_queues,
+        faults_memory,
+        faults_graphs,
+        faults_flags,
+        faults_verbs,
+        faults_declared,
+        faults_kernels,
+    )
     made = [mutant for module in modules for mutant in module.mutants()]
     found = {mutant.name: mutant for mutant in made}
     assert len(found) == len(made), "two mutants have one name"

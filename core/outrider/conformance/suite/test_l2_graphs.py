@@ -237,12 +237,12 @@ def test_graphs_of_one_pool_take_turns(lab: Lab) -> None:
 
 @promise("GraphPool", "Memory shared by graphs that never run at the same time.")
 def test_graphs_of_different_pools_do_not_touch(lab: Lab) -> None:
-    """Replayed beside each other on two streams, their intermediates stay apart."""
+    """Captured on one stream and replayed beside each other on two, their intermediates stay apart."""
 
     def program(backend: Backend) -> None:
-        streams = lab.streams("a", "b")
+        *streams, captured = lab.streams("a", "b", "captured")
         graphs = [
-            triple(lab, stream, f"graph {stream.name}", backend.create_graph_pool(f"pool {stream.name}"))
+            triple(lab, captured, f"graph {stream.name}", backend.create_graph_pool(f"pool {stream.name}"))
             for stream in streams
         ]
         loose = triple(lab, streams[0], "without a pool")

@@ -29,11 +29,12 @@ def test_a_wait_may_precede_its_set(lab: Lab) -> None:
 @needs("flags")
 @promise("Flag.set", "Raise the flag after everything enqueued on ``stream`` so far; lost if it's up by then.")
 def test_a_wait_after_the_set_passes(lab: Lab) -> None:
-    """The flag stays up: two streams that come later pass too."""
+    """The flag stays up: two streams that wait for it pass, and one that comes when they have passed."""
 
     def program(backend: Backend) -> None:
         a, b, c = lab.streams("a", "b", "c")
         x, y, z = lab.full(a, 0), lab.full(b, 0), lab.full(c, 0)
+        last = lab.full(a, 0)
         flag = backend.create_flag("f")
         lab.later(a, x, 1)
         flag.set(a)
@@ -41,6 +42,9 @@ def test_a_wait_after_the_set_passes(lab: Lab) -> None:
             flag.wait(stream)
             lab.copy(stream, tensor, x)
         expect([lab.read(b, y), lab.read(c, z)], [1.0, 1.0], "what two streams read behind one set")
+        flag.wait(b)
+        lab.copy(b, last, x)
+        expect(lab.read(b, last), 1.0, "what was read behind a wait that others had passed")
 
     lab.always(program)
 

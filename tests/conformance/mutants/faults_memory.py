@@ -1,0 +1,253 @@
+"""Faults of memory: pinned buffers, copies, figures, what a tool is told, and lifetime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from conformance.mutants.catalogue import Mutant, other, patch
+
+THREADS, SIM = "threads", "sim"
+
+
+def mutants() -> Iterator[Mutant]:
+    for verb, fault, level, apply in (
+        ("Backend._empty_pinned", "hands out the same memory again", 1, _same_pinned),
+        ("Backend._empty_pinned", "has another dtype", 1, _pinned_dtype),
+        ("Backend._empty_pinned", "isn't contiguous", 1, _pinned_strided),
+        ("Backend._copy_async", "leaves the last element out", 1, _copy_short),
+        ("Backend._copy_async", "goes the other way", 1, _copy_back),
+        ("Backend._copy_async", "copies the neighbours of a slice too", 1, _copy_neighbours),
+        ("Backend._copy_async", "reads the source at the call", 1, _copy_snapshot),
+        ("Backend._copy_async", "goes to another stream", 1, _copy_elsewhere),
+        ("Backend._copy_async", "writes memory of its own", 1, _copy_into_clone),
+        ("Backend.memory_info", "is negative", 1, _negative_memory),
+    ):
+        yield Mutant(verb, fault, THREADS, level, apply)
+    for verb, fault, level, apply in (
+        ("Backend._empty_pinned", "is pageable", 1, _pageable),
+        ("Backend._is_pinned", "is True for all memory", 1, lambda base: patch(base.backend, "_is_pinned", _true)),
+        ("Backend._is_pinned", "is False for all memory", 1, lambda base: patch(base.backend, "_is_pinned", _false)),
+        ("Backend._is_pinned", "doesn't know slices", 1, _forgets_slices),
+        ("Backend.memory_info", "doesn't follow allocations", 1, _frozen_memory),
+        ("Backend.memory_info", "counts backwards", 1, _reversed_memory),
+        ("Backend.locate", "is one byte off", 1, _locate_off),
+        ("Observer.launched", "isn't told of writes", 1, _writes_untold),
+        ("Observer.rows_touched", "is told of one row more", 1, _rows_wrong),
+        ("events", "are recycled by the driver", 1, _recycled_events),
+    ):
+        yield Mutant(verb, fault, SIM, level, apply)
+    for base in (THREADS, SIM):
+        yield Mutant("Backend.keep_alive", "holds nothing", base, 1, _hold_nothing)
+        yield Mutant("Backend.release_finished", "drops everything", base, 1, _release_all)
+        yield Mutant("Backend.release_finished", "drops nothing", base, 1, _release_none)
+        yield Mutant("Backend.release_finished", "waits for the events", base, 1, _release_waits)
+        yield Mutant("Fence", "is the same for every edge", base, 1, _one_fence)
+
+
+def _same_pinned(base):
+    def make(original):
+        kept = {}
+
+        def empty(self, shape, dtype):
+            return kept.setdefault((shape, dtype), original(self, shape, dtype))
+
+        return empty
+
+    patch(base.backend, "_empty_pinned", make)
+
+
+def _pinned_dtype(base):
+    import torch
+
+    patch(base.backend, "_empty_pinned", lambda original: lambda self, shape, dtype: original(self, shape, torch.float64))
+
+
+def _pinned_strided(base):
+    patch(
+        base.backend, "_empty_pinned", lambda original: lambda self, shape, dtype: original(self, (*shape, 2), dtype)[..., 0]
+    )
+
+
+def _copy(base, change):
+    def make(original):
+        return lambda self, destination, source: change(self, original, destination, source)
+
+    patch(base.backend, "_copy_async", make)
+
+
+def _copy_short(base):
+    def change(self, original, destination, source):
+        original(self, destination.flatten()[:-1], source.flatten()[:-1])
+
+    _copy(base, change)
+
+
+def _copy_back(base):
+    _copy(base, lambda self, original, destination, source: original(self, source, destination))
+
+
+def _copy_neighbours(base):
+    def change(self, original, destination, source):
+        if destination._base is not None and source._base is not None and destination._base.shape == source._base.shape:
+            return original(self, destination._base, source._base)
+        return original(self, destination, source)
+
+    _copy(base, change)
+
+
+def _copy_snapshot(base):
+    def change(self, original, destination, source):
+        import torch
+
+        with torch.utils._python_dispatch._disable_current_modes():
+            snapshot = source.clone()
+        original(self, destination, snapshot)
+
+    _copy(base, change)
+
+
+def _copy_elsewhere(base):
+    def change(self, original, destination, source):
+        with self._on(other(self._thread.stream)):
+            original(self, destination, source)
+
+    _copy(base, change)
+
+
+def _copy_into_clone(base):
+    import torch
+
+    _copy(base, lambda self, original, destination, source: original(self, torch.empty_like(destination), source))
+
+
+def _negative_memory(base):
+    from outrider.device import MemoryInfo
+
+    base.backend.memory_info = lambda self: MemoryInfo(total=0, free=0, allocated=-1)
+
+
+def _pageable(base):
+    import torch
+
+    base.backend._empty_pinned = lambda self, shape, dtype: torch.empty(shape, dtype=dtype)
+
+
+def _true(original):
+    return lambda self, tensor: True
+
+
+def _false(original):
+    return lambda self, tensor: False
+
+
+def _forgets_slices(base):
+    patch(base.backend, "_is_pinned", lambda original: lambda self, t: original(self, t) and t.storage_offset() == 0)
+
+
+def _frozen_memory(base):
+    from dataclasses import replace
+
+    patch(base.backend, "memory_info", lambda original: lambda self: replace(original(self), allocated=0))
+
+
+def _reversed_memory(base):
+    from dataclasses import replace
+
+    def make(original):
+        def info(self):
+            found = original(self)
+            return replace(found, allocated=found.free, free=max(found.allocated, 1))
+
+        return info
+
+    patch(base.backend, "memory_info", make)
+
+
+def _locate_off(base):
+    from dataclasses import replace
+
+    def make(original):
+        def locate(self, tensor):
+            place = original(self, tensor)
+            return replace(place, start=place.start + 1)
+
+        return locate
+
+    patch(base.backend, "locate", make)
+
+
+def _attached(base, change):
+    """The observer that is attached is a changed one."""
+
+    def make(original):
+        def attach(self, observer):
+            change(observer)
+            original(self, observer)
+
+        return attach
+
+    patch(base.backend, "attach", make)
+
+
+def _writes_untold(base):
+    from dataclasses import replace
+
+    def change(observer):
+        told = observer.launched
+        observer.launched = lambda o: told(replace(o, accesses=tuple(a for a in o.accesses if not a.write)))
+
+    _attached(base, change)
+
+
+def _rows_wrong(base):
+    from dataclasses import replace
+
+    def change(observer):
+        told = observer.rows_touched
+        observer.rows_touched = lambda o, rows: told(o, tuple(replace(a, end=a.end + (a.end - a.start)) for a in rows))
+
+    _attached(base, change)
+
+
+def _recycled_events(base):
+    base.spec = "sim:events=recycled"
+
+
+# -- lifetime -------------------------------------------------------------------------------------------------------------
+
+
+def _keeper():
+    from outrider.device.memory import KeepAlive
+
+    return KeepAlive
+
+
+def _hold_nothing(base):
+    _keeper().hold = lambda self, objects, until: None
+
+
+def _release_all(base):
+    _keeper().release_finished = lambda self: (self._held.clear(), 0)[1]
+
+
+def _release_none(base):
+    _keeper().release_finished = lambda self: len(self._held)
+
+
+def _release_waits(base):
+    def make(original):
+        return lambda self: ([event.synchronize() for event, _ in self._held], original(self))[1]
+
+    patch(_keeper(), "release_finished", make)
+
+
+def _one_fence(base):
+    def make(original):
+        def create(self, name):
+            fence = original(self, name)
+            fence.event = self.__dict__.setdefault("shared", fence.event)
+            return fence
+
+        return create
+
+    patch(base.sync, "create_fence", make)
