@@ -2,8 +2,9 @@
 
 import pytest
 
+from outrider.device import CapabilityError
 from proving.checks import drop, once, prove, rate
-from proving.setups import MODES, PERSONALITIES, PROPOSERS, VISION, Setup, all_setups, draw
+from proving.setups import MODES, PERSONALITIES, PROPOSERS, VISION, Setup, all_setups, draw, engines_for
 
 SAMPLE = [
     (Setup("eagle-tree", "graphs"), 4),
@@ -11,12 +12,24 @@ SAMPLE = [
     (Setup("draft-model-tree", "staged", "rocm"), 3),
     (Setup("eagle3", "fused", "rocm"), 4),
     (Setup("none", "staged"), 0),
+    (Setup("ngram-tree", "graphs", "npu"), 3),
     (Setup(VISION, "graphs", "rocm"), 4),
 ]
 
 
 def test_every_setup_is_another():
-    assert len(set(all_setups())) == len(PROPOSERS) * len(MODES) * len(PERSONALITIES)
+    assert len(set(all_setups())) == len(all_setups()) > 2 * len(PROPOSERS) * len(MODES)
+    assert {setup.like for setup in all_setups()} == set(PERSONALITIES)
+
+
+@pytest.mark.parametrize("setup", [Setup("mtp", "staged", "npu"), Setup("eagle", "fused", "npu")], ids=lambda each: each.name)
+def test_what_is_left_out_is_refused(setup):
+    assert setup not in all_setups()
+    with pytest.raises(CapabilityError):
+        engines_for(setup, draw(0))
+
+
+def test_programs_differ():
     assert len({draw(number) for number in range(600)}) == 600
 
 
@@ -37,6 +50,9 @@ def test_a_program_under_some_schedules(setup, number):
         (Setup("mtp", "fused"), "inputs_ready", "record", None, "live"),
         (Setup("none", "staged"), "handed_over", "wait", "forward", "live"),
         (Setup("eagle", "fused"), "plan_ready", "wait", "forward", "unused"),
+        (Setup("eagle", "graphs", "npu"), "params_free", "wait", "update", "live"),
+        (Setup("eagle", "graphs", "npu"), "params_bound", "wait", "forward", "live"),
+        (Setup("eagle", "staged", "npu"), "lengths_on_host", "wait", "host", "live"),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
