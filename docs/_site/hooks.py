@@ -15,6 +15,7 @@ ITERATION = "<!-- one iteration as a drawing -->"
 LINK = re.compile(r"\[([^\]\n]*)\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
 log = logging.getLogger("mkdocs.hooks.outrider")
 LANES = ("host", "schedule", "forward", "plan", "copy")
+"""The order of columns; a stream of the table that isn't here gets one behind them."""
 
 
 def on_config(config: Any) -> Any:
@@ -126,9 +127,12 @@ def layers(pyproject: Path) -> str:
 
 def drawing(rows: list[tuple[str, str, tuple[str, ...], str]]) -> str:
     """One line a fence, in the order of the table; a column for each stream, and for the host."""
-    step, top, left, width = 46, 64, 90, 170
-    x = {lane: left + index * width for index, lane in enumerate(LANES)}
-    right = x["copy"] + 70
+    named = [end for _, producer, consumers, _ in rows for end in (producer, *consumers)]
+    lanes = (*LANES, *sorted({end for end in named if " of " not in end} - set(LANES)))
+    step, top, left = 46, 64, 90
+    width = 160
+    x = {lane: left + index * width for index, lane in enumerate(lanes)}
+    right = x[lanes[-1]] + 70
     height = top + step * len(rows) + 24
     out = [
         f'<svg class="fences" viewBox="0 0 {right + 20} {height}" role="img" '

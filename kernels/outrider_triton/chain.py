@@ -25,8 +25,6 @@ _LAYERS = 8
 _PAGE = 16
 AHEAD = (0, 256, 1024)
 """Columns of a weight that may be asked for early."""
-SOON = (0, 1, 2, 4, 8, 16, 24, 32)
-"""MiB of the next product's weights that may be asked for early."""
 
 Key = tuple[str, str, int, int]
 
@@ -101,19 +99,14 @@ class Chain:
         heads, kv_heads, size = shape.heads, shape.kv_heads, shape.head_size
         residual = self._residual.clone()
         normed = kernels.rms_norm(residual, self._norm, 1e-5)
-        for number, layer in enumerate(self._layers):
-            following = self._layers[(number + 1) % _LAYERS].qkv
-            qkv = kernels.linear(normed, layer.qkv, soon=layer.output).view(-1, heads + 2 * kv_heads, size)
+        for layer in self._layers:
+            qkv = kernels.linear(normed, layer.qkv).view(-1, heads + 2 * kv_heads, size)
             q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
             kernels.rope_write_cache(q, k, v, *self._angles, layer.k_cache, layer.v_cache, self._slots)
-            out = kernels.paged_attention(
-                q, layer.k_cache, layer.v_cache, self._metadata, scale=size**-0.5, soon=layer.output
-            )
-            normed = kernels.linear_add_rms_norm(
-                out.flatten(1), layer.output, None, residual, self._norm, 1e-5, soon=layer.gate_up
-            )
-            gated = kernels.linear_silu_mul(normed, layer.gate_up, soon=layer.down)
-            normed = kernels.linear_add_rms_norm(gated, layer.down, None, residual, self._norm, 1e-5, soon=following)
+            out = kernels.paged_attention(q, layer.k_cache, layer.v_cache, self._metadata, scale=size**-0.5)
+            normed = kernels.linear_add_rms_norm(out.flatten(1), layer.output, None, residual, self._norm, 1e-5)
+            gated = kernels.linear_silu_mul(normed, layer.gate_up)
+            normed = kernels.linear_add_rms_norm(gated, layer.down, None, residual, self._norm, 1e-5)
 
     def layer_us(self) -> float:
         """Microseconds of a layer, with the table that the kernels have now."""
@@ -147,30 +140,12 @@ class Chain:
             if us < best_us or best is kept:  # measured is better than guessed, even where it isn't faster
                 best_us, best = us, trial
         table = best
-        earlier, tuned = table.attention[:-1], table.attention[-1]
-        for soon in SOON:
-            entry = replace(tuned, config=replace(tuned.config, soon=soon << 10))
-            trial = replace(table, attention=(*earlier, entry))
-            us = self._try(trial)
-            if us < best_us * 0.999:
-                best_us, best = us, trial
-        table = best
-        report(f"m {m}: {best_us:.2f} us with {table.attention[-1]}")
         for _ in range(2):
             before = best_us
             for key, configs in choices.items():
                 kept = table
                 for choice in configs:
                     trial = _with(kept, key, m, choice)
-                    us = self._try(trial)
-                    if us < best_us * 0.999:
-                        best_us, table = us, trial
-                chosen = table.entry(key[0], key[1], n=key[2], k=key[3], m=m)
-                product = None if chosen is None else chosen.config
-                for soon in SOON:
-                    if product is None:
-                        break
-                    trial = _with(table, key, m, replace(product, soon=soon << 10))
                     us = self._try(trial)
                     if us < best_us * 0.999:
                         best_us, table = us, trial

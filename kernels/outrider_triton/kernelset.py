@@ -63,19 +63,19 @@ class TritonKernels(KernelSet):
 
     # -- matrix products -------------------------------------------------------------------------------------------
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, soon: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Triton's where it was faster for this shape and so few tokens."""
         config = self.matmul_config("linear", x, weight)
         if config is None:
             return super().linear(x, weight, bias)
-        return _TRITON.linear.triton(x, weight, bias, soon, config.as_list(), self._pdl)  # type: ignore[no-any-return]
+        return _TRITON.linear.triton(x, weight, bias, config.as_list(), self._pdl)  # type: ignore[no-any-return]
 
-    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, soon: Tensor | None = None) -> Tensor:
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """One kernel where it was faster, else the product and the activation."""
         config = self.matmul_config("linear_silu_mul", x, weight)
         if config is None:
             return super().linear_silu_mul(x, weight, bias)
-        return _TRITON.linear_silu_mul.triton(x, weight, bias, soon, config.as_list(), self._pdl)  # type: ignore[no-any-return]
+        return _TRITON.linear_silu_mul.triton(x, weight, bias, config.as_list(), self._pdl)  # type: ignore[no-any-return]
 
     def linear_add_rms_norm(
         self,
@@ -85,14 +85,12 @@ class TritonKernels(KernelSet):
         residual: Tensor,
         norm: Tensor,
         eps: float,
-        *,
-        soon: Tensor | None = None,
     ) -> Tensor:
         """A product that may be split, whose parts the norm adds up."""
         config = self.matmul_config("linear_parts", x, weight)
         if config is None or not self._uses("add_rms_norm", residual):
             return super().linear_add_rms_norm(x, weight, bias, residual, norm, eps)
-        parts = _TRITON.linear_parts.triton(x, weight, soon, config.as_list(), self._pdl)
+        parts = _TRITON.linear_parts.triton(x, weight, config.as_list(), self._pdl)
         return _TRITON.add_parts_rms_norm.triton(parts, bias, residual, norm, eps, self._pdl)  # type: ignore[no-any-return]
 
     # -- rows ------------------------------------------------------------------------------------------------------
@@ -165,9 +163,9 @@ class TritonKernels(KernelSet):
         groups = metadata.kv_lens.shape[0] * k_cache.shape[2] * -(-metadata.max_query // (block_rows // group))
         tuned = None if self.table is None or wide else self.table.attention_config(groups, metadata.max_kv)
         if tuned is not None:
-            return [block_rows, tuned.block_kv, tuned.split, tuned.warps, tuned.stages, tuned.soon]
+            return [block_rows, tuned.block_kv, tuned.split, tuned.warps, tuned.stages]
         split = splits(groups, metadata.max_kv, self.processors, block_kv)
-        return [block_rows, block_kv, split, 4, 2 if wide else 3, 0]
+        return [block_rows, block_kv, split, 4, 2 if wide else 3]
 
     def paged_attention(
         self,
@@ -178,7 +176,6 @@ class TritonKernels(KernelSet):
         *,
         scale: float,
         window: int = 0,
-        soon: Tensor | None = None,
     ) -> Tensor:
         """Online softmax over the pages; few queries split the cached tokens among programs."""
         if not self._uses("paged_attention", q) or q.shape[-1] > 256:
@@ -195,7 +192,6 @@ class TritonKernels(KernelSet):
             metadata.max_kv,
             scale,
             window,
-            soon,
             self.attention_config(q, k_cache, metadata),
             self._pdl,
         )

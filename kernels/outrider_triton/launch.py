@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 
 def power_of_two(value: int) -> int:
     """The least power of two that isn't below ``value``."""
@@ -27,15 +25,6 @@ def splits(groups: int, max_kv: int, processors: int, block: int) -> int:
     wanted = -(-2 * processors // max(groups, 1))
     useful = max_kv // (2 * block)
     return max(1, min(64, power_of_two(min(wanted, useful) + 1) // 2))
-
-
-def soon_share(soon: Tensor | None, kib: int, programs: int, warps: int, pdl: bool) -> tuple[Tensor | None, int, int]:
-    """What a kernel's programs ask for early: the weights, bytes a thread (0: nothing) and bytes in all."""
-    if soon is None or not pdl or kib <= 0:
-        return None, 0, 0
-    total = min(kib << 10, soon.numel() * soon.element_size()) // 128 * 128
-    each = -(-total // (programs * warps * 32 * 128)) * 128
-    return (soon, each, total) if each <= total else (None, 0, 0)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, pdl: bool, warps: int, **settings: Any) -> None:

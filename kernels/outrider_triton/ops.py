@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from outrider_triton.jit import attention, choose, matmul, rows
-from outrider_triton.launch import launch, power_of_two, soon_share, warps_for
+from outrider_triton.launch import launch, power_of_two, warps_for
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
@@ -224,10 +224,8 @@ def _flat(x: Tensor, weight: Tensor) -> Tensor:
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
-def _multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, soon: Tensor | None, config: list[int], pdl: bool
-) -> None:
-    block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each, kib = config
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: list[int], pdl: bool) -> None:
+    block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
     flat = _flat(x, weight)
     (m, k), n = flat.shape, weight.shape[0]
     each = each or block_n
@@ -237,7 +235,6 @@ def _multiply(
         grid,
         *(flat, weight, TensorDescriptor.from_tensor(weight, [block_n, block_k]) if descriptor else None, bias, out),
         *(m, n, k, flat.stride(0), each, ahead if k % 8 == 0 else 0),
-        *soon_share(soon, kib, grid[0] * grid[1] * grid[2], warps, pdl),
         HAS_BIAS=bias is not None,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
@@ -245,24 +242,23 @@ def _multiply(
         SPLIT=split,
         EVEN=k % (split * block_k) == 0,
         DESCRIPTOR=bool(descriptor),
-        THREADS=warps * 32,
         num_stages=stages,
         pdl=pdl,
         warps=warps,
     )
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, soon: Tensor | None, config: list[int], pdl: bool) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int], pdl: bool) -> Tensor:
     torch._check(config[3] == 1, lambda: "a product that is split leaves parts: use linear_parts")
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    _multiply(x, weight, bias, out, soon, config, pdl)
+    _multiply(x, weight, bias, out, config, pdl)
     return out
 
 
-def _linear_parts(x: Tensor, weight: Tensor, soon: Tensor | None, config: list[int], pdl: bool) -> Tensor:
+def _linear_parts(x: Tensor, weight: Tensor, config: list[int], pdl: bool) -> Tensor:
     """[split, T, N] in float32; a product that isn't split comes as [T, N] in its own dtype."""
     out = _empty_parts(x, weight, config)
-    _multiply(x, weight, None, out, soon, config, pdl)
+    _multiply(x, weight, None, out, config, pdl)
     return out
 
 
@@ -272,21 +268,19 @@ def _empty_parts(x: Tensor, weight: Tensor, config: list[int]) -> Tensor:
 
 
 _define(
-    "linear.triton(Tensor x, Tensor weight, Tensor? bias, Tensor? soon, int[] config, bool pdl) -> Tensor",
+    "linear.triton(Tensor x, Tensor weight, Tensor? bias, int[] config, bool pdl) -> Tensor",
     _linear,
-    lambda x, weight, bias, soon, config, pdl: x.new_empty((*x.shape[:-1], weight.shape[0])),
+    lambda x, weight, bias, config, pdl: x.new_empty((*x.shape[:-1], weight.shape[0])),
 )
 _define(
-    "linear_parts.triton(Tensor x, Tensor weight, Tensor? soon, int[] config, bool pdl) -> Tensor",
+    "linear_parts.triton(Tensor x, Tensor weight, int[] config, bool pdl) -> Tensor",
     _linear_parts,
-    lambda x, weight, soon, config, pdl: _empty_parts(x, weight, config),
+    lambda x, weight, config, pdl: _empty_parts(x, weight, config),
 )
 
 
-def _linear_silu_mul(
-    x: Tensor, weight: Tensor, bias: Tensor | None, soon: Tensor | None, config: list[int], pdl: bool
-) -> Tensor:
-    block_m, block_n, block_k, split, warps, stages, ahead, _, each, kib = config
+def _linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int], pdl: bool) -> Tensor:
+    block_m, block_n, block_k, split, warps, stages, ahead, _, each = config
     torch._check(split == 1, lambda: "a gated product isn't split: the activation needs the whole sum")
     flat = _flat(x, weight)
     (m, k), n = flat.shape, weight.shape[0] // 2
@@ -297,13 +291,11 @@ def _linear_silu_mul(
         matmul.linear_silu_mul,
         grid,
         *(flat, weight, bias, out, m, n, k, flat.stride(0), each, ahead if k % 8 == 0 else 0),
-        *soon_share(soon, kib, grid[0] * grid[1], warps, pdl),
         HAS_BIAS=bias is not None,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         EVEN=k % block_k == 0,
-        THREADS=warps * 32,
         num_stages=stages,
         pdl=pdl,
         warps=warps,
@@ -312,9 +304,9 @@ def _linear_silu_mul(
 
 
 _define(
-    "linear_silu_mul.triton(Tensor x, Tensor weight, Tensor? bias, Tensor? soon, int[] config, bool pdl) -> Tensor",
+    "linear_silu_mul.triton(Tensor x, Tensor weight, Tensor? bias, int[] config, bool pdl) -> Tensor",
     _linear_silu_mul,
-    lambda x, weight, bias, soon, config, pdl: x.new_empty((*x.shape[:-1], weight.shape[0] // 2)),
+    lambda x, weight, bias, config, pdl: x.new_empty((*x.shape[:-1], weight.shape[0] // 2)),
 )
 
 # -- attention -----------------------------------------------------------------------------------------------------
@@ -332,12 +324,11 @@ def _paged_attention(
     max_kv: int,
     scale: float,
     window: int,
-    soon: Tensor | None,
     config: list[int],
     pdl: bool,
 ) -> Tensor:
     del max_kv  # lengths are read on the device; the bound has decided the number of splits
-    block_rows, block_kv, split, warps, stages, kib = config
+    block_rows, block_kv, split, warps, stages = config
     tokens, heads, size = q.shape
     page, kv_heads = k_cache.shape[1], k_cache.shape[2]
     group, batch = heads // kv_heads, kv_lens.shape[0]
@@ -357,7 +348,6 @@ def _paged_attention(
         attention.paged_attention,
         grid,
         *(q, k_cache, v_cache, query_start, kv_lens, block_table, mask, out, parts, stats),
-        *soon_share(soon, kib, grid[0] * grid[1] * grid[2], warps, pdl),
         *(tokens, batch, heads, scale, size, q.stride(0), q.stride(1), block_table.stride(0)),
         *(mask.stride(0), k_cache.stride(1), k_cache.stride(2)),
         PAGE=page,
@@ -369,7 +359,6 @@ def _paged_attention(
         BLOCK_KV=block_kv,
         BLOCK_SIZE=block_size,
         PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
-        THREADS=warps * 32,
         num_stages=stages,
         pdl=pdl,
         warps=warps,
@@ -389,7 +378,7 @@ def _paged_attention(
 
 _define(
     "paged_attention.triton(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor kv_lens, "
-    "Tensor block_table, Tensor? tree_mask, int max_query, int max_kv, float scale, int window, Tensor? soon, "
+    "Tensor block_table, Tensor? tree_mask, int max_query, int max_kv, float scale, int window, "
     "int[] config, bool pdl) "
     "-> Tensor",
     _paged_attention,

@@ -25,8 +25,7 @@ class MatmulConfig:
     Blocks of ``block_m`` tokens, ``block_n`` rows of the weight and ``block_k`` columns; k is shared out among ``split``
     programs; ``warps`` a program and ``stages`` of loads in flight; ``ahead`` columns (a multiple of 256) of the
     weight are asked for ahead of the kernel before; ``descriptor``: 1 where the copy engine loads the weight.
-    ``each``: rows of the weight a program has, 0 for all of a block. ``soon``: KiB of the weights read next that are asked
-    for at the end.
+    ``each``: rows of the weight a program has, 0 for all of a block.
     """
 
     block_m: int
@@ -38,7 +37,6 @@ class MatmulConfig:
     ahead: int
     descriptor: int
     each: int = 0
-    soon: int = 0
 
     def as_list(self) -> list[int]:
         """As operators and tables carry it."""
@@ -61,16 +59,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """How attention is cut up: blocks of ``block_kv`` cached tokens, shared out among ``split`` programs.
-
-    ``soon``: KiB of the weights read next that are asked for meanwhile.
-    """
+    """How attention is cut up: blocks of ``block_kv`` cached tokens, shared out among ``split`` programs."""
 
     block_kv: int
     split: int
     warps: int
     stages: int
-    soon: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

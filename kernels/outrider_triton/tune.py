@@ -95,10 +95,10 @@ def run(operator: str, config: MatmulConfig, x: Tensor, weight: Tensor, residual
     """The candidate, with what consumes it where that is part of the bargain."""
     ops = torch.ops.outrider
     if operator == "linear_parts":
-        parts = ops.linear_parts.triton(x, weight, None, config.as_list(), pdl)
+        parts = ops.linear_parts.triton(x, weight, config.as_list(), pdl)
         return ops.add_parts_rms_norm.triton(parts, None, residual, norm, 1e-5, pdl)  # type: ignore[no-any-return]
     call = ops.linear.triton if operator == "linear" else ops.linear_silu_mul.triton
-    return call(x, weight, None, None, config.as_list(), pdl)  # type: ignore[no-any-return]
+    return call(x, weight, None, config.as_list(), pdl)  # type: ignore[no-any-return]
 
 
 def _candidate(
@@ -139,11 +139,9 @@ def compile_all(
     starts = torch.tensor([0, 4], dtype=torch.int32, device=device)
     lens, table = starts[1:] + 28, torch.tensor([[1, 2]], dtype=torch.int32, device=device)
     for each in attention:
-        block = [16, each.block_kv, each.split, each.warps, each.stages, 0]
+        block = [16, each.block_kv, each.split, each.warps, each.stages]
         try:
-            torch.ops.outrider.paged_attention.triton(
-                q, cache, cache, starts, lens, table, None, 4, 32, 0.1, 0, None, block, pdl
-            )
+            torch.ops.outrider.paged_attention.triton(q, cache, cache, starts, lens, table, None, 4, 32, 0.1, 0, block, pdl)
         except TritonError as failure:
             print(f"left out: {failure}", flush=True)
 

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from outrider.conformance.kernel_cases import CASES
 from outrider.device import AttentionMetadata, KernelSet
 from outrider.device.kernels.philox import uniforms
+from outrider_triton import ops as _ops  # noqa: F401  (registers the operators)
 from outrider_triton.jit import choose
 from outrider_triton.table import MatmulConfig
 
@@ -57,14 +58,14 @@ SHAPES = [(1, 48, 64), (5, 40, 96), (16, 32, 128), (37, 33, 100)]
 
 
 @pytest.mark.parametrize(
-    "config", [(16, 16, 32, 1, 4, 2, 0, 0, 0, 0), (32, 32, 64, 1, 4, 3, 64, 0, 24, 64), (16, 32, 32, 1, 4, 2, 0, 1, 0, 0)]
+    "config", [(16, 16, 32, 1, 4, 2, 0, 0, 0), (32, 32, 64, 1, 4, 3, 64, 0, 24), (16, 32, 32, 1, 4, 2, 0, 1, 0)]
 )
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_a_skinny_product_in_any_configuration(m, n, k, config, device, pdl):
     if config[7] and k % 8:
         pytest.skip("the copy engine takes rows that are a multiple of 16 bytes")
     x, weight, bias = (torch.randn(*shape).to(device, torch.float16) for shape in ((m, k), (n, k), (n,)))
-    made = torch.ops.outrider.linear.triton(x, weight * 0.2, bias, weight, list(config), pdl)
+    made = torch.ops.outrider.linear.triton(x, weight * 0.2, bias, list(config), pdl)
     close(made, (x.cpu().double() @ (weight * 0.2).cpu().double().T) + bias.cpu().double(), torch.float16)
 
 
@@ -78,7 +79,7 @@ def test_parts_of_a_split_product_add_up_in_the_norm(m, n, k, split, device, pdl
     normed = REFERENCE.linear_add_rms_norm(
         x.cpu().double(), weight.cpu().double(), bias.cpu().double(), wanted, norm.cpu().double(), 1e-5
     )
-    parts = torch.ops.outrider.linear_parts.triton(x, weight, weight, [16, 16, 32, split, 4, 2, 0, 0, 12, 1], pdl)
+    parts = torch.ops.outrider.linear_parts.triton(x, weight, [16, 16, 32, split, 4, 2, 0, 0, 12], pdl)
     assert parts.shape == ((split, m, n) if split > 1 else (m, n))
     made = torch.ops.outrider.add_parts_rms_norm.triton(parts, bias, residual, norm, 1e-5, pdl)
     close(residual, wanted, torch.float16)
@@ -90,7 +91,7 @@ def test_parts_of_a_split_product_add_up_in_the_norm(m, n, k, split, device, pdl
 def test_a_gated_product(m, n, k, with_bias, device, pdl):
     x, weight = torch.randn(m, k).to(device, torch.float16), torch.randn(2 * n, k).to(device, torch.float16) * 0.2
     bias = torch.randn(2 * n).to(device, torch.float16) if with_bias else None
-    made = torch.ops.outrider.linear_silu_mul.triton(x, weight, bias, weight, [16, 16, 32, 1, 4, 2, 0, 0, 12, 1], pdl)
+    made = torch.ops.outrider.linear_silu_mul.triton(x, weight, bias, [16, 16, 32, 1, 4, 2, 0, 0, 12], pdl)
     wanted = REFERENCE.linear_silu_mul(x.cpu().double(), weight.cpu().double(), None if bias is None else bias.cpu().double())
     close(made, wanted, torch.float16)
 
@@ -116,7 +117,7 @@ def test_attention_over_long_contexts(heads, kv_heads, size, tree, split, device
     made = torch.ops.outrider.paged_attention.triton(
         *(x.to(device) for x in (q, k_cache, v_cache)),
         *(None if x is None else x.to(device) for x in metadata),
-        *(max(new), width * page, 0.3, 0, k_cache.to(device), [16 if heads == 4 else 32, 32, split, 4, 2, 64], pdl),
+        *(max(new), width * page, 0.3, 0, [16 if heads == 4 else 32, 32, split, 4, 2], pdl),
     )
     wanted = REFERENCE.paged_attention(
         q.double(),
@@ -199,7 +200,7 @@ def test_a_table_decides(device):
     from outrider_triton.kernelset import TritonKernels
     from outrider_triton.table import parse
 
-    config = [16, 16, 32, 1, 4, 2, 0, 0, 0, 0]
+    config = [16, 16, 32, 1, 4, 2, 0, 0, 0]
     item = {"operator": "linear", "dtype": "float16", "n": 48, "k": 64, "us": 1.0, "torch_us": 2.0}
     table = parse(
         {

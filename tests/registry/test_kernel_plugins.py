@@ -1,6 +1,8 @@
 """Kernel sets of plugins: found like backends, used only where they're asked for."""
 
+import ast
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -61,16 +63,16 @@ def test_stands_beside_the_backends_own_options(quick):
 
 
 def test_the_model_computes_with_them(quick):
-    from outrider.cli.models import Speculation, load
+    from outrider import Engine
+    from outrider.cli.models import bundled
 
     quick(
         make=MAKE.replace(
             "return Quick()",
-            "Quick.linear = lambda s, x, w, b=None: x.new_zeros(*x.shape[:-1], len(w))\n        return Quick()",
+            "Quick.linear = lambda s, x, w, b=None, **_: x.new_zeros(*x.shape[:-1], len(w))\n        return Quick()",
         )
     )
-    speculation = Speculation.choose("none", model=None, draft=None, draft_tokens=4)
-    engine = load("cpu:kernels=quick", speculation, max_requests=1, dtype="float32")
+    engine = Engine.from_checkpoint(bundled("target"), get_backend("cpu:kernels=quick"))
     (completion,) = engine.generate([[5, 6, 7]])
     assert set(completion.token_ids) == {0}, "logits of nothing but zeros"
 
@@ -128,3 +130,21 @@ def test_chosen_once():
     backend.use_kernels(KernelSet())
     with pytest.raises(SeamError, match="make another backend"):
         backend.use_kernels(KernelSet())
+
+
+def own_kernels_read(source):
+    """Lines that read a backend's own kernels, past the choice of the person who runs it."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and node.attr == "kernels" and ast.unparse(node.value).split(".")[-1] == "backend"
+    ]
+
+
+def test_the_core_computes_with_what_was_chosen():
+    core = Path(__file__).resolve().parents[2] / "core" / "outrider"
+    for part in ("model", "speculative", "engine", "cli"):
+        for path in sorted((core / part).rglob("*.py")):
+            assert own_kernels_read(path.read_text(encoding="utf-8")) == [], path.name
+    assert own_kernels_read("Decoder(config, weights, parts.backend.kernels)") == [1]
+    assert own_kernels_read("Decoder(config, weights, backend.kernels_in_use)") == []

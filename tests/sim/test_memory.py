@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from outrider.device import Observer, OutOfDeviceMemory, SynchronousCopyError
+from outrider.sanitizer import watch as watch_backend
 from outrider_sim.explore import explore
 
 
@@ -277,3 +278,20 @@ def test_observers_see_memory_come_and_go(sim):
     backend.detach()
     del b
     gc.collect()
+
+
+def test_the_host_touches_pinned_memory_of_the_device_that_it_belongs_to(sim):
+    """Another device made since is the current one; that changes nothing for memory of the first."""
+    first = sim()
+    pinned = first.empty_pinned("staging", (4,), torch.float32)
+    sim(like="rocm")
+    with watch_backend(first) as report:
+        pinned.renew()
+        pinned.tensor.fill_(3.0)
+        stream = first.create_stream("copy")
+        with first.on(stream):
+            x = torch.zeros(4, device="sim")
+        first.copy_async(x, pinned.tensor, stream=stream)
+        first.synchronize()
+        assert x.tolist() == [3.0] * 4
+    assert report.clean, str(report)

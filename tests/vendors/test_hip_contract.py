@@ -88,7 +88,7 @@ def test_properties_of_the_device():
     """What the architecture is read from."""
     tree = ast.parse((PLUGINS[0] / "backend.py").read_text())
     used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") == "properties"}
-    assert used == {"gcnArchName", "warp_size"}
+    assert used == {"gcnArchName", "warp_size", "multi_processor_count"}
     assert used <= set(properties())
     assert "gcn_arch_name" not in properties()
 

@@ -219,6 +219,12 @@ def test_texts_that_errors_are_known_by(wheel):
     assert "Two accelerators cannot be used" in wheel.text("torch_npu/__init__.py")
 
 
+def test_its_streams_are_torchs_streams(wheel):
+    """torch.accelerator, which makes a stream current, takes torch's own class; so streams must derive from it."""
+    assert "struct THNPStream : THPStream {" in wheel.text("torch_npu/include/torch_npu/csrc/npu/Stream.h")
+    assert wheel.has_symbol("device_index")
+
+
 def test_collectives_are_called_hccl(wheel):
     from outrider_npu import machine
 

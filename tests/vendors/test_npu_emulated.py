@@ -1,33 +1,18 @@
 """The plugin ``npu``, its code unchanged, on the emulation: in processes of their own, where torch's slot is called npu."""
 
 import ast
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from vendors.child import child, conform
 from vendors.surface import Mismatch, Surface, Unresolved
 from vendors.test_npu_contract import USES
 from vendors.wheel import Installed
 
 HERE = Path(__file__).parent
 CASES = sorted(HERE.glob("on_npu/case_*.py"))
-
-
-def child(*command, **environment):
-    path = os.pathsep.join([str(HERE / "emulated"), str(HERE.parent), *filter(None, sys.path)])
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=HERE.parents[1],
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
 
 
 # The engine's whole matrix takes a minute; `make test-slow` runs it.
@@ -52,22 +37,16 @@ def test_cases(file, only):
 POLICY = "declares a policy that this version's step doesn't carry out"
 
 
-def test_the_conformance_suite(tmp_path):
-    """L0 to L3, and the kernels of L4, on the plugin as it is found by its entry point. Its engine as far as core goes."""
-    script = (
-        "import pathlib, sys; from outrider.conformance.run import conform; "
-        "conform('npu', level='L4', report=pathlib.Path(sys.argv[1]), extra=('-p', 'emulation', '-q'))"
-    )
-    done = child("-c", script, str(tmp_path))
-    assert (tmp_path / "report.json").exists(), done.stdout[-3000:] + done.stderr[-3000:]
-    report = json.loads((tmp_path / "report.json").read_text())
+@pytest.mark.parametrize("level", ["L3", pytest.param("L4", marks=pytest.mark.slow)])
+def test_the_conformance_suite(tmp_path, level):
+    """On the plugin as it's found by its entry point. The engine of L4 runs as far as core carries the policy out."""
+    report = conform("npu", level, tmp_path, "emulation")
     failed = {test["id"]: test["reason"] for test in report["tests"] if test["outcome"] == "failed"}
     assert {name for name, reason in failed.items() if POLICY not in reason} == set()
     assert report["reached"] in ("L3", "L4")
     assert report["tier"]["kind"] == "simulated"
     assert report["capabilities"]["updates_graph_params"]
     assert report["capabilities"]["flags"]
-    print({level: found["counts"] for level, found in report["levels"].items()})
 
 
 # -- the emulation against the wheel ---------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from outrider.device import (
-    BackendLoadError,
     Capabilities,
     KernelSet,
     SpeculativeSync,
     StepMode,
     TorchDeviceBackend,
 )
+from outrider_triton.plugin import tuned_kernels
 
 CAPABILITIES = Capabilities(
     asynchronous=True,
@@ -35,41 +35,15 @@ class CudaSync(SpeculativeSync):
     step_modes = frozenset(StepMode)
 
 
-KERNELS = ("tuned", "triton", "torch")
-"""Values of the option ``kernels``: Triton's where this device's table says that they won, everywhere, or nowhere."""
-
-
-def _kernels(choice: str, device: torch.device) -> KernelSet:
-    if choice == "torch":
-        return KernelSet()
-    try:
-        import triton  # noqa: F401
-    except ImportError as error:
-        raise BackendLoadError(
-            f"backend 'cuda': kernels={choice} needs Triton, which torch's CUDA builds bring along, but importing it failed: "
-            f"{error}; install triton, or choose cuda:kernels=torch"
-        ) from error
-    from outrider_triton.kernelset import TritonKernels
-    from outrider_triton.table import load
-
-    properties = torch.cuda.get_device_properties(device)
-    return TritonKernels(
-        table=load(properties.name),
-        everywhere=choice == "triton",
-        processors=properties.multi_processor_count,
-        pdl=properties.major >= 9,
-    )
-
-
 class CudaBackend(TorchDeviceBackend):
-    """One CUDA device. ``kernels`` is one of :data:`KERNELS`; a device without a table is tuned to the torch references."""
+    """One CUDA device. Its kernels are those that were measured to be fastest on it, where there is a table of them."""
 
     # Sticky faults of the driver arrive as plain RuntimeErrors on some torch versions.
     sticky_faults = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
 
-    def __init__(self, ordinal: int, *, kernels: str = "tuned") -> None:
+    def __init__(self, ordinal: int) -> None:
         super().__init__("cuda", "cuda", ordinal)
-        self._kernels = _kernels(kernels, self.device)
+        self._kernels: KernelSet | None = None
         self._sync = CudaSync(self)
 
     @property
@@ -79,7 +53,9 @@ class CudaBackend(TorchDeviceBackend):
 
     @property
     def kernels(self) -> KernelSet:
-        """As the option ``kernels`` says."""
+        """Triton's where they won on this device, else the torch references; made when they're first asked for."""
+        if self._kernels is None:
+            self._kernels = tuned_kernels(self)
         return self._kernels
 
     @property
@@ -91,5 +67,5 @@ class CudaBackend(TorchDeviceBackend):
         return torch.cuda.CUDAGraph()
 
     def versions(self) -> Mapping[str, str]:
-        """Torch, CUDA runtime, device name and kernels."""
-        return {**super().versions(), "cuda": str(torch.version.cuda), "kernels": self._kernels.name}
+        """Torch, CUDA runtime and device name."""
+        return {**super().versions(), "cuda": str(torch.version.cuda)}

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from outrider.device.backend import Backend
 
 DESCRIPTION = "NVIDIA GPUs through torch's CUDA module"
-OPTIONS = {"kernels": "tuned (what won on this device, the default), triton (everywhere) or torch (nowhere)"}
 CI = CiDeclaration(
     runner_labels=("self-hosted", "gpu"),
     torch="https://download.pytorch.org/whl/cu130",
@@ -35,7 +34,6 @@ def backend_info() -> BackendInfo:
             advice=advice,
             device_count=count,
             ci=CI,
-            options=OPTIONS,
         )
 
     if torch.version.cuda is None:
@@ -56,16 +54,12 @@ def backend_info() -> BackendInfo:
 
 @hookimpl
 def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
-    """GPU ``ordinal``; option ``kernels``."""
-    unknown = sorted(set(options) - set(OPTIONS))
-    if unknown:
-        raise ConfigError(f"backend 'cuda' has no options {unknown}; expected {sorted(OPTIONS)}")
-    kernels = options.get("kernels", "tuned")
-    if kernels not in ("tuned", "triton", "torch"):
-        raise ConfigError(f"backend 'cuda': kernels is {kernels!r}; expected tuned, triton or torch")
+    """GPU ``ordinal``, without options."""
+    if options:
+        raise ConfigError(f"backend 'cuda' takes no options of its own, got {sorted(options)}")
     info = backend_info()
     if not info.usable:
         raise BackendLoadError(f"backend 'cuda' can't run here: {info.reason}; {info.advice}")
     from outrider_cuda.backend import CudaBackend
 
-    return CudaBackend(ordinal, kernels=kernels)
+    return CudaBackend(ordinal)

@@ -124,7 +124,6 @@ class NpuKernels(KernelSet):
         *,
         scale: float,
         window: int = 0,
-        soon: Tensor | None = None,
     ) -> Tensor:
         """The fused operator gets the lengths as a list of the host: the exact ones where the metadata has them, read
         through ``Backend.reissue`` so that a graph can be rebound; else their bound, and the mask hides the rest.
@@ -132,7 +131,6 @@ class NpuKernels(KernelSet):
         *Workspace.* In a capture, one for all layers of the same shape; it lives as long as the graph, and makes the
         attention of one capture a matter of one stream.
         """
-        del soon
         if self.unfused(q, k_cache, metadata.max_query):
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
         tokens, heads, size = q.shape

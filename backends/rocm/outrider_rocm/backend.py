@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from outrider.device import Capabilities, KernelSet, SpeculativeSync, TorchDeviceBackend, Waiter
+from outrider.device import BackendLoadError, Capabilities, KernelSet, SpeculativeSync, TorchDeviceBackend, Waiter
 from outrider_rocm.architecture import Architecture, parse_architecture
 from outrider_rocm.options import RocmOptions
 
@@ -31,6 +31,20 @@ CAPABILITIES = Capabilities(
 )
 
 
+def _triton(compute_units: int) -> KernelSet:
+    """The kernels that are shared with other devices; there is no table of what wins on this one."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise BackendLoadError(
+            f"backend 'rocm': kernels=triton needs Triton, which torch's ROCm builds bring along, but importing it failed: "
+            f"{error}; install triton, or choose rocm:kernels=torch"
+        ) from error
+    from outrider_triton.kernelset import TritonKernels
+
+    return TritonKernels(table=None, everywhere=True, processors=compute_units, pdl=False)
+
+
 class RocmSync(SpeculativeSync):
     """Events with generations. Published lengths are waited for on the host where that is faster, and results are copied
     out on the forward stream, unless an option says otherwise.
@@ -44,17 +58,20 @@ class RocmSync(SpeculativeSync):
 
 
 class RocmBackend(TorchDeviceBackend):
-    """One AMD GPU. Kernels are the torch references."""
+    """One AMD GPU."""
+
+    device_type = "cuda"  # HIP answers under that name
 
     # HIP's texts of errors after which the context is gone; they arrive as plain RuntimeErrors on some torch versions.
     sticky_faults = ("illegal memory access", "unspecified launch failure", "device-side assert", "hipErrorLaunchFailure")
 
     def __init__(self, ordinal: int, options: RocmOptions | None = None) -> None:
-        super().__init__("rocm", "cuda", ordinal)
+        super().__init__("rocm", self.device_type, ordinal)
         properties = self.module.get_device_properties(self.device)
         self.architecture: Architecture = parse_architecture(properties.gcnArchName, properties.warp_size)
-        self._kernels = KernelSet()
-        self._sync = RocmSync(self, options or RocmOptions())
+        chosen = options or RocmOptions()
+        self._kernels = KernelSet() if chosen.kernels == "torch" else _triton(int(properties.multi_processor_count))
+        self._sync = RocmSync(self, chosen)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -63,7 +80,7 @@ class RocmBackend(TorchDeviceBackend):
 
     @property
     def kernels(self) -> KernelSet:
-        """The torch references."""
+        """As the option ``kernels`` says."""
         return self._kernels
 
     @property

@@ -11,16 +11,20 @@ from outrider.device.errors import ConfigError
 OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "published": "who waits for published lengths: stream, host, or auto (default) by architecture",
+        "kernels": "torch (default): its own operators; triton: Triton's kernels, which nobody has run on such a device yet",
         "results": "the stream that copies results out: forward (default) or copy",
     }
 )
-_VALUES = {"published": ("auto", "stream", "host"), "results": ("forward", "copy")}
+_VALUES = {"kernels": ("torch", "triton"), "published": ("auto", "stream", "host"), "results": ("forward", "copy")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RocmOptions:
-    """``published``: auto, stream or host. ``results_on_forward``: copies to the host go on the forward stream."""
+    """``kernels``: torch or triton. ``published``: auto, stream or host. ``results_on_forward``: copies to the host go on
+    forward.
+    """
 
+    kernels: str = "torch"
     published: str = "auto"
     results_on_forward: bool = True
 
@@ -33,6 +37,7 @@ def parse_options(options: Mapping[str, str]) -> RocmOptions:
         if value not in _VALUES[key]:
             raise ConfigError(f"option {key}={value!r}: expected one of {', '.join(_VALUES[key])}")
     return RocmOptions(
+        kernels=options.get("kernels", "torch"),
         published=options.get("published", "auto"),
         results_on_forward=options.get("results", "forward") == "forward",
     )

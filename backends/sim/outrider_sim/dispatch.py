@@ -373,11 +373,7 @@ class Dispatcher:
     # -- pinned host tensors ----------------------------------------------------------------------------------------
 
     def pinned(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """An operator on pinned host memory, or (`func` is "host") one host access of a whole tensor."""
-        if func == "host":
-            tensor, write = args
-            self.current.host_access(tensor, write)
-            return None
+        """An operator on pinned host memory."""
         if any(issubclass(kind, SimTensor) for kind in types):
             return self(func, args, kwargs)
         info = self.info(func)

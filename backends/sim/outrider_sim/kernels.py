@@ -41,10 +41,8 @@ class HostLengthKernels(KernelSet):
         *,
         scale: float,
         window: int = 0,
-        soon: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`KernelSet.paged_attention`."""
-        del soon
         exact = metadata.host_kv_lens
         if exact is None:
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)

@@ -15,16 +15,25 @@ from torch import Tensor
 
 
 class HostAllocation:
-    """Pinned memory from the call that made it to the last reference. `id` is the address, as everywhere in torch."""
+    """Pinned memory from the call that made it to the last reference. `id` is the address, as everywhere in torch.
 
-    __slots__ = ("address", "id", "line", "nbytes", "release")
+    `accessed` is told of each read or write by the host: the device that the memory belongs to, whichever is current.
+    """
 
-    def __init__(self, tensor: Tensor, release: Callable[[HostAllocation], None]) -> None:
+    __slots__ = ("accessed", "address", "id", "line", "nbytes", "release")
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        release: Callable[[HostAllocation], None],
+        accessed: Callable[[PinnedTensor, bool], None],
+    ) -> None:
         storage = tensor.untyped_storage()
         self.address = self.id = storage.data_ptr()
         self.nbytes = storage.nbytes()
         self.line = ""
         self.release = release
+        self.accessed = accessed
 
     def __del__(self) -> None:
         self.release(self)
@@ -67,7 +76,7 @@ class PinnedTensor(Tensor):
         """A plain tensor over the same bytes; `write` says which host access to note, None notes none."""
         made = alias(self)
         if write is not None:
-            type(self)._dispatch("host", (), (self, write), {})
+            self._alloc.accessed(self, write)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

@@ -64,7 +64,7 @@ class Sim:
             plain = torch.empty(shape, dtype=dtype)
             if self.options.poison:
                 plain.fill_(float("nan") if dtype.is_floating_point else 0x7F if dtype.itemsize == 1 else 0x7FFF)
-        allocation = HostAllocation(plain, self._release_host)
+        allocation = HostAllocation(plain, self._release_host, self.host_access)
         if self.machine.strategy.needs_accesses:
             self.machine.bases[allocation.id] = self.memory.take_address(allocation.nbytes)
         tap = self.machine.tap

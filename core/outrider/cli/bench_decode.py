@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import textwrap
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,11 @@ from outrider.cli.models import (
     DraftOption,
     DraftTokensOption,
     DraftTopkOption,
+    GraphsOption,
     ModelOption,
+    ModeOption,
+    OverlapOption,
+    Running,
     SpeculateOption,
     Speculation,
     load,
@@ -61,6 +66,9 @@ def decode(
             help="With --shape, synthetic acceptance: tokens that an iteration yields on average, by decree.",
         ),
     ] = None,
+    mode: ModeOption = "staged",
+    graphs: GraphsOption = False,
+    overlap: OverlapOption = False,
     json_output: JsonOption = False,
 ) -> Report:
     """Measure decode iterations: median time, tokens a second, and the ratio to the limit.
@@ -71,6 +79,7 @@ def decode(
     from outrider.cli.torch_probe import require_torch
 
     sizes = _sizes(batch)
+    running = Running(mode=mode, graphs=graphs, overlap=overlap)
     for name, value in (("--new-tokens", new_tokens), ("--prompt-tokens", prompt_tokens)):
         if value < 1:
             raise ConfigError(f"{name} is {value}; expected at least 1")
@@ -92,7 +101,11 @@ def decode(
         )
         dtype = dtype or "bfloat16"
         engine = work.load(
-            backend, max_requests=max(sizes), dtype=dtype, max_context=prompt_tokens + new_tokens + 2 * (draft_tokens + 1)
+            backend,
+            running=running,
+            max_requests=max(sizes),
+            dtype=dtype,
+            max_context=prompt_tokens + new_tokens + 2 * (draft_tokens + 1),
         )
         described = work.described
     else:
@@ -106,7 +119,7 @@ def decode(
             through_transformers=through_transformers,
         )
         dtype = dtype or "float32"
-        engine = load(backend, speculation, max_requests=max(sizes), dtype=dtype)
+        engine = load(backend, speculation, max_requests=max(sizes), dtype=dtype, running=running)
         described = {
             "model": _shown(speculation.model, model),
             "draft": None if speculation.kind == "none" else _shown(speculation.draft, draft),
@@ -124,6 +137,7 @@ def decode(
         **described,
         "draft_tokens": engine.proposer.depth,
         "dtype": dtype,
+        **asdict(running),
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
         "bandwidth_gb_per_s": bandwidth / 1e9,
@@ -163,7 +177,7 @@ def _run(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> tup
     from outrider.engine.request import SamplingParams
 
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-    lengths = {engine.add_request(prompt, params): prompt_tokens for prompt in _prompts(engine, batch, prompt_tokens)}
+    lengths = {engine.add_request(prompt, params): prompt_tokens for prompt in prompts_for(engine, batch, prompt_tokens)}
     started: set[int] = set()
     seconds: list[float] = []
     contexts: list[float] = []
@@ -185,7 +199,7 @@ def _run(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> tup
     return seconds, counted, statistics.fmean(contexts) if contexts else 0.0
 
 
-def _prompts(engine: Engine, batch: int, prompt_tokens: int) -> list[list[int]]:
+def prompts_for(engine: Engine, batch: int, prompt_tokens: int) -> list[list[int]]:
     """Different stretches of real text: what a model has never seen anything like, it doesn't accept drafts for.
 
     An engine without a tokenizer has random weights, to which every token is alike.

@@ -21,7 +21,11 @@ from outrider.cli.models import (
     DraftTokensOption,
     DraftTopkOption,
     DtypeOption,
+    GraphsOption,
     ModelOption,
+    ModeOption,
+    OverlapOption,
+    Running,
     SpeculateOption,
     Speculation,
     load,
@@ -74,6 +78,9 @@ def generate(
     draft_nodes: DraftNodesOption = None,
     through_transformers: DoorOption = False,
     dtype: DtypeOption = "float32",
+    mode: ModeOption = "staged",
+    graphs: GraphsOption = False,
+    overlap: OverlapOption = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also decode greedily without speculation; exit code 1 if the tokens differ.")
     ] = False,
@@ -113,7 +120,8 @@ def generate(
         draft_nodes=draft_nodes,
         through_transformers=through_transformers,
     )
-    engine = load(backend, speculation, max_requests=n, dtype=dtype)
+    running = Running(mode=mode, graphs=graphs, overlap=overlap)
+    engine = load(backend, speculation, max_requests=n, dtype=dtype, running=running)
     question = Question.ask(engine, text, speculation.model, image or ())
     if n > 1:
         return _samples(engine, question, params, speculation.kind)
@@ -123,10 +131,10 @@ def generate(
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted after {len(run.tokens)} tokens", run.data(engine)) from None
     data: dict[str, object] = {**run.data(engine), "speculate": speculation.kind}
-    if not compare:
-        return Report(data=data, render=lambda console: _summary(console, data))
+    if run.error is not None or not compare:
+        return Report(data=data, render=lambda console: _summary(console, data), exit_code=1 if run.error else 0)
     plain = _Run(question)
-    plain_engine = load(backend, speculation.without(), max_requests=1, dtype=dtype)
+    plain_engine = load(backend, speculation.without(), max_requests=1, dtype=dtype, running=running)
     plain.stream(plain_engine, params, None)
     same = plain.tokens == run.tokens
     data["same_as_plain"] = same
@@ -152,6 +160,7 @@ class _Run:
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
+    error: str | None = None
     iterations: int = 0
     acceptance_length: float = 0.0
     seconds: float = 0.0
@@ -179,6 +188,7 @@ class _Run:
                     self._say(output.text if output.text is not None else "".join(pieces), write)
                     if output.finish_reason is not None:
                         self.finish_reason = str(output.finish_reason)
+                    self.error = self.error or output.error
             if not params.stop:
                 self._say(decoder.flush(), write)
         finally:
@@ -204,6 +214,7 @@ class _Run:
             "token_ids": self.tokens,
             **({"logprobs": logprob_data(self.logprobs)} if self.logprobs else {}),
             "finish_reason": self.finish_reason,
+            **({"error": self.error} if self.error else {}),
             "acceptance_length": self.acceptance_length,
             "iterations": self.iterations,
             "backend": engine.backend.name,
@@ -223,6 +234,7 @@ def _samples(engine: Engine, question: Question, params: SamplingParams, specula
             "text": result.text if result.text is not None else engine.tokenizer.decode(result.token_ids),
             "token_ids": result.token_ids,
             "finish_reason": str(result.finish_reason),
+            **({"error": result.error} if result.error else {}),
             **({"logprobs": logprob_data(result.logprobs)} if result.logprobs else {}),
         }
         for result in results
@@ -245,7 +257,10 @@ def _samples(engine: Engine, question: Question, params: SamplingParams, specula
             console.print(str(sample["text"]))
         _summary(console, data)
 
-    return Report(data=data, render=render)
+    failed = next((result.error for result in results if result.error), None)
+    if failed is not None:
+        data["error"] = failed
+    return Report(data=data, render=render, exit_code=1 if failed else 0)
 
 
 def _summary(console: Console, data: dict[str, object]) -> None:
@@ -253,6 +268,8 @@ def _summary(console: Console, data: dict[str, object]) -> None:
         f"\n{data['tokens_per_s']:.1f} tokens/s, acceptance length {data['acceptance_length']:.2f}, "
         f"{data['iterations']} iterations, finished: {data['finish_reason']}, backend {data['backend']} ({data['device']})"
     )
+    if "error" in data:
+        console.print(f"error: {data['error']}; the text before it is right", style="bold red", markup=False)
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:

@@ -48,9 +48,28 @@ DoorOption = Annotated[
     ),
 ]
 DraftTokensOption = Annotated[int, typer.Option("--draft-tokens", metavar="K", help="Tokens drafted in an iteration.")]
+ModeOption = Annotated[
+    str,
+    typer.Option("--mode", metavar="staged|fused", help="Stages on their own streams, or the whole iteration in one graph."),
+]
+GraphsOption = Annotated[
+    bool, typer.Option("--graphs/--no-graphs", help="In staged mode too, replay each stage from a graph.")
+]
+OverlapOption = Annotated[
+    bool, typer.Option("--overlap/--no-overlap", help="Launch an iteration before the results of the one before are read.")
+]
 DtypeOption = Annotated[
     str, typer.Option("--dtype", metavar="DTYPE", help="Of weights, activations and cache: float32, bfloat16, float16, …")
 ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Running:
+    """How iterations are launched; the names are those of :class:`~outrider.engine.EngineConfig`."""
+
+    mode: str = "staged"
+    graphs: bool = False
+    overlap: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +119,7 @@ def bundled(part: str) -> Path:
     return Path(str(resources.files("outrider").joinpath("bundled", part)))
 
 
-def load(backend: str | None, speculation: Speculation, *, max_requests: int, dtype: str) -> Engine:
+def load(backend: str | None, speculation: Speculation, *, max_requests: int, dtype: str, running: Running) -> Engine:
     """Choose the backend and load the checkpoint onto it; progress goes to standard error, on a terminal alone."""
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
@@ -111,19 +130,22 @@ def load(backend: str | None, speculation: Speculation, *, max_requests: int, dt
         draft_topk=speculation.draft_topk,
         draft_nodes=speculation.draft_nodes,
         dtype=dtype,
+        mode=running.mode,
+        graphs=running.graphs,
+        overlap=running.overlap,
     )
     builders = plugin_builders(speculation.kind)
     registry = Registry()
     device = registry.create(registry.select(backend, backend_from_environment()))
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tensors"))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         bar_of: dict[str, TaskID] = {}
 
-        def progress(file: str, done: int, total: int) -> None:
-            if file not in bar_of:
-                bar_of[file] = bars.add_task(f"loading {file}", total=total)
-            bars.update(bar_of[file], completed=done)
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in bar_of:
+                bar_of[what] = bars.add_task(what, total=total)
+            bars.update(bar_of[what], completed=done)
 
         return Engine.from_checkpoint(
             speculation.model,
@@ -133,5 +155,6 @@ def load(backend: str | None, speculation: Speculation, *, max_requests: int, dt
             builders=builders,
             config=config,
             through_transformers=speculation.through_transformers,
-            progress=progress,
+            progress=lambda file, done, total: progress(f"loading {file}", done, total),
+            capture_progress=lambda done, total: progress("capturing graphs", done, total),
         )

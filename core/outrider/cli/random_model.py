@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outrider.cli.environment import backend_from_environment
+from outrider.cli.models import Running
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 
@@ -44,7 +45,7 @@ class RandomModel:
             "acceptance": "real" if self.accept_length is None else f"synthetic, mean {self.accept_length:g}",
         }
 
-    def load(self, backend: str | None, *, max_requests: int, dtype: str, max_context: int) -> Engine:
+    def load(self, backend: str | None, *, running: Running, max_requests: int, dtype: str, max_context: int) -> Engine:
         """Choose the backend and make the weights on it."""
         from outrider.engine.config import EngineConfig
         from outrider.engine.engine import Engine
@@ -59,6 +60,10 @@ class RandomModel:
             max_context=max_context,
             prefix_cache=False,
             penalties=False,
+            max_logprobs=0,
+            mode=running.mode,
+            graphs=running.graphs,
+            overlap=running.overlap,
         )
         shape = shape_config(self.shape)
         registry = Registry()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from outrider.device import Backend, Fence, StepMode
 from outrider.engine.buffers import StaticBuffers, step_buffers
@@ -19,7 +18,7 @@ from outrider.engine.results import Results
 from outrider.engine.rows import FutureMap, LengthsOnHost, RowTable
 from outrider.engine.stages import Stage, Stages
 from outrider.engine.staging import Staging, staging_capacity
-from outrider.model import Decoder, KVCache, LanguageModel, Progress, VisionTower, load_decoder, load_through_transformers
+from outrider.model import KVCache, LanguageModel, VisionTower
 from outrider.speculative.proposer import Proposer
 
 
@@ -45,7 +44,8 @@ def assemble(
     device = backend.device
 
     sync = backend.speculative_sync
-    schedule, forward, plan = (backend.create_stream(name) for name in ("schedule", "forward", "plan"))
+    schedule, forward = backend.create_stream("schedule"), backend.create_stream("forward")
+    plan = backend.create_stream("plan") if config.plan_stream else forward
     copy = forward if sync.results_on_forward else backend.create_stream("copy")
     update = backend.create_stream("update") if sync.rebind_params else None
     streams = Streams(schedule, forward, plan, copy, update)
@@ -128,15 +128,3 @@ def build_runner(parts: StepParts, stages: Stages, config: EngineConfig, progres
     )
     buckets = config.buckets or buckets_up_to(config.max_requests)
     return GraphRunner(parts, stages, which=which, buckets=buckets, everything=everything, progress=progress)
-
-
-def load_model(
-    directory: Path, backend: Backend, config: EngineConfig, through_transformers: bool, progress: Progress | None
-) -> LanguageModel:
-    """The model of a checkpoint, native or by transformers' own code, with the kernels that the config asks for."""
-    if through_transformers:
-        return load_through_transformers(directory, backend=backend, dtype=config.torch_dtype)
-    model = load_decoder(directory, backend=backend, dtype=config.torch_dtype, progress=progress)
-    if config.batch_invariant:
-        return Decoder(model.config, model.weights, backend.kernels_in_use.batch_invariant())
-    return model

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from outrider.device import Backend, ConfigError, DeviceFault, Fence, RequestError, StepMode
-from outrider.engine.assembly import assemble, build_runner, load_model, ring_slots
+from outrider.engine.assembly import assemble, build_runner, ring_slots
 from outrider.engine.checks import (
     check_invariance,
     check_options,
@@ -18,20 +18,22 @@ from outrider.engine.checks import (
     context_limit,
 )
 from outrider.engine.config import EngineConfig
+from outrider.engine.graphs import CaptureProgress
 from outrider.engine.hand_over import HandOver
 from outrider.engine.lifeline import Lifeline
-from outrider.engine.logprobs import TokenLogprobs
+from outrider.engine.loading import load_checkpoint
 from outrider.engine.media import RequestMedia, expanded
 from outrider.engine.pages import FreeList, PagePool
+from outrider.engine.parts import Streams
 from outrider.engine.request import Completion, FinishReason, Request, StepOutput
-from outrider.engine.results import Ticket
+from outrider.engine.results import Outcome, Ticket
 from outrider.engine.sampling import SamplingParams
 from outrider.engine.scheduler import OutOfPages, Scheduler, SchedulerLimits
 from outrider.engine.stages import Stages
 from outrider.engine.staging import Batch
 from outrider.engine.stats import EngineStats as EngineStats
 from outrider.engine.step import Step
-from outrider.engine.text import StopText
+from outrider.engine.text import watch
 from outrider.engine.transfer import bring_here, collect
 from outrider.engine.watchdog import Watchdog
 from outrider.model import (
@@ -39,9 +41,8 @@ from outrider.model import (
     Media,
     Tokenizer,
     VisionTower,
-    load_vision,
 )
-from outrider.speculative.build import BUILDERS, Builder, DraftOptions, build
+from outrider.speculative.build import Builder
 from outrider.speculative.proposer import PlainProposer, Proposer
 
 Progress = Callable[[str, int, int], None]
@@ -66,6 +67,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         wrap_fence: Callable[[Fence], Fence] | None = None,
         vision: VisionTower | None = None,
+        capture_progress: CaptureProgress | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.backend = backend
@@ -101,7 +103,10 @@ class Engine:
             ),
         )
         stages = Stages(parts)
-        self._step = Step(parts, stages, build_runner(parts, stages, config), mode=config.step_mode, slots=ring_slots(config))
+        with backend.guard("capturing the engine's graphs"):
+            runner = build_runner(parts, stages, config, capture_progress)
+        self.captured = runner.report
+        self._step = Step(parts, stages, runner, mode=config.step_mode, slots=ring_slots(config))
         fused_waits = config.step_mode is StepMode.FUSED and backend.speculative_sync.fused_host_wait
         self._runs_ahead = config.overlap and not fused_waits
         self._in_flight: deque[Ticket] = deque()
@@ -122,6 +127,7 @@ class Engine:
         config: EngineConfig | None = None,
         through_transformers: bool = False,
         progress: Progress | None = None,
+        capture_progress: CaptureProgress | None = None,
     ) -> Engine:
         """Load a checkpoint (and its draft) and build an engine for it.
 
@@ -129,31 +135,31 @@ class Engine:
         those that have one. ``builders`` are further proposers by name.
 
         ``through_transformers`` runs the model by transformers' own code on the paged cache: any decoder with a
-        replaceable attention, slower than a native one. ``progress(file, done, total)`` is told of each tensor loaded.
+        replaceable attention, slower than a native one. ``progress(file, done, total)`` is told of each tensor loaded,
+        ``capture_progress(done, total)`` of each batch size captured.
 
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
         config = config or EngineConfig()
-        known = {**BUILDERS, **(builders or {})}
-        if speculate not in known:  # before anything is loaded
-            raise ConfigError(f"speculate is {speculate!r}; expected one of {', '.join(sorted(known))}")
-        model = load_model(model_dir, backend, config, through_transformers, progress)
-        options = DraftOptions(
-            target=model,
-            backend=backend,
-            dtype=config.torch_dtype,
-            directory=draft_dir,
-            draft_tokens=config.draft_tokens,
-            topk=config.draft_topk,
-            nodes=config.draft_nodes,
+        loaded = load_checkpoint(
+            model_dir,
+            backend,
+            config,
+            draft_dir=draft_dir,
+            speculate=speculate,
+            builders=builders,
+            through_transformers=through_transformers,
             progress=progress,
         )
-        proposer = build(speculate, options, builders=builders)
-        tokenizer = Tokenizer.from_checkpoint(model_dir)
-        vision = None
-        if model.config.vision is not None:
-            vision = load_vision(model_dir, backend=backend, dtype=config.torch_dtype, progress=progress)
-        return cls(model, backend, proposer=proposer, config=config, tokenizer=tokenizer, vision=vision)
+        return cls(
+            loaded.model,
+            backend,
+            proposer=loaded.proposer,
+            config=config,
+            tokenizer=loaded.tokenizer,
+            vision=loaded.vision,
+            capture_progress=capture_progress,
+        )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -181,6 +187,11 @@ class Engine:
     def free_pages(self) -> int:
         """KV pages that no request holds; some of them may be cached prefixes."""
         return self._scheduler.pages.available
+
+    @property
+    def streams(self) -> Streams:
+        """The engine's streams, for tools."""
+        return self._parts.streams
 
     @property
     def free_rows(self) -> int:
@@ -223,7 +234,7 @@ class Engine:
         for index in range(params.n):
             request = Request(self._next_id, prompt, params.sample(index), stops, priority, pictures, rope_key)
             if params.stop:
-                request.stop_text = self._watch(params)
+                request.stop_text = watch(self.tokenizer, params)
             self._next_id += 1
             self._requests[request.id] = request
             samples.append(request)
@@ -242,8 +253,7 @@ class Engine:
         request = self._requests.pop(request_id, None)
         if request is None:
             raise RequestError(f"request {request_id} isn't waiting or running; it may have finished already")
-        request.finish_reason = FinishReason.ABORT
-        self._pending.append(StepOutput(request.id, (), FinishReason.ABORT, text=request.new_text()))
+        self._pending.append(request.end(FinishReason.ABORT))
         self._scheduler.drop_waiting(request)
         self._start_followers(request)
         self._scheduler.retire()
@@ -288,7 +298,7 @@ class Engine:
         request.iterations, request.verified_tokens = handed.iterations, handed.verified_tokens
         request.context = (*handed.prompt, *handed.output[:-1])
         if handed.params.stop:
-            request.stop_text = self._watch(handed.params, handed.output)
+            request.stop_text = watch(self.tokenizer, handed.params, handed.output)
             request.text.append(request.stop_text.take())
         with self._lifeline.working("taking a request over"):
             request.arrival = bring_here(self._parts, handed)
@@ -401,13 +411,6 @@ class Engine:
             self.tokenizer  # noqa: B018  (raises when there is none)
         return frozenset(stops)
 
-    def _watch(self, params: SamplingParams, output: Sequence[int] = ()) -> StopText:
-        """Looks for the stop strings, behind the ``output`` so far."""
-        watch = StopText(self.tokenizer.stream(), params.stop, overlook=params.min_tokens)
-        for token in output:
-            watch.push(token)
-        return watch
-
     def _pictures(self, prompt: tuple[int, ...], media: Sequence[Media]) -> RequestMedia | None:
         """The media of a prompt; placeholders without media raise."""
         vision = self.model.config.vision
@@ -469,31 +472,27 @@ class Engine:
                 request.verified_tokens += len(tokens)
                 self._counts["request_iterations"] += 1
                 self._counts["verified_tokens"] += len(tokens)
-                self._emit(request, tokens, outcome.logprobs.get(request.id, ()))
+                self._emit(request, tokens, outcome)
         for chunk, first in zip(ticket.batch.prefill, outcome.first_tokens, strict=True):
             chunk.request.in_flight -= 1
-            if first is not None and not chunk.request.finished:
-                self._emit(chunk.request, (first,), outcome.logprobs.get(chunk.request.id, ()))
+            if (first is not None or chunk.request.id in outcome.bad) and not chunk.request.finished:
+                self._emit(chunk.request, () if first is None else (first,), outcome)
         for request, _ in ticket.batch.arrivals:
             request.in_flight -= 1
 
-    def _emit(self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        """Append tokens up to the first stop token, the one that completes a stop string, or the limit."""
-        taken: list[int] = []
-        watch = request.stop_text
-        for token in tokens:
-            taken.append(token)
-            if token in request.stop_tokens or (watch is not None and watch.push(token)):
-                request.finish_reason = FinishReason.STOP
-                break
-            if len(request.output) + len(taken) == request.params.max_tokens:
-                request.finish_reason = FinishReason.LENGTH
-                break
-        request.output.extend(taken)
-        self._scheduler.register(request, len(request.prompt) + len(request.output) - 1)
-        self._counts["emitted_tokens"] += len(taken)
-        request.logprobs.extend(logprobs[: len(taken)])
-        text = request.new_text()
-        self._pending.append(StepOutput(request.id, tuple(taken), request.finish_reason, tuple(logprobs[: len(taken)]), text))
+    def _emit(self, request: Request, tokens: Sequence[int], outcome: Outcome) -> None:
+        """Hand new tokens on; none, and the request's end, where a probe found a bad value."""
+        bad = outcome.bad.get(request.id, ())
+        if bad:
+            # Nobody may take over a page whose keys and values may be bad as well.
+            self._scheduler.pages.forget_all()
+            found = "; ".join(str(each) for each in bad)
+            self._pending.append(request.end(FinishReason.ERROR, f"request {request.id}: {found}"))
+        else:
+            output = request.take(tokens, outcome.logprobs.get(request.id, ()))
+            self._scheduler.register(request, len(request.prompt) + len(request.output) - 1)
+            self._counts["emitted_tokens"] += len(output.tokens)
+            self._pending.append(output)
         if request.finished:
             del self._requests[request.id]
+            self._start_followers(request)

@@ -18,7 +18,7 @@ from outrider.engine.parts import StepParts
 from outrider.engine.stages import Call, Stage, Stages
 from outrider.speculative.lengths import HostLengths
 
-CaptureProgress = Callable[[str, int, int], None]
+CaptureProgress = Callable[[int, int], None]
 
 
 _READS = {
@@ -46,7 +46,11 @@ def buckets_up_to(most: int) -> tuple[int, ...]:
 
 
 class Runner(ABC):
-    """Runs stages on forward. What it is asked for a batch is the same for graphs and without."""
+    """Runs stages on forward. What it is asked for a batch is the same for graphs and without. ``report``: what was captured;
+    None without graphs.
+    """
+
+    report: CaptureReport | None = None
 
     def __init__(self, parts: StepParts, stages: Stages) -> None:
         self._parts = parts
@@ -142,12 +146,10 @@ class GraphRunner(Runner):
         # The largest first: the smaller ones then fit into the memory that the pool has already.
         for bucket in reversed(self.buckets):
             for features in self._features:
-                if progress is not None:
-                    progress(f"capturing graphs for {bucket} requests", done, total)
                 self._captured[bucket, features] = self._capture(bucket, features, pools)
                 done += 1
-        if progress is not None:
-            progress("captured", total, total)
+                if progress is not None:
+                    progress(done, total)
         after = parts.backend.memory_info().free if limited else 0
         count = len({id(graph) for captured in self._captured.values() for graph in captured.graphs.values()})
         self.report = CaptureReport(count, self.buckets, before - after if limited else None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 
 from outrider.device import Backend, DeadlockError, DeviceError, DeviceFault, DeviceStuck, EngineStopped
 from outrider.engine.parts import Streams
@@ -75,7 +74,7 @@ class Lifeline:
         well = True
         for _ in range(_PATIENCE):
             try:
-                self._watchdog.quiet(self._backend, (getattr(streams, field.name) for field in fields(streams)))
+                self._watchdog.quiet(self._backend, streams.all)
                 return well
             except DeviceError as error:
                 if error.device_lost:

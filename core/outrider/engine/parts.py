@@ -19,7 +19,7 @@ from outrider.speculative.proposer import Proposer
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The streams of an engine. ``copy`` is forward itself where results are copied there; ``update`` rebinds host
+    """The streams of an engine. ``plan`` and ``copy`` may be forward itself; ``update`` rebinds host
     parameters of graphs, on devices that have such.
     """
 
@@ -28,6 +28,12 @@ class Streams:
     plan: Stream
     copy: Stream
     update: Stream | None = None
+
+    @property
+    def all(self) -> tuple[Stream, ...]:
+        """Each of them once."""
+        streams = (self.schedule, self.forward, self.plan, self.copy, self.update)
+        return tuple(dict.fromkeys(stream for stream in streams if stream is not None))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Checks of values on the device, before they are copied into a static buffer: found there, told at the next results.
 
-A probe says of each request which value is the first bad one. It changes nothing and never clamps; the host learns of it
-with the results of the iteration and ends the request.
+A probe says of each request which value is the first bad one. The host learns of it with the results of the iteration, and
+ends the request with an error that names it; nothing is put right in silence.
 """
 
 from __future__ import annotations
@@ -69,15 +69,24 @@ class Probes:
         """Numbers that a request's findings take."""
         return 2 * len(self.probes)
 
-    def check(self, values: Mapping[str, Tensor], found: Tensor) -> None:
-        """Look at ``values``, [B, ...] by the name of their probe; write into ``found`` int64 [B, width]."""
+    def check(self, values: Mapping[str, Tensor], found: Tensor) -> dict[str, Tensor]:
+        """Look at ``values``, [B, ...] by the name of their probe; write into ``found`` int64 [B, width].
+
+        Returns the values to go on with. They are the same, but whole numbers of a request with a bad one are its lower
+        bound: an index that is out of range would take the device down before anybody could be told.
+        """
+        usable = dict(values)
         for name, value in values.items():
             bounds = self.probes[self._index[name]].bounds
             flat = value.reshape(value.shape[0], -1)
             if bounds is None:
                 found[:, self.columns(name)] = self._kernels.find_nan(flat)
-            else:
-                found[:, self.columns(name)] = self._kernels.find_outside(flat, *bounds)
+                continue
+            bad = self._kernels.find_outside(flat, *bounds)
+            found[:, self.columns(name)] = bad
+            right = (bad[:, :1] < 0).view(-1, *([1] * (value.dim() - 1)))
+            usable[name] = torch.where(right, value, bounds[0])
+        return usable
 
     def skip(self, names: Sequence[str], found: Tensor) -> None:
         """Nothing was looked at in this iteration."""
@@ -92,8 +101,3 @@ class Probes:
             if index >= 0:
                 bad.append(BadValue(probe.buffer, index, None if probe.bounds is None else value, probe.bounds))
         return tuple(bad)
-
-
-def nothing_found(width: int, rows: int, device: torch.device) -> Tensor:
-    """Findings int64 [rows, width] before any probe has run."""
-    return torch.full((rows, width), -1, dtype=torch.int64, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -22,6 +23,8 @@ class FinishReason(StrEnum):
     """``max_tokens`` were generated."""
     ABORT = "abort"
     """The caller aborted it."""
+    ERROR = "error"
+    """A value on the device was bad; the output says which, and the tokens before stay valid."""
     HAND_OVER = "hand_over"
     """The caller took it out, for another engine to go on with."""
 
@@ -31,7 +34,7 @@ class StepOutput:
     """New tokens of one request. ``finish_reason`` is None while the request goes on.
 
     ``logprobs``: one for each token, where the request asked for them. ``text``: what has become certain of the text of a
-    request with stop strings; None for other requests.
+    request with stop strings; None for other requests. ``error``: what was found, with the finish reason ``error``.
     """
 
     request_id: int
@@ -39,6 +42,7 @@ class StepOutput:
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...] = ()
     text: str | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class Completion:
     """A finished request. ``acceptance_length``: tokens that a target verification yielded on average, the decided one
     included; ``iterations``: how many verifications that took. Prefill, which yields the first token, counts in neither.
     ``logprobs``: one for each token, where asked for. ``text``: that of a request with stop strings, up to the string.
+    ``error``: what was found, with the finish reason ``error``.
     """
 
     request_id: int
@@ -55,6 +60,7 @@ class Completion:
     acceptance_length: float
     logprobs: tuple[TokenLogprobs, ...] = ()
     text: str | None = None
+    error: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +100,7 @@ class Request:
     arrival: HandOver | None = None
     """What another engine computed of it, until that is in the cache."""
     finish_reason: FinishReason | None = None
+    error: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     stop_text: StopText | None = None
     """Watches for stop strings; None without any."""
@@ -144,6 +151,28 @@ class Request:
         """The most tokens that can be in the cache once all launched iterations have run, each growing by ``growth``."""
         return self.known_length + self.decodes_in_flight * growth
 
+    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> StepOutput:
+        """Append tokens up to the first stop token, the one that completes a stop string, or the limit."""
+        taken: list[int] = []
+        for token in tokens:
+            taken.append(token)
+            if token in self.stop_tokens or (self.stop_text is not None and self.stop_text.push(token)):
+                self.finish_reason = FinishReason.STOP
+                break
+            if len(self.output) + len(taken) == self.params.max_tokens:
+                self.finish_reason = FinishReason.LENGTH
+                break
+        self.output.extend(taken)
+        kept = tuple(logprobs[: len(taken)])
+        self.logprobs.extend(kept)
+        text = self.new_text()  # may find a stop string at the very end
+        return StepOutput(self.id, tuple(taken), self.finish_reason, kept, text)
+
+    def end(self, reason: FinishReason, error: str | None = None) -> StepOutput:
+        """End it here; what it has put out stays valid."""
+        self.finish_reason, self.error = reason, error
+        return StepOutput(self.id, (), reason, text=self.new_text(), error=error)
+
     def new_text(self) -> str | None:
         """What is new of the text, with stop strings; all of it once it's over, which may show one more stop string."""
         watch = self.stop_text
@@ -161,5 +190,5 @@ class Request:
         length = self.verified_tokens / self.iterations if self.iterations else 0.0
         text = "".join(self.text) if self.stop_text is not None else None
         return Completion(
-            self.id, tuple(self.output), self.finish_reason, self.iterations, length, tuple(self.logprobs), text
+            self.id, tuple(self.output), self.finish_reason, self.iterations, length, tuple(self.logprobs), text, self.error
         )

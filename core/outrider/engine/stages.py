@@ -106,10 +106,10 @@ class Stages:
             inputs.deltas.copy_(parts.rows.deltas.index_select(0, rows))
         resolved = parts.future.resolve(rows)
         looked_at = {f"relay.{name}": value for name, value in resolved.relay.items() if self._is_kept(name, call.features)}
-        self._check(call, looked_at, tuple(f"relay.{name}" for name in resolved.relay))
+        usable = self._check(call, looked_at, tuple(f"relay.{name}" for name in resolved.relay))
         inputs.last_tokens.copy_(resolved.last_tokens)
         for name, value in resolved.relay.items():
-            inputs.relay[name].copy_(value)
+            inputs.relay[name].copy_(usable.get(f"relay.{name}", value))
         parts.options.gather_into(call.features, rows, inputs)
 
     def draft(self, call: Call) -> None:
@@ -135,8 +135,8 @@ class Stages:
         if draft.probs is not None:
             looked_at["draft.probs"] = draft.probs
         names = ("draft.tokens",) if self._parts.proposer.is_tree else ("draft.tokens", "draft.probs")
-        self._check(call, looked_at, names)
-        out.tokens.copy_(draft.tokens)
+        usable = self._check(call, looked_at, names)
+        out.tokens.copy_(usable["draft.tokens"])
         if out.probs is not None and draft.probs is not None:
             out.probs.copy_(draft.probs)
         if out.tree is not None and draft.tree is not None:
@@ -275,11 +275,11 @@ class Stages:
         """The decided token [B]: the last one of each path."""
         return tokens.gather(1, accepted.unsqueeze(1)).squeeze(1)
 
-    def _check(self, call: Call, values: dict[str, Tensor], names: tuple[str, ...]) -> None:
-        """Run the probes called ``names`` on those that this iteration has."""
+    def _check(self, call: Call, values: dict[str, Tensor], names: tuple[str, ...]) -> dict[str, Tensor]:
+        """Run the probes called ``names`` on those that this iteration has; returns what to go on with."""
         found = self._parts.results.found(call.views.count)
-        self._parts.probes.check(values, found)
         self._parts.probes.skip([name for name in names if name not in values], found)
+        return self._parts.probes.check(values, found)
 
     def _is_kept(self, name: str, features: Features) -> bool:
         """Whether a relayed tensor means anything in this iteration: distributions only where somebody samples."""

@@ -70,7 +70,7 @@ class Decoder(LanguageModel):
                 entering[index] = residual.clone() if pending is None else residual + pending.made(self.kernels)
             pending = layer.forward(pending, residual, inputs, cos_sin, pages)
         assert pending is not None  # there is at least one layer
-        final = pending.add_norm(self.kernels, residual, self.weights.norm, self.config.rms_eps, soon=self.weights.head)
+        final = pending.add_norm(self.kernels, residual, self.weights.norm, self.config.rms_eps)
         return final, tuple(entering[layer] for layer in layers)
 
     def logits(self, hidden: Tensor) -> Tensor:

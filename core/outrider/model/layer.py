@@ -51,11 +51,9 @@ class Pending(NamedTuple):
         """The product itself."""
         return kernels.linear(self.x, self.weight, self.bias)
 
-    def add_norm(
-        self, kernels: KernelSet, residual: Tensor, norm: Tensor, eps: float, *, soon: Tensor | None = None
-    ) -> Tensor:
-        """Add the product to ``residual`` [T, H] in place; returns its norm. ``soon``: the weights read next."""
-        return kernels.linear_add_rms_norm(self.x, self.weight, self.bias, residual, norm, eps, soon=soon)
+    def add_norm(self, kernels: KernelSet, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """Add the product to ``residual`` [T, H] in place; returns its norm."""
+        return kernels.linear_add_rms_norm(self.x, self.weight, self.bias, residual, norm, eps)
 
 
 class DecoderLayer:
@@ -86,14 +84,14 @@ class DecoderLayer:
         elif pending is None:
             normed = kernels.rms_norm(residual, weights.attention_norm, eps)
         else:
-            normed = pending.add_norm(kernels, residual, weights.attention_norm, eps, soon=weights.qkv)
+            normed = pending.add_norm(kernels, residual, weights.attention_norm, eps)
         return self.mlp(self.attend(normed, inputs, cos_sin, cache), residual)
 
     def mlp(self, attended: Pending, residual: Tensor) -> Pending:
         """Add ``attended`` to ``residual`` [T, H] in place; returns what the MLP adds, pending."""
         weights, kernels = self._weights, self._kernels
-        normed = attended.add_norm(kernels, residual, weights.mlp_norm, self._config.rms_eps, soon=weights.gate_up)
-        gated = kernels.linear_silu_mul(normed, weights.gate_up, weights.gate_up_bias, soon=weights.down)
+        normed = attended.add_norm(kernels, residual, weights.mlp_norm, self._config.rms_eps)
+        gated = kernels.linear_silu_mul(normed, weights.gate_up, weights.gate_up_bias)
         return Pending(gated, weights.down, weights.down_bias)
 
     def attend(
@@ -102,14 +100,12 @@ class DecoderLayer:
         """What attention adds for normed input [T, H], pending; writes keys and values to their slots."""
         config, weights, kernels = self._config, self._weights, self._kernels
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
-        qkv = kernels.linear(normed, weights.qkv, weights.qkv_bias, soon=weights.output).view(-1, heads + 2 * kv_heads, size)
+        qkv = kernels.linear(normed, weights.qkv, weights.qkv_bias).view(-1, heads + 2 * kv_heads, size)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
         if weights.q_norm is not None and weights.k_norm is not None:
             q = kernels.rms_norm(q, weights.q_norm, config.rms_eps)
             k = kernels.rms_norm(k, weights.k_norm, config.rms_eps)
         k_cache, v_cache = cache
         kernels.rope_write_cache(q, k, v, *cos_sin, k_cache, v_cache, inputs.slots)
-        out = kernels.paged_attention(
-            q, k_cache, v_cache, inputs.attention, scale=self._scale, window=self._window, soon=weights.output
-        )
+        out = kernels.paged_attention(q, k_cache, v_cache, inputs.attention, scale=self._scale, window=self._window)
         return Pending(out.reshape(-1, heads * size), weights.output, weights.output_bias)

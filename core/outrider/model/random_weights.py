@@ -64,7 +64,7 @@ def random_decoder(config: ModelConfig, *, backend: Backend, dtype: torch.dtype)
     """A decoder of this shape; returns when its weights are there. The same weights each time on one kind of device."""
     with placed(backend, dtype):
         weights = _draw(decoder_targets(config, ()), dtype, backend.device, seed=0)
-        return Decoder(config, decoder_weights(config, weights), backend.kernels)
+        return Decoder(config, decoder_weights(config, weights), backend.kernels_in_use)
 
 
 def random_eagle(target: Decoder, *, backend: Backend) -> EagleHead:

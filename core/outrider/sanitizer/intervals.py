@@ -20,8 +20,10 @@ Record = tuple[Point, Access | None]
 """Who accessed it, and how; None is an allocation or release of the whole storage."""
 
 Records = tuple[Record, ...]
-Over = tuple[str, Record | None]
-"""Why contents may no longer be read, and since when; no reason: they were never written."""
+Over = tuple[str, Record | None, int]
+"""Why contents may no longer be read, since which record, and the place of that in the trace; no reason: they were never
+written.
+"""
 
 
 class Sink(Protocol):
@@ -41,7 +43,7 @@ class Sink(Protocol):
 
 
 UNKNOWN_END = 1 << 62
-UNWRITTEN: Over = ("", None)
+UNWRITTEN: Over = ("", None, -1)
 _PARTS = 64
 _KEPT = 48
 _MANY = 4
@@ -193,7 +195,8 @@ class IntervalMap:
             if not write:
                 interval.reads = (*_unless_covered(interval.reads, point), record) if interval.reads else (record,)
             elif late:
-                interval.over = None
+                if interval.over is not None and not _later(interval.over, point):
+                    interval.over = None
                 interval.reads = _unless_covered(interval.reads, point)
                 interval.writes = (*_unless_covered(interval.writes, point), record)
                 self._bound(interval)
@@ -235,7 +238,8 @@ class IntervalMap:
             kept = (*(old for old in same if not (_same_region(old, access) and old[0].before(point))), record)
             if access.write:
                 interval.writes = kept
-                interval.over = None
+                if interval.over is not None and not _later(interval.over, point):
+                    interval.over = None
             else:
                 interval.reads = kept
             self._bound(interval)
@@ -252,6 +256,8 @@ class IntervalMap:
                 if before.epoch > clock.get(before.number, 0):
                     self._compare(old, point, access, sink, late, told)
         elif interval.over is not None and not access.by_rows and id(interval.over) not in told:
+            if _later(interval.over, point):
+                return  # it was read, in the order of the program, before it was declared over
             told.add(id(interval.over))
             sink.stale(interval.over[0], interval.over[1], point, access, self.owner or self)
 
@@ -270,6 +276,10 @@ class IntervalMap:
             if len(records) > _KEPT:
                 self.forgotten += len(records) - _KEPT
                 setattr(interval, name, records[-_KEPT:])
+
+
+def _later(over: Over, point: Point) -> bool:
+    return over[2] >= point.sequence
 
 
 def _same(one: Records, other: Records) -> bool:

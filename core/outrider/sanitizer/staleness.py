@@ -14,6 +14,7 @@ from outrider.device import Access
 from outrider.sanitizer.clocks import Point
 from outrider.sanitizer.findings import Finding, Kind
 from outrider.sanitizer.intervals import Record
+from outrider.sanitizer.regions import dense_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from outrider.sanitizer.diagnose import Diagnosis
     from outrider.sanitizer.memory import Shadow
     from outrider.sanitizer.ordering import Ordering
+
+
+_PARTS = 256
+"""Runs of a strided region that are looked at one by one; one of more runs counts as the whole of its extent."""
 
 
 class Age:
@@ -75,7 +80,9 @@ class Staleness:
             return
         shadow = self._ordering.memory.shadow(place.storage)
         shadow.label = shadow.label or label
-        shadow.expire(place.start, place.end, (reason, None))
+        over = (reason, None, self._ordering.sequence)
+        for start, end in dense_parts(place, _PARTS) or ((place.start, place.end),):
+            shadow.expire(start, end, over)
 
     def mirror(self, mirror: Tensor | tuple[Graph, str], source: Tensor) -> None:
         """One region, or a graph's host parameter, is read as the present value of another."""
@@ -145,14 +152,15 @@ class Staleness:
         shadow = self._ordering.memory.shadow(place.storage)
         fresh: list[Record] = []
         old: list[tuple[int, int, Record]] = []
-        for interval in shadow.within(place.start, place.end):
-            for record in interval.writes:
-                if record[1] is None:
-                    continue
-                if record[0].sequence > age.sequence:
-                    fresh.append(record)
-                else:
-                    old.append((interval.start, interval.end, record))
+        for begin, finish in dense_parts(place, _PARTS) or ((place.start, place.end),):
+            for interval in shadow.within(begin, finish):
+                for record in interval.writes:
+                    if record[1] is None:
+                        continue
+                    if record[0].sequence > age.sequence:
+                        fresh.append(record)
+                    else:
+                        old.append((max(interval.start, begin), min(interval.end, finish), record))
         for start, end, record in old:
             before, was = record
             assert was is not None

@@ -9,10 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider_triton.jit.dependent import ask_for_share, begin
+from outrider_triton.jit.dependent import begin
 
 
-@triton.jit(do_not_specialize=["tokens", "batch", "soon_each", "soon_bytes"])
+@triton.jit(do_not_specialize=["tokens", "batch"])
 def paged_attention(
     q,
     k_cache,
@@ -24,9 +24,6 @@ def paged_attention(
     out,
     parts,
     stats,
-    soon,
-    soon_each,
-    soon_bytes,
     tokens,
     batch,
     heads,
@@ -47,7 +44,6 @@ def paged_attention(
     BLOCK_KV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
-    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (block of queries, sequence and key head, split). Row r of a block is query r // GROUP, head r % GROUP.
@@ -55,8 +51,6 @@ def paged_attention(
     With splits, what a program made goes to ``parts [token, head, split, size]`` and its maximum and sum to
     ``stats [token, head, split, 2]``, all float32.
     """
-    if PDL:
-        ask_for_share(soon, soon_each, soon_bytes, THREADS)
     begin(PDL)
     kv_heads = heads // GROUP
     sequence = tl.program_id(1) // kv_heads

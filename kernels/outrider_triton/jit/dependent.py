@@ -33,16 +33,3 @@ def ask_for_rows(pointers, columns):
     if columns > 0:
         address = pointers.to(tl.int64, bitcast=True)
         _ask(address, (address * 0 + columns * 2).to(tl.int32))
-
-
-@triton.jit
-def ask_for_share(soon, each, total, THREADS: tl.constexpr):
-    """Ask for this program's share of the first ``total`` bytes at ``soon``: ``each`` bytes a thread, 0 for none.
-
-    A hint that weights are read soon, by another kernel. Nothing depends on it.
-    """
-    if each > 0:
-        program = tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + tl.num_programs(1) * tl.program_id(2))
-        offset = (program.to(tl.int64) * THREADS + tl.arange(0, THREADS)) * each
-        address = soon.to(tl.int64, bitcast=True) + tl.minimum(offset, total - each)
-        _ask(address, (offset * 0 + each).to(tl.int32))

@@ -2,9 +2,8 @@
 
 The weights are the wide operand of the matrix unit, tokens the narrow one: a tile of 16 tokens wastes little. Weights are
 read once and leave the cache first. A program asks for the first ``ahead`` columns of its weights while the kernel before it
-still runs, since weights don't depend on it; and when it's done, for its share of the weights ``soon`` to be read, so that
-memory isn't idle between two kernels. A program has ``each`` rows of the weight, at most BLOCK_N: so many that all programs
-run at the same time, and no multiprocessor has a tile more than another.
+still runs, since weights don't depend on it. A program has ``each`` rows of the weight, at most BLOCK_N: so many that all
+programs run at the same time, and no multiprocessor has a tile more than another.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider_triton.jit.dependent import ask_for_rows, ask_for_share
+from outrider_triton.jit.dependent import ask_for_rows
 
 
 @triton.jit
@@ -22,7 +21,7 @@ def _dependent(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
-@triton.jit(do_not_specialize=["m", "each", "ahead", "soon_each", "soon_bytes"])
+@triton.jit(do_not_specialize=["m", "each", "ahead"])
 def linear(
     x,
     weight,
@@ -35,9 +34,6 @@ def linear(
     x_stride,
     each,
     ahead,
-    soon,
-    soon_each,
-    soon_bytes,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -45,7 +41,6 @@ def linear(
     SPLIT: tl.constexpr,
     EVEN: tl.constexpr,
     DESCRIPTOR: tl.constexpr,
-    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``x [m, k] @ weight [n, k].T``. Split: part p is ``out [p, m, n]`` in float32, over its own share of k, without bias.
@@ -85,11 +80,9 @@ def linear(
         total += tl.load(bias + rows, mask=mine, other=0.0).to(tl.float32)[:, None]
     there = out + part.to(tl.int64) * m * n + tokens.to(tl.int64)[None, :] * n + rows[:, None]
     tl.store(there, total.to(out.dtype.element_ty), mask=(tokens[None, :] < m) & mine[:, None])
-    if PDL:
-        ask_for_share(soon, soon_each, soon_bytes, THREADS)
 
 
-@triton.jit(do_not_specialize=["m", "each", "ahead", "soon_each", "soon_bytes"])
+@triton.jit(do_not_specialize=["m", "each", "ahead"])
 def linear_silu_mul(
     x,
     weight,
@@ -101,15 +94,11 @@ def linear_silu_mul(
     x_stride,
     each,
     ahead,
-    soon,
-    soon_each,
-    soon_bytes,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
-    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``silu(x @ gate.T) * (x @ up.T)``: the weight's first n rows are the gate's, the next n those of up."""
@@ -149,5 +138,3 @@ def linear_silu_mul(
     up = up.to(out.dtype.element_ty).to(tl.float32)
     there = out + tokens.to(tl.int64)[None, :] * n + rows[:, None]
     tl.store(there, (gate * up).to(out.dtype.element_ty), mask=(tokens[None, :] < m) & mine[:, None])
-    if PDL:
-        ask_for_share(soon, soon_each, soon_bytes, THREADS)

@@ -46,9 +46,8 @@ class InvariantKernels(KernelSet):
         """It is already."""
         return self
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, soon: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """In tiles of one height."""
-        del soon
         flat = x.reshape(-1, x.shape[-1])  # a tree's levels come with a dimension more
         rows, tile = flat.shape[0], self._tile
         padded = F.pad(flat, (0, 0, 0, -rows % tile))
@@ -103,10 +102,8 @@ class InvariantKernels(KernelSet):
         *,
         scale: float,
         window: int = 0,
-        soon: Tensor | None = None,
     ) -> Tensor:
         """A token at a time over the whole table of its request."""
-        del soon
         tables, visible, real = _visible(metadata, q.shape[0], k_cache.shape[1], window)
         page_size, kv_heads, size = k_cache.shape[1:]
         span = tables.shape[1] * page_size

@@ -43,18 +43,13 @@ class KernelSet:
 
         return InvariantKernels(self)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, soon: Tensor | None = None) -> Tensor:
-        """``x [..., in] @ weight[out, in].T + bias`` → [..., out].
-
-        ``soon``, here and in the methods below: the weights that the next product will read. A hint, so that a kernel may
-        bring them nearer while memory would be idle; results don't depend on it.
-        """
-        del soon
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x [..., in] @ weight[out, in].T + bias`` → [..., out]."""
         return F.linear(x, weight, bias)
 
-    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, soon: Tensor | None = None) -> Tensor:
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """:meth:`silu_mul` of :meth:`linear`: ``weight`` [2*I, in] holds the gate's rows, then those of up → [..., I]."""
-        return self.silu_mul(self.linear(x, weight, bias, soon=soon))
+        return self.silu_mul(self.linear(x, weight, bias))
 
     def linear_add_rms_norm(
         self,
@@ -64,13 +59,11 @@ class KernelSet:
         residual: Tensor,
         norm: Tensor,
         eps: float,
-        *,
-        soon: Tensor | None = None,
     ) -> Tensor:
         """:meth:`add_rms_norm` of :meth:`linear`: ``residual`` [T, H] grows in place by ``x @ weight.T + bias``; returns its
         norm with ``norm`` [H]. The sum may be rounded once instead of twice.
         """
-        return self.add_rms_norm(self.linear(x, weight, bias, soon=soon), residual, norm, eps)
+        return self.add_rms_norm(self.linear(x, weight, bias), residual, norm, eps)
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Rows of ``weight`` [V, H] for int64 ``tokens`` [T] → [T, H]."""
@@ -124,15 +117,13 @@ class KernelSet:
         *,
         scale: float,
         window: int = 0,
-        soon: Tensor | None = None,
     ) -> Tensor:
         """Attention of q [T, Hq, D] over the pages of each sequence → [T, Hq, D].
 
         The new tokens' keys and values are in the cache already. What lies behind a sequence's length, or in page 0, belongs
         to somebody else and may be anything, NaN included: it doesn't reach the result. ``window`` > 0: a token sees that
-        many positions, its own included. ``soon``: see :meth:`linear`.
+        many positions, its own included.
         """
-        del soon
         return torch.ops.outrider.paged_attention(  # type: ignore[no-any-return]
             q,
             k_cache,

@@ -16,11 +16,11 @@ from outrider_sim.options import parse_options
 __version__ = "2.13.0"
 
 _given = dict(pair.split("=", 1) for pair in filter(None, os.environ.get("EMULATION_OPTIONS", "").split(",")))
-# The device's name is the parameter: torch's slot for outside devices is called npu in this process.
+# The device's name is a parameter; torch's slot for outside devices is called npu in this process unless another is given.
 _options = parse_options({"like": "npu", "name": "npu", **_given})
 # torch_npu saves tensors in a capture on a stream of its own, so captures fork.
 _options = replace(_options, like=replace(_options.like, forks_in_capture=True))
-registered = register("npu", _options)
+registered = register(_options.name, _options)
 
 from torch_npu import npu, operators  # noqa: E402
 

@@ -84,10 +84,14 @@ def _empty(*size, **options):
 
 
 torch.empty = _empty
+# What torch's accelerator module would ask the device's guard, which torch's Python backends leave out.
+torch.accelerator.current_device_index = current_device
+torch.accelerator.current_stream = current_stream
+torch.accelerator.set_stream = set_stream
 for _name in dir(_base):
     if not _name.startswith("__") and _name not in globals():
         globals()[_name] = getattr(_base, _name)
-torch.npu = sys.modules["torch.npu"] = sys.modules[__name__]
+setattr(torch, torch_npu.registered.name, sys.modules[__name__])
 
 __all__ = ["Event", "ExternalEvent", "NPUGraph", "Stream", "StreamContext", "utils"]
 __all__ += ["current_stream", "default_stream", "device", "set_stream", "stream", "synchronize"]

@@ -61,6 +61,10 @@ class Stream:
         made.queue, made._owned = queue, False
         return made
 
+    @property
+    def device_index(self):
+        return 0
+
     def wait_event(self, event):
         event.wait(self)
 

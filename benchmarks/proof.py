@@ -1,0 +1,258 @@
+"""The proof of the engine's fences, at length: many host programs under many schedules, and each fence left out.
+
+    python benchmarks/proof.py -n 16 --out build/proof
+
+It runs on the simulated device alone, over processes, and writes `proof.json` (every run) and `proof.md` (the tables for
+docs/evidence). `--seconds` bounds it; what was done by then is written. The parts:
+
+programs   distinct host programs (batch mixes, aborts, preemptions, prefix hits, hand-overs), each under as many schedules,
+           over every proposer, mode and personality, text and images. Tokens equal plain greedy decoding, acceptance
+           equals the synchronous engine's, no page or row is lost; the first two schedules are watched by the sanitizer.
+fences     for each fence, consumer, half, mode and proposer: left out, it's found in one watched run and named from the
+           finding (*live*), or nothing was left out in any program (*unused*).
+rate       how often wrong tokens, acceptance, pages or an error alone would have shown a wait that is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter, defaultdict
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from multiprocessing import get_context
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+PARTS = ("programs", "fences", "rate")
+DROPPED_IN = range(10)
+"""Host programs that a fence is left out of, until one of them shows it."""
+RATED = (("eagle", "staged"), ("eagle-tree", "staged"), ("eagle", "graphs"), ("eagle", "fused"), ("none", "staged"))
+
+
+def cells():
+    """(fence, half, consumer) of every cell of the table."""
+    from outrider.engine.fences import FENCES
+
+    for fence in FENCES:
+        for consumer in fence.consumers:
+            yield fence.name, "wait", consumer.split()[0]
+        yield fence.name, "record", None
+
+
+def jobs(options):
+    """(part, arguments) of everything that is to be run, the longest first."""
+    from proving.setups import MODES, PROPOSERS, Setup, all_setups
+
+    setups = all_setups()
+    if "programs" in options.parts:
+        for number in range(options.programs):
+            yield "programs", (setups[number % len(setups)], number, options.schedules)
+    if "fences" in options.parts:
+        for proposer in PROPOSERS:
+            for mode in MODES:
+                for cell in cells():
+                    yield "fences", (Setup(proposer, mode), *cell)
+    if "rate" in options.parts:
+        for proposer, mode in RATED:
+            for fence, half, consumer in cells():
+                if half == "wait":
+                    for number in range(options.rate_programs):
+                        yield "rate", (Setup(proposer, mode), fence, consumer, number, options.schedules)
+
+
+def work(part, arguments):
+    """One job, in a process of its own."""
+    import torch
+
+    torch.set_num_threads(1)
+    from proving import checks
+
+    setup, *rest = arguments
+    if part == "programs":
+        return checks.prove(setup, *rest)
+    if part == "fences":
+        fence, half, consumer = rest
+        record = checks.drop(setup, fence, half, consumer, DROPPED_IN)
+        return {"proposer": setup.proposer, "mode": setup.mode, "fence": fence, "half": half, "consumer": consumer} | record
+    fence, consumer, number, schedules = rest
+    record = checks.rate(setup, fence, consumer, number, schedules)
+    return {"proposer": setup.proposer, "mode": setup.mode, "fence": fence, "consumer": consumer, "program": number} | record
+
+
+def run(options):
+    """Records by part, and how many jobs there were."""
+    records = defaultdict(list)
+    todo = list(jobs(options))
+    planned = Counter(part for part, _ in todo)
+    end = time.monotonic() + options.seconds
+    queue = iter(todo)
+    running = {}
+    with ProcessPoolExecutor(options.n, mp_context=get_context("spawn")) as pool:
+        while True:
+            while len(running) < 2 * options.n and time.monotonic() < end:
+                job = next(queue, None)
+                if job is None:
+                    break
+                running[pool.submit(work, *job)] = job
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                part, arguments = running.pop(future)
+                try:
+                    records[part].append(future.result())
+                except Exception as error:
+                    records["broken"].append(
+                        {"part": part, "job": repr(arguments), "error": f"{type(error).__name__}: {error}"}
+                    )
+                done = sum(map(len, records.values()))
+                if done % 50 == 0:
+                    print(f"{done} of {len(todo)} jobs", flush=True)
+    return records, planned
+
+
+def reason(row):
+    """Why a fence isn't used in a cell."""
+    fence, mode, proposer = row["fence"], row["mode"], row["proposer"]
+    if mode == "fused":
+        return "the iteration is one graph on forward"
+    if fence in ("accept_ready", "extend_plan_ready") and proposer in ("none", "ngram", "ngram, images"):
+        return "nothing runs behind verify"
+    if row["consumer"] == "host":
+        return "no policy of this device lets the host wait there"
+    return "not reached by these programs"
+
+
+def programs_table(rows, lines):
+    from proving.setups import Setup, draw  # noqa: F401
+
+    total = Counter()
+    by = defaultdict(Counter)
+    failures = []
+    for row in rows:
+        proposer = row["setup"].rsplit(", ", 2)[0]
+        for key in (
+            "requests",
+            "aborted",
+            "preempted",
+            "prefix_hits",
+            "moved",
+            "compared",
+            "iterations",
+            "verified",
+            "schedules",
+        ):
+            total[key] += row.get(key, 0)
+            by[proposer][key] += row.get(key, 0)
+        by[proposer]["programs"] += 1
+        by[proposer]["failures"] += len(row["failures"])
+        failures += [(row["setup"], row["program"], failure) for failure in row["failures"]]
+    distinct = len({(row["setup"].rsplit(", ", 2)[0], draw(row["program"])) for row in rows})
+    lines += [
+        f"{len(rows)} host programs ({distinct} distinct with their proposer), {total['schedules']} runs, "
+        f"{len(failures)} failures. In one run of each: {total['requests']} requests, {total['aborted']} aborted, "
+        f"{total['preempted']} preempted, {total['prefix_hits']} with a prefix hit, {total['moved']} hand-overs; acceptance "
+        f"of {total['compared']} compared with the synchronous engine.",
+        "",
+        "| proposer | programs | runs | requests | preempted | hand-overs | acceptance length | failures |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for proposer, sums in sorted(by.items()):
+        length = sums["verified"] / sums["iterations"] if sums["iterations"] else 0.0
+        lines.append(
+            f"| {proposer} | {sums['programs']} | {sums['schedules']} | {sums['requests']} | {sums['preempted']} | "
+            f"{sums['moved']} | {length:.2f} | {sums['failures']} |"
+        )
+    lines += ["", *(f"- {setup}, program {number}, seed {f['seed']}: {f['error']}" for setup, number, f in failures[:40])]
+
+
+def fences_table(rows, lines):
+    modes = ("staged", "graphs", "fused")
+    cells = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        cells[row["fence"], row["half"], row["consumer"]][row["mode"]].append(row)
+    lines += ["", "| fence | left out | at | staged | staged, graphs | fused |", "|---|---|---|---|---|---|"]
+    odd = []
+    for (fence, half, consumer), by_mode in cells.items():
+        texts = []
+        for mode in modes:
+            found = by_mode.get(mode, [])
+            live = [row for row in found if row["result"] == "live"]
+            unused = [row for row in found if row["result"] == "unused"]
+            odd += [row for row in found if row["result"] not in ("live", "unused")]
+            text = f"live with {len(live)}" if live else ""
+            reasons = Counter(reason(row) for row in unused)
+            text += ("; " if text and reasons else "") + "; ".join(f"unused with {n}: {why}" for why, n in reasons.items())
+            texts.append(text or "not run")
+        lines.append(f"| {fence} | {half} | {consumer or 'all'} | {' | '.join(texts)} |")
+    lines += ["", "Numbers are proposers. " + (f"Neither live nor unused: {len(odd)}." if odd else "None is neither.")]
+    lines += [
+        f"- {row['fence']} ({row['half']} at {row['consumer'] or 'all'}), {row['proposer']}, {row['mode']}: {row['result']}"
+        + (f", the finding implies {', '.join(row['implied'])}" if row.get("implied") else "")
+        for row in odd
+    ]
+
+
+def rate_table(rows, lines):
+    runs, shown, found = Counter(), Counter(), Counter()
+    kinds = defaultdict(Counter)
+    for row in rows:
+        key = row["fence"], row["consumer"], f"{row['proposer']}, {row['mode']}"
+        runs[key] += row["runs"]
+        shown[key] += sum(row["shown"].values())
+        found[key] += bool(row["shown"])
+        kinds[key].update(row["shown"])
+    setups = [f"{proposer}, {mode}" for proposer, mode in RATED]
+    lines += ["", "| wait left out | at | " + " | ".join(setups) + " |", "|---|---|" + "---|" * len(setups)]
+    for fence, consumer in dict.fromkeys((f, c) for f, c, _ in runs):
+        texts = []
+        for setup in setups:
+            key = (fence, consumer, setup)
+            texts.append(f"{shown[key]} of {runs[key]}" if runs[key] else "not run")
+        lines.append(f"| {fence} | {consumer} | {' | '.join(texts)} |")
+    total = Counter()
+    for counts in kinds.values():
+        total.update(counts)
+    lines += ["", "By what: " + ", ".join(f"{name} {count}" for name, count in total.most_common()) + "."]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-n", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--programs", type=int, default=546, help="host programs, spread over the setups")
+    parser.add_argument("--schedules", type=int, default=20, help="schedules of each")
+    parser.add_argument("--rate-programs", type=int, default=10, help="host programs for each rate")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start nothing new after this long")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--out", type=Path, default=Path("build/proof"))
+    options = parser.parse_args()
+    start = time.monotonic()
+    records, planned = run(options)
+    spent = time.monotonic() - start
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "proof.json").write_text(json.dumps(records, indent=1))
+    lines = [f"{spent:.0f} s on {options.n} processes, {options.schedules} schedules a program."]
+    for part, table in (("programs", programs_table), ("fences", fences_table), ("rate", rate_table)):
+        if records[part]:
+            missing = planned[part] - len(records[part])
+            lines += [
+                "",
+                f"## {part.capitalize()}",
+                "",
+                *([f"{missing} of {planned[part]} jobs not run.", ""] if missing else []),
+            ]
+            table(records[part], lines)
+    lines += [f"- broken: {each}" for each in records["broken"]]
+    (options.out / "proof.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    failed = any(row["failures"] for row in records["programs"]) or records["broken"]
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

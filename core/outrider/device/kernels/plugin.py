@@ -1,0 +1,26 @@
+"""Entry point of the kernel set ``torch``: the references, on any device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outrider.device.plugin import KernelInfo, hookimpl
+
+if TYPE_CHECKING:
+    from outrider.device.backend import Backend
+    from outrider.device.kernels.kernelset import KernelSet
+
+
+@hookimpl
+def kernel_info() -> KernelInfo:
+    """Usable wherever torch is."""
+    return KernelInfo(name="torch", description="The torch references, whatever kernels the backend has of its own")
+
+
+@hookimpl
+def create_kernels(backend: Backend) -> KernelSet:
+    """The references."""
+    from outrider.device.kernels.kernelset import KernelSet
+
+    del backend
+    return KernelSet()

@@ -1,0 +1,152 @@
+"""Stages from graphs, and the whole iteration from one: the same tokens, in buckets that a batch doesn't fill."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from tests.engine.conftest import Bundle
+
+from outrider import Engine, EngineConfig, SamplingParams
+from outrider.device import CaptureError, ConfigError, KernelSet
+from outrider.engine.graphs import buckets_up_to
+from outrider.model import Decoder
+from outrider.registry import get_backend
+from outrider.sanitizer import watch
+
+MODES = {"graphs": {"graphs": True}, "fused": {"mode": "fused"}}
+
+
+@pytest.fixture(scope="module", params=["cpu", "sim"])
+def bundle(request):
+    return Bundle(get_backend(request.param), "float32")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("speculate", ["eagle", "tree", "none"])
+def test_a_soak_crosses_buckets_up_and_down(bundle, prompt_tokens, mode, speculate):
+    """Requests come and go, so that batches of 1 to 5 run in buckets of 1, 2, 4 and 5."""
+    lengths = [20, 3, 9, 14, 2, 6, 11, 4, 17, 5]
+    prompts = [prompt[: 5 + i] for i, prompt in enumerate(prompt_tokens[: len(lengths)])]
+    plain = bundle.engine(speculate="none", max_requests=5, max_context=64)
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
+    wanted = [plain.generate([prompt], each)[0].token_ids for prompt, each in zip(prompts, params, strict=True)]
+    config = {"max_requests": 5, "max_context": 64, "overlap": True, "draft_tokens": 3, "page_size": 4}
+    called = bundle.engine(speculate=speculate, **config)
+    engine = bundle.engine(speculate=speculate, **config, **MODES[mode])
+    assert engine.captured.buckets == (1, 2, 4, 5)
+    sizes = []
+    launch = engine._step.launch
+    engine._step.launch = lambda batch: (sizes.append(len(batch.decode)), launch(batch))[1]
+    assert [done.token_ids for done in engine.generate(prompts, params)] == wanted
+    assert [done.token_ids for done in called.generate(prompts, params)] == wanted
+    assert engine.stats.acceptance_length == called.stats.acceptance_length
+    assert {1, 3, 5} <= set(sizes)
+    ups = sum(b > a for a, b in pairwise(sizes))
+    downs = sum(b < a for a, b in pairwise(sizes))
+    assert ups >= 2
+    assert downs >= 2
+
+
+def test_padding_is_what_each_buffer_declares(bundle, prompt_tokens):
+    """A batch of 4, then one of 3 in the same bucket: nothing of the fourth request is left behind the third."""
+    config = {"max_requests": 4, "max_context": 64, "draft_tokens": 3, "graphs": True}
+    for speculate in ("eagle", "tree"):
+        engine = bundle.engine(speculate=speculate, **config)
+        lengths = (24, 24, 24, 6)
+        params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
+        engine.generate([prompt[:9] for prompt in prompt_tokens[:4]], params)
+        bundle.backend.synchronize()
+        buffers = engine._parts.buffers
+        assert buffers.views(4).inputs.rows.tolist()[:3] != [0, 0, 0]
+        for name, spec in buffers.specs.items():
+            if name.split(".")[0] in ("inputs", "verify", "extend") and name not in UNUSED_BY_GREEDY:
+                found = buffers.rows(name, 3, 4).cpu()
+                assert torch.equal(found, torch.full_like(found, spec.padding)), name
+
+
+UNUSED_BY_GREEDY = {f"inputs.{name}" for name in ("numbers", "shares", "bias_tokens", "bias_values", "bias_until")}
+
+
+def test_padding_that_is_left_out_is_found():
+    """The sanitizer sees a graph read what an earlier, larger batch has left."""
+    backend = get_backend("sim")
+    bundle = Bundle(backend, "float32")
+    engine = bundle.engine(max_requests=2, max_context=48, draft_tokens=3, graphs=True, buckets=(2,))
+    prompts = [[5, 6, 7, 8], [9, 10, 11]]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (12, 3)]
+    with watch(backend) as report:
+        engine.generate(prompts, params)
+    assert report.clean, str(report)
+    engine._parts.buffers.pad = lambda *arguments, **named: None
+    with watch(backend) as report:
+        engine.generate(prompts, params)
+    assert not report.clean
+    assert "stale padding" in str(report)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_options_and_logprobs_come_from_the_graph_of_everything(bundle, prompt_tokens, mode):
+    prompts = [prompt[:8] for prompt in prompt_tokens[:3]]
+    params = [
+        SamplingParams(max_tokens=10, temperature=0.9, seed=3, top_p=0.8, logprobs=2),
+        SamplingParams(max_tokens=10, repetition_penalty=1.3, logit_bias={5: -4.0}),
+        SamplingParams(max_tokens=10),
+    ]
+    config = {"max_requests": 3, "max_context": 64, "draft_tokens": 3}
+    wanted = bundle.engine(**config).generate(prompts, params)
+    found = bundle.engine(**config, **MODES[mode]).generate(prompts, params)
+    for one, other in zip(wanted, found, strict=True):
+        assert one.token_ids == other.token_ids
+        assert [each.token for each in one.logprobs] == [each.token for each in other.logprobs]
+        for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+            assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
+
+
+def test_stages_have_pools_of_their_own_and_one_iteration_is_one_replay(bundle, prompt_tokens):
+    backend = bundle.backend
+    made = []
+    create = backend.create_graph_pool
+    backend.create_graph_pool = lambda name: (made.append(name), create(name))[1]
+    try:
+        bundle.engine(max_requests=2, max_context=64, graphs=True)
+        assert made == ["draft", "verify", "extend"]
+        engine = bundle.engine(max_requests=2, max_context=64, mode="fused")
+        assert made[3:] == ["iteration"]
+    finally:
+        del backend.create_graph_pool
+    engine.add_request(prompt_tokens[0][:8], SamplingParams(max_tokens=12, ignore_eos=True))
+    engine.step()  # the prompt
+    before, iterations = backend.replays, engine.stats.iterations
+    while engine.has_unfinished:
+        engine.step()
+    assert backend.replays - before == engine.stats.iterations - iterations > 1
+
+
+class Fails(KernelSet):
+    def verify_chain(self, *arguments):  # noqa: ARG002
+        raise ValueError("this kernel can't be captured")
+
+
+def test_a_failed_capture_is_an_error_and_leaves_the_device_as_it_was(prompt_tokens):
+    bundle = Bundle(get_backend("sim"), "float32")
+    model = Decoder(bundle.target.config, bundle.target.weights, Fails())
+    from outrider.speculative.eagle import EagleProposer
+
+    config = EngineConfig(max_requests=2, max_context=48, graphs=True)
+    with pytest.raises(CaptureError, match=r"capturing graph 'verify\[2, greedy\]'.*this kernel can't be captured"):
+        Engine(model, bundle.backend, proposer=EagleProposer(bundle.head, draft_tokens=3), config=config)
+    prompt = prompt_tokens[0][:8]
+    (done,) = bundle.engine(max_requests=2, max_context=48, graphs=True).generate([prompt], SamplingParams(max_tokens=8))
+    assert done.token_ids == bundle.plain(prompt, 20).token_ids[:8]
+
+
+def test_buckets():
+    assert buckets_up_to(1) == (1,)
+    assert buckets_up_to(6) == (1, 2, 4, 6)
+    assert buckets_up_to(8) == (1, 2, 4, 8)
+    for wrong in ((1, 2), (1, 1, 3), (0, 3), [1, 3], ()):
+        with pytest.raises(ConfigError, match="buckets"):
+            EngineConfig(max_requests=3, buckets=wrong)
+    with pytest.raises(ConfigError, match="mode is 'fast'; expected one of staged, fused"):
+        EngineConfig(mode="fast")

@@ -1,0 +1,105 @@
+"""Bad values on the device: found before they are used, told with the results, and only their own request ends."""
+
+import pytest
+import torch
+from tests.engine.conftest import Bundle
+
+from outrider import Engine, EngineConfig, SamplingParams
+from outrider.device import KernelSet
+from outrider.engine.request import FinishReason
+from outrider.model import Decoder
+from outrider.speculative.eagle import EagleProposer
+
+LENGTH = 16
+MODES = {"called": {}, "graphs": {"graphs": True}, "fused": {"mode": "fused"}}
+
+
+@pytest.fixture(scope="module", params=["cpu", "sim"])
+def bundle(request):
+    from outrider.registry import get_backend
+
+    return Bundle(get_backend(request.param), "float32")
+
+
+def served(engine, prompts, meddle=lambda step: None):
+    """Tokens and last outputs of requests for ``prompts``."""
+    ids = [engine.add_request(prompt, SamplingParams(max_tokens=LENGTH, ignore_eos=True)) for prompt in prompts]
+    tokens, last, step = {i: [] for i in ids}, {}, 0
+    while engine.has_unfinished:
+        meddle(step)
+        for output in engine.step():
+            tokens[output.request_id] += output.tokens
+            if output.finish_reason is not None:
+                last[output.request_id] = output
+        step += 1
+    return [tuple(tokens[i]) for i in ids], [last[i] for i in ids]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("hidden", float("nan"), "relay.hidden holds NaN at index 0"),
+        ("token", 99999, "relay.token holds 99999 at index 0, expected 0 to 2047"),
+        ("token", -3, "relay.token holds -3 at index 0, expected 0 to 2047"),
+    ],
+)
+def test_a_bad_relay_ends_its_request_alone(bundle, prompt_tokens, mode, name, value, told):
+    prompts = [prompt[:12] for prompt in prompt_tokens[:3]]
+    engine = bundle.engine(max_requests=3, max_context=64, overlap=True, **MODES[mode])
+    plain, _ = served(bundle.engine(speculate="none", max_requests=3, max_context=64), prompts)
+
+    def meddle(step):
+        if step == 4:
+            row = engine._requests[1].row
+            with bundle.backend.on(engine._parts.streams.forward):
+                engine._parts.future._relay[name][row] = value
+
+    tokens, last = served(engine, prompts, meddle)
+    assert tokens[0] == plain[0]
+    assert tokens[2] == plain[2]
+    assert tokens[1] == plain[1][: len(tokens[1])]
+    assert 0 < len(tokens[1]) < LENGTH
+    assert last[1].finish_reason is FinishReason.ERROR
+    assert last[1].error == f"request 1: {told}"
+    assert last[0].error is None
+    # The engine goes on, also for the same prompt.
+    assert served(engine, prompts)[0] == plain
+
+
+class NanFor(KernelSet):
+    """Logits that are NaN wherever token ``marked`` comes in."""
+
+    def __init__(self, marked):
+        self.marked = marked
+
+    def embedding(self, tokens, weight):
+        found = super().embedding(tokens, weight)
+        return torch.where((tokens == self.marked).unsqueeze(-1), float("nan"), found)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_nan_from_the_model_ends_its_request_alone(bundle, prompt_tokens, mode):
+    prompts = [prompt[:12] for prompt in prompt_tokens[:3]]
+    free = [prompt for prompt in prompts if 7 not in prompt]
+    assert len(free) == 3
+    plain, _ = served(bundle.engine(speculate="none", max_requests=3, max_context=64), prompts)
+    model = Decoder(bundle.target.config, bundle.target.weights, NanFor(7))
+    config = EngineConfig(max_requests=3, max_context=64, page_size=4, overlap=True, **MODES[mode])
+    engine = Engine(model, bundle.backend, proposer=EagleProposer(bundle.head, draft_tokens=4), config=config)
+    tokens, last = served(engine, [prompts[0], [*prompts[1], 7, 5], prompts[2]])
+    assert last[1].finish_reason is FinishReason.ERROR
+    assert "target.logits holds NaN at index 0" in last[1].error
+    assert tokens[1] == ()
+    assert (tokens[0], tokens[2]) == (plain[0], plain[2])
+    # Its pages go to others, who see nothing of it, and nobody shares them.
+    assert served(engine, [prompts[1], prompts[0], prompts[2]])[0] == [plain[1], plain[0], plain[2]]
+
+
+def test_completions_say_what_was_found(bundle, prompt_tokens):
+    model = Decoder(bundle.target.config, bundle.target.weights, NanFor(7))
+    engine = Engine(model, bundle.backend, config=EngineConfig(max_requests=2, max_context=64))
+    good, bad = engine.generate([prompt_tokens[0][:8], [7, 8]], SamplingParams(max_tokens=4))
+    assert good.error is None
+    assert bad.finish_reason is FinishReason.ERROR
+    assert bad.error == "request 1: target.logits holds NaN at index 0"

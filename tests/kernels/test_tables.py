@@ -1,0 +1,60 @@
+"""Tables of tuned kernels: what the package ships can be used, and what is broken says so."""
+
+import json
+from importlib import resources
+
+import pytest
+
+pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
+
+from outrider.device import BackendLoadError
+from outrider_triton import table as tables
+from outrider_triton.table import AttentionConfig, load, parse, slug
+
+SHIPPED = sorted(path.name for path in resources.files("outrider_triton").joinpath("tuned").iterdir())
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_table_of_the_package_says_what_was_measured(name):
+    data = json.loads(resources.files("outrider_triton").joinpath("tuned", name).read_text())
+    assert f"{slug(data['device'])}.json" == name
+    table = parse(data)
+    assert {"torch", "triton"} <= set(table.software)
+    assert load(data["device"]) == table
+    for entries in table.entries.values():
+        assert [entry.m for entry in entries] == sorted({entry.m for entry in entries})
+        assert all(entry.us > 0 and entry.torch_us > 0 for entry in entries)
+    assert all(isinstance(wins, bool) for wins in table.kernels.values())
+
+
+def test_a_device_without_a_table():
+    assert load("No Such Chip 9000") is None
+
+
+@pytest.mark.parametrize(
+    "text", ["{", '{"matmul": []}', '{"device": "x", "software": {}, "kernels": {}, "matmul": [{"m": 1}]}']
+)
+def test_a_broken_table_says_what_to_do(text, tmp_path, monkeypatch):
+    (tmp_path / "tuned").mkdir()
+    (tmp_path / "tuned" / "x.json").write_text(text)
+    monkeypatch.setattr(tables.resources, "files", lambda package: tmp_path)
+    with pytest.raises(BackendLoadError, match="outrider_triton.tune"):
+        load("X")
+
+
+def test_attention_takes_the_nearest_measurement():
+    table = parse(
+        {
+            "device": "made up",
+            "software": {},
+            "matmul": [],
+            "kernels": {},
+            "attention": [
+                {"groups": 8, "max_kv": 640, "config": [64, 8, 4, 2]},
+                {"groups": 256, "max_kv": 640, "config": [128, 1, 8, 2]},
+            ],
+        }
+    )
+    assert table.attention_config(8, 700) == AttentionConfig(64, 8, 4, 2)
+    assert table.attention_config(200, 400) == AttentionConfig(128, 1, 8, 2)
+    assert table.attention_config(8, 100_000) is None  # too far away to say anything

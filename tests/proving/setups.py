@@ -1,0 +1,211 @@
+"""What is proved: a proposer, how the step is run, and which device is imitated. Tiny models in float64."""
+
+import functools
+import random
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from outrider import Engine, EngineConfig, SamplingParams
+from outrider.cli.decode_program import Arrival, HostProgram, Serving
+from outrider.model import MediaProcessor, load_decoder, load_vision
+from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.proposer import PlainProposer
+from outrider_cpu.backend import CpuBackend
+from outrider_sim.plugin import create_backend
+from speculative import tiny
+from speculative.test_on_sim import MAKERS, decoder
+
+CONTEXT, TEXT, LONGEST = 96, 400, 14
+VISION = "ngram, images"
+PROPOSERS = ("none", *MAKERS, VISION)
+MODES = ("staged", "graphs", "fused")
+PERSONALITIES = ("cuda", "rocm")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A row of the tables. ``mode``: staged, staged with graphs, or fused."""
+
+    proposer: str
+    mode: str
+    like: str = "cuda"
+
+    @property
+    def name(self):
+        return f"{self.proposer}, {self.mode}, {self.like}"
+
+
+def all_setups():
+    return [Setup(proposer, mode, like) for proposer in PROPOSERS for mode in MODES for like in PERSONALITIES]
+
+
+@functools.cache
+def text():
+    """What prompts are slices of: repetitive enough for n-grams."""
+    rng = random.Random(0)
+    words = [[rng.randrange(tiny.VOCABULARY) for _ in range(rng.randint(2, 5))] for _ in range(12)]
+    tokens = []
+    while len(tokens) < TEXT:
+        tokens += rng.choice(words)
+    return tuple(tokens[:TEXT])
+
+
+def draw(seed):
+    """The host program numbered ``seed``."""
+    return HostProgram.draw(seed, TEXT)
+
+
+@functools.cache
+def simulated(like):
+    return create_backend(0, {"like": like})
+
+
+class Models:
+    """The models of a proposer on one backend, loaded once."""
+
+    def __init__(self, proposer, backend):
+        self.proposer, self.backend = proposer, backend
+        self.vision = None
+        stream = backend.create_stream("load")
+        with backend.on(stream):
+            if proposer == VISION:
+                directory = vision_checkpoint()
+                self.target = load_decoder(directory, backend=backend, dtype=torch.float64)
+                self.vision = load_vision(directory, backend=backend, dtype=torch.float64)
+            else:
+                self.target = decoder(tiny.target(), backend)
+        stream.synchronize()
+        backend.synchronize()
+
+    def make(self):
+        """A proposer, with caches that no engine has yet."""
+        if self.proposer == "none":
+            return PlainProposer()
+        if self.proposer == VISION:
+            return NgramProposer(vocab_size=self.target.config.vocab_size, draft_tokens=3)
+        return MAKERS[self.proposer](self.target, self.backend)
+
+    def engine(self, program, *, mode="staged", overlap=True, wrap=None):
+        config = EngineConfig(
+            max_requests=program.max_requests,
+            page_size=program.page_size,
+            num_pages=1 + -(-(CONTEXT + 16) // program.page_size) + program.spare_pages,
+            prefill_chunk=program.prefill_chunk,
+            max_context=CONTEXT,
+            dtype="float64",
+            overlap=overlap,
+            mode="fused" if mode == "fused" else "staged",
+            graphs=mode == "graphs",
+            penalties=False,
+            max_logprobs=0,
+        )
+        return Engine(self.target, self.backend, proposer=self.make(), config=config, wrap_fence=wrap, vision=self.vision)
+
+
+@functools.cache
+def models(proposer, like):
+    """On a simulated device, or on the host where ``like`` is None."""
+    return Models(proposer, CpuBackend() if like is None else simulated(like))
+
+
+@functools.cache
+def vision_checkpoint():
+    from model.tiny import write_vision_checkpoint
+
+    directory = Path(tempfile.mkdtemp(prefix="outrider-proof-"))
+    write_vision_checkpoint(directory, "qwen2_vl")
+    return directory
+
+
+@functools.cache
+def pictures():
+    from model.test_vision import picture
+
+    processor = MediaProcessor.from_checkpoint(vision_checkpoint())
+    return (
+        tuple(processor.image(picture(20, 28, seed=seed)) for seed in range(2))
+        if False
+        else (
+            processor.image(picture(20, 28)),
+            processor.image(picture(16, 16, seed=1)),
+        )
+    )
+
+
+def prompt_and_media(proposer, arrival):
+    """The tokens of an arrival, and its images: two of three requests of a multimodal program have one."""
+    tokens = text()[arrival.start : arrival.start + arrival.length]
+    if proposer != VISION:
+        return tokens, ()
+    from model.test_vision import IMAGE
+
+    tokens = tuple(5 + token for token in tokens)
+    which = (arrival.start + arrival.length) % 3
+    if which == 2:
+        return (1, *tokens), ()
+    return (1, *IMAGE, *tokens), (pictures()[which],)
+
+
+class Served(Serving):
+    """With images, and keeping the engine's records of the requests."""
+
+    def __init__(self, engines, program, proposer):
+        super().__init__(engines, program, lambda arrival: prompt_and_media(proposer, arrival)[0])
+        self._proposer = proposer
+        self.records = {}
+
+    def _arrive(self, step):
+        while self._waiting and self._arrivals[self._waiting[0]].step <= step:
+            index = self._waiting.pop(0)
+            arrival = self._arrivals[index]
+            tokens, media = prompt_and_media(self._proposer, arrival)
+            params = SamplingParams(max_tokens=arrival.max_tokens)
+            self._place(index, 0, self._engines[0].add_request(tokens, params, media=media))
+            self._since[index] = step
+
+    def _place(self, index, side, request):
+        super()._place(index, side, request)
+        self.records[index] = self._engines[side]._requests[request]
+
+    def acceptance(self):
+        """(iterations, verified tokens) of each request that ran undisturbed to its end."""
+        return {
+            index: (record.iterations, record.verified_tokens)
+            for index, record in self.records.items()
+            if self.ended.get(index) in ("stop", "length") and not record.preemptions
+        }
+
+
+@functools.cache
+def plain(proposer, arrival):
+    """Plain greedy tokens of a request, alone in an engine on the host, for the longest that any may write."""
+    tokens, media = prompt_and_media(proposer, arrival)
+    host = models(proposer, None)
+    config = EngineConfig(max_requests=1, max_context=CONTEXT, dtype="float64", penalties=False)
+    engine = Engine(host.target, host.backend, config=config, vision=host.vision)
+    (done,) = engine.generate([tokens], SamplingParams(max_tokens=arrival.max_tokens), media=[media])
+    return done.token_ids
+
+
+def alone(arrival):
+    """The same request, whatever else a program says of it."""
+    return Arrival(arrival.start, arrival.length, arrival.max_tokens, 0, None)
+
+
+def engines_for(setup, program, wrap=None):
+    moves = any(arrival.moves for arrival in program.arrivals)
+    loaded = models(setup.proposer, setup.like)
+    return [loaded.engine(program, mode=setup.mode, wrap=wrap) for _ in range(2 if moves else 1)]
+
+
+@functools.cache
+def synchronous(proposer, program):
+    """The acceptance of each request in engines on the host that wait for every iteration."""
+    moves = any(arrival.moves for arrival in program.arrivals)
+    loaded = models(proposer, None)
+    served = Served([loaded.engine(program, overlap=False) for _ in range(2 if moves else 1)], program, proposer)
+    served.run()
+    return served.acceptance()

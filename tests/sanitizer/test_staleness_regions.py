@@ -1,0 +1,74 @@
+"""Staleness of strided regions, and of reads whose rows are told late: neither makes an alarm that isn't one."""
+
+import pytest
+import torch
+
+from outrider.sanitizer import watch
+from outrider.sanitizer.findings import Kind
+from outrider_sim.explore import run_once
+from outrider_sim.plugin import create_backend
+from outrider_sim.strategies import make_strategy
+
+
+def kinds(program, strategy="program"):
+    backend = create_backend(0, {})
+    reports = []
+
+    def run(device):
+        with watch(device) as report:
+            program(device)
+        reports.append(report)
+
+    assert run_once(backend, run, make_strategy(strategy, 0, {})) is None
+    return [finding.kind for finding in reports[0]]
+
+
+@pytest.mark.parametrize("columns", [2, 1])
+def test_the_columns_of_a_smaller_batch_are_written_and_no_others_are_read(columns):
+    """A graph's input is some columns of a buffer; a larger batch's graph reads more of them."""
+
+    def program(backend):
+        stream = backend.create_stream("forward")
+        with backend.on(stream):
+            whole = torch.zeros(3, 4, device=backend.device)
+            y = torch.zeros(3, 4, device=backend.device)
+        graphs = {}
+        for count in (4, 2):
+            x = whole[:, :count]
+
+            def body(context):
+                context.outputs["y"].copy_(context.inputs["x"] * 2)
+
+            graphs[count] = backend.capture(
+                f"verify[{count}]", body, stream=stream, inputs={"x": x}, outputs={"y": y[:, :count]}
+            )
+        for count, written in ((2, 2), (4, 4), (2, columns), (2, columns)):
+            with backend.on(stream):
+                whole[:, :written] = float(count)
+            graphs[count].replay(stream)
+        stream.synchronize()
+
+    found = kinds(program)
+    assert found == ([] if columns == 2 else [Kind.STALE_PADDING])
+
+
+@pytest.mark.parametrize("strategy", ["program", "lazy"])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_read_by_rows_before_the_mark_is_no_stale_read(strategy, again):
+    """Which rows it takes is known when it runs, and by then the host has declared the contents over."""
+
+    def program(backend):
+        stream = backend.create_stream("forward")
+        with backend.on(stream):
+            index = torch.tensor([0, 1, 2], device=backend.device)
+            x = torch.zeros(3, 4, device=backend.device)
+            for turn in range(2):
+                backend.mark_over(x, "a new batch begins")
+                stream.synchronize()  # the read of the batch before runs, at the latest
+                if again or turn == 0:
+                    x.fill_(float(turn))
+                x.index_select(0, index)
+        backend.synchronize()
+
+    found = kinds(program, strategy)
+    assert found == ([] if again else [Kind.STALE])

@@ -1,0 +1,81 @@
+"""The plugin ``rocm``: architectures, options, and the conformance suite on a HIP-like personality."""
+
+import sys
+
+import pytest
+import torch
+
+from outrider.device import BackendLoadError, ConfigError, Waiter
+from outrider_rocm import backend, plugin
+from outrider_rocm.architecture import parse_architecture
+from outrider_rocm.options import OPTIONS, RocmOptions, parse_options
+from vendors.child import child, conform
+
+
+@pytest.mark.parametrize(
+    ("full", "wave", "name", "features", "waiter"),
+    [
+        ("gfx942:sramecc+:xnack-", 64, "gfx942", ("sramecc+", "xnack-"), Waiter.STREAM),
+        ("gfx950:sramecc+:xnack-", 64, "gfx950", ("sramecc+", "xnack-"), Waiter.HOST),
+        ("gfx1100", 32, "gfx1100", (), Waiter.STREAM),
+    ],
+)
+def test_architectures(full, wave, name, features, waiter):
+    found = parse_architecture(full, wave)
+    assert (found.name, found.features, found.wave_size, found.published_waiter) == (name, features, wave, waiter)
+
+
+def test_options():
+    assert parse_options({}) == RocmOptions(published="auto", results_on_forward=True)
+    assert parse_options({"published": "host", "results": "copy"}) == RocmOptions(published="host", results_on_forward=False)
+    assert set(plugin.backend_info().options) == set(OPTIONS)
+    for wrong, says in (({"wave": "32"}, "no option 'wave'"), ({"published": "both"}, "one of auto, stream, host")):
+        with pytest.raises(ConfigError, match=says):
+            parse_options(wrong)
+
+
+def test_kernels_of_triton_need_triton(monkeypatch):
+    """They're shared with other devices; torch's CPU build has no Triton."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(BackendLoadError, match="choose rocm:kernels=torch"):
+        backend._triton(304)
+
+
+def test_it_is_not_usable_without_hip():
+    """The build is told by torch.version.hip alone: a CUDA build answers under the same names."""
+    info = plugin.backend_info()
+    assert not info.usable
+    assert "isn't built for HIP" in info.reason
+    with pytest.raises(BackendLoadError, match="isn't built for HIP"):
+        plugin.create_backend(0, {})
+
+
+def test_a_hip_build_without_a_device(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4.0")
+    info = plugin.backend_info()
+    assert not info.usable
+    assert "sees no AMD device" in info.reason
+    assert "HIP_VISIBLE_DEVICES" in info.advice
+
+
+@pytest.mark.parametrize("level", ["L3", pytest.param("L4", marks=pytest.mark.slow)])
+def test_the_conformance_suite_on_a_hip_like_personality(tmp_path, level):
+    report = conform("rocm", level, tmp_path, "emulation_hip")
+    assert report["reached"] == level, [test for test in report["tests"] if test["outcome"] == "failed"]
+    assert report["tier"]["kind"] == "simulated"
+    assert not report["capabilities"]["waits_inside_graphs"]
+
+
+POLICY = """
+import emulation_hip
+from outrider_rocm.options import parse_options
+for options in ({}, {"published": "stream"}, {"published": "host", "results": "copy"}):
+    sync = emulation_hip.make(parse_options(options)).speculative_sync
+    print(sync.published_waiter.value, sync.results_on_forward)
+"""
+
+
+@pytest.mark.parametrize(("architecture", "chosen"), [("gfx942", "stream"), ("gfx950:sramecc+", "host")])
+def test_the_policy_by_architecture_and_option(architecture, chosen):
+    done = child("-c", POLICY, EMULATION_ARCHITECTURE=architecture)
+    assert done.stdout.splitlines() == [f"{chosen} True", "stream True", "host False"], done.stderr
