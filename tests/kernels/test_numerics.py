@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from outrider.conformance.kernel_cases import CASES
 from outrider.device import AttentionMetadata, KernelSet
 from outrider.device.kernels.philox import uniforms
-from outrider_triton import ops as _ops  # noqa: F401  (registers the operators)
+from outrider_triton import kernelset as _kernelset  # noqa: F401  (registers the operators)
 from outrider_triton.jit import choose
 from outrider_triton.table import MatmulConfig
 
