@@ -156,8 +156,8 @@ def programs_table(rows, lines):
     lines += [
         f"{len(rows)} host programs ({distinct} distinct with their proposer), {total['schedules']} runs, "
         f"{len(failures)} failures. In one run of each: {total['requests']} requests, {total['aborted']} aborted, "
-        f"{total['preempted']} preempted, {total['prefix_hits']} with a prefix hit, {total['moved']} hand-overs; acceptance of "
-        f"{total['compared']} compared with the synchronous engine.",
+        f"{total['preempted']} preempted, {total['prefix_hits']} with a prefix hit, {total['moved']} hand-overs; acceptance "
+        f"of {total['compared']} compared with the synchronous engine.",
         "",
         "| proposer | programs | runs | requests | preempted | hand-overs | acceptance length | failures |",
         "|---|---|---|---|---|---|---|---|",

@@ -63,7 +63,8 @@ def test_stands_beside_the_backends_own_options(quick):
 
 
 def test_the_model_computes_with_them(quick):
-    from outrider.cli.models import Speculation, load
+    from outrider import Engine
+    from outrider.cli.models import bundled
 
     quick(
         make=MAKE.replace(
@@ -71,8 +72,7 @@ def test_the_model_computes_with_them(quick):
             "Quick.linear = lambda s, x, w, b=None, **_: x.new_zeros(*x.shape[:-1], len(w))\n        return Quick()",
         )
     )
-    speculation = Speculation.choose("none", model=None, draft=None, draft_tokens=4)
-    engine = load("cpu:kernels=quick", speculation, max_requests=1, dtype="float32")
+    engine = Engine.from_checkpoint(bundled("target"), get_backend("cpu:kernels=quick"))
     (completion,) = engine.generate([[5, 6, 7]])
     assert set(completion.token_ids) == {0}, "logits of nothing but zeros"
 

@@ -177,7 +177,7 @@ def _run(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> tup
     from outrider.engine.request import SamplingParams
 
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-    lengths = {engine.add_request(prompt, params): prompt_tokens for prompt in _prompts(engine, batch, prompt_tokens)}
+    lengths = {engine.add_request(prompt, params): prompt_tokens for prompt in prompts_for(engine, batch, prompt_tokens)}
     started: set[int] = set()
     seconds: list[float] = []
     contexts: list[float] = []
@@ -199,7 +199,7 @@ def _run(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> tup
     return seconds, counted, statistics.fmean(contexts) if contexts else 0.0
 
 
-def _prompts(engine: Engine, batch: int, prompt_tokens: int) -> list[list[int]]:
+def prompts_for(engine: Engine, batch: int, prompt_tokens: int) -> list[list[int]]:
     """Different stretches of real text: what a model has never seen anything like, it doesn't accept drafts for.
 
     An engine without a tokenizer has random weights, to which every token is alike.

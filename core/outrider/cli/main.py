@@ -33,6 +33,7 @@ COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "bench": {
         "decode": "outrider.cli.bench_decode:decode",
         "kernels": "outrider.cli.bench_kernels:kernels",
+        "overlap": "outrider.cli.bench_overlap:overlap",
         "seam": "outrider.cli.bench_seam:seam",
     },
     "fences": "outrider.cli.fences:fences",

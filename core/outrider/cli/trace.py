@@ -27,6 +27,8 @@ def trace(
     backend: BackendOption = None,
     out: Annotated[Path, typer.Option(help="The timeline, for Perfetto.")] = Path("trace.json"),
     picture: Annotated[Path | None, typer.Option(help="The picture; FILE.svg or a page. Default: beside --out.")] = None,
+    start: Annotated[float, typer.Option("--from", metavar="US", help="Where the picture begins.")] = 0.0,
+    end: Annotated[float | None, typer.Option("--to", metavar="US", help="Where it ends; the end of the run.")] = None,
     json_output: JsonOption = False,
 ) -> Report:
     """Run a Python script and write a timeline of its streams, operations and fences, and a picture of it.
@@ -53,7 +55,8 @@ def trace(
     target = picture or out.with_suffix(".html")
     title = f"{path.name} on {device.label}"
     out.write_text(json.dumps(timeline.perfetto()), encoding="utf-8")
-    target.write_text(svg(timeline) if target.suffix == ".svg" else page(timeline, title), encoding="utf-8")
+    shown = timeline.between(start, timeline.end if end is None else end)
+    target.write_text(svg(shown) if target.suffix == ".svg" else page(shown, title), encoding="utf-8")
     costs = timeline.costs()
     data = {
         "trace": str(out),

@@ -44,7 +44,8 @@ def assemble(
     device = backend.device
 
     sync = backend.speculative_sync
-    schedule, forward, plan = (backend.create_stream(name) for name in ("schedule", "forward", "plan"))
+    schedule, forward = backend.create_stream("schedule"), backend.create_stream("forward")
+    plan = backend.create_stream("plan") if config.plan_stream else forward
     copy = forward if sync.results_on_forward else backend.create_stream("copy")
     update = backend.create_stream("update") if sync.rebind_params else None
     streams = Streams(schedule, forward, plan, copy, update)

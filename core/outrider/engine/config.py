@@ -32,6 +32,7 @@ class EngineConfig:
     ``mode``: ``staged`` launches stages on their own streams, ``fused`` replays the whole iteration from one graph.
     ``graphs``: in staged mode too, stages are replayed from graphs, captured when the engine is made. ``buckets``: batch
     sizes that graphs are captured for, the largest being ``max_requests``; None: powers of two, and ``max_requests``.
+    ``plan_stream``: staged mode plans beside the draft; without, on the forward stream.
 
     ``penalties``: hold token counts for repetition, presence and frequency penalties, 4 bytes for each request row and
     token of the vocabulary. ``max_logprobs``: the most likeliest tokens that a request may ask for.
@@ -59,6 +60,7 @@ class EngineConfig:
     mode: str = "staged"
     graphs: bool = False
     buckets: tuple[int, ...] | None = None
+    plan_stream: bool = True
     device_timeout_s: float | None = 120.0
 
     def __post_init__(self) -> None:
@@ -74,7 +76,7 @@ class EngineConfig:
         for name, least in (("num_pages", 2), ("max_context", 2), ("draft_nodes", 1)):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), least)
-        for name in ("overlap", "prefix_cache", "penalties", "batch_invariant", "graphs"):
+        for name in ("overlap", "prefix_cache", "penalties", "batch_invariant", "graphs", "plan_stream"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected True or False")
         if self.mode not in tuple(StepMode):

@@ -24,6 +24,7 @@ from outrider.engine.lifeline import Lifeline
 from outrider.engine.loading import load_checkpoint
 from outrider.engine.media import RequestMedia, expanded
 from outrider.engine.pages import FreeList, PagePool
+from outrider.engine.parts import Streams
 from outrider.engine.request import Completion, FinishReason, Request, StepOutput
 from outrider.engine.results import Outcome, Ticket
 from outrider.engine.sampling import SamplingParams
@@ -32,7 +33,7 @@ from outrider.engine.stages import Stages
 from outrider.engine.staging import Batch
 from outrider.engine.stats import EngineStats as EngineStats
 from outrider.engine.step import Step
-from outrider.engine.text import StopText
+from outrider.engine.text import watch
 from outrider.engine.transfer import bring_here, collect
 from outrider.engine.watchdog import Watchdog
 from outrider.model import (
@@ -188,6 +189,11 @@ class Engine:
         return self._scheduler.pages.available
 
     @property
+    def streams(self) -> Streams:
+        """The engine's streams, for tools."""
+        return self._parts.streams
+
+    @property
     def free_rows(self) -> int:
         """Rows that no request holds."""
         return self._scheduler.rows.available
@@ -228,7 +234,7 @@ class Engine:
         for index in range(params.n):
             request = Request(self._next_id, prompt, params.sample(index), stops, priority, pictures, rope_key)
             if params.stop:
-                request.stop_text = self._watch(params)
+                request.stop_text = watch(self.tokenizer, params)
             self._next_id += 1
             self._requests[request.id] = request
             samples.append(request)
@@ -292,7 +298,7 @@ class Engine:
         request.iterations, request.verified_tokens = handed.iterations, handed.verified_tokens
         request.context = (*handed.prompt, *handed.output[:-1])
         if handed.params.stop:
-            request.stop_text = self._watch(handed.params, handed.output)
+            request.stop_text = watch(self.tokenizer, handed.params, handed.output)
             request.text.append(request.stop_text.take())
         with self._lifeline.working("taking a request over"):
             request.arrival = bring_here(self._parts, handed)
@@ -404,13 +410,6 @@ class Engine:
         if params.stop:
             self.tokenizer  # noqa: B018  (raises when there is none)
         return frozenset(stops)
-
-    def _watch(self, params: SamplingParams, output: Sequence[int] = ()) -> StopText:
-        """Looks for the stop strings, behind the ``output`` so far."""
-        watch = StopText(self.tokenizer.stream(), params.stop, overlook=params.min_tokens)
-        for token in output:
-            watch.push(token)
-        return watch
 
     def _pictures(self, prompt: tuple[int, ...], media: Sequence[Media]) -> RequestMedia | None:
         """The media of a prompt; placeholders without media raise."""

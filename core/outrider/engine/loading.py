@@ -39,9 +39,9 @@ def load_checkpoint(
     *,
     draft_dir: Path | None,
     speculate: str,
-    builders: Mapping[str, Builder] | None,
-    through_transformers: bool,
-    progress: Progress | None,
+    builders: Mapping[str, Builder] | None = None,
+    through_transformers: bool = False,
+    progress: Progress | None = None,
 ) -> Loaded:
     """See :meth:`outrider.engine.engine.Engine.from_checkpoint`."""
     known = {**BUILDERS, **(builders or {})}

@@ -19,7 +19,7 @@ from outrider.speculative.proposer import Proposer
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The streams of an engine. ``copy`` is forward itself where results are copied there; ``update`` rebinds host
+    """The streams of an engine. ``plan`` and ``copy`` may be forward itself; ``update`` rebinds host
     parameters of graphs, on devices that have such.
     """
 

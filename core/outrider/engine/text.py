@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.model import StreamDecoder
+from outrider.engine.sampling import SamplingParams
+from outrider.model import StreamDecoder, Tokenizer
 
 
 class StopText:
@@ -63,3 +64,11 @@ class StopText:
         longest = min(max(len(stop) for stop in self._stops) - 1, len(self._held))
         ends = (self._held[len(self._held) - size :] for size in range(longest, 0, -1))
         return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stops)), 0)
+
+
+def watch(tokenizer: Tokenizer, params: SamplingParams, output: Sequence[int] = ()) -> StopText:
+    """Looks for the stop strings of a request, behind its ``output`` so far."""
+    looking = StopText(tokenizer.stream(), params.stop, overlook=params.min_tokens)
+    for token in output:
+        looking.push(token)
+    return looking

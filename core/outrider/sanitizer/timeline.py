@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -83,6 +83,42 @@ class Timeline:
     def end(self) -> float:
         """When the last operation was over."""
         return max((span.end for lane in self.spans.values() for span in lane), default=0.0)
+
+    def between(self, start: float, end: float) -> Timeline:
+        """What ran from ``start`` to ``end``, in microseconds that count from ``start``."""
+        part = Timeline()
+        first: dict[str, int] = {}
+        for stream, lane in self.spans.items():
+            kept = [number for number, span in enumerate(lane) if span.end >= start and span.start <= end]
+            if kept:
+                first[stream] = kept[0]
+                part.spans[stream] = [
+                    replace(
+                        lane[number], start=max(lane[number].start, start) - start, end=min(lane[number].end, end) - start
+                    )
+                    for number in kept
+                ]
+        for wait in self.waits:
+            if wait.source in first and wait.stream in first:
+                moved = replace(wait, at=wait.at - first[wait.source], to=wait.to - first[wait.stream])
+                if 0 < moved.at <= len(part.spans[wait.source]) and 0 <= moved.to < len(part.spans[wait.stream]):
+                    part.waits.append(moved)
+        return part
+
+    def hidden(self, stream: str, behind: str) -> tuple[float, float]:
+        """How long ``stream`` was busy, and how much of that while ``behind`` was busy too, in microseconds."""
+        others = self.spans.get(behind, [])
+        busy = shared = 0.0
+        at = 0
+        for span in self.spans.get(stream, []):
+            busy += span.end - span.start
+            while at < len(others) and others[at].end <= span.start:
+                at += 1
+            number = at
+            while number < len(others) and others[number].start < span.end:
+                shared += max(0.0, min(others[number].end, span.end) - max(others[number].start, span.start))
+                number += 1
+        return busy, shared
 
     def ends(self, wait: Wait) -> tuple[float, float] | None:
         """When the record of a wait was reached, and when what follows the wait began."""
