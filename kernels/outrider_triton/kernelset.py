@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from outrider.device import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE, AttentionMetadata, KernelSet
-from outrider_triton import ops as _ops  # noqa: F401  (registers the operators)
+from outrider_triton import choice_ops as _choice_ops  # noqa: F401  (these register the operators)
+from outrider_triton import ops as _ops  # noqa: F401
 from outrider_triton.launch import power_of_two, shares, splits
 from outrider_triton.table import UNTUNED, MatmulConfig, Table
 

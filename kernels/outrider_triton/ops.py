@@ -6,29 +6,17 @@ An overload has the operands of the operator that it belongs to, under the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from outrider_triton.jit import attention, choose, matmul, rows
+from outrider_triton.define import define
+from outrider_triton.jit import attention, matmul, rows
 from outrider_triton.launch import launch, power_of_two, warps_for
 
-# torch unregisters an operator when its Library is collected, so this module must own it.
-_LIBRARY = torch.library.Library("outrider", "FRAGMENT")
-_VOCABULARY_BLOCK = 1024
 _MOVES = 256
 """The most rows that a program of ``move_cache`` holds at once."""
-
-
-def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    name = schema.split("(", 1)[0]
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"outrider::{name}", fake, lib=_LIBRARY)
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------
@@ -59,7 +47,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool) -> Tensor:
     return out
 
 
-_define(
+define(
     "rms_norm.triton(Tensor x, Tensor weight, float eps, bool pdl) -> Tensor",
     _rms_norm,
     lambda x, weight, eps, pdl: _normed(x, weight),
@@ -89,12 +77,12 @@ def _add_parts(x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor,
     return out
 
 
-_define(
+define(
     "add_rms_norm.triton(Tensor x, Tensor(a!) residual, Tensor weight, float eps, bool pdl) -> Tensor",
     lambda x, residual, weight, eps, pdl: _add_parts(x, None, residual, weight, eps, pdl),
     lambda x, residual, weight, eps, pdl: _normed(residual, weight),
 )
-_define(
+define(
     "add_parts_rms_norm.triton(Tensor x, Tensor? bias, Tensor(a!) residual, Tensor weight, float eps, bool pdl) -> Tensor",
     _add_parts,
     lambda x, bias, residual, weight, eps, pdl: _normed(residual, weight),
@@ -110,7 +98,7 @@ def _silu_mul(gate_up: Tensor, pdl: bool) -> Tensor:
     return out
 
 
-_define(
+define(
     "silu_mul.triton(Tensor gate_up, bool pdl) -> Tensor",
     _silu_mul,
     lambda gate_up, pdl: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
@@ -149,7 +137,7 @@ def _rope_write_cache(
     )
 
 
-_define(
+define(
     "rope_write_cache.triton(Tensor(a!) q, Tensor(b!) k, Tensor v, Tensor cos, Tensor sin, Tensor(c!) k_cache, "
     "Tensor(d!) v_cache, Tensor slots, bool pdl) -> ()",
     _rope_write_cache,
@@ -173,7 +161,7 @@ def _move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations:
     )
 
 
-_define(
+define(
     "move_cache.triton(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor sources, Tensor destinations, bool pdl) -> ()",
     _move_cache,
     lambda k_cache, v_cache, sources, destinations, pdl: None,
@@ -193,7 +181,7 @@ def _gather_rows(state: Tensor, rows_of: Tensor, pdl: bool) -> Tensor:
     return out
 
 
-_define(
+define(
     "gather_rows.triton(Tensor state, Tensor rows, bool pdl) -> Tensor",
     _gather_rows,
     lambda state, rows, pdl: state.new_empty((rows.shape[0], *state.shape[1:])),
@@ -206,7 +194,7 @@ def _scatter_rows(state: Tensor, rows_of: Tensor, values: Tensor, pdl: bool) -> 
     launch(rows.scatter_rows, grid, state, rows_of, values, size, BLOCK=block, pdl=pdl, warps=warps_for(block))
 
 
-_define(
+define(
     "scatter_rows.triton(Tensor(a!) state, Tensor rows, Tensor values, bool pdl) -> ()",
     _scatter_rows,
     lambda state, rows, values, pdl: None,
@@ -267,12 +255,12 @@ def _empty_parts(x: Tensor, weight: Tensor, config: list[int]) -> Tensor:
     return x.new_empty((config[3], *shape), dtype=torch.float32) if config[3] > 1 else x.new_empty(shape)
 
 
-_define(
+define(
     "linear.triton(Tensor x, Tensor weight, Tensor? bias, int[] config, bool pdl) -> Tensor",
     _linear,
     lambda x, weight, bias, config, pdl: x.new_empty((*x.shape[:-1], weight.shape[0])),
 )
-_define(
+define(
     "linear_parts.triton(Tensor x, Tensor weight, int[] config, bool pdl) -> Tensor",
     _linear_parts,
     lambda x, weight, config, pdl: _empty_parts(x, weight, config),
@@ -303,7 +291,7 @@ def _linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, config: lis
     return out
 
 
-_define(
+define(
     "linear_silu_mul.triton(Tensor x, Tensor weight, Tensor? bias, int[] config, bool pdl) -> Tensor",
     _linear_silu_mul,
     lambda x, weight, bias, config, pdl: x.new_empty((*x.shape[:-1], weight.shape[0] // 2)),
@@ -376,202 +364,11 @@ def _paged_attention(
     return out
 
 
-_define(
+define(
     "paged_attention.triton(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor kv_lens, "
     "Tensor block_table, Tensor? tree_mask, int max_query, int max_kv, float scale, int window, "
     "int[] config, bool pdl) "
     "-> Tensor",
     _paged_attention,
     lambda q, *rest: q.new_empty(q.shape),
-)
-
-# -- choices -------------------------------------------------------------------------------------------------------
-
-
-def _best(
-    logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    parents: Tensor | None,
-    *,
-    sampling: bool,
-    lane: int,
-    depth: int,
-    shares: int,
-    pdl: bool,
-) -> tuple[Tensor, Tensor]:
-    """The best of each share [rows, shares], and its index, for ``logits`` [B, V] or [B, N, V]."""
-    nodes, vocabulary = (1 if logits.dim() == 2 else logits.shape[1]), logits.shape[-1]
-    flat = logits.reshape(-1, vocabulary)
-    if flat.stride(-1) != 1:
-        flat = flat.contiguous()
-    count = flat.shape[0]
-    best = torch.empty((count, shares), dtype=torch.float32, device=logits.device)
-    index = torch.empty((count, shares), dtype=torch.int32, device=logits.device)
-    launch(
-        choose.best_of_shares,
-        (count, shares),
-        *(flat, temperature, seeds, positions, parents, best, index, nodes, vocabulary, flat.stride(0)),
-        SAMPLING=sampling,
-        LANE=lane,
-        DEPTH=depth,
-        SHARES=shares,
-        BLOCK=_VOCABULARY_BLOCK,
-        pdl=pdl,
-        warps=4,
-    )
-    return best, index
-
-
-def _sample(
-    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, lane: int, shares: int, pdl: bool
-) -> Tensor:
-    operands = (temperature.contiguous(), seeds.contiguous(), positions.contiguous())
-    best, index = _best(logits, *operands, None, sampling=True, lane=lane, depth=0, shares=shares, pdl=pdl)
-    tokens = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    launch(choose.decide, (tokens.shape[0],), best, index, tokens, SHARES=shares, pdl=pdl, warps=1)
-    return tokens
-
-
-_define(
-    "sample.triton(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, int lane, int shares, bool pdl) "
-    "-> Tensor",
-    _sample,
-    lambda logits, *rest: logits.new_empty(logits.shape[:-1], dtype=torch.int64),
-)
-
-
-def _verify_chain(
-    target_logits: Tensor,
-    draft_tokens: Tensor,
-    draft_probs: Tensor | None,
-    temperature: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    lanes: list[int],
-    shares: int,
-    pdl: bool,
-) -> tuple[Tensor, Tensor]:
-    batch, drafted = draft_tokens.shape
-    drafts = draft_tokens.contiguous()
-    tokens, accepted = _empty_chain(draft_tokens)
-    if draft_probs is None:
-        best, index = _best(
-            target_logits, temperature, seeds, positions, None, sampling=False, lane=0, depth=0, shares=shares, pdl=pdl
-        )
-        launch(
-            choose.accept_greedy,
-            (batch,),
-            *(best, index, drafts, tokens, accepted, drafted),
-            SHARES=shares,
-            DRAFTED=drafted,
-            pdl=pdl,
-            warps=1,
-        )
-        return tokens, accepted
-    accept, residual = lanes
-    logits = target_logits if target_logits.stride(-1) == 1 else target_logits.contiguous()
-    vocabulary = logits.shape[-1]
-    temperature, seeds, positions = temperature.contiguous(), seeds.contiguous(), positions.contiguous()
-    probs = draft_probs.contiguous()
-    count = batch * (drafted + 1)
-
-    def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty((*shape, count, shares), dtype=dtype, device=logits.device)
-
-    best, index, sums = made(), made(dtype=torch.int32), made()
-    picked, picked_at, left = made(2), made(2, dtype=torch.int32), made()
-    sizes = (drafted, vocabulary, logits.stride(0), logits.stride(1))
-    launch(
-        choose.softmax_of_shares,
-        (count, shares),
-        *(logits, temperature, best, index, sums, *sizes),
-        BLOCK=_VOCABULARY_BLOCK,
-        SHARES=shares,
-        pdl=pdl,
-        warps=4,
-    )
-    launch(
-        choose.residual_of_shares,
-        (count, shares),
-        *(logits, probs, temperature, seeds, positions, best, sums, picked, picked_at, left, *sizes),
-        LANE=residual,
-        BLOCK=_VOCABULARY_BLOCK,
-        SHARES=shares,
-        pdl=pdl,
-        warps=4,
-    )
-    launch(
-        choose.accept_sampling,
-        (batch,),
-        *(logits, drafts, probs, temperature, seeds, positions, best, index, sums, picked, picked_at, left),
-        *(tokens, accepted, count, *sizes),
-        LANE=accept,
-        DRAFTED=drafted,
-        SHARES=shares,
-        pdl=pdl,
-        warps=1,
-    )
-    return tokens, accepted
-
-
-def _empty_chain(draft_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    batch, drafted = draft_tokens.shape
-    return draft_tokens.new_empty((batch, drafted + 1)), draft_tokens.new_empty((batch,))
-
-
-_define(
-    "verify_chain.triton(Tensor target_logits, Tensor draft_tokens, Tensor? draft_probs, Tensor temperature, Tensor seeds, "
-    "Tensor positions, int[] lanes, int shares, bool pdl) -> (Tensor, Tensor)",
-    _verify_chain,
-    lambda target_logits, draft_tokens, *rest: _empty_chain(draft_tokens),
-)
-
-
-def _verify_tree(
-    target_logits: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    depth: int,
-    sampling: bool,
-    lane: int,
-    shares: int,
-    pdl: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    chosen, path, accepted = _empty_path(tokens, depth)
-    parents = parents.contiguous()
-    operands = (temperature.contiguous(), seeds.contiguous(), positions.contiguous(), parents)
-    best, index = _best(
-        target_logits, *operands, sampling=sampling, lane=lane, depth=depth if sampling else 0, shares=shares, pdl=pdl
-    )
-    batch, nodes = tokens.shape
-    launch(
-        choose.walk_tree,
-        (batch,),
-        *(best, index, tokens.contiguous(), parents, chosen, path, accepted, nodes),
-        SHARES=shares,
-        NODES=power_of_two(nodes),
-        DEPTH=depth,
-        pdl=pdl,
-        warps=1,
-    )
-    return chosen, path, accepted
-
-
-def _empty_path(tokens: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (tokens.shape[0], depth + 1)
-    return tokens.new_empty(shape), tokens.new_empty(shape), tokens.new_empty(shape[:1])
-
-
-_define(
-    "verify_tree.triton(Tensor target_logits, Tensor tokens, Tensor parents, Tensor temperature, Tensor seeds, "
-    "Tensor positions, int depth, bool sampling, int lane, int shares, bool pdl) -> (Tensor, Tensor, Tensor)",
-    _verify_tree,
-    lambda target_logits, tokens, parents, temperature, seeds, positions, depth, sampling, lane, shares, pdl: _empty_path(
-        tokens, depth
-    ),
 )

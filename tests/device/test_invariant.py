@@ -6,8 +6,17 @@ import torch
 from outrider.device import AttentionMetadata, KernelSet
 from outrider.device.kernels.invariant import InvariantKernels
 
-EXACT = {"bias_logits", "penalize_logits", "count_tokens", "move_cache", "gather_rows", "scatter_rows"}
-"""Single additions, products, quotients and copies: each is rounded once, whatever the shape of the call."""
+EXACT = {
+    "bias_logits",
+    "penalize_logits",
+    "count_tokens",
+    "move_cache",
+    "gather_rows",
+    "scatter_rows",
+    "find_nan",
+    "find_outside",
+}
+"""Single additions, products, quotients, copies and comparisons: rounded once at most, whatever the shape of the call."""
 COMPOSED = {"linear_silu_mul", "linear_add_rms_norm"}
 """By default these call other methods, which are wrapped."""
 

@@ -261,3 +261,12 @@ def test_schemas_hold():
         ),
         test_utils=utils,
     )
+
+
+def test_the_largest_word_is_still_below_one(monkeypatch):
+    """All bits set: a uniform of 1 would be infinite Gumbel noise, and its token would win whatever the logits say."""
+    ones = torch.full((1, 1), 0xFFFFFFFF)
+    monkeypatch.setattr("outrider.device.kernels.philox.philox", lambda counter, key: (ones,) * 4)
+    made = uniforms(torch.tensor([0]), torch.tensor([0]), 0, 4)
+    assert (made < 1).all()
+    assert (-torch.log(-torch.log(made))).isfinite().all()

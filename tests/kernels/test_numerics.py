@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from outrider.conformance.kernel_cases import CASES
 from outrider.device import AttentionMetadata, KernelSet
 from outrider.device.kernels.philox import uniforms
-from outrider_triton import ops as _ops  # noqa: F401  (registers the operators)
+from outrider_triton import kernelset as _kernelset  # noqa: F401  (registers the operators)
 from outrider_triton.jit import choose
 from outrider_triton.table import MatmulConfig
 
@@ -221,3 +221,17 @@ def test_a_table_decides(device):
     assert config_for(17) is None  # not measured
     assert config_for(4, weight[:40]) is None
     assert config_for(4, weight.double()) is None
+
+
+def test_the_largest_word_is_still_below_one(device):
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def convert(words, out, COUNT: tl.constexpr):  # noqa: N803
+        lane = tl.arange(0, COUNT)
+        tl.store(out + lane, choose._uniform(tl.load(words + lane).to(tl.uint32)))
+
+    words, out = torch.tensor([0, 1, 0xFFFFFFFE, 0xFFFFFFFF], device=device), torch.zeros(4, device=device)
+    convert[(1,)](words, out, COUNT=4)
+    assert ((out > 0) & (out < 1)).all()

@@ -62,7 +62,7 @@ def kernels(
     for case in _cases(device, stream, shape, sizes, DTYPES[dtype]):
         if only is not None and only not in case.kernel:
             continue
-        us = _microseconds(device, stream, case, device.kernels)
+        us = _microseconds(device, stream, case, device.kernels_in_use)
         torch_us = _microseconds(device, stream, case, KernelSet())
         limit_us = 1e6 * case.bytes / bandwidth
         rows.append(
@@ -82,7 +82,7 @@ def kernels(
         "backend": device.name,
         "device": str(device.device),
         "versions": dict(device.versions()),
-        "kernels": device.kernels.name,
+        "kernels": device.kernels_in_use.name,
         "shape": shape,
         "dtype": dtype,
         "bandwidth_gb_per_s": bandwidth / 1e9,

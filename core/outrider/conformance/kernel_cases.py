@@ -68,6 +68,29 @@ def _gates(dtype: torch.dtype) -> dict[str, Tensor]:
     return {"gate_up": _normal(3, 32, dtype=dtype) * 2}
 
 
+def _gated(dtype: torch.dtype) -> dict[str, Tensor]:
+    made = _linear(dtype)
+    return {**made, "residual": _normal(5, 24, dtype=dtype, seed=3), "norm": _normal(24, dtype=dtype, seed=4)}
+
+
+def _added_product(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    normed = kernels.linear_add_rms_norm(o["x"], o["weight"], o["bias"], o["residual"], o["norm"], 1e-5)
+    return normed, o["residual"]
+
+
+def _state(dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        "state": _normal(6, 2, 8, dtype=dtype),
+        "rows": torch.tensor([4, 1, 5]),
+        "values": _normal(3, 2, 8, dtype=dtype, seed=1),
+    }
+
+
+def _scattered(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    kernels.scatter_rows(o["state"], o["rows"], o["values"])
+    return (o["state"],)
+
+
 def _added(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
     normed = kernels.add_rms_norm(o["x"].flatten(0, 1), o["residual"].flatten(0, 1), o["weight"], 1e-5)
     return normed, o["residual"]
@@ -282,6 +305,10 @@ CASES: Mapping[str, Case] = MappingProxyType(
         for case in (
             Case("linear", _linear, lambda k, o: (k.linear(o["x"], o["weight"]),)),
             Case("linear with bias", _linear, lambda k, o: (k.linear(o["x"], o["weight"], o["bias"]),)),
+            Case("linear_silu_mul", _linear, lambda k, o: (k.linear_silu_mul(o["x"], o["weight"], o["bias"]),)),
+            Case("linear_add_rms_norm", _gated, _added_product, changed=("residual",)),
+            Case("gather_rows", _state, lambda k, o: (k.gather_rows(o["state"], o["rows"]),)),
+            Case("scatter_rows", _state, _scattered, changed=("state",)),
             Case("embedding", _embedding, lambda k, o: (k.embedding(o["tokens"], o["weight"]),)),
             Case("rms_norm", _norm, lambda k, o: (k.rms_norm(o["x"], o["weight"], 1e-5),)),
             Case("add_rms_norm", _norm, _added, changed=("residual",)),

@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,6 @@ from outrider.device.errors import (
     CapabilityError,
     CaptureError,
     DeviceError,
-    OutriderError,
     SeamError,
     StreamOrderError,
     SynchronousCopyError,
@@ -33,44 +32,13 @@ from outrider.device.graph import (
     Scalar,
 )
 from outrider.device.memory import KeepAlive, MemoryInfo, PinnedBuffer
+from outrider.device.scopes import Guard, Scope
 from outrider.device.stream import Event, Flag, Stream
 from outrider.device.sync import SpeculativeSync
 from outrider.device.tools import Access, ControllableDevice, Observer
 
 if TYPE_CHECKING:
     from outrider.device.kernels import KernelSet
-
-
-class _Scope:
-    """What :meth:`Backend.on` opens. A class of its own: the step opens a dozen, and a generator costs twice as much."""
-
-    __slots__ = ("_backend", "_observer", "_placed", "_stream")
-
-    def __init__(self, backend: Backend, stream: Stream) -> None:
-        self._backend = backend
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        backend, stream = self._backend, self._stream
-        if stream.backend is not backend:
-            raise StreamOrderError(f"{stream!r} isn't a stream of {backend.label}")
-        capture = backend.active_capture
-        if capture is not None:
-            backend._check_fork(stream)
-        self._observer = backend.observer
-        self._placed = backend._on(stream)
-        self._placed.__enter__()
-        if self._observer is not None:
-            self._observer.scope_entered(stream)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if self._observer is not None:
-                self._observer.scope_left(self._stream)
-        finally:
-            self._placed.__exit__(kind, error, traceback)
 
 
 class Backend(ABC):
@@ -145,7 +113,7 @@ class Backend(ABC):
 
         In a capture, a scope of another stream than the captured one needs ``forks_in_capture``.
         """
-        return _Scope(self, stream)
+        return Scope(self, stream)
 
     def create_stream(self, name: str, *, priority: int = 0) -> Stream:
         """A new stream. ``name`` is for reports and schedules, unique among the backend's streams.
@@ -388,18 +356,9 @@ class Backend(ABC):
 
     # -- errors and tools ------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def guard(self, doing: str) -> Generator[None]:
+    def guard(self, doing: str) -> AbstractContextManager[None]:
         """Turn the device's own exceptions into typed ones that say what was running."""
-        try:
-            yield
-        except OutriderError:
-            raise
-        except Exception as error:
-            translated = self.translate_error(error, doing)
-            if translated is None:
-                raise
-            raise translated from error
+        return Guard(self, doing)
 
     def translate_error(self, error: Exception, doing: str) -> DeviceError | None:
         """The typed error for a device exception, or None for one that isn't the device's."""

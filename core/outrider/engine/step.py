@@ -129,7 +129,8 @@ class Step:
             runner.bind(call, streams.update)
             fences.params_bound.signal(streams.update)
             fences.params_bound.wait(streams.forward)
-        runner.run(Stage.DRAFT, call)
+        if self._stages.drafts:
+            runner.run(Stage.DRAFT, call)
         fences.draft_outputs_ready.signal(streams.forward)
 
         fences.shared_reads_done.wait(streams.plan)

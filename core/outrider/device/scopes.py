@@ -1,0 +1,73 @@
+"""What a backend opens around work: a place on a stream, and the translation of errors.
+
+Classes of their own rather than generators, which cost twice as much: a step opens dozens.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from outrider.device.errors import OutriderError, StreamOrderError
+
+if TYPE_CHECKING:
+    from outrider.device.backend import Backend
+    from outrider.device.stream import Stream
+
+
+class Scope:
+    """What :meth:`Backend.on` opens."""
+
+    __slots__ = ("_backend", "_observer", "_placed", "_stream")
+
+    def __init__(self, backend: Backend, stream: Stream) -> None:
+        self._backend = backend
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        backend, stream = self._backend, self._stream
+        if stream.backend is not backend:
+            raise StreamOrderError(f"{stream!r} isn't a stream of {backend.label}")
+        capture = backend.active_capture
+        if capture is not None:
+            backend._check_fork(stream)
+        self._observer = backend.observer
+        self._placed = backend._on(stream)
+        self._placed.__enter__()
+        if self._observer is not None:
+            try:
+                self._observer.scope_entered(stream)
+            except BaseException:
+                self._placed.__exit__(None, None, None)
+                raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if self._observer is not None:
+                self._observer.scope_left(self._stream)
+        finally:
+            self._placed.__exit__(kind, error, traceback)
+
+
+class Guard:
+    """What :meth:`Backend.guard` opens."""
+
+    __slots__ = ("_backend", "_doing")
+
+    def __init__(self, backend: Backend, doing: str) -> None:
+        self._backend = backend
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, OutriderError) or not isinstance(error, Exception):
+            return
+        translated = self._backend.translate_error(error, self._doing)
+        if translated is not None:
+            raise translated from error

@@ -1,0 +1,201 @@
+"""The operators that choose tokens: sampling and acceptance, as overloads of the seam's own (:mod:`outrider_triton.ops`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider_triton.define import define
+from outrider_triton.jit import choose
+from outrider_triton.launch import launch, power_of_two
+
+_VOCABULARY_BLOCK = 1024
+
+
+def _best(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    parents: Tensor | None,
+    *,
+    sampling: bool,
+    lane: int,
+    depth: int,
+    shares: int,
+    pdl: bool,
+) -> tuple[Tensor, Tensor]:
+    """The best of each share [rows, shares], and its index, for ``logits`` [B, V] or [B, N, V]."""
+    nodes, vocabulary = (1 if logits.dim() == 2 else logits.shape[1]), logits.shape[-1]
+    flat = logits.reshape(-1, vocabulary)
+    if flat.stride(-1) != 1:
+        flat = flat.contiguous()
+    count = flat.shape[0]
+    best = torch.empty((count, shares), dtype=torch.float32, device=logits.device)
+    index = torch.empty((count, shares), dtype=torch.int32, device=logits.device)
+    launch(
+        choose.best_of_shares,
+        (count, shares),
+        *(flat, temperature, seeds, positions, parents, best, index, nodes, vocabulary, flat.stride(0)),
+        SAMPLING=sampling,
+        LANE=lane,
+        DEPTH=depth,
+        SHARES=shares,
+        BLOCK=_VOCABULARY_BLOCK,
+        pdl=pdl,
+        warps=4,
+    )
+    return best, index
+
+
+def _sample(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, lane: int, shares: int, pdl: bool
+) -> Tensor:
+    operands = (temperature.contiguous(), seeds.contiguous(), positions.contiguous())
+    best, index = _best(logits, *operands, None, sampling=True, lane=lane, depth=0, shares=shares, pdl=pdl)
+    tokens = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    launch(choose.decide, (tokens.shape[0],), best, index, tokens, SHARES=shares, pdl=pdl, warps=1)
+    return tokens
+
+
+define(
+    "sample.triton(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, int lane, int shares, bool pdl) "
+    "-> Tensor",
+    _sample,
+    lambda logits, *rest: logits.new_empty(logits.shape[:-1], dtype=torch.int64),
+)
+
+
+def _verify_chain(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    lanes: list[int],
+    shares: int,
+    pdl: bool,
+) -> tuple[Tensor, Tensor]:
+    batch, drafted = draft_tokens.shape
+    drafts = draft_tokens.contiguous()
+    tokens, accepted = _empty_chain(draft_tokens)
+    if draft_probs is None:
+        best, index = _best(
+            target_logits, temperature, seeds, positions, None, sampling=False, lane=0, depth=0, shares=shares, pdl=pdl
+        )
+        launch(
+            choose.accept_greedy,
+            (batch,),
+            *(best, index, drafts, tokens, accepted, drafted),
+            SHARES=shares,
+            DRAFTED=drafted,
+            pdl=pdl,
+            warps=1,
+        )
+        return tokens, accepted
+    accept, residual = lanes
+    logits = target_logits if target_logits.stride(-1) == 1 else target_logits.contiguous()
+    vocabulary = logits.shape[-1]
+    temperature, seeds, positions = temperature.contiguous(), seeds.contiguous(), positions.contiguous()
+    probs = draft_probs.contiguous()
+    count = batch * (drafted + 1)
+
+    def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty((*shape, count, shares), dtype=dtype, device=logits.device)
+
+    best, index, sums = made(), made(dtype=torch.int32), made()
+    picked, picked_at, left = made(2), made(2, dtype=torch.int32), made()
+    sizes = (drafted, vocabulary, logits.stride(0), logits.stride(1))
+    launch(
+        choose.softmax_of_shares,
+        (count, shares),
+        *(logits, temperature, best, index, sums, *sizes),
+        BLOCK=_VOCABULARY_BLOCK,
+        SHARES=shares,
+        pdl=pdl,
+        warps=4,
+    )
+    launch(
+        choose.residual_of_shares,
+        (count, shares),
+        *(logits, probs, temperature, seeds, positions, best, sums, picked, picked_at, left, *sizes),
+        LANE=residual,
+        BLOCK=_VOCABULARY_BLOCK,
+        SHARES=shares,
+        pdl=pdl,
+        warps=4,
+    )
+    launch(
+        choose.accept_sampling,
+        (batch,),
+        *(logits, drafts, probs, temperature, seeds, positions, best, index, sums, picked, picked_at, left),
+        *(tokens, accepted, count, *sizes),
+        LANE=accept,
+        DRAFTED=drafted,
+        SHARES=shares,
+        pdl=pdl,
+        warps=1,
+    )
+    return tokens, accepted
+
+
+def _empty_chain(draft_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    batch, drafted = draft_tokens.shape
+    return draft_tokens.new_empty((batch, drafted + 1)), draft_tokens.new_empty((batch,))
+
+
+define(
+    "verify_chain.triton(Tensor target_logits, Tensor draft_tokens, Tensor? draft_probs, Tensor temperature, Tensor seeds, "
+    "Tensor positions, int[] lanes, int shares, bool pdl) -> (Tensor, Tensor)",
+    _verify_chain,
+    lambda target_logits, draft_tokens, *rest: _empty_chain(draft_tokens),
+)
+
+
+def _verify_tree(
+    target_logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    depth: int,
+    sampling: bool,
+    lane: int,
+    shares: int,
+    pdl: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    chosen, path, accepted = _empty_path(tokens, depth)
+    parents = parents.contiguous()
+    operands = (temperature.contiguous(), seeds.contiguous(), positions.contiguous(), parents)
+    best, index = _best(
+        target_logits, *operands, sampling=sampling, lane=lane, depth=depth if sampling else 0, shares=shares, pdl=pdl
+    )
+    batch, nodes = tokens.shape
+    launch(
+        choose.walk_tree,
+        (batch,),
+        *(best, index, tokens.contiguous(), parents, chosen, path, accepted, nodes),
+        SHARES=shares,
+        NODES=power_of_two(nodes),
+        DEPTH=depth,
+        pdl=pdl,
+        warps=1,
+    )
+    return chosen, path, accepted
+
+
+def _empty_path(tokens: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (tokens.shape[0], depth + 1)
+    return tokens.new_empty(shape), tokens.new_empty(shape), tokens.new_empty(shape[:1])
+
+
+define(
+    "verify_tree.triton(Tensor target_logits, Tensor tokens, Tensor parents, Tensor temperature, Tensor seeds, "
+    "Tensor positions, int depth, bool sampling, int lane, int shares, bool pdl) -> (Tensor, Tensor, Tensor)",
+    _verify_tree,
+    lambda target_logits, tokens, parents, temperature, seeds, positions, depth, sampling, lane, shares, pdl: _empty_path(
+        tokens, depth
+    ),
+)

@@ -1,0 +1,109 @@
+"""``outrider bench kernels``, ``bench seam`` and random weights: what they say, and what they refuse."""
+
+import pytest
+import torch
+
+from outrider.device import KernelSet
+from outrider.device.kernels.measure import KernelShape, kernel_cases, product_cases
+from outrider.registry import get_backend
+from outrider.speculative.synthetic import with_synthetic_acceptance
+
+SHAPE = KernelShape(hidden=32, heads=4, kv_heads=2, head_size=8, inner=48, vocabulary=64, fused=64)
+HOST = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch):
+    monkeypatch.setattr("outrider.cli.limits._HOST_BYTES", 1 << 20)
+
+
+def test_every_kernel_is_measured_and_every_case_runs():
+    cases = [
+        *kernel_cases(SHAPE, dtype=torch.float32, device=HOST),
+        *product_cases(SHAPE, tokens=4, rotate_bytes=1, dtype=torch.float32, device=HOST),
+    ]
+    for case in cases:
+        case.call(KernelSet(), 0)
+        case.call(KernelSet(), 1)
+        assert case.bytes > 0
+    # What shapes logits runs where a request asks for it; embeddings are a copy of a few rows; a probe is for debugging.
+    untimed = {"embedding", "bias_logits", "penalize_logits", "count_tokens", "truncate_logits", "logprobs"}
+    untimed |= {"find_nan", "find_outside", "plan_attention", "batch_invariant"}
+    methods = {name for name, value in vars(KernelSet).items() if callable(value) and not name.startswith("_")}
+    assert methods - {case.kernel for case in cases} == untimed
+
+
+def test_bytes_of_a_product_counted_by_hand():
+    (qkv, added, *_) = product_cases(SHAPE, tokens=4, rotate_bytes=1, dtype=torch.float32, device=HOST)
+    assert qkv.bytes == 4 * (64 * 32 + 4 * 32 + 4 * 64)
+    # The residual is read and written, and its norm written.
+    assert added.bytes == 4 * (32 * 32 + 4 * 32 + 3 * 4 * 32)
+
+
+def test_a_backend_without_graphs_is_refused(outrider):
+    result = outrider("bench", "kernels", "--backend", "cpu")
+    assert (result.code, result.out) == (1, "")
+    assert "needs captures_graphs and event_timing" in result.err
+
+
+def test_a_backend_without_torch_streams_has_nothing_to_compare(outrider):
+    result = outrider("bench", "seam", "--backend", "cpu")
+    assert (result.code, result.out) == (1, "")
+    assert "there is no raw call to compare with" in result.err
+
+
+def test_random_weights(outrider):
+    result = outrider(
+        *("bench", "decode", "--backend", "cpu", "--shape", "tiny", "--dtype", "float32"),
+        *("--new-tokens", "40", "--draft-tokens", "3", "--accept-length", "3", "--json"),
+    ).json
+    assert result["model"] == "random weights of tiny"
+    assert result["acceptance"] == "synthetic, mean 3"
+    assert "synthetic acceptance of 3" in result["kernels"]
+    assert result["results"][0]["acceptance_length"] == pytest.approx(3.0)
+
+
+def test_synthetic_acceptance_says_so_to_people(outrider):
+    result = outrider(
+        *("bench", "decode", "--backend", "cpu", "--shape", "tiny", "--dtype", "float32"),
+        *("--new-tokens", "16", "--accept-length", "2"),
+    )
+    assert "ACCEPTANCE IS SYNTHETIC" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--accept-length", "3"], "--accept-length is synthetic and goes with --shape alone"),
+        (["--shape", "gpt-9"], "there is no shape 'gpt-9'"),
+        (["--shape", "tiny", "--accept-length", "9"], "--accept-length is 9"),
+        (["--shape", "tiny", "--accept-length", "2", "--speculate", "none"], "needs drafts to accept"),
+        (["--shape", "tiny", "--speculate", "ngram"], "--speculate ngram has no random weights"),
+        (["--shape", "tiny", "--model", "x"], "--model doesn't go with --shape"),
+        (["--shape", "tiny", "--draft-topk", "2"], "drafts chains alone"),
+    ],
+)
+def test_bad_input(outrider, arguments, message):
+    result = outrider("bench", "decode", "--backend", "cpu", *arguments)
+    assert (result.code, result.out) == (1, "")
+    assert message in result.err
+
+
+@pytest.mark.parametrize(("length", "drafted"), [(1.0, 3), (2.4, 3), (2.98, 3), (9.0, 2)])
+def test_lengths_by_decree(length, drafted):
+    kernels = with_synthetic_acceptance(KernelSet(), length)
+    batch = 4000
+    logits = torch.randn(batch, drafted + 1, 16)
+    drafts = torch.randint(0, 16, (batch, drafted))
+    positions, seeds = torch.arange(batch) % 700, torch.arange(batch) // 700
+    tokens, accepted = kernels.verify_chain(logits, drafts, None, torch.zeros(batch), seeds, positions)
+    assert float(accepted.double().mean()) + 1 == pytest.approx(min(length, drafted + 1), abs=0.03)
+    for row in range(0, batch, 97):
+        count = int(accepted[row])
+        assert tokens[row, :count].tolist() == drafts[row, :count].tolist()
+        assert 0 <= int(tokens[row, count]) < 16
+        assert tokens[row, count + 1 :].eq(-1).all()
+
+
+def test_kernels_by_name():
+    assert get_backend("cpu:kernels=torch").kernels_in_use.name == "torch"
