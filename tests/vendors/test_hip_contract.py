@@ -66,7 +66,9 @@ def test_every_name_resolves_and_every_call_binds(torch_surface, record_property
     for name, value in figures.items():
         record_property(name, value)
     recorded = json.loads((ROOT / "docs" / "evidence" / "support" / "rocm-static.json").read_text())
-    assert recorded["figures"] == figures, "the plugins use other names now: write the figures into the record"
+    assert recorded["figures"].keys() == figures.keys()
+    over = {what: count for what, count in recorded["figures"].items() if count > figures[what]}
+    assert over == {}, f"the record claims more than there is now: write {figures} into it"
 
 
 @pytest.mark.parametrize("use", [use for use in USES if use.call is not None], ids=lambda use: f"{use.path}@{use.where}")

@@ -116,7 +116,9 @@ def test_every_name_resolves_and_every_call_binds(torch_npu_surface, record_prop
     for name, value in figures.items():
         record_property(name, value)
     recorded = json.loads((ROOT / "docs" / "evidence" / "support" / "npu-static.json").read_text())
-    assert recorded["figures"] == figures, "the plugin uses other names now: write the figures into the record"
+    assert recorded["figures"].keys() == figures.keys()
+    over = {what: count for what, count in recorded["figures"].items() if count > figures[what]}
+    assert over == {}, f"the record claims more than there is now: write {figures} into it"
 
 
 def compiled_names(torch_npu_surface):
