@@ -34,7 +34,10 @@ def device(bundled_dir):
     return backend, target, head
 
 
-def engine_on(device, speculate, *, overlap=True):
+MODES = {"staged": {}, "graphs": {"graphs": True}, "fused": {"mode": "fused"}}
+
+
+def engine_on(device, speculate, *, overlap=True, mode="staged"):
     backend, target, head = device
     proposers = {
         "none": PlainProposer,
@@ -42,7 +45,9 @@ def engine_on(device, speculate, *, overlap=True):
         "tree": lambda: EagleTreeProposer(head, DynamicTree(topk=2, depth=2)),
     }
     # Too few pages for all requests at their longest: some wait or are preempted.
-    config = EngineConfig(max_context=24, max_requests=3, page_size=4, num_pages=14, prefill_chunk=5, overlap=overlap)
+    config = EngineConfig(
+        max_context=24, max_requests=3, page_size=4, num_pages=14, prefill_chunk=5, overlap=overlap, **MODES[mode]
+    )
     return Engine(target, backend, proposer=proposers[speculate](), config=config)
 
 
@@ -103,11 +108,12 @@ faults = st.tuples(st.sampled_from(sorted(LIVES)), st.integers(1, OPERATIONS))
 aborts = st.dictionaries(st.integers(0, len(PROMPTS) - 1), st.integers(1, 8), max_size=2)
 strategies = st.sampled_from(["program", "lazy", "random", "pct"])
 proposers = st.sampled_from(["eagle", "tree", "none"])
+modes = st.sampled_from(sorted(MODES))
 
 
-def recovers(device, expected, speculate, faults, aborts, strategy, overlap):
+def recovers(device, expected, speculate, faults, aborts, strategy, overlap, mode):
     backend = start(device, strategy)
-    run = Run(engine_on(device, speculate, overlap=overlap), aborts)
+    run = Run(engine_on(device, speculate, overlap=overlap, mode=mode), aborts)
     for kind, number in faults:
         backend.control.inject(kind, number)
     run.to_the_end()
@@ -146,14 +152,15 @@ def test_a_fault_costs_time_and_nothing_else(device, expected, data):
         data.draw(aborts),
         data.draw(strategies),
         data.draw(st.booleans()),
+        data.draw(modes),
     )
 
 
 @pytest.mark.slow
-@given(proposers, st.lists(faults, min_size=1, max_size=4), aborts, strategies, st.booleans())
+@given(proposers, st.lists(faults, min_size=1, max_size=4), aborts, strategies, st.booleans(), modes)
 @settings(max_examples=600, **COMMON)
-def test_many_faults_cost_time_and_nothing_else(device, expected, speculate, faults, aborts, strategy, overlap):
-    recovers(device, expected, speculate, faults, aborts, strategy, overlap)
+def test_many_faults_cost_time_and_nothing_else(device, expected, speculate, faults, aborts, strategy, overlap, mode):
+    recovers(device, expected, speculate, faults, aborts, strategy, overlap, mode)
 
 
 @pytest.mark.parametrize("kind", sorted(LIVES))
@@ -180,11 +187,11 @@ def test_a_fault_in_the_model_is_raised_once_and_the_engine_goes_on(device, expe
     assert len(run.ended) == len(PROMPTS)
 
 
-@given(st.sampled_from(["lost", "stuck"]), st.integers(1, OPERATIONS), aborts, strategies)
+@given(st.sampled_from(["lost", "stuck"]), st.integers(1, OPERATIONS), aborts, strategies, modes)
 @settings(max_examples=12, **COMMON)
-def test_a_device_that_is_gone_ends_it_with_what_is_known(device, expected, kind, number, aborts, strategy):
+def test_a_device_that_is_gone_ends_it_with_what_is_known(device, expected, kind, number, aborts, strategy, mode):
     backend = start(device, strategy)
-    run = Run(engine_on(device, "eagle"), aborts)
+    run = Run(engine_on(device, "eagle", mode=mode), aborts)
     backend.control.inject(kind, number)
     run.to_the_end()
     run.check(expected)

@@ -3,7 +3,7 @@
 import functools
 import random
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ CONTEXT, TEXT, LONGEST = 96, 400, 14
 VISION = "ngram, images"
 PROPOSERS = ("none", *MAKERS, VISION)
 MODES = ("staged", "graphs", "fused")
-PERSONALITIES = ("cuda", "rocm")
+PERSONALITIES = ("cuda", "rocm", "npu")
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,17 @@ class Setup:
         return f"{self.proposer}, {self.mode}, {self.like}"
 
 
+def runs(setup):
+    """Whether the imitated device runs this: lengths as host integers need a proposer whose lengths the host can know, and
+    where parameters are rebound there is no fused mode.
+    """
+    return setup.like != "npu" or (setup.mode != "fused" and not setup.proposer.startswith("mtp"))
+
+
 def all_setups():
-    return [Setup(proposer, mode, like) for proposer in PROPOSERS for mode in MODES for like in PERSONALITIES]
+    """Every setup that a device runs."""
+    each = (Setup(proposer, mode, like) for proposer in PROPOSERS for mode in MODES for like in PERSONALITIES)
+    return [setup for setup in each if runs(setup)]
 
 
 @functools.cache
@@ -54,8 +63,23 @@ def text():
 
 
 def draw(seed):
-    """The host program numbered ``seed``."""
-    return HostProgram.draw(seed, TEXT)
+    """The host program numbered ``seed``: an odd one is any, an even one is crowded, with prefixes to share and few pages."""
+    program = HostProgram.draw(seed, TEXT)
+    if seed % 2:
+        return program
+    rng = random.Random(f"crowded {seed}")
+    arrivals = []
+    for _ in range(rng.randint(3, 6)):
+        start, length = rng.choice((0, 0, 16)), rng.randint(6, 36)
+        abort = rng.randint(1, 6) if rng.random() < 0.15 else None
+        arrivals.append(Arrival(start, length, rng.randint(4, LONGEST), rng.randint(0, 6), abort))
+    return replace(
+        program,
+        arrivals=tuple(arrivals),
+        max_requests=rng.randint(2, 4),
+        page_size=rng.choice((2, 4)),
+        spare_pages=rng.randint(0, 8),
+    )
 
 
 @functools.cache
@@ -89,10 +113,13 @@ class Models:
         return MAKERS[self.proposer](self.target, self.backend)
 
     def engine(self, program, *, mode="staged", overlap=True, wrap=None):
+        # Room for the longest request, its image and its draft's slots, and little more: others wait, or are preempted.
+        longest = max(arrival.length + arrival.max_tokens for arrival in program.arrivals)
+        longest += 12 + (16 if self.vision is not None else 0)
         config = EngineConfig(
             max_requests=program.max_requests,
             page_size=program.page_size,
-            num_pages=1 + -(-(CONTEXT + 16) // program.page_size) + program.spare_pages,
+            num_pages=1 + -(-longest // program.page_size) + program.spare_pages,
             prefill_chunk=program.prefill_chunk,
             max_context=CONTEXT,
             dtype="float64",
@@ -125,14 +152,7 @@ def pictures():
     from model.test_vision import picture
 
     processor = MediaProcessor.from_checkpoint(vision_checkpoint())
-    return (
-        tuple(processor.image(picture(20, 28, seed=seed)) for seed in range(2))
-        if False
-        else (
-            processor.image(picture(20, 28)),
-            processor.image(picture(16, 16, seed=1)),
-        )
-    )
+    return processor.image(picture(20, 28)), processor.image(picture(16, 16, seed=1))
 
 
 def prompt_and_media(proposer, arrival):

@@ -34,11 +34,13 @@ class TaskGroup:
 
 
 class NpuGraph(TorchGraph):
-    """A captured ``NPUGraph``; the capture context's handles hold the task groups of each host parameter."""
+    """A captured ``NPUGraph``; the capture context's handles hold the task groups of each host parameter. An empty list says
+    that a kernel met the parameter and reads its values elsewhere, on the device.
+    """
 
     def _update_params(self, params: Mapping[str, tuple[int, ...]], stream: Stream) -> None:
         handles = self.context.handles
-        frozen = [name for name in params if not handles.get(name)]
+        frozen = [name for name in params if name not in handles]
         if frozen:
             raise CapabilityError(
                 f"graph {self.name!r}: no captured operation was issued under {frozen}, so their values stay as captured; a "

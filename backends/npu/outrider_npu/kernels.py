@@ -103,14 +103,17 @@ class NpuKernels(KernelSet):
         for cache, rows in ((k_cache, k), (v_cache, v)):
             cache.flatten(0, 1).index_copy_(0, slots, rows)
 
-    def unfused(self, q: Tensor, k_cache: Tensor, max_query: int) -> str:
-        """Why attention of these shapes goes through torch's reference, empty where CANN does it."""
+    def unfused(self, q: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> str:
+        """Why this attention goes through torch's reference, empty where CANN does it."""
         size, page_size = q.shape[2], k_cache.shape[1]
+        if metadata.host_kv_lens is None:
+            # A bound and a mask wouldn't do: the operator reads what is behind a sequence, and weight 0 keeps a NaN.
+            return "the lengths aren't known on the host"
         if q.dtype not in _DTYPES:
             return f"the fused operator takes float16 and bfloat16, not {q.dtype}"
         if size % _HEAD_ALIGNMENT or size > _MOST_HEAD_SIZE:
             return f"a head size of {size} isn't a multiple of {_HEAD_ALIGNMENT} up to {_MOST_HEAD_SIZE}"
-        alignment = _PAGE_ALIGNMENT[max_query == 1]
+        alignment = _PAGE_ALIGNMENT[metadata.max_query == 1]
         if page_size % alignment or page_size > _MOST_PAGE_SIZE:
             return f"pages of {page_size} aren't multiples of {alignment} up to {_MOST_PAGE_SIZE}"
         return ""
@@ -125,13 +128,17 @@ class NpuKernels(KernelSet):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """The fused operator gets the lengths as a list of the host: the exact ones where the metadata has them, read
-        through ``Backend.reissue`` so that a graph can be rebound; else their bound, and the mask hides the rest.
+        """The fused operator gets the exact lengths as a list of the host, read through ``Backend.reissue`` so that a graph
+        can be rebound. Without them, and outside the operator's limits, it's torch's reference.
 
         *Workspace.* In a capture, one for all layers of the same shape; it lives as long as the graph, and makes the
         attention of one capture a matter of one stream.
         """
-        if self.unfused(q, k_cache, metadata.max_query):
+        exact = metadata.host_kv_lens
+        if exact is None or self.unfused(q, k_cache, metadata):
+            capture = self._backend.active_capture
+            if exact is not None and capture is not None:
+                capture.context.handles.setdefault(exact.name, [])  # the reference reads the lengths on the device
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
         tokens, heads, size = q.shape
         pages, page_size, kv_heads, _ = k_cache.shape
@@ -143,7 +150,7 @@ class NpuKernels(KernelSet):
         queries = q.contiguous().view(batch, width, heads, size) if metadata.uniform else q[flat]
         keys, values = (cache.view(pages, page_size, kv_heads * size) for cache in (k_cache, v_cache))
 
-        plain = metadata.uniform and metadata.tree_mask is None and window == 0 and metadata.host_kv_lens is not None
+        plain = metadata.uniform and metadata.tree_mask is None and window == 0
         mask: Tensor | None
         if plain:
             mask, sparse_mode = (None, _DEFAULT_MASK) if width == 1 else (self._causal_mask(), _RIGHT_DOWN_CAUSAL)
@@ -151,11 +158,10 @@ class NpuKernels(KernelSet):
             mask, sparse_mode = _hidden(metadata, flat, query_lens, table.shape[1] * page_size, window), _ALL_MASK
         out = torch.empty_like(queries)
         lse = torch.empty(1, dtype=torch.float32, device=q.device)
-        bound = (min(metadata.max_kv, table.shape[1] * page_size),) * batch
         inner_precise = 2 if mask is not None and width > 1 else 0  # a user's mask may hide a whole row
-        exact = metadata.host_kv_lens
-        lens = bound if exact is None else exact.value
-        workspace = self._workspace(queries, keys, values, mask, lens, table, kv_heads, scale, sparse_mode, inner_precise)
+        workspace = self._workspace(
+            queries, keys, values, mask, exact.value, table, kv_heads, scale, sparse_mode, inner_precise
+        )
 
         def issue(lengths: tuple[int, ...]) -> None:
             torch.ops.outrider_npu.fused_attention(
@@ -174,10 +180,7 @@ class NpuKernels(KernelSet):
                 lse,
             )
 
-        if exact is None:
-            issue(bound)
-        else:
-            self._backend.reissue(exact, issue)
+        self._backend.reissue(exact, issue)
         if metadata.uniform:
             return out.view(tokens, heads, size)
         real = lane.view(1, width) < query_lens.view(batch, 1)

@@ -68,15 +68,19 @@ def overlap(
     del json_output
     require_torch()
     registry = Registry()
-    device = registry.create(registry.select(backend, backend_from_environment()))
+    spec = registry.select(backend, backend_from_environment())
+    device = registry.create(spec)
     found: dict[str, list[Mapping[str, float]]] = {variant.name: [] for variant in VARIANTS}
     tokens: dict[str, list[tuple[int, ...]]] = {}
-    make = partial(_engine, device, batch=batch, draft_tokens=draft_tokens, graphs=graphs)
+    make = partial(_engine, batch=batch, draft_tokens=draft_tokens, graphs=graphs)
     for number in range(rounds):
         for variant in VARIANTS:
-            measured, tokens[variant.name] = _measure(device, partial(make, variant), prompt_tokens, new_tokens)
+            # Each engine has a backend of its own: a device has few streams, and an engine keeps its own for good.
+            fresh = registry.create(spec)
+            measured, tokens[variant.name] = _measure(fresh, partial(make, fresh, variant), prompt_tokens, new_tokens)
             if number == 0 or device.control is not None:
-                measured |= _observed(device, partial(make, variant), prompt_tokens, new_tokens)
+                fresh = registry.create(spec)
+                measured |= _observed(fresh, partial(make, fresh, variant), prompt_tokens, new_tokens)
             found[variant.name].append(measured)
     if len({tuple(each) for each in tokens.values()}) != 1:
         raise ConfigError("the columns put out different tokens: they didn't do the same work")

@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "backends": "outrider.cli.backends:backends",
     "doctor": "outrider.cli.doctor:doctor",
     "conform": "outrider.cli.conform:conform",
+    "support": "outrider.cli.support:support",
     "ci-matrix": "outrider.cli.ci_matrix:ci_matrix",
     "new-backend": "outrider.cli.new_backend:new_backend",
     "bench": {

@@ -119,11 +119,14 @@ def bundled(part: str) -> Path:
     return Path(str(resources.files("outrider").joinpath("bundled", part)))
 
 
-def load(backend: str | None, speculation: Speculation, *, max_requests: int, dtype: str, running: Running) -> Engine:
+def load(
+    backend: str | None, speculation: Speculation, *, max_requests: int, dtype: str, running: Running | None = None
+) -> Engine:
     """Choose the backend and load the checkpoint onto it; progress goes to standard error, on a terminal alone."""
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
 
+    running = running or Running()
     config = EngineConfig(
         max_requests=max_requests,
         draft_tokens=speculation.draft_tokens,

@@ -118,7 +118,7 @@ def build_runner(parts: StepParts, stages: Stages, config: EngineConfig, progres
         return Caller(parts, stages)
     which = [Stage.ITERATION]
     if not fused:
-        which = [Stage.DRAFT, Stage.VERIFY, *([Stage.EXTEND] if stages.extends else [])]
+        which = [*([Stage.DRAFT] if stages.drafts else []), Stage.VERIFY, *([Stage.EXTEND] if stages.extends else [])]
     everything = Features(
         sampling=True,
         biased=True,

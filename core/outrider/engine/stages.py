@@ -54,6 +54,8 @@ class Stages:
         self._growth = parts.proposer.depth + 1  # the most tokens that it lets through
         # The cache holds this many more tokens for draft-extend: all of verify's, or an accepted path moved together.
         self._taken_in = self._growth if parts.proposer.is_tree else self._width
+        self.drafts = parts.proposer.nodes > 0
+        """Whether there is anything to draft."""
         self.extends = parts.proposer.extends or parts.proposer.is_tree
         """Whether there is work behind verify: a draft that must catch up, or keys and values of a tree that must move."""
 
@@ -129,8 +131,6 @@ class Stages:
                 host_lens=call.lengths,
             )
         )
-        if not self._parts.proposer.nodes:
-            return
         looked_at = {"draft.tokens": draft.tokens}
         if draft.probs is not None:
             looked_at["draft.probs"] = draft.probs
@@ -201,7 +201,8 @@ class Stages:
         parts, views = self._parts, call.views
         rows = parts.staging.decode_rows(views.count)
         self.gather(call, rows, parts.future.lengths.index_select(0, rows))
-        self.draft(call)
+        if self.drafts:
+            self.draft(call)
         parts.plans.from_lengths(views)
         parts.plans.from_draft(views)
         parts.plans.into_graph(views, static=call.static)

@@ -51,7 +51,8 @@ class Step:
         fences.shared_reads_done.signal(streams.forward)
         fences.published.signal(streams.forward)
         fences.results_taken.signal(streams.copy)
-        fences.params_free.signal(streams.forward)
+        if streams.update is not None:
+            fences.params_free.signal(streams.forward)
 
     def launch(self, batch: Batch) -> Ticket:
         """Enqueue one iteration; returns the ticket for its results."""
@@ -129,7 +130,8 @@ class Step:
             runner.bind(call, streams.update)
             fences.params_bound.signal(streams.update)
             fences.params_bound.wait(streams.forward)
-        runner.run(Stage.DRAFT, call)
+        if self._stages.drafts:
+            runner.run(Stage.DRAFT, call)
         fences.draft_outputs_ready.signal(streams.forward)
 
         fences.shared_reads_done.wait(streams.plan)

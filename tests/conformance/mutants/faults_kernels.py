@@ -49,7 +49,7 @@ def mutants() -> Iterator[Mutant]:
         yield Mutant(f"KernelSet.{name}", fault, BASE, 4, _kernels({name: make}))
     yield Mutant("KernelSet.sample", "reads its result on the host", "threads", 4, _kernels({"sample": _reads_host}))
     yield Mutant("KernelSet.linear", "reads a value on the host", "threads", 4, _kernels({"linear": _reads_host}))
-    yield Mutant("KernelSet.rms_norm", "runs once, outside a capture", "threads", 4, _kernels({"rms_norm": _constant}))
+    yield Mutant("KernelSet.rms_norm", "gives its first result again", "threads", 4, _kernels({"rms_norm": _constant}))
     for fault, apply in (
         ("does nothing", lambda inner: lambda self, plan: None),
         ("does something the first time only", _join_once),
@@ -71,12 +71,12 @@ def _kernels(changes):
             original = getattr(KernelSet, name)
             signature = inspect.signature(original)
 
-            def method(self, *arguments, _original=original, _make=make, _signature=signature, **options):
-                bound = _signature.bind(self, *arguments, **options)
+            kernel = make(lambda _original=original, **k: _original(k.pop("self"), **k))
+
+            def method(*arguments, _kernel=kernel, _signature=signature, **options):
+                bound = _signature.bind(*arguments, **options)
                 bound.apply_defaults()
-                given = dict(bound.arguments)
-                given.pop("self")
-                return _make(lambda **k: _original(self, **k))(**given)
+                return _kernel(**bound.arguments)
 
             setattr(changed, name, method)
 

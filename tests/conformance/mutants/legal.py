@@ -38,7 +38,6 @@ def legal():
         Legal("one queue for all streams", "threads", _one_queue),
         Legal("synchronous streams with graphs and flags undeclared", "threads", _synchronous),
         Legal("slow events: records and waits take milliseconds", "threads", _slow_events),
-        Legal("events that complete late", "threads", _late_events),
         Legal("slow queries", "threads", _slow_queries),
         Legal("the host waits for what was published", "threads", _host_waits),
         Legal("results on the forward stream", "threads", _results_on_forward),
@@ -78,7 +77,8 @@ def _one_dtype(base):
 def _one_queue(base):
     from outrider_threads.worker import Worker
 
-    base.declare(concurrent_streams=False, flags=False)
+    # With one order, a graph that waits for an event outside holds by itself.
+    base.declare(concurrent_streams=False, flags=False, waits_inside_graphs=True)
     del base.backend._create_flag  # a wait before its set would stop everything
 
     def make(original):
@@ -121,33 +121,6 @@ def _slow_events(base):
 
     patch(base.stream, "_record", make)
     patch(base.stream, "_wait", make)
-
-
-def _late_events(base):
-    """An event completes a little after the work that it covers, on another thread."""
-    import threading
-
-    from outrider_threads.worker import Mark
-
-    reach = Mark.reach
-
-    def late(self):
-        timer = threading.Timer(0.004, lambda: reach(self))
-        timer.daemon = True
-        timer.start()
-
-    def make(original):
-        def record(self, event):
-            if self._backend.program is not None:
-                return
-            event.mark = Mark()
-            self.worker.put(lambda mark=event.mark: late(mark))
-
-        return record
-
-    base.declare(event_timing=False)
-    del base.event._elapsed_ms
-    patch(base.stream, "_record", make)
 
 
 def _slow_queries(base):

@@ -41,8 +41,10 @@ def calls(monkeypatch):
     return seen
 
 
-def batch(new, context, dtype, *, tree=False, padding=0, seed=0):
-    """Host operands of sequences with ``new`` tokens behind ``context`` cached ones."""
+def batch(new, context, dtype, *, tree=False, padding=0, seed=0, spare=0):
+    """Host operands of sequences with ``new`` tokens behind ``context`` cached ones. What is ``spare`` tokens behind a
+    sequence, and further, is NaN.
+    """
     draw = torch.Generator().manual_seed(seed)
     tokens, count = sum(new) + padding, len(new)
     lens = [n + c for n, c in zip(new, context, strict=True)]
@@ -53,10 +55,15 @@ def batch(new, context, dtype, *, tree=False, padding=0, seed=0):
         lane = torch.arange(max(new))
         mask = ((lane[:, None] - lane) % 2 == 0) & (lane[:, None] >= lane) | (lane == 0)
         mask = mask.repeat(count, 1)
-    return {
+    pages = {name: torch.randn(1 + count * width, PAGE, KV_HEADS, SIZE, generator=draw).to(dtype) for name in "kv"}
+    kept = torch.zeros(1 + count * width, PAGE, dtype=torch.bool)
+    for row, length in zip(table.tolist(), lens, strict=True):
+        for place in range(spare + length):
+            kept[row[place // PAGE], place % PAGE] = True
+    for cache in pages.values():
+        cache[~kept] = torch.nan
+    return pages | {
         "q": torch.randn(tokens, HEADS, SIZE, generator=draw).to(dtype),
-        "k": torch.randn(1 + count * width, PAGE, KV_HEADS, SIZE, generator=draw).to(dtype),
-        "v": torch.randn(1 + count * width, PAGE, KV_HEADS, SIZE, generator=draw).to(dtype),
         "start": torch.tensor([sum(new[:i]) for i in range(count + 1)], dtype=torch.int32),
         "lens": torch.tensor(lens, dtype=torch.int32),
         "table": table,
@@ -95,10 +102,10 @@ def reference(o, new, window=0):
 
 
 CASES = {
-    # name: (new tokens, cached before, options of the batch, window, whether it's known to be uniform and its lengths, mode)
+    # name: (new tokens, cached before, options of the batch, window, whether it's known to be uniform, sparse mode)
     "one token each": ((1, 1, 1), (5, 200, 130), {}, 0, True, 0),
     "a chain": ((4, 4, 4), (0, 7, 250), {}, 0, True, 3),
-    "a chain of unknown lengths": ((4, 4), (60, 127), {}, 0, False, 1),
+    "a chain in a batch of any shape": ((4, 4), (60, 127), {}, 0, False, 1),
     "a tree": ((5, 5), (3, 124), {"tree": True}, 0, True, 1),
     "a window": ((3, 3), (40, 126), {}, 9, True, 1),
     "a ragged prompt": ((7, 1, 20), (0, 30, 120), {}, 0, False, 1),
@@ -109,37 +116,38 @@ CASES = {
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_attention_equals_the_reference(backend, stream, calls, case, dtype):
-    new, context, options, window, known, mode = case
+    new, context, options, window, uniform, mode = case
     host = batch(new, context, dtype, **options)
-    assert backend.kernels.unfused(host["q"], host["k"], max(new)) == ""
     o = upload(backend, stream, host)
-    exact = HostParam("lens", host["lens"].tolist()) if known else None
+    exact = HostParam("lens", host["lens"].tolist())
+    assert backend.kernels.unfused(o["q"], o["k"], metadata(o, new, exact=exact, uniform=uniform)) == ""
     backend.delay(stream, 100_000)
     with backend.on(stream):
-        out = attend(backend.kernels, o, new, exact=exact, uniform=known, window=window)
+        out = attend(backend.kernels, o, new, exact=exact, uniform=uniform, window=window)
     stream.synchronize()
     off = (out.cpu()[: sum(new)].double() - reference(host, new, window)).abs().max()
     assert off < TOLERANCE[dtype], off
-    bound = [host["table"].shape[1] * PAGE] * len(new)
-    assert calls == [(mode, host["lens"].tolist() if known else bound)]
+    assert calls == [(mode, host["lens"].tolist())]
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        (lambda o: o | {"exact": None}, "lengths aren't known on the host"),
         (lambda o: o | {"q": o["q"].float(), "k": o["k"].float(), "v": o["v"].float()}, "float16 and bfloat16"),
         (lambda o: o | {name: o[name][..., :24].contiguous() for name in "qkv"}, "head size of 24"),
         (lambda o: o | {name: o[name].view(-1, 64, KV_HEADS, SIZE) for name in "kv"}, "pages of 64"),
     ],
-    ids=["dtype", "head size", "page size"],
+    ids=["lengths", "dtype", "head size", "page size"],
 )
 def test_what_the_operator_can_not_do_is_computed_by_the_reference(backend, stream, calls, change, says):
     new = (2, 2)
-    host = change(batch(new, (3, 9), torch.float16))
-    assert says in backend.kernels.unfused(host["q"], host["k"], 2)
-    o = upload(backend, stream, host)
+    host = change({"exact": HostParam("lens", [5, 11])} | batch(new, (3, 9), torch.float16))
+    exact = host.pop("exact")
+    o = upload(backend, stream, {name: t.nan_to_num(0.0) if name in ("k", "v") else t for name, t in host.items()})
     o["table"] = o["table"][:, :1].contiguous()
-    told = metadata(o, new, exact=None, uniform=False)
+    told = metadata(o, new, exact=exact, uniform=False)
+    assert says in backend.kernels.unfused(o["q"], o["k"], told)
     with backend.on(stream):
         out = backend.kernels.paged_attention(o["q"], o["k"], o["v"], told, scale=0.2)
     stream.synchronize()
@@ -182,7 +190,7 @@ def close(found, host, lens):
 
 def test_a_graph_follows_its_rebound_lengths(backend, stream):
     """Each layer has a task group of its own; all are rebound."""
-    host = batch(NEW, (1, 1), torch.float16)
+    host = batch(NEW, (1, 1), torch.float16, spare=249)
     graph = captured(backend, stream, host, NEW, layers=3)
     assert len(graph.context.handles["lens"]) == 3
     for lens in LENGTHS:
@@ -194,7 +202,7 @@ def test_a_graph_follows_its_rebound_lengths(backend, stream):
 
 def test_a_missing_rebind_shows(backend, stream):
     """The lengths on the device alone don't move the graph: on this device the host's count."""
-    host = batch(NEW, (1, 1), torch.float16)
+    host = batch(NEW, (1, 1), torch.float16, spare=249)
     graph = captured(backend, stream, host, NEW)
     with backend.on(stream):
         graph.inputs["lens"].copy_(torch.tensor(LENGTHS[2], dtype=torch.int32).to(backend.device))
@@ -206,7 +214,7 @@ def test_a_missing_rebind_shows(backend, stream):
 def rebinding(backend, *, free, bound):
     """Three replays, each rebound on a stream of its own while the host runs ahead; ``free`` and ``bound``: the fences."""
     forward, update = backend.create_stream("forward"), backend.create_stream("update")
-    host = batch(NEW, (1, 1), torch.float16)
+    host = batch(NEW, (1, 1), torch.float16, spare=249)
     graph = captured(backend, forward, host, NEW)
     backend.synchronize()
     params_free, params_bound = backend.create_event("params free"), backend.create_event("params bound")
@@ -265,7 +273,7 @@ def test_workspaces_are_shared_by_layers_and_live_with_the_graph(backend, stream
         "_npu_fused_infer_attention_score_get_max_workspace",
         lambda *args, **kwargs: made.append(1) or ask(*args, **kwargs),
     )
-    host = batch(NEW, (1, 1), torch.float16)
+    host = batch(NEW, (1, 1), torch.float16, spare=249)
     graph = captured(backend, stream, host, NEW, layers=3)
     assert len(made) == 1
     (kept,) = (value for key, value in graph.context.handles.items() if key.startswith("workspace"))

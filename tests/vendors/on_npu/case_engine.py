@@ -14,14 +14,11 @@ from outrider_cpu.backend import CpuBackend
 
 BUNDLED = Path(outrider.__file__).parent / "bundled"
 TOKENS = 16
-POLICIES = ["lengths as bounds", "exact lengths"]
 
 
-def backend_with(policy):
+def fresh():
     made = emulation.make()
     made.control.reset()
-    if policy == "lengths as bounds":
-        made.speculative_sync.exact_host_lengths = made.speculative_sync.rebind_params = False
     return made
 
 
@@ -59,27 +56,24 @@ def fused_calls(monkeypatch):
     return issued
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("graphs", [False, True], ids=["called", "graphs"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["one at a time", "overlapped"])
 @pytest.mark.parametrize("speculate", ["none", "eagle", "ngram"])
-def test_tokens_equal_plain_decoding_on_the_reference(plain, fused_calls, policy, graphs, overlap, speculate):
-    engine = engine_on(backend_with(policy), speculate=speculate, overlap=overlap, graphs=graphs)
+def test_tokens_equal_plain_decoding_on_the_reference(plain, fused_calls, graphs, overlap, speculate):
+    engine = engine_on(fresh(), speculate=speculate, overlap=overlap, graphs=graphs)
     assert engines.run(engine, max_tokens=TOKENS).tokens == plain
     assert len(fused_calls) > TOKENS
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_tree(plain, fused_calls, policy):
-    engine = engine_on(backend_with(policy), overlap=True, draft_topk=2)
+def test_a_tree(plain, fused_calls):
+    engine = engine_on(fresh(), overlap=True, draft_topk=2)
     assert engines.run(engine, max_tokens=TOKENS).tokens == plain
     assert fused_calls
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("graphs", [False, True], ids=["called", "graphs"])
-def test_the_sanitizer_is_silent(policy, graphs):
-    backend = backend_with(policy)
+def test_the_sanitizer_is_silent(graphs):
+    backend = fresh()
     engine = engine_on(backend, overlap=True, graphs=graphs)
     with watch(backend) as report:
         engines.run(engine, engines.PROMPTS[:2], 8)
@@ -87,16 +81,15 @@ def test_the_sanitizer_is_silent(policy, graphs):
     assert not report.findings, report.findings[0]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("graphs", [False, True], ids=["called", "graphs"])
-def test_tokens_are_the_same_under_adversarial_schedules(plain, policy, graphs):
+def test_tokens_are_the_same_under_adversarial_schedules(plain, graphs):
     wanted = tuple(line[:8] for line in plain[:2])
 
     def program(backend):
         found = engines.run(engine_on(backend, overlap=True, graphs=graphs), engines.PROMPTS[:2], 8).tokens
         assert found == wanted
 
-    found = backend_with(policy).control.explore(program, strategy="mixed", iterations=4, seed=0)
+    found = fresh().control.explore(program, strategy="mixed", iterations=4, seed=0)
     if found.failure is not None:
         raise found.failure.error
     assert found.runs == 4

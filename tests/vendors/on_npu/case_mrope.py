@@ -24,7 +24,6 @@ def tokens_on(checkpoint, *, graphs, spoilt, recompute=True, refresh=True):
     backend = emulation.make()
     backend.control.reset()
     sync = backend.speculative_sync
-    sync.exact_host_lengths = sync.rebind_params = False  # what this version's engine carries out
     if not recompute:
         sync.recompute_after_join = frozenset()
     if not refresh:

@@ -1,0 +1,186 @@
+"""The support table: what each backend was seen to do, by whom and how far that goes. Made from recorded evidence alone.
+
+A record is a small JSON file. A report of the conformance suite becomes one (:func:`from_report`); what was checked without
+running anything is written by hand. A cell never says more than its record: a capability counts where a record declares it
+and the record's level that tests it passed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from outrider.device.errors import ConfigError
+
+
+class Tier(IntEnum):
+    """How far a piece of evidence goes; a higher one includes no lower one, and is shown first."""
+
+    STATIC = 1
+    SIMULATED = 2
+    STAND_IN = 3
+    DEVICE = 4
+
+
+WORDS: Mapping[Tier, str] = {
+    Tier.STATIC: "static",
+    Tier.SIMULATED: "simulated",
+    Tier.STAND_IN: "stand-in",
+    Tier.DEVICE: "run",
+}
+MEANINGS: Mapping[Tier, str] = {
+    Tier.STATIC: "names and calls were checked against the vendor's package, without running it",
+    Tier.SIMULATED: "the plugin ran on a simulated device, which behaves as documentation says",
+    Tier.STAND_IN: "the plugin ran on another maker's device, which answers under the same names",
+    Tier.DEVICE: "the plugin ran on the device that is named, on that date, with those versions",
+}
+
+_TESTED_IN: Mapping[str, str] = {
+    "captures_graphs": "L2",
+    "forks_in_capture": "L2",
+    "waits_inside_graphs": "L2",
+    "flags": "L3",
+    "updates_graph_params": "L3",
+}
+"""Capability → the level whose tests show it; L1 where it isn't here."""
+_ENGINE = "overlapped speculative decoding"
+_KERNELS = "kernels"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """One piece of evidence.
+
+    ``levels``: result of each conformance level. ``capabilities``: as the backend declared them. ``figures``: what a static
+    check counted. ``note``: what a reader must know beside the table, ``command``: what was run.
+    """
+
+    backend: str
+    tier: Tier
+    device: str
+    date: str
+    command: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    levels: Mapping[str, str] = field(default_factory=dict)
+    capabilities: Mapping[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, int] = field(default_factory=dict)
+    note: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is written to the file; empty fields are left out."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["tier"] = self.tier.name.lower().replace("_", "-")
+        return {name: value for name, value in values.items() if value}
+
+
+def parse_record(text: str, where: str) -> Record:
+    """Raises :class:`ConfigError` for a file that is no record."""
+    try:
+        data = json.loads(text)
+        tier = Tier[data.pop("tier").upper().replace("-", "_")]
+        return Record(tier=tier, **data)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{where} isn't a record of support: {type(error).__name__}: {error}") from error
+
+
+def load_records(directory: Path) -> list[Record]:
+    """Every record in a directory, in the order of their files' names."""
+    if not directory.is_dir():
+        raise ConfigError(f"there is no directory {directory} with records of support")
+    return [parse_record(path.read_text(encoding="utf-8"), str(path)) for path in sorted(directory.glob("*.json"))]
+
+
+def from_report(report: Mapping[str, Any], *, tier: Tier | None = None, note: str = "") -> Record:
+    """The record of a conformance report. ``tier`` lowers what the report says of itself; it can't be raised."""
+    kind = Tier.SIMULATED if report["tier"]["kind"] == "simulated" else Tier.DEVICE
+    if report["tier"]["kind"] not in ("simulated", "run on a device"):
+        raise ConfigError(f"the report's tier is {report['tier']['kind']!r}: it shows nothing")
+    if tier is not None and tier > kind:
+        raise ConfigError(f"the report says {report['tier']['kind']!r}, which isn't {WORDS[tier]!r}")
+    return Record(
+        backend=report["backend"]["name"],
+        tier=kind if tier is None else tier,
+        device=report["tier"]["device"],
+        date=report["tier"]["date"],
+        command=report["command"],
+        versions={"python": report["host"]["python"], **report["versions"]},
+        levels={level: f"{found['result']}: {found['counts']}" for level, found in sorted(report["levels"].items())},
+        capabilities=report["capabilities"],
+        note=note,
+    )
+
+
+def _passed(record: Record, level: str) -> bool:
+    return record.levels.get(level, "").startswith("passed")
+
+
+def _shows(record: Record, capability: str) -> bool:
+    if capability in (_ENGINE, _KERNELS):
+        return _passed(record, "L4")
+    return bool(record.capabilities.get(capability)) and _passed(record, _TESTED_IN.get(capability, "L1"))
+
+
+def _cell(records: Sequence[Record], capability: str) -> str:
+    """The best evidence that a backend has for a capability."""
+    showing = [record for record in records if _shows(record, capability)]
+    if showing:
+        best = max(showing, key=lambda record: record.tier)
+        return WORDS[best.tier]
+    ran = [record for record in records if record.capabilities]
+    if not ran:
+        return "not run"
+    if capability in (_ENGINE, _KERNELS) or any(record.capabilities.get(capability) for record in ran):
+        return "not shown"
+    return "no"
+
+
+def render(records: Sequence[Record], command: str) -> str:
+    """The page, in Markdown."""
+    names = sorted({record.backend for record in records})
+    by_name = {name: sorted((r for r in records if r.backend == name), key=lambda r: (-r.tier, r.date)) for name in names}
+    lines = [
+        "# Support",
+        "",
+        f"This page is made by `{command}` from the records in `docs/evidence/support`; a test holds it against them.",
+        "Nothing is claimed beyond what a record shows.",
+        "",
+        "| tier | meaning |",
+        "|---|---|",
+        *(f"| {WORDS[tier]} | {MEANINGS[tier]} |" for tier in sorted(Tier, reverse=True)),
+        "",
+        "## What was seen",
+        "",
+        "| backend | tier | on | date | conformance | versions |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        for record in by_name[name]:
+            reached = ", ".join(f"{level} {text.partition(':')[0]}" for level, text in record.levels.items())
+            counted = ", ".join(f"{what} {count}" for what, count in record.figures.items())
+            versions = ", ".join(f"{what} {version}" for what, version in record.versions.items() if what != "device")
+            cells = (name, WORDS[record.tier], record.device, record.date, reached or counted, versions)
+            lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "## Capabilities", ""]
+    lines += [
+        "The best evidence for each; `no` where the backend doesn't declare it, `not shown` where no record shows it.",
+        "",
+    ]
+    lines += [f"| capability | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    known = {key for record in records for key, value in record.capabilities.items() if isinstance(value, bool)}
+    for capability in [*sorted(known), _KERNELS, _ENGINE]:
+        lines.append(f"| {capability} | {' | '.join(_cell(by_name[name], capability) for name in names)} |")
+    dtypes = {
+        name: next((", ".join(r.capabilities["dtypes"]) for r in by_name[name] if r.capabilities.get("dtypes")), "not run")
+        for name in names
+    }
+    lines.append(f"| dtypes, as declared | {' | '.join(dtypes[name] for name in names)} |")
+    lines += ["", "## Notes", ""]
+    for name in names:
+        for record in by_name[name]:
+            note = f" {record.note}" if record.note else ""
+            lines.append(f"- **{name}**, {WORDS[record.tier]}, {record.date}: `{record.command}`.{note}")
+    return "\n".join(lines) + "\n"
