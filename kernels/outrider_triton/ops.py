@@ -346,7 +346,6 @@ def _paged_attention(
         BLOCK_ROWS=block_rows,
         BLOCK_KV=block_kv,
         BLOCK_SIZE=block_size,
-        PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
         num_stages=stages,
         pdl=pdl,
         warps=warps,

@@ -57,8 +57,9 @@ def test_there_are_many_and_each_level_has_some(kills):
 def test_a_sample_is_killed_by_the_tests_that_the_table_names(kills):
     """A few of each level, the same ones each time; and the unbroken backends pass the same tests."""
     dice = random.Random(7)
-    names = [name for level in range(5) for name in dice.sample(sorted(n for n, k in kills.items() if k[0] == level), 2)]
-    arguments = [item for name in names[:SAMPLE] for item in ("--kill", name)]
+    quick = {name: level for name, (level, test) in kills.items() if "test_l4_engine" not in test}
+    names = [name for level in range(5) for name in dice.sample(sorted(n for n, at in quick.items() if at == level), 2)]
+    arguments = [item for name in names for item in ("--kill", name)]
     code, output = command(*arguments, timeout=240)
     assert code == 0, output
     assert output.count("ok  ") == SAMPLE

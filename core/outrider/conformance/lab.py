@@ -137,9 +137,9 @@ class Lab:
         return self.pace.products
 
     def _scaled(self, count: int, run: Callable[[int], None], stream: Stream) -> int:
-        """Double ``count`` until it takes a measurable part of the target, then scale up.
+        """Double ``count`` until it takes the target's time.
 
-        The least of several times counts: a host that was busy elsewhere would make every delay too short.
+        The least of several times counts, and nothing is scaled: a host that is busy elsewhere must not make delays short.
         """
 
         def timed() -> float:
@@ -148,11 +148,9 @@ class Lab:
             stream.synchronize()
             return (time.perf_counter() - start) * 1e3
 
-        while True:
-            spent = min(timed() for _ in range(_TIMINGS))
-            if spent >= self.pace.target_ms / 4 or count >= 1 << 40:
-                return max(1, int(count * self.pace.target_ms / max(spent, 1e-3)))
+        while min(timed() for _ in range(_TIMINGS)) < self.pace.target_ms and count < 1 << 40:
             count *= 2
+        return count
 
     def _work(self, stream: Stream, products: int) -> None:
         with self.backend.on(stream):

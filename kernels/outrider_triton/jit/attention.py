@@ -43,7 +43,6 @@ def paged_attention(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (block of queries, sequence and key head, split). Row r of a block is query r // GROUP, head r % GROUP.
@@ -105,7 +104,7 @@ def paged_attention(
             page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
             slot = (page * PAGE + position % PAGE) * cache_slot + kv_head * cache_head
             keys = tl.load(k_cache + slot[None, :] + lane[:, None], mask=inside[None, :] & (lane[:, None] < size), other=0.0)
-            scores = tl.dot(queries, keys, input_precision=PRECISION) * (scale * 1.4426950408889634)
+            scores = tl.dot(queries, keys, input_precision="ieee") * (scale * 1.4426950408889634)
             new = position - context  # index among the new tokens; negative in the context
             if TREE:
                 among = (new[None, :] >= 0) & real[:, None] & inside[None, :]
@@ -126,7 +125,7 @@ def paged_attention(
             values = tl.load(
                 v_cache + slot[:, None] + lane[None, :], mask=inside[:, None] & (lane[None, :] < size), other=0.0
             )
-            made = tl.dot(weights.to(values.dtype), values, made * shrink[:, None], input_precision=PRECISION)
+            made = tl.dot(weights.to(values.dtype), values, made * shrink[:, None], input_precision="ieee")
             best = higher
 
         place = token * heads + head

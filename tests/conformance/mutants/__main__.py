@@ -65,13 +65,13 @@ def main() -> int:
 
     harness.warm_up()
     if options.kill:
-        return _kill(options.kill)
+        return _kill(options.kill, options.jobs)
     record = Record(options.record)
     broken = {} if options.no_broken else {n: m for n, m in table.mutants().items() if options.only in n}
     legal = {} if options.no_legal else {n: m for n, m in table.legals().items() if options.only in n}
     record.forget(lambda key, outcome: _wrong(key, outcome, broken, legal))
-    jobs = [((True, name), (m.base, m.apply, m.level)) for name, m in broken.items()]
-    jobs += [((False, name), (one.base, one.apply, one.level)) for name, one in legal.items()]
+    jobs = [((True, name), (m.base, m.apply, m.level, (), True)) for name, m in broken.items()]
+    jobs += [((False, name), (one.base, one.apply, one.level, (), True)) for name, one in legal.items()]
     results, lived, wrong = {}, {}, 0
     for (is_broken, name), outcome in record.completed(jobs, lambda missing: harness.run_all(missing, options.jobs)):
         (results if is_broken else lived)[name] = outcome
@@ -90,27 +90,26 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def _kill(names) -> int:
-    """Run each mutant against the one test that kills it, and the unbroken backend against the same test."""
+def _kill(names, at_a_time) -> int:
+    """Run each mutant against the one test that kills it, and the unbroken backends against the same tests."""
     from conformance.mutants import harness, table
 
-    known, mutants, missed = table.read()[0], table.mutants(), 0
-    sound = {}
+    known, mutants = table.read()[0], table.mutants()
+    jobs, sound = [], {}
     for name in names:
         mutant, (level, test) = mutants[name], known[name]
-        sound.setdefault(mutant.base, (set(), level))[0].add(test.partition("[")[0])
-        sound[mutant.base] = (sound[mutant.base][0], max(level, sound[mutant.base][1]))
-        outcome = harness.run(mutant.base, mutant.apply, level, tests=[test.partition("[")[0]])
-        missed += not outcome.failed
-        print(f"{'ok' if outcome.failed else 'WRONG':<6}{name} | {test} | {outcome.seconds:.1f} s", flush=True)
-    for base, (tests, level) in sound.items():
-        outcome = harness.run(base, lambda base: None, level, tests=sorted(tests), first=False)
-        fine = outcome.ran and not outcome.failed and not outcome.broke
+        test = test.partition("[")[0]  # pytest takes no parameters in a name that it looks up as a package
+        jobs.append((name, (mutant.base, mutant.apply, level, (test,), True)))
+        tests, highest = sound.get(mutant.base, ((), 0))
+        sound[mutant.base] = (tuple(dict.fromkeys((*tests, test))), max(level, highest))
+    jobs += [((base,), (base, lambda base: None, level, tests, False)) for base, (tests, level) in sound.items()]
+    missed = 0
+    for key, outcome in harness.run_all(jobs, at_a_time):
+        broken = key in mutants
+        fine = bool(outcome.failed) if broken else bool(outcome.ran and not outcome.failed and not outcome.broke)
         missed += not fine
-        print(
-            f"{'sound' if fine else 'WRONG':<6}{base} | {outcome.failed or outcome.broke} | {outcome.seconds:.1f} s",
-            flush=True,
-        )
+        word = ("ok" if broken else "sound") if fine else "WRONG"
+        print(f"{word:<6}{key} | {outcome.failed[:1] or outcome.broke or 'passes'} | {outcome.seconds:.1f} s", flush=True)
     return 1 if missed else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -75,12 +76,12 @@ def run(base: str, apply: Callable, level: int, *, tests: Iterable[str] = (), fi
 
 
 def run_all(jobs, at_a_time: int) -> Iterator:
-    """`jobs` are (key, arguments of `run`); yields (key, outcome) as they finish. This process stays without threads."""
+    """`jobs` are (key, (base, apply, level, tests, first)); yields (key, outcome). This process stays without threads."""
     waiting, running = list(jobs), {}
     while waiting or running:
         while waiting and len(running) < at_a_time:
             key, arguments = waiting.pop(0)
-            running[key] = _Process(*arguments, (), True)
+            running[key] = _Process(*arguments)
         for key, process in list(running.items()):
             outcome = process.outcome()
             if outcome is not None:
@@ -90,7 +91,7 @@ def run_all(jobs, at_a_time: int) -> Iterator:
 
 
 def warm_up() -> None:
-    """Have torch import what it imports late, once, before the processes part."""
+    """Have torch and pytest import what they import late, the suite above all, once, before the processes part."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -102,6 +103,11 @@ def warm_up() -> None:
     with Mode():
         torch.ones(4)
     (torch.ones(4, device="meta") @ torch.ones(4, 4, device="meta")).to(torch.float64)
+    with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()):
+        arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", scratch]
+        arguments += ["-p", "outrider.conformance.plugin", "--backend", "cpu", "--pyargs", "outrider.conformance"]
+        if pytest.main(arguments):
+            raise RuntimeError("the suite can't be collected")
 
 
 class _Process:

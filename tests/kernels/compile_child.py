@@ -1,0 +1,86 @@
+"""Compile every kernel for a device that isn't here: ``compile_child.py BACKEND ARCHITECTURE WARP PDL``; prints names."""
+
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from outrider_triton.jit import attention, choose, matmul, rows
+
+HALF, WIDE, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
+HALVES = (
+    "x",
+    "weight",
+    "out",
+    "residual",
+    "gate_up",
+    "q",
+    "k",
+    "v",
+    "cos",
+    "sin",
+    "k_cache",
+    "v_cache",
+    "state",
+    "values",
+    "logits",
+)
+LONGS = ("slots", "sources", "destinations", "rows", "seeds", "positions", "parents", "drafts", "tokens", "path", "accepted")
+WIDES = ("parts", "stats", "temperature", "best", "sums", "picked", "left", "draft_probs")
+INTS = ("query_start", "kv_lens", "block_table", "index", "picked_at")
+TYPES = {
+    **dict.fromkeys(HALVES, HALF),
+    **dict.fromkeys(LONGS, LONG),
+    **dict.fromkeys(WIDES, WIDE),
+    **dict.fromkeys(INTS, INT),
+    "eps": "fp32",
+    "scale": "fp32",
+    "tree_mask": "*u8",
+}
+PRODUCT = {"bias": None, "HAS_BIAS": False, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN": True}
+ATTENTION = {"PAGE": 16, "GROUP": 4, "WINDOW": 0, "SPLITS": 4, "BLOCK_ROWS": 16, "BLOCK_KV": 64, "BLOCK_SIZE": 128}
+SHARED = {"SHARES": 16}
+VOCABULARY = {"SHARES": 16, "BLOCK": 1024}
+# What a name means depends on the kernel for a few of them.
+KERNELS = [
+    (rows.rms_norm, {}, {"BLOCK": 4096}),
+    (rows.add_rms_norm, {"x": WIDE}, {"bias": None, "PARTS": 2, "HAS_BIAS": False, "BLOCK": 4096}),
+    (rows.silu_mul, {}, {"BLOCK": 1024}),
+    (rows.rope_write_cache, {}, {"BLOCK_Q": 32, "BLOCK_KV": 8, "BLOCK_HALF": 64}),
+    (rows.move_cache, {}, {"MOVES": 4, "BLOCK": 64}),
+    (rows.gather_rows, {}, {"BLOCK": 1024}),
+    (rows.scatter_rows, {}, {"BLOCK": 1024}),
+    (matmul.linear, {"k": "i32"}, {**PRODUCT, "descriptor": None, "SPLIT": 1, "DESCRIPTOR": False}),
+    (
+        matmul.linear,
+        {"k": "i32", "out": WIDE},
+        {**PRODUCT, "descriptor": None, "SPLIT": 2, "DESCRIPTOR": False, "EVEN": False},
+    ),
+    (matmul.linear_silu_mul, {"k": "i32"}, PRODUCT),
+    (attention.paged_attention, {"tokens": "i32"}, {**ATTENTION, "TREE": False}),
+    (attention.paged_attention, {"tokens": "i32"}, {**ATTENTION, "TREE": True}),
+    (attention.join_splits, {}, {"SPLITS": 4, "BLOCK_SIZE": 128}),
+    (choose.best_of_shares, {}, {**VOCABULARY, "SAMPLING": True, "LANE": 0, "DEPTH": 3}),
+    (choose.best_of_shares, {}, {**VOCABULARY, "SAMPLING": False, "LANE": 0, "DEPTH": 0}),
+    (choose.decide, {}, SHARED),
+    (choose.accept_greedy, {}, {**SHARED, "DRAFTED": 3}),
+    (choose.walk_tree, {}, {**SHARED, "NODES": 4, "DEPTH": 3}),
+    (choose.softmax_of_shares, {}, VOCABULARY),
+    (choose.residual_of_shares, {}, {**VOCABULARY, "LANE": 3}),
+    (choose.accept_sampling, {"rows": "i32"}, {**SHARED, "LANE": 1, "DRAFTED": 3}),
+]
+
+
+def main() -> None:
+    backend, architecture, warp, pdl = sys.argv[1:]
+    target = GPUTarget(backend, int(architecture) if architecture.isdigit() else architecture, int(warp))
+    for kernel, types, constants in KERNELS:
+        given = {**constants, "PDL": pdl == "True"}
+        signature = {n: "constexpr" if n in given else {**TYPES, **types}.get(n, "i32") for n in kernel.arg_names}
+        places = {(kernel.arg_names.index(name),): value for name, value in given.items()}
+        triton.compile(ASTSource(kernel, signature, places), target=target, options={"num_warps": 4})
+        print(kernel.__name__, flush=True)
+
+
+main()
