@@ -3,7 +3,7 @@
 import functools
 import random
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -63,8 +63,23 @@ def text():
 
 
 def draw(seed):
-    """The host program numbered ``seed``."""
-    return HostProgram.draw(seed, TEXT)
+    """The host program numbered ``seed``: an odd one is any, an even one is crowded, with prefixes to share and few pages."""
+    program = HostProgram.draw(seed, TEXT)
+    if seed % 2:
+        return program
+    rng = random.Random(f"crowded {seed}")
+    arrivals = []
+    for _ in range(rng.randint(3, 6)):
+        start, length = rng.choice((0, 0, 16)), rng.randint(6, 36)
+        abort = rng.randint(1, 6) if rng.random() < 0.15 else None
+        arrivals.append(Arrival(start, length, rng.randint(4, LONGEST), rng.randint(0, 6), abort))
+    return replace(
+        program,
+        arrivals=tuple(arrivals),
+        max_requests=rng.randint(2, 4),
+        page_size=rng.choice((2, 4)),
+        spare_pages=rng.randint(0, 8),
+    )
 
 
 @functools.cache
@@ -98,10 +113,13 @@ class Models:
         return MAKERS[self.proposer](self.target, self.backend)
 
     def engine(self, program, *, mode="staged", overlap=True, wrap=None):
+        # Room for the longest request, its image and its draft's slots, and little more: others wait, or are preempted.
+        longest = max(arrival.length + arrival.max_tokens for arrival in program.arrivals)
+        longest += 12 + (16 if self.vision is not None else 0)
         config = EngineConfig(
             max_requests=program.max_requests,
             page_size=program.page_size,
-            num_pages=1 + -(-(CONTEXT + 16) // program.page_size) + program.spare_pages,
+            num_pages=1 + -(-longest // program.page_size) + program.spare_pages,
             prefill_chunk=program.prefill_chunk,
             max_context=CONTEXT,
             dtype="float64",

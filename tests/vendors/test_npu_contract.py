@@ -22,7 +22,14 @@ STREAM, EVENT, FLAG, GRAPH = (f"torch_npu.npu.{name}" for name in ("Stream", "Ev
 WORDS = Vocabulary(
     roots={"torch_npu": "torch_npu"},
     module="torch_npu.npu",
-    natives={"TorchStream": STREAM, "stream": STREAM, "TorchEvent": EVENT, "NpuFlag": FLAG, "TorchGraph": GRAPH},
+    natives={
+        "TorchStream": STREAM,
+        "_StreamScope": STREAM,
+        "stream": STREAM,
+        "TorchEvent": EVENT,
+        "NpuFlag": FLAG,
+        "TorchGraph": GRAPH,
+    },
     made={"_new_graph": GRAPH, "current_stream": STREAM},
 )
 OTHER_VERSION = [

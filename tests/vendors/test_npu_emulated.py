@@ -12,11 +12,11 @@ from vendors.test_npu_contract import USES
 from vendors.wheel import Installed
 
 HERE = Path(__file__).parent
-CASES = sorted(HERE.glob("on_npu/case_*.py"))
+CASES = sorted(path for path in HERE.glob("on_npu/case_*.py") if path.stem != "case_matrix")
 
 
-# The engine's whole matrix takes a minute; `make test-slow` runs it.
-SHORT = {"case_engine": "(eagle and overlapped) or sanitizer", "case_mrope": "graphs", "case_fences": "verify or silent"}
+# Left to `make test-slow`: all of the engine's matrix, positions without graphs, and the fences but for one rebind.
+SHORT = {"case_engine": "(eagle and overlapped) or sanitizer", "case_mrope": "graphs", "case_fences": "verify"}
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,15 @@ def test_cases(file, only):
     done = child(*command, *(["-k", only] if only else []))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     print(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plugin", ["emulation", "emulation_hip"])
+def test_drawn_programs(plugin):
+    """The plugins ``npu`` and ``rocm`` under adversarial schedules, watched."""
+    command = ["-m", "pytest", "-p", plugin, "-p", "no:cacheprovider", "-n", "0", "-q", "--tb=short"]
+    done = child(*command, str(HERE / "on_npu" / "case_matrix.py"), EMULATION_MODULE=plugin)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("level", ["L3", pytest.param("L4", marks=pytest.mark.slow)])

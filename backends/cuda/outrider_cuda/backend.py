@@ -39,6 +39,7 @@ class CudaBackend(TorchDeviceBackend):
     """One CUDA device. Its kernels are those that were measured to be fastest on it, where there is a table of them."""
 
     # Sticky faults of the driver arrive as plain RuntimeErrors on some torch versions.
+    is_accelerator = True
     sticky_faults = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
 
     def __init__(self, ordinal: int) -> None:

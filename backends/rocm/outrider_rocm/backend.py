@@ -63,6 +63,7 @@ class RocmBackend(TorchDeviceBackend):
     device_type = "cuda"  # HIP answers under that name
 
     # HIP's texts of errors after which the context is gone; they arrive as plain RuntimeErrors on some torch versions.
+    is_accelerator = True
     sticky_faults = ("illegal memory access", "unspecified launch failure", "device-side assert", "hipErrorLaunchFailure")
 
     def __init__(self, ordinal: int, options: RocmOptions | None = None) -> None:

@@ -6,8 +6,8 @@ little more than its capabilities: the device type arrives as data. Plugins over
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import Any, cast
 
@@ -116,12 +116,14 @@ class TorchDeviceBackend(Backend):
 
     ``warmup_runs``: how often a callable is run before its capture, so that lazy initialisation (library handles, kernel
     compilation) stays out of the graph. ``graph_type``: the class of captured graphs. ``sticky_faults``: texts in a plain
-    RuntimeError by which a driver names a fault after which every later call fails.
+    RuntimeError by which a driver names a fault after which every later call fails. ``is_accelerator``: ``torch.accelerator``
+    means this device, so that scopes may go through it, which costs the host less than the module's own.
     """
 
     warmup_runs = 1
     graph_type: type[TorchGraph] = TorchGraph
     sticky_faults: tuple[str, ...] = ()
+    is_accelerator = False
 
     def __init__(self, name: str, device_type: str, ordinal: int) -> None:
         super().__init__(name, torch.device(device_type, ordinal))
@@ -138,7 +140,12 @@ class TorchDeviceBackend(Backend):
     # -- placement -------------------------------------------------------------------------------------------------
 
     def _on(self, stream: Stream) -> AbstractContextManager[None]:
-        return _StreamScope(stream.native)
+        return _StreamScope(stream.native) if self.is_accelerator else self._module_scope(stream)
+
+    @contextmanager
+    def _module_scope(self, stream: Stream) -> Generator[None]:
+        with self.module.device(self.device.index), self.module.stream(stream.native):
+            yield
 
     def _create_stream(self, name: str, priority: int) -> Stream:
         # torch hands streams out of a small pool in turn: draw until this one aliases none of ours.

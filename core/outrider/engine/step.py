@@ -51,7 +51,8 @@ class Step:
         fences.shared_reads_done.signal(streams.forward)
         fences.published.signal(streams.forward)
         fences.results_taken.signal(streams.copy)
-        fences.params_free.signal(streams.forward)
+        if streams.update is not None:
+            fences.params_free.signal(streams.forward)
 
     def launch(self, batch: Batch) -> Ticket:
         """Enqueue one iteration; returns the ticket for its results."""
