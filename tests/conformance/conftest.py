@@ -25,8 +25,8 @@ def cpu_run(tmp_path_factory):
 def run_suite(tmp_path):
     """Run the suite with pytest itself, outside the repository; returns the finished process."""
 
-    def run(*arguments):
-        command = [sys.executable, "-m", "pytest", "-p", "outrider.conformance.plugin", "--pyargs", "outrider.conformance"]
+    def run(*arguments, module="outrider.conformance"):
+        command = [sys.executable, "-m", "pytest", "-p", "outrider.conformance.plugin", "--pyargs", module]
         return subprocess.run(
             [*command, "-p", "no:cacheprovider", *arguments],
             cwd=tmp_path,

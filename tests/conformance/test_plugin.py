@@ -67,6 +67,24 @@ def test_runs_with_xdist(run_suite, tmp_path):
     assert {test["outcome"] for test in report["tests"]} == {"passed", "not declared", "not applicable"}
 
 
+def test_one_module_of_the_suite_can_be_named(run_suite, tmp_path):
+    """Outside its root pytest gives such tests no path; the report names them all the same."""
+    done = run_suite(
+        "--backend",
+        "cpu",
+        "--level",
+        "L0",
+        "--rootdir",
+        ".",
+        "--report",
+        "out",
+        module="outrider.conformance.suite.test_l0_plugin",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {test["id"].partition("::")[0] for test in json.loads((tmp_path / "out" / "report.json").read_text())["tests"]}
+    assert "test_l0_plugin" in found
+
+
 def test_asks_for_a_backend(run_suite):
     done = run_suite("--level", "L0")
     assert done.returncode == 4
