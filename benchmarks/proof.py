@@ -132,6 +132,10 @@ def run(options):
 def reason(row):
     """Why a fence isn't used in a cell."""
     fence, mode, like, consumer = row["fence"], row["mode"], row["like"], row["consumer"]
+    if row.get("why"):
+        return row["why"]
+    if row.get("left_out"):
+        return "what it orders is ordered by its stream or by other fences"
     if fence.startswith("params") and (like != "npu" or mode != "graphs"):
         return "no graph has host parameters"
     if fence == "lengths_on_host" and like != "npu":

@@ -47,7 +47,7 @@ def assemble(
     schedule, forward = backend.create_stream("schedule"), backend.create_stream("forward")
     plan = backend.create_stream("plan") if config.plan_stream else forward
     copy = forward if sync.results_on_forward else backend.create_stream("copy")
-    update = backend.create_stream("update") if sync.rebind_params else None
+    update = backend.create_stream("update") if sync.rebind_params and config.graphs else None
     streams = Streams(schedule, forward, plan, copy, update)
     # Everything that lives as long as the engine is made on forward, and finished before any stream starts.
     with backend.on(streams.forward), backend.guard("allocating the engine's caches and buffers"):

@@ -59,6 +59,8 @@ class FenceLog:
         self.left_out = 0
         """How often something was left out: 0 at the end says that the fence isn't used."""
         self.edges: list[Edge] = []
+        self.streams: dict[str, Stream] = {}
+        """Streams that fences were seen on: what is enqueued there after a wait of the host comes after that too."""
 
     def wrap(self, fence: Fence) -> Fence:
         """The same fence, noted; pass this as the engine's ``wrap_fence``."""
@@ -71,6 +73,15 @@ class FenceLog:
         """
         names = dict.fromkeys(edge.fence for edge in self.edges)
         return tuple(name for name in names if self._orders(name, first, second))
+
+    @property
+    def covered(self) -> bool:
+        """Whether each edge that wasn't carried out is there all the same, by others that were, or by its stream's order."""
+        return all(
+            self._orders("", (edge.producer, edge.start - 1), (edge.consumer, -1 if edge.consumer == HOST else edge.end))
+            for edge in self.edges
+            if not edge.done
+        )
 
     def _orders(self, name: str, first: tuple[str, int], second: tuple[str, int]) -> bool:
         edges = [edge for edge in self.edges if edge.done or edge.fence == name]
@@ -109,6 +120,7 @@ class _Noted(Fence):
 
     def signal(self, stream: Stream) -> None:
         """Note it; carry it out unless records are dropped, the first one always."""
+        self._log.streams[stream.name] = stream
         self._declared = (stream.name, self._log.position(stream))
         if self._dropped is not Drop.RECORD or self._carried_out is None:
             self._carried_out = self._declared
@@ -118,6 +130,7 @@ class _Noted(Fence):
 
     def wait(self, stream: Stream) -> None:
         """Note it; carry it out unless waits are dropped."""
+        self._log.streams[stream.name] = stream
         skipped = self._skips(stream.name)
         if not skipped:
             self._inner.wait(stream)
@@ -128,15 +141,20 @@ class _Noted(Fence):
         skipped = self._skips(HOST)
         if not skipped:
             self._inner.wait_host()
-        self._note(HOST, 0, skipped)
+        self._note_host(skipped)
 
     def wait_host_within(self, seconds: float) -> bool:
         """Note it; carry it out unless waits are dropped."""
         skipped = self._skips(HOST)
         came = skipped or self._inner.wait_host_within(seconds)
         if came:
-            self._note(HOST, 0, skipped)
+            self._note_host(skipped)
         return came
+
+    def _note_host(self, skipped: bool) -> None:
+        self._note(HOST, 0, skipped)
+        for name, stream in self._log.streams.items():
+            self._note(name, self._log.position(stream), skipped)
 
     def _skips(self, consumer: str) -> bool:
         chosen = self._log.consumer

@@ -20,7 +20,7 @@ from outrider.speculative.proposer import Proposer
 @dataclass(frozen=True, slots=True)
 class Streams:
     """The streams of an engine. ``plan`` and ``copy`` may be forward itself; ``update`` rebinds host
-    parameters of graphs, on devices that have such.
+    parameters of graphs, where there are such.
     """
 
     schedule: Stream
