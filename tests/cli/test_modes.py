@@ -1,0 +1,68 @@
+"""Modes on the command line: the same tokens, what overlap brings, and what a bad value looks like."""
+
+import pytest
+
+from outrider.engine.request import FinishReason
+
+
+@pytest.mark.parametrize("options", [("--graphs",), ("--mode", "fused"), ("--overlap",), ("--mode", "fused", "--overlap")])
+def test_generate_gives_the_same_tokens(outrider, options):
+    usual = outrider("generate", "--prompt", "def read(", "--max-tokens", "12", "--json").json
+    other = outrider("generate", "--prompt", "def read(", "--max-tokens", "12", *options, "--compare", "--json").json
+    assert other["token_ids"] == usual["token_ids"]
+    assert other["same_as_plain"]
+
+
+def test_a_mode_that_is_not_there(outrider):
+    result = outrider("generate", "--prompt", "x", "--mode", "quick", "--json")
+    assert result.code == 1
+    assert "expected one of staged, fused" in result.json["error"]["message"]
+
+
+def test_a_backend_that_does_not_run_fused(outrider):
+    result = outrider("generate", "--prompt", "x", "--mode", "fused", "--backend", "sim:like=npu", "--json")
+    assert result.code == 1
+    assert "doesn't run in fused mode; its modes are staged" in result.json["error"]["message"]
+
+
+def test_a_request_that_ends_with_an_error_is_exit_1(outrider, monkeypatch):
+    from outrider.engine.results import Results
+
+    redeem = Results.redeem
+
+    def bad(self, ticket, copied):
+        outcome = redeem(self, ticket, copied)
+        if ticket.batch.decode:
+            outcome.bad[ticket.batch.decode[0].id] = ("target.logits holds NaN at index 3",)
+        return outcome
+
+    monkeypatch.setattr(Results, "redeem", bad)
+    result = outrider("generate", "--prompt", "def read(", "--max-tokens", "12", "--json")
+    assert result.code == 1
+    assert result.json["finish_reason"] == FinishReason.ERROR
+    assert result.json["error"] == "request 0: target.logits holds NaN at index 3"
+    assert len(result.json["token_ids"]) == 1  # the prompt's, which came before
+
+
+def test_bench_overlap(outrider):
+    result = outrider(
+        "bench", "overlap", "--backend", "sim", "--batch", "2", "--new-tokens", "12", "--rounds", "1", "--json"
+    ).json
+    rows = {row["column"]: row for row in result["results"]}
+    assert list(rows) == [
+        "plain decoding",
+        "no plan stream",
+        "whole-stream wait",
+        "one draft-done event",
+        "two targeted fences",
+    ]
+    assert result["same_tokens"]
+    assert rows["no plan stream"]["plan_us"] is None
+    for late in ("whole-stream wait", "one draft-done event"):
+        assert rows[late]["hidden"] < 0.05
+    # The virtual clock is exact: what is hidden is what a step gets shorter by, waits aside.
+    targeted = rows["two targeted fences"]
+    assert targeted["hidden"] > 0.5
+    assert targeted["step_us"] < min(
+        row["step_us"] for name, row in rows.items() if name.split()[0] in ("no", "whole", "one")
+    )
