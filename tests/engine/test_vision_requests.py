@@ -11,6 +11,8 @@ from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import ConfigError, Recompute, RequestError, SpeculativeSync
 from outrider.engine.plans import PlanAtJoin
 from outrider.model import MediaProcessor, expand_placeholders, load_decoder, load_eagle, load_vision
+from outrider.registry import get_backend
+from outrider.sanitizer import watch
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
@@ -307,3 +309,33 @@ def test_an_engine_without_a_tower_takes_no_images_over(made):
     handed = first.hand_over(request)
     with pytest.raises(RequestError, match="without a vision tower"):
         Engine(checkpoint.target, checkpoint.backend).take_over(handed)
+
+
+def run_like_npu(directory, graphs):
+    """Text through a model with positions on three axes, on a device that computes them again after the join."""
+    backend = get_backend("sim:like=npu")
+    model = load_decoder(directory, backend=backend, dtype=torch.float32)
+    proposer = NgramProposer(vocab_size=model.config.vocab_size, draft_tokens=2)
+    config = EngineConfig(max_requests=2, max_context=48, graphs=graphs, overlap=True, buckets=(2,))
+    with watch(backend) as report:  # what is captured before isn't seen in replays
+        engine = Engine(model, backend, proposer=proposer, config=config)
+        engine.generate([[1, 5, 6, 7], [1, 9]], SamplingParams(max_tokens=6, ignore_eos=True))
+    return report
+
+
+@pytest.mark.parametrize(
+    ("graphs", "left_out", "named"),
+    [
+        (False, None, None),
+        (True, None, None),
+        (False, "recompute", "verify.rope_positions as they were before the join"),
+        (True, "recompute", "verify.rope_positions as they were before the join"),
+        (True, "refresh", "verify.static_rope_positions as they were before the join"),
+    ],
+)
+def test_what_a_policy_does_after_the_join_is_missed_by_name(made, monkeypatch, graphs, left_out, named):
+    if left_out is not None:
+        monkeypatch.setattr(PlanAtJoin, left_out, lambda self, what: None)
+    report = run_like_npu(made["qwen2_vl"].directory, graphs)
+    assert report.clean is (named is None), str(report)
+    assert named is None or named in str(report)

@@ -142,6 +142,8 @@ class GraphRunner(Runner):
         limited = parts.backend.capabilities.memory_limit
         before = parts.backend.memory_info().free if limited else 0
         total, done = len(self.buckets) * len(self._features), 0
+        for count in range(1, self.buckets[-1] + 1):
+            parts.buffers.views(count)  # made before any replay, they are known to follow what graphs write
         self._shared: dict[tuple[Stage, int, bool], Graph] = {}
         # The largest first: the smaller ones then fit into the memory that the pool has already.
         for bucket in reversed(self.buckets):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.device import Recompute
+from outrider.device import Recompute, SpeculativeSync
 from outrider.engine.buffers import PathInputs, StaticBuffers, Views, place_on_axes
 from outrider.speculative.proposer import Proposer
 from outrider.speculative.slots import slots_of
@@ -51,6 +51,16 @@ class Plans:
         """What a captured verify reads instead of what was planned; nothing unless it's ``static``."""
         if static and views.inputs.deltas is not None:
             views.verify.static_rope_positions.copy_(views.verify.rope_positions)
+
+    def before_join(self, views: Views, sync: SpeculativeSync, *, static: bool) -> dict[str, Tensor]:
+        """What a policy doesn't trust the plan with: buffers that must be written once more after the join, by name."""
+        early: dict[str, Tensor] = {}
+        if views.inputs.deltas is not None:
+            if Recompute.MROPE_POSITIONS in sync.recompute_after_join:
+                early["verify.rope_positions"] = views.verify.rope_positions
+            if static and "rope_positions" in sync.refresh_before_replay:
+                early["verify.static_rope_positions"] = views.verify.static_rope_positions
+        return early
 
     def from_accepted(self, views: Views) -> None:
         """Static inputs of draft-extend: what was accepted, padded with token 0 behind the decided one."""

@@ -145,6 +145,8 @@ class Step:
             parts.buffers.pad(VERIFY, count=count, bucket=bucket)
             attention = kernels.plan_attention(runner.attention(call), stream=streams.plan)
         fences.plan_ready.signal(streams.plan)
+        for name, buffer in plans.before_join(views, self._sync, static=call.static).items():
+            backend.mark_over(buffer, f"{name} as they were before the join")
 
         fences.plan_ready.wait(streams.forward)
         with backend.on(streams.forward):
