@@ -121,6 +121,8 @@ def ordered_otherwise(setup, fence):
     """Why a fence may be left out of a setup without a finding, though there is work around it; empty where it may not."""
     if fence == "draft_outputs_ready" and setup.proposer == "none":
         return "nothing is drafted"
+    if fence == "params_free" and setup.proposer == "none":
+        return "the host has waited for the lengths, behind the only stage that has parameters"
     if fence == "results_ready" and setup.like == "npu":
         return "copy has waited for published, behind verify, which writes the results"
     return ""
