@@ -53,12 +53,16 @@ def test_the_fault_is_named(name: str, backend: CpuBackend) -> None:
     assert {finding.kind for finding in report} == {race.kind}, str(report)
 
 
+OF_THREADS = {"beside-another-thread"}
+"""Programs of two host threads, which the operating system runs as it likes."""
+
+
 def run(race: Race, backend: CpuBackend) -> None:
-    # On the host everything runs at once, so no value is ever wrong by its schedule.
+    # On the host everything runs at once, so no value is ever wrong by its schedule, but by that of its threads.
     try:
         race.wrong(backend)
     except AssertionError:
-        assert race.kind in (Kind.UNDEFINED, Kind.STALE_MIRROR)
+        assert race.kind in (Kind.UNDEFINED, Kind.STALE_MIRROR) or race.name in OF_THREADS
 
 
 @pytest.mark.parametrize("race", [pytest.param(r, id=n) for n, r in RACES.items() if not r.needs])
