@@ -156,7 +156,7 @@ def reason(row):
 
 
 def programs_table(rows, lines):
-    from proving.setups import Setup, draw  # noqa: F401
+    from proving.setups import draw
 
     total = Counter()
     by = defaultdict(Counter)

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
-from outrider.cli.decode_program import WrongTokens
+from outrider.cli.decode_program import WrongTokens, implied_by
 from outrider.engine.fence_log import Drop, FenceLog
 from outrider.sanitizer import RaceError, watch
 from outrider_sim.explore import run_once
@@ -21,15 +21,6 @@ class Outcome:
     left_out: int = 0
     covered: bool = False
     counts: dict = field(default_factory=dict)
-
-
-def implied_by(report, log):
-    names = {}
-    for finding in report:
-        if finding.first is not None:
-            sites = [("host", -1) if site.host else (site.actor, site.position) for site in (finding.first, finding.second)]
-            names.update(dict.fromkeys(log.implied(*sites)))
-    return tuple(names)
 
 
 def serve(setup, program, log):

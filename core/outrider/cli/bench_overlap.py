@@ -102,6 +102,7 @@ def overlap(
 
 
 def _engine(device: Backend, variant: Variant, *, batch: int, draft_tokens: int, graphs: bool) -> Engine:
+    from outrider.cli.later_fence import LaterFence
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
     from outrider.engine.loading import load_checkpoint
@@ -112,7 +113,7 @@ def _engine(device: Backend, variant: Variant, *, batch: int, draft_tokens: int,
         fences[fence.name] = fence
         if fence.name != "shared_reads_done" or variant.waits_for == fence.name:
             return fence
-        return _LaterFence(fence, variant.waits_for, fences, device)
+        return LaterFence(fence, variant.waits_for, fences, device)
 
     config = EngineConfig(
         max_requests=batch,
@@ -127,50 +128,6 @@ def _engine(device: Backend, variant: Variant, *, batch: int, draft_tokens: int,
     draft = bundled("eagle") if variant.speculate == "eagle" else None
     loaded = load_checkpoint(bundled("target"), device, config, draft_dir=draft, speculate=variant.speculate)
     return Engine(loaded.model, device, proposer=loaded.proposer, config=config, tokenizer=loaded.tokenizer, wrap_fence=wrap)
-
-
-def _later_fence_class() -> type[Fence]:
-    from outrider.device import Fence, Stream
-
-    class Later(Fence):
-        """*Shared reads done*, for which the plan stream waits too late: for something behind the draft."""
-
-        def __init__(self, inner: Fence, waits_for: str, fences: Mapping[str, Fence], device: Backend) -> None:
-            super().__init__(inner.name)
-            self._inner, self._waits_for, self._fences = inner, waits_for, fences
-            self._everything = device.create_event("everything")
-            self._forward: Stream | None = None
-
-        @property
-        def mechanism(self) -> str:
-            return self._inner.mechanism
-
-        def signal(self, stream: Stream) -> None:
-            self._forward = stream
-            self._inner.signal(stream)
-
-        def wait(self, stream: Stream) -> None:
-            if stream.name.split(".")[0] != "plan":
-                self._inner.wait(stream)
-            elif self._waits_for == "everything":
-                assert self._forward is not None
-                self._forward.record(self._everything)
-                stream.wait(self._everything)
-            else:
-                self._fences[self._waits_for].wait(stream)
-
-        def wait_host(self) -> None:
-            self._inner.wait_host()
-
-        def done(self) -> bool:
-            return self._inner.done()
-
-    return Later
-
-
-def _LaterFence(inner: Fence, waits_for: str, fences: Mapping[str, Fence], device: Backend) -> Fence:  # noqa: N802
-    # torch stays out of the command line's start-up, and so does the seam's class.
-    return _later_fence_class()(inner, waits_for, fences, device)  # type: ignore[call-arg, arg-type]
 
 
 def _measure(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from outrider.engine.fence_log import FenceLog
     from outrider.engine.request import Completion
     from outrider.model import Decoder
+    from outrider.sanitizer import Finding
     from outrider.sanitizer import Report as Findings
 
 DECODE = "decode"
@@ -170,14 +171,7 @@ class DecodeExplorer:
         """The fences that the findings of the last run imply."""
         if self.findings is None or self.log is None:
             return ()
-        names: dict[str, None] = {}
-        for finding in self.findings.findings:
-            if finding.first is None:
-                continue
-            first, second = finding.first, finding.second
-            sites = [("host", -1) if site.host else (site.actor, site.position) for site in (first, second)]
-            names.update(dict.fromkeys(self.log.implied(sites[0], sites[1])))
-        return tuple(names)
+        return implied_by(self.findings.findings, self.log)
 
     def _prompt(self, arrival: Arrival) -> tuple[int, ...]:
         return tuple(self._text[arrival.start : arrival.start + arrival.length])
@@ -297,6 +291,16 @@ class Serving:
     def _place(self, index: int, side: int, request: int) -> None:
         self._request[index] = side, request
         self._index[side, request] = index
+
+
+def implied_by(findings: Iterable[Finding], log: FenceLog) -> tuple[str, ...]:
+    """The fences that ``findings`` imply, by where ``log`` has them declared."""
+    names: dict[str, None] = {}
+    for finding in findings:
+        if finding.first is not None:
+            sites = [("host", -1) if site.host else (site.actor, site.position) for site in (finding.first, finding.second)]
+            names.update(dict.fromkeys(log.implied(sites[0], sites[1])))
+    return tuple(names)
 
 
 def _reference_model() -> Decoder:

@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.device import AttentionMetadata, Backend
 from outrider.engine.sampling import MAX_LOGIT_BIAS
 from outrider.model import LanguageModel, speculative_positions
-from outrider.speculative.proposer import Proposer
+from outrider.speculative.proposer import Draft, Proposer
 from outrider.speculative.tree import Tree
 
 
@@ -61,15 +61,6 @@ class DecodeInputs:
     numbers: Tensor
     shares: Tensor
     biases: tuple[Tensor, Tensor, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class DraftOutputs:
-    """Written by the draft, on forward: ``tokens`` int64 [B, K]; ``probs`` float32 [B, K, V] of a chain; ``tree``."""
-
-    tokens: Tensor
-    probs: Tensor | None
-    tree: Tree | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +148,11 @@ class VerifyOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """Every buffer, for the first ``count`` requests."""
+    """Every buffer, for the first ``count`` requests. ``draft`` is written by the draft, on forward."""
 
     count: int
     inputs: DecodeInputs
-    draft: DraftOutputs
+    draft: Draft
     verify: VerifyInputs
     extend: ExtendPlan
     outputs: VerifyOutputs
@@ -259,7 +250,7 @@ class StaticBuffers:
                 shares=get("inputs.shares"),
                 biases=(get("inputs.bias_tokens"), get("inputs.bias_values"), get("inputs.bias_until")),
             ),
-            draft=DraftOutputs(
+            draft=Draft(
                 tokens=get("draft.tokens"),
                 probs=maybe("draft.probs"),
                 tree=None if mask is None else Tree(get("draft.parents"), get("draft.depths"), mask),
