@@ -68,6 +68,7 @@ if TYPE_CHECKING:
         LANE_SAMPLE,
         ROW_ACCESS,
         AttentionMetadata,
+        AttentionShape,
         KernelSet,
         RowResolver,
     )
@@ -101,6 +102,7 @@ _HOMES = {
     ),
     "kernels": (
         "AttentionMetadata",
+        "AttentionShape",
         "KernelSet",
         "LANE_ACCEPT",
         "LANE_DRAFT",
@@ -158,6 +160,7 @@ __all__ = [
     "ActiveCapture",
     "AmbiguousBackend",
     "AttentionMetadata",
+    "AttentionShape",
     "Backend",
     "BackendError",
     "BackendHooks",
