@@ -1,4 +1,4 @@
-"""The kit's tests of plans, on kernels that plan: they pass, and a plan that isn't renewed, or is of other lengths, is found."""
+"""The kit's tests of plans, on kernels that plan: they pass; a plan that isn't renewed, or is of other lengths, is found."""
 
 from dataclasses import replace
 
