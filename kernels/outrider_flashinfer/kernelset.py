@@ -172,8 +172,8 @@ class _FlashInfer(_Base):
 
 def with_flashinfer(kernels: KernelSet, backend: Backend, *, processors: int) -> KernelSet:
     """``kernels`` with FlashInfer's attention. ``processors``: multiprocessors of the device."""
-    made = copy.copy(kernels)
-    made.__class__ = type("FlashInferKernels", (_FlashInfer, type(kernels)), {})
-    made.name = f"{kernels.name}, attention of flashinfer"
-    cast(_FlashInfer, made).attention = Attention(backend, processors)
-    return made
+    mine = copy.copy(kernels)
+    mine.__class__ = type("FlashInferKernels", (_FlashInfer, type(kernels)), {})
+    mine.name = f"{kernels.name}, attention of flashinfer"
+    cast(_FlashInfer, mine).attention = Attention(backend, processors)
+    return mine

@@ -131,6 +131,26 @@ def test_what_is_planned_is_computed_by_flashinfer(make, monkeypatch):
     assert backend.kernels_in_use.plans_on_host
 
 
+def test_without_flashinfer_it_says_what_to_install(monkeypatch):
+    from outrider_flashinfer import plugin
+
+    monkeypatch.setattr(plugin, "find_spec", lambda name: None)
+    info = plugin.kernel_info()
+    assert (info.usable, info.reason) == (False, "flashinfer isn't installed")
+    with pytest.raises(BackendLoadError, match="flashinfer isn't installed; install flashinfer-python 0.6, and nvcc"):
+        plugin.create_kernels(get_backend("cpu"))
+
+
+def test_another_version_is_refused(kernelset, monkeypatch):
+    import flashinfer
+
+    from outrider_flashinfer import plugin
+
+    monkeypatch.setattr(flashinfer, "__version__", "0.7.1")
+    with pytest.raises(BackendLoadError, match=r"flashinfer 0\.7\.1 is installed, .* install flashinfer-python 0\.6\.14"):
+        plugin.create_kernels(get_backend("cpu"))
+
+
 def test_starting_says_what_is_compiled(make, caplog):
     backend = make()
     (stream,) = Lab(backend).streams("s")
