@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from outrider.device import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE, AttentionMetadata, KernelSet
-from outrider_triton import choice_ops as _choice_ops  # noqa: F401  (these register the operators)
+from outrider_triton import bookkeeping_ops as _bookkeeping_ops  # noqa: F401  (these register the operators)
+from outrider_triton import choice_ops as _choice_ops  # noqa: F401
 from outrider_triton import ops as _ops  # noqa: F401
 from outrider_triton.launch import power_of_two, shares, splits
 from outrider_triton.table import UNTUNED, MatmulConfig, Table
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _TRITON = torch.ops.outrider
 _MOVES = 256
+_LONG = 1 << 14
+"""More numbers than this are too many for one program to look at."""
 _SKINNY = 128
 """More tokens than this are a matrix product for the library."""
 
@@ -151,6 +154,77 @@ class TritonKernels(KernelSet):
             super().scatter_rows(state, rows, values)
             return
         _TRITON.scatter_rows.triton(state, rows, values, self._pdl)
+
+    # -- bookkeeping -----------------------------------------------------------------------------------------------
+
+    def embed_beside(self, tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
+        """A program a token and stretch of columns."""
+        if not self._uses("embed_beside", weight, hidden) or weight.dtype is not hidden.dtype or hidden.stride(-1) != 1:
+            return super().embed_beside(tokens, weight, hidden)
+        return _TRITON.embed_beside.triton(tokens, weight, hidden, self._pdl)  # type: ignore[no-any-return]
+
+    def gather_requests(
+        self, state: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], own: tuple[Tensor, ...], found: Tensor
+    ) -> None:
+        """A program a request."""
+        if not self._uses("gather_requests"):
+            super().gather_requests(state, own, found)
+            return
+        _TRITON.gather_requests.triton(*state, *own, found, self._pdl)
+
+    def gather_checked(
+        self, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor, *, bounds: tuple[int, int] | None
+    ) -> None:
+        """A program a row; distributions over a vocabulary, which are long, in two steps."""
+        if not self._uses("gather_checked", source) or not source.is_contiguous():
+            super().gather_checked(source, rows, out, found, bounds=bounds)
+        elif bounds is None and source[0].numel() > _LONG:
+            value = source if rows is None else source.index_select(0, rows)
+            found.copy_(self.find_nan(value.flatten(1)))
+            out.copy_(value)
+        else:
+            low, high = bounds or (0, 0)
+            _TRITON.gather_checked.triton(source, rows, low, high, out, found, self._pdl)
+
+    def place_tokens(
+        self, lens: Tensor, tables: Tensor, page_size: int, last: int, positions: Tensor, slots: Tensor, kv_lens: Tensor
+    ) -> None:
+        """A program a request."""
+        if not self._uses("place_tokens"):
+            super().place_tokens(lens, tables, page_size, last, positions, slots, kv_lens)
+            return
+        _TRITON.place_tokens.triton(lens, tables, page_size, last, positions, slots, kv_lens, self._pdl)
+
+    def publish_accepted(
+        self,
+        rows: Tensor,
+        lens: Tensor,
+        decided: tuple[Tensor, Tensor],
+        lengths: Tensor,
+        last_tokens: Tensor,
+        results: Tensor,
+        own: tuple[Tensor, Tensor],
+    ) -> None:
+        """A program a request."""
+        if not self._uses("publish_accepted"):
+            super().publish_accepted(rows, lens, decided, lengths, last_tokens, results, own)
+            return
+        _TRITON.publish_accepted.triton(rows, lens, *decided, lengths, last_tokens, results, *own, self._pdl)
+
+    def place_accepted(
+        self, lens: Tensor, tokens: Tensor, accepted: Tensor, following: Tensor, last: Tensor, positions: Tensor
+    ) -> None:
+        """A program a request."""
+        if not self._uses("place_accepted"):
+            super().place_accepted(lens, tokens, accepted, following, last, positions)
+            return
+        _TRITON.place_accepted.triton(lens, tokens, accepted, following, last, positions, self._pdl)
+
+    def find_nan(self, x: Tensor) -> Tensor:
+        """A row shared out among programs."""
+        if not self._uses("find_nan", x) or not x.is_contiguous():
+            return super().find_nan(x)
+        return _TRITON.find_nan.triton(x, self._shares(x.shape), self._pdl)  # type: ignore[no-any-return]
 
     # -- attention -------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider_triton.jit import attention, choose, matmul, rows
+from outrider_triton.jit import attention, bookkeeping, choose, matmul, rows
 
 HALF, WIDE, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
 HALVES = (
@@ -27,8 +27,10 @@ HALVES = (
     "logits",
 )
 LONGS = ("slots", "sources", "destinations", "rows", "seeds", "positions", "parents", "drafts", "tokens", "path", "accepted")
-WIDES = ("parts", "stats", "temperature", "best", "sums", "picked", "left", "draft_probs")
-INTS = ("query_start", "kv_lens", "block_table", "index", "picked_at")
+LONGS += ("lens", "last_tokens", "lengths", "results", "found", "own_rows", "own_lens", "own_last_tokens", "own_seeds")
+LONGS += ("own_tokens", "own_accepted", "following", "last")
+WIDES = ("parts", "stats", "temperature", "best", "sums", "picked", "left", "draft_probs", "own_temperature")
+INTS = ("query_start", "kv_lens", "block_table", "index", "picked_at", "tables", "own_tables", "firsts")
 TYPES = {
     **dict.fromkeys(HALVES, HALF),
     **dict.fromkeys(LONGS, LONG),
@@ -68,6 +70,15 @@ KERNELS = [
     (choose.walk_tree, {}, {**SHARED, "NODES": 4, "DEPTH": 3}),
     (choose.softmax_of_shares, {}, VOCABULARY),
     (choose.residual_of_shares, {}, {**VOCABULARY, "LANE": 3}),
+    (bookkeeping.gather_requests, {}, {"BLOCK": 64, "FOUND": 16}),
+    (bookkeeping.gather_checked, {"source": HALF}, {"SOME": True, "NUMBERS": True, "BLOCK": 4096}),
+    (bookkeeping.gather_checked, {"source": LONG, "out": LONG}, {"SOME": False, "NUMBERS": False, "BLOCK": 4, "rows": None}),
+    (bookkeeping.nan_of_shares, {}, {"SHARES": 64, "BLOCK": 4096}),
+    (bookkeeping.first_of_shares, {"out": LONG}, {"SHARES": 64}),
+    (bookkeeping.place_tokens, {"last": "i64"}, {"BLOCK": 4}),
+    (bookkeeping.publish_accepted, {"path": "i32"}, {"BLOCK": 4}),
+    (bookkeeping.place_accepted, {"path": "i32"}, {"BLOCK": 4}),
+    (bookkeeping.embed_beside, {"hidden": HALF}, {"BLOCK": 1024}),
     (choose.accept_sampling, {"rows": "i32"}, {**SHARED, "LANE": 1, "DRAFTED": 3}),
 ]
 

@@ -191,7 +191,7 @@ def test_rows_of_state(shape, dtype, kernels, device):
     assert torch.equal(made, state[rows])
     other = torch.tensor([2, 3, 0], device=device)
     wanted = state.clone()
-    wanted[other] = made
+    wanted[other[:2]] = made[:2]  # row 0 is reserved
     kernels.scatter_rows(state, other, made)
     assert torch.equal(state, wanted)
 

@@ -6,31 +6,14 @@ The reference is the seam's own KernelSet on the host, on the same operands in f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from outrider.conformance.bookkeeping_cases import BOOKKEEPING
+from outrider.conformance.case import Call, Case, Operands
 from outrider.device import AttentionMetadata, KernelSet
-
-Operands = Mapping[str, Tensor]
-Call = Callable[[KernelSet, Operands], tuple[Tensor, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """``make(dtype)`` gives host operands; ``call`` runs the kernel and returns what it made or changed.
-
-    ``exact``: the result is a choice (a token, a length), compared for equality; its logits stay in float32, where two
-    devices draw the same. ``changed``: operands that the kernel writes in place, so that each run gets its own copy.
-    """
-
-    name: str
-    make: Callable[[torch.dtype], dict[str, Tensor]]
-    call: Call
-    exact: bool = False
-    changed: tuple[str, ...] = ()
 
 
 def _draw(seed: int) -> torch.Generator:
@@ -81,8 +64,8 @@ def _added_product(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
 def _state(dtype: torch.dtype) -> dict[str, Tensor]:
     return {
         "state": _normal(6, 2, 8, dtype=dtype),
-        "rows": torch.tensor([4, 1, 5]),
-        "values": _normal(3, 2, 8, dtype=dtype, seed=1),
+        "rows": torch.tensor([4, 0, 1, 5, 0]),
+        "values": _normal(5, 2, 8, dtype=dtype, seed=1),
     }
 
 
@@ -337,6 +320,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
             Case("count_tokens", _shaping, _counted, exact=True, changed=("counts",)),
             Case("truncate_logits", _shaping, _truncated),
             Case("logprobs", _shaping, _logprobs),
+            *BOOKKEEPING,
         )
     }
 )

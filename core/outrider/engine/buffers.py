@@ -126,10 +126,14 @@ class PathInputs:
 
 @dataclass(frozen=True, slots=True)
 class ExtendPlan:
-    """Written in the extend plan: ``tokens`` int64 [B*E], ``last`` int64 [B]; ``path`` None for chains."""
+    """Written in the extend plan: ``tokens`` int64 [B*E], ``last`` and ``next_positions`` int64 [B]; ``path`` None for
+    chains. ``continues`` bool [B] is constant: all do.
+    """
 
     tokens: Tensor
     last: Tensor
+    next_positions: Tensor
+    continues: Tensor
     path: PathInputs | None
 
 
@@ -171,6 +175,7 @@ class StaticBuffers:
             for spec in self.specs.values()
         }
         self._constants: dict[int, Tensor] = {}
+        self._continuing = torch.ones(max_requests, dtype=torch.bool, device=backend.device)
         self._max_requests = max_requests
         self._views: dict[int, Views] = {}
         for per in {self.specs["verify.tokens"].per, self.specs["extend.tokens"].per}:
@@ -265,7 +270,13 @@ class StaticBuffers:
                 mask=maybe("verify.mask"),
                 query_start=self._constants[self.specs["verify.tokens"].per][: count + 1],
             ),
-            extend=ExtendPlan(tokens=get("extend.tokens"), last=get("extend.last"), path=path),
+            extend=ExtendPlan(
+                tokens=get("extend.tokens"),
+                last=get("extend.last"),
+                next_positions=get("extend.next_positions"),
+                continues=self._continuing[:count],
+                path=path,
+            ),
             outputs=VerifyOutputs(
                 hidden=get("outputs.hidden"),
                 captured=tuple(several("outputs.captured.").values()),
@@ -340,6 +351,7 @@ def step_buffers(model: LanguageModel, proposer: Proposer, *, pages: int) -> tup
         BufferSpec("outputs.accepted"),
         BufferSpec("extend.tokens", per=path),
         BufferSpec("extend.last"),
+        BufferSpec("extend.next_positions"),
     ]
     if proposer.is_tree:
         specs += [

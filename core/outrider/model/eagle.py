@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from outrider.model.cache import KVCache
@@ -78,8 +77,8 @@ class EagleHead:
         ``hidden``. ``cache`` is the head's own, with its layers and heads.
         """
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
-        embedded = self.kernels.embedding(inputs.tokens, self.weights.embedding)
-        residual = self.kernels.linear(torch.cat((embedded, hidden), dim=-1), self.weights.fusion, self.weights.fusion_bias)
+        both = self.kernels.embed_beside(inputs.tokens, self.weights.embedding, hidden)
+        residual = self.kernels.linear(both, self.weights.fusion, self.weights.fusion_bias)
         pending: Pending | None = None
         for layer, pages in zip(self._layers, cache.layers, strict=True):
             pending = layer.forward(pending, residual, inputs, cos_sin, pages)

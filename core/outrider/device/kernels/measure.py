@@ -54,6 +54,8 @@ def kernel_cases(shape: KernelShape, *, dtype: torch.dtype, device: torch.device
         yield from make.rows()
         yield from make.cache()
         yield from make.choices()
+        if width > 1:
+            yield from make.bookkeeping()
     yield _prefill(shape, dtype, device)
 
 
@@ -175,6 +177,49 @@ class _Maker:
             moved,
             lambda k, i: k.paged_attention(q, *caches[i % _CACHES], metadata, scale=0.09),
         )
+
+    def bookkeeping(self) -> Iterator[KernelCase]:
+        """What lies between the passes: whole numbers and short rows, so that bytes say little."""
+        batch, path, hidden, device = self._batch, self._width, self._shape.hidden, self._device
+        pages = _CONTEXT // _PAGE
+
+        def numbers(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.ones(size, dtype=dtype, device=device)
+
+        def case(kernel: str, operands: tuple[Tensor, ...], call: Callable[[KernelSet, int], object]) -> KernelCase:
+            return KernelCase(kernel, self._label, sum(operand.nbytes for operand in operands), call)
+
+        rows = torch.arange(1, batch + 1, device=device)
+        lens, accepted, temperature = numbers(batch), numbers(batch), numbers(batch, dtype=torch.float32)
+        tables, found = numbers(batch, pages, dtype=torch.int32), numbers(batch, 10)
+        by_row = (numbers(257), numbers(257), numbers(257, dtype=torch.float32), numbers(257, pages, dtype=torch.int32))
+        own = (numbers(batch), numbers(batch), numbers(batch), numbers(batch), temperature, tables)
+        yield case("gather_requests", (*own, *own, found), lambda k, i: k.gather_requests((rows, lens, *by_row), own, found))
+        state, copy, look = self._normal(257, hidden), self._normal(batch, hidden), found[:, :2]
+        yield case("gather_checked", (copy, copy), lambda k, i: k.gather_checked(state, rows, copy, look, bounds=None))
+        logits = self._normal(batch, path * self._shape.vocabulary)
+        yield case("find_nan", (logits,), lambda k, i: k.find_nan(logits))
+        places, slots, ends = numbers(batch, path), numbers(batch, path), numbers(batch, 1, dtype=torch.int32)
+        yield case(
+            "place_tokens",
+            (lens, tables, places, slots, ends),
+            lambda k, i: k.place_tokens(lens, tables, _PAGE, _CONTEXT, places, slots, ends),
+        )
+        lengths, last, results, kept = numbers(257), numbers(257), numbers(batch, path + 1), numbers(batch)
+        decided = (places, accepted)
+        yield case(
+            "publish_accepted",
+            (rows, lens, *decided, *decided, results),
+            lambda k, i: k.publish_accepted(rows, lens, decided, lengths, last, results, (slots, kept)),
+        )
+        yield case(
+            "place_accepted",
+            (lens, *decided, slots, kept, kept),
+            lambda k, i: k.place_accepted(lens, *decided, slots, kept, kept),
+        )
+        table, features = self._normal(1024, hidden), self._normal(self._count, hidden)
+        token = places.flatten()
+        yield case("embed_beside", (features,) * 4, lambda k, i: k.embed_beside(token, table, features))
 
     def choices(self) -> Iterator[KernelCase]:
         """Sampling and acceptance."""
