@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from outrider.device import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE, AttentionMetadata, KernelSet
+from outrider.device import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE, AttentionMetadata, KernelSet, Product, Turn
 from outrider_triton import bookkeeping_ops as _bookkeeping_ops  # noqa: F401  (these register the operators)
 from outrider_triton import choice_ops as _choice_ops  # noqa: F401
+from outrider_triton import fused_ops as _fused_ops  # noqa: F401
 from outrider_triton import ops as _ops  # noqa: F401
 from outrider_triton.launch import power_of_two, shares, splits
 from outrider_triton.table import UNTUNED, MatmulConfig, Table
@@ -96,6 +97,60 @@ class TritonKernels(KernelSet):
             return super().linear_add_rms_norm(x, weight, bias, residual, norm, eps)
         parts = _TRITON.linear_parts.triton(x, weight, config.as_list(), self._pdl)
         return _TRITON.add_parts_rms_norm.triton(parts, bias, residual, norm, eps, self._pdl)  # type: ignore[no-any-return]
+
+    def _pair(
+        self, added: Product, residual: Tensor, norm: Tensor, consumer: str, weight: Tensor
+    ) -> tuple[MatmulConfig, MatmulConfig] | None:
+        """Configurations of a product that ends a row of the residual and of the one that takes its norm; None: apart.
+
+        In bfloat16 alone: a row that isn't divided by its root mean square yet may be too large for float16.
+        """
+        if residual.dtype is not torch.bfloat16 or norm.dtype is not residual.dtype or not residual.is_contiguous():
+            return None
+        adding = self.matmul_config("linear_add_scaled", added.x, added.weight)
+        taking = self.matmul_config(consumer, residual, weight)
+        return None if adding is None or taking is None else (adding, taking)
+
+    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """One kernel where it was faster."""
+        config = self.matmul_config("linear_add", x, weight)
+        if config is None or residual.dtype is not x.dtype or not residual.is_contiguous():
+            return super().linear_add(x, weight, bias, residual)
+        _TRITON.linear_add.triton(x, weight, bias, residual, config.as_list(), self._pdl)
+        return residual
+
+    def linear_rope_write_cache(self, product: Product, turn: Turn) -> Tensor:
+        """One kernel where it was faster."""
+        config = self.matmul_config("linear_rope", product.x, product.weight)
+        if config is None or not _turns(turn, product.x):
+            return super().linear_rope_write_cache(product, turn)
+        return _TRITON.rope_write_cache.triton_linear(  # type: ignore[no-any-return]
+            product.x, None, product.weight, product.bias, 0.0, *turn, config.as_list(), self._pdl
+        )
+
+    def norm_linear_silu_mul(
+        self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """Two kernels, where they were faster than three."""
+        pair = self._pair(added, residual, norm, "scaled_silu_mul", weight)
+        if pair is None:
+            return super().norm_linear_silu_mul(added, residual, norm, eps, weight, bias)
+        adding, taking = (config.as_list() for config in pair)
+        scaled, squares = _TRITON.linear_add_scaled.triton(*added, residual, norm, adding, self._pdl)
+        return _TRITON.scaled_silu_mul.triton(scaled, squares, weight, bias, eps, taking, self._pdl)  # type: ignore[no-any-return]
+
+    def norm_linear_rope_write_cache(
+        self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, turn: Turn
+    ) -> Tensor:
+        """Two kernels, where they were faster than four."""
+        pair = self._pair(added, residual, norm, "linear_rope", weight)
+        if pair is None or not _turns(turn, residual):
+            return super().norm_linear_rope_write_cache(added, residual, norm, eps, weight, bias, turn)
+        adding, taking = (config.as_list() for config in pair)
+        scaled, squares = _TRITON.linear_add_scaled.triton(*added, residual, norm, adding, self._pdl)
+        return _TRITON.rope_write_cache.triton_linear(  # type: ignore[no-any-return]
+            scaled, squares, weight, bias, eps, *turn, taking, self._pdl
+        )
 
     # -- rows ------------------------------------------------------------------------------------------------------
 
@@ -336,3 +391,9 @@ class TritonKernels(KernelSet):
             count,
             self._pdl,
         )
+
+
+def _turns(turn: Turn, x: Tensor) -> bool:
+    """Whether keys and values of ``x``'s dtype can be turned and written by a product."""
+    straight = turn.cos.stride() == turn.sin.stride() and turn.cos.stride(1) == 1 and turn.slots.is_contiguous()
+    return straight and turn.k_cache.dtype is x.dtype and turn.k_cache.shape[3] % 2 == 0

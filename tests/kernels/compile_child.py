@@ -6,7 +6,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider_triton.jit import attention, bookkeeping, choose, matmul, rows
+from outrider_triton.jit import attention, bookkeeping, choose, fused, matmul, rows
 
 HALF, WIDE, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
 HALVES = (
@@ -29,7 +29,7 @@ HALVES = (
 LONGS = ("slots", "sources", "destinations", "rows", "seeds", "positions", "parents", "drafts", "tokens", "path", "accepted")
 LONGS += ("lens", "last_tokens", "lengths", "results", "found", "own_rows", "own_lens", "own_last_tokens", "own_seeds")
 LONGS += ("own_tokens", "own_accepted", "following", "last")
-WIDES = ("parts", "stats", "temperature", "best", "sums", "picked", "left", "draft_probs", "own_temperature")
+WIDES = ("squares", "parts", "stats", "temperature", "best", "sums", "picked", "left", "draft_probs", "own_temperature")
 INTS = ("query_start", "kv_lens", "block_table", "index", "picked_at", "tables", "own_tables", "firsts")
 TYPES = {
     **dict.fromkeys(HALVES, HALF),
@@ -60,6 +60,23 @@ KERNELS = [
         {**PRODUCT, "descriptor": None, "SPLIT": 2, "DESCRIPTOR": False, "EVEN": False},
     ),
     (matmul.linear_silu_mul, {"k": "i32"}, PRODUCT),
+    (
+        fused.linear_add,
+        {"k": "i32", "norm": HALF, "scaled": HALF},
+        {**PRODUCT, "descriptor": None, "NORM": True, "DESCRIPTOR": False},
+    ),
+    (
+        fused.linear_add,
+        {"k": "i32", "scaled": HALF},
+        {**PRODUCT, "descriptor": None, "norm": None, "NORM": False, "DESCRIPTOR": False},
+    ),
+    (fused.scaled_silu_mul, {"k": "i32", "eps": "fp32"}, {**PRODUCT, "SHARES": 128}),
+    (fused.linear_rope_write_cache, {"k": "i32"}, {**PRODUCT, "SCALED": True, "SHARES": 128, "HALF": 64}),
+    (
+        fused.linear_rope_write_cache,
+        {"k": "i32"},
+        {**PRODUCT, "squares": None, "SCALED": False, "SHARES": 1, "HALF": 64},
+    ),
     (attention.paged_attention, {"tokens": "i32"}, {**ATTENTION, "TREE": False}),
     (attention.paged_attention, {"tokens": "i32"}, {**ATTENTION, "TREE": True}),
     (attention.join_splits, {}, {"SPLITS": 4, "BLOCK_SIZE": 128}),

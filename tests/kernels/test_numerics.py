@@ -17,7 +17,7 @@ from outrider_triton.table import MatmulConfig
 
 REFERENCE = KernelSet()
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}
-DOTS = ("linear", "paged_attention")
+DOTS = ("linear", "norm_linear", "paged_attention")
 
 
 def close(made, right, dtype):

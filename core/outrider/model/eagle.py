@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from outrider.device import Product
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
-from outrider.model.layer import DecoderLayer, LayerWeights, Pending
+from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.rotary import rotary
 
 
@@ -79,11 +80,11 @@ class EagleHead:
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         both = self.kernels.embed_beside(inputs.tokens, self.weights.embedding, hidden)
         residual = self.kernels.linear(both, self.weights.fusion, self.weights.fusion_bias)
-        pending: Pending | None = None
+        pending: Product | None = None
         for layer, pages in zip(self._layers, cache.layers, strict=True):
             pending = layer.forward(pending, residual, inputs, cos_sin, pages)
         assert pending is not None  # there is at least one layer
-        return residual.add_(pending.made(self.kernels))
+        return self.kernels.linear_add(*pending, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of ``hidden`` [N, H] by the target's output head."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.device.kernels import ops as _ops  # noqa: F401  (registers the operators)
-from outrider.device.kernels.metadata import AttentionMetadata
+from outrider.device.kernels.metadata import AttentionMetadata, Product, Turn
 from outrider.device.kernels.reference import LANE_DRAFT, LANE_SAMPLE
 
 if TYPE_CHECKING:
@@ -64,6 +64,39 @@ class KernelSet:
         norm with ``norm`` [H]. The sum may be rounded once instead of twice.
         """
         return self.add_rms_norm(self.linear(x, weight, bias), residual, norm, eps)
+
+    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """``residual`` [T, H] grows in place by :meth:`linear` of ``x``; returns it. The sum may be rounded once."""
+        return residual.add_(self.linear(x, weight, bias))
+
+    def linear_rope_write_cache(self, product: Product, turn: Turn) -> Tensor:
+        """Queries, keys and values as one ``product`` with weights [(Hq + 2 Hkv) D, H], then :meth:`rope_write_cache` of
+        them → queries [T, Hq, D].
+        """
+        kv_heads, size = turn.k_cache.shape[2:]
+        heads = product.weight.shape[0] // size - 2 * kv_heads
+        made = self.linear(*product).view(-1, heads + 2 * kv_heads, size)
+        q, k, v = made.split((heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
+        self.rope_write_cache(q, k, v, *turn)
+        queries: Tensor = q
+        return queries
+
+    def norm_linear_silu_mul(
+        self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """:meth:`linear_silu_mul` with ``weight`` and ``bias`` of :meth:`linear_add_rms_norm` of ``added``. What the norm
+        returns need never be there as such: its factor may come behind the product.
+        """
+        return self.linear_silu_mul(self.linear_add_rms_norm(*added, residual, norm, eps), weight, bias)
+
+    def norm_linear_rope_write_cache(
+        self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, turn: Turn
+    ) -> Tensor:
+        """:meth:`linear_rope_write_cache` with ``weight`` and ``bias`` of :meth:`linear_add_rms_norm` of ``added``, in the
+        same way.
+        """
+        normed = self.linear_add_rms_norm(*added, residual, norm, eps)
+        return self.linear_rope_write_cache(Product(normed, weight, bias), turn)
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Rows of ``weight`` [V, H] for int64 ``tokens`` [T] → [T, H]."""

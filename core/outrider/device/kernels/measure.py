@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.device.kernels.kernelset import KernelSet
-from outrider.device.kernels.metadata import AttentionMetadata
+from outrider.device.kernels.metadata import AttentionMetadata, Product, Turn
 
 _CACHES = 8
 _PAGE = 16
@@ -68,8 +68,56 @@ def product_cases(
     yield _product("output, add, norm", shape.hidden, attention, tokens, rotate_bytes, dtype, device)
     yield _product("gate and up, SwiGLU", 2 * shape.inner, shape.hidden, tokens, rotate_bytes, dtype, device)
     yield _product("down, add, norm", shape.hidden, shape.inner, tokens, rotate_bytes, dtype, device)
+    yield _product("down, residual", shape.hidden, shape.inner, tokens, rotate_bytes, dtype, device)
+    yield from _pairs(shape, tokens, rotate_bytes, dtype, device)
     yield _product("head", shape.vocabulary, shape.hidden, tokens, rotate_bytes, dtype, device)
     yield _product("fusion of a draft", shape.hidden, shape.fused, tokens, rotate_bytes, dtype, device)
+
+
+def _pairs(
+    shape: KernelShape, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[KernelCase]:
+    """Two products with the norm between them, and what the second one makes of it."""
+    attention = shape.heads * shape.head_size
+    heads = attention + 2 * shape.kv_heads * shape.head_size
+    hidden, inner, size = shape.hidden, shape.inner, dtype.itemsize
+    copies = max(2, -(-rotate_bytes // ((heads + 3 * inner + attention) * hidden * size)))
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, dtype=dtype, device=device).mul_(size[-1] ** -0.5)
+
+    def several(*size: int) -> list[Tensor]:
+        return [normal(*size) for _ in range(copies)]
+
+    output, gates = several(hidden, attention), several(2 * inner, hidden)
+    down, qkv = several(hidden, inner), several(heads, hidden)
+    looked, gated, residual = normal(tokens, attention), normal(tokens, inner), normal(tokens, hidden)
+    norm, angles = torch.ones(hidden, dtype=dtype, device=device), torch.rand(tokens, shape.head_size, device=device)
+    k_cache, v_cache = (normal(1 + tokens, 1, shape.kv_heads, shape.head_size) for _ in range(2))
+    turn = Turn(angles.cos().to(dtype), angles.sin().to(dtype), k_cache, v_cache, torch.arange(1, tokens + 1, device=device))
+    rows = 3 * residual.nbytes
+    yield KernelCase(
+        "norm_linear_silu_mul",
+        f"output, add, norm, gate and up, SwiGLU, {tokens} tokens",
+        output[0].nbytes + gates[0].nbytes + looked.nbytes + rows + gated.nbytes,
+        lambda k, i: k.norm_linear_silu_mul(
+            Product(looked, output[i % copies], None), residual, norm, 1e-5, gates[i % copies], None
+        ),
+    )
+    yield KernelCase(
+        "norm_linear_rope_write_cache",
+        f"down, add, norm, qkv, rope, cache, {tokens} tokens",
+        down[0].nbytes + qkv[0].nbytes + gated.nbytes + rows + tokens * heads * size,
+        lambda k, i: k.norm_linear_rope_write_cache(
+            Product(gated, down[i % copies], None), residual, norm, 1e-5, qkv[i % copies], None, turn
+        ),
+    )
+    yield KernelCase(
+        "linear_rope_write_cache",
+        f"qkv, rope, cache, {tokens} tokens",
+        qkv[0].nbytes + residual.nbytes + tokens * heads * size,
+        lambda k, i: k.linear_rope_write_cache(Product(residual, qkv[i % copies], None), turn),
+    )
 
 
 def _product(
@@ -93,6 +141,13 @@ def _product(
         return kernels.linear_add_rms_norm(x, weights[number % copies], None, residual, norm, 1e-5)
 
     label = f"{name}, {tokens} tokens"
+    if "residual" in name:
+        return KernelCase(
+            "linear_add",
+            label,
+            moved + 2 * tokens * n * size,
+            lambda k, i: k.linear_add(x, weights[i % copies], None, residual),
+        )
     if "SwiGLU" in name:
         return KernelCase("linear_silu_mul", label, moved + tokens * n * size // 2, gated)
     if "norm" in name:
