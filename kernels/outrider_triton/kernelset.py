@@ -41,7 +41,7 @@ class TritonKernels(KernelSet):
         self.table = table
         self._everywhere = everywhere
         self.processors = processors
-        self._pdl = pdl
+        self.pdl = pdl
         tuned = "untuned" if table is None else f"tuned for {table.device}"
         self.name = "triton, everywhere" if everywhere else f"triton, {tuned}"
 
@@ -73,14 +73,14 @@ class TritonKernels(KernelSet):
         config = self.matmul_config("linear", x, weight)
         if config is None:
             return super().linear(x, weight, bias)
-        return _TRITON.linear.triton(x, weight, bias, config.as_list(), self._pdl)  # type: ignore[no-any-return]
+        return _TRITON.linear.triton(x, weight, bias, config.as_list(), self.pdl)  # type: ignore[no-any-return]
 
     def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """One kernel where it was faster, else the product and the activation."""
         config = self.matmul_config("linear_silu_mul", x, weight)
         if config is None:
             return super().linear_silu_mul(x, weight, bias)
-        return _TRITON.linear_silu_mul.triton(x, weight, bias, config.as_list(), self._pdl)  # type: ignore[no-any-return]
+        return _TRITON.linear_silu_mul.triton(x, weight, bias, config.as_list(), self.pdl)  # type: ignore[no-any-return]
 
     def linear_add_rms_norm(
         self,
@@ -95,8 +95,8 @@ class TritonKernels(KernelSet):
         config = self.matmul_config("linear_parts", x, weight)
         if config is None or not self._uses("add_rms_norm", residual):
             return super().linear_add_rms_norm(x, weight, bias, residual, norm, eps)
-        parts = _TRITON.linear_parts.triton(x, weight, config.as_list(), self._pdl)
-        return _TRITON.add_parts_rms_norm.triton(parts, bias, residual, norm, eps, self._pdl)  # type: ignore[no-any-return]
+        parts = _TRITON.linear_parts.triton(x, weight, config.as_list(), self.pdl)
+        return _TRITON.add_parts_rms_norm.triton(parts, bias, residual, norm, eps, self.pdl)  # type: ignore[no-any-return]
 
     def _pair(
         self, added: Product, residual: Tensor, norm: Tensor, consumer: str, weight: Tensor
@@ -116,7 +116,7 @@ class TritonKernels(KernelSet):
         config = self.matmul_config("linear_add", x, weight)
         if config is None or residual.dtype is not x.dtype or not residual.is_contiguous():
             return super().linear_add(x, weight, bias, residual)
-        _TRITON.linear_add.triton(x, weight, bias, residual, config.as_list(), self._pdl)
+        _TRITON.linear_add.triton(x, weight, bias, residual, config.as_list(), self.pdl)
         return residual
 
     def linear_rope_write_cache(self, product: Product, turn: Turn) -> Tensor:
@@ -125,7 +125,7 @@ class TritonKernels(KernelSet):
         if config is None or not _turns(turn, product.x):
             return super().linear_rope_write_cache(product, turn)
         return _TRITON.rope_write_cache.triton_linear(  # type: ignore[no-any-return]
-            product.x, None, product.weight, product.bias, 0.0, *turn, config.as_list(), self._pdl
+            product.x, None, product.weight, product.bias, 0.0, *turn, config.as_list(), self.pdl
         )
 
     def norm_linear_silu_mul(
@@ -136,8 +136,8 @@ class TritonKernels(KernelSet):
         if pair is None:
             return super().norm_linear_silu_mul(added, residual, norm, eps, weight, bias)
         adding, taking = (config.as_list() for config in pair)
-        scaled, squares = _TRITON.linear_add_scaled.triton(*added, residual, norm, adding, self._pdl)
-        return _TRITON.scaled_silu_mul.triton(scaled, squares, weight, bias, eps, taking, self._pdl)  # type: ignore[no-any-return]
+        scaled, squares = _TRITON.linear_add_scaled.triton(*added, residual, norm, adding, self.pdl)
+        return _TRITON.scaled_silu_mul.triton(scaled, squares, weight, bias, eps, taking, self.pdl)  # type: ignore[no-any-return]
 
     def norm_linear_rope_write_cache(
         self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, turn: Turn
@@ -147,9 +147,9 @@ class TritonKernels(KernelSet):
         if pair is None or not _turns(turn, residual):
             return super().norm_linear_rope_write_cache(added, residual, norm, eps, weight, bias, turn)
         adding, taking = (config.as_list() for config in pair)
-        scaled, squares = _TRITON.linear_add_scaled.triton(*added, residual, norm, adding, self._pdl)
+        scaled, squares = _TRITON.linear_add_scaled.triton(*added, residual, norm, adding, self.pdl)
         return _TRITON.rope_write_cache.triton_linear(  # type: ignore[no-any-return]
-            scaled, squares, weight, bias, eps, *turn, taking, self._pdl
+            scaled, squares, weight, bias, eps, *turn, taking, self.pdl
         )
 
     # -- rows ------------------------------------------------------------------------------------------------------
@@ -158,19 +158,19 @@ class TritonKernels(KernelSet):
         """A program a row."""
         if not self._uses("rms_norm", x):
             return super().rms_norm(x, weight, eps)
-        return _TRITON.rms_norm.triton(x, weight, eps, self._pdl)  # type: ignore[no-any-return]
+        return _TRITON.rms_norm.triton(x, weight, eps, self.pdl)  # type: ignore[no-any-return]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """A program a row."""
         if not self._uses("add_rms_norm", x) or not residual.is_contiguous():
             return super().add_rms_norm(x, residual, weight, eps)
-        return _TRITON.add_rms_norm.triton(x, residual, weight, eps, self._pdl)  # type: ignore[no-any-return]
+        return _TRITON.add_rms_norm.triton(x, residual, weight, eps, self.pdl)  # type: ignore[no-any-return]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Elementwise."""
         if not self._uses("silu_mul", gate_up):
             return super().silu_mul(gate_up)
-        return _TRITON.silu_mul.triton(gate_up, self._pdl)  # type: ignore[no-any-return]
+        return _TRITON.silu_mul.triton(gate_up, self.pdl)  # type: ignore[no-any-return]
 
     def rope_write_cache(
         self,
@@ -188,27 +188,27 @@ class TritonKernels(KernelSet):
         if not self._uses("rope_write_cache", q) or not straight:
             super().rope_write_cache(q, k, v, cos, sin, k_cache, v_cache, slots)
             return
-        _TRITON.rope_write_cache.triton(q, k, v, cos, sin, k_cache, v_cache, slots, self._pdl)
+        _TRITON.rope_write_cache.triton(q, k, v, cos, sin, k_cache, v_cache, slots, self.pdl)
 
     def move_cache(self, k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
         """Up to 256 rows at once."""
         if not self._uses("move_cache", k_cache) or sources.shape[0] > _MOVES:
             super().move_cache(k_cache, v_cache, sources, destinations)
             return
-        _TRITON.move_cache.triton(k_cache, v_cache, sources, destinations, self._pdl)
+        _TRITON.move_cache.triton(k_cache, v_cache, sources, destinations, self.pdl)
 
     def gather_rows(self, state: Tensor, rows: Tensor) -> Tensor:
         """A program a row and stretch of columns."""
         if not self._uses("gather_rows", state) or not state.is_contiguous():
             return super().gather_rows(state, rows)
-        return _TRITON.gather_rows.triton(state, rows, self._pdl)  # type: ignore[no-any-return]
+        return _TRITON.gather_rows.triton(state, rows, self.pdl)  # type: ignore[no-any-return]
 
     def scatter_rows(self, state: Tensor, rows: Tensor, values: Tensor) -> None:
         """A program a row and stretch of columns."""
         if not self._uses("scatter_rows", state) or not state.is_contiguous():
             super().scatter_rows(state, rows, values)
             return
-        _TRITON.scatter_rows.triton(state, rows, values, self._pdl)
+        _TRITON.scatter_rows.triton(state, rows, values, self.pdl)
 
     # -- bookkeeping -----------------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class TritonKernels(KernelSet):
         """A program a token and stretch of columns."""
         if not self._uses("embed_beside", weight, hidden) or weight.dtype is not hidden.dtype or hidden.stride(-1) != 1:
             return super().embed_beside(tokens, weight, hidden)
-        return _TRITON.embed_beside.triton(tokens, weight, hidden, self._pdl)  # type: ignore[no-any-return]
+        return _TRITON.embed_beside.triton(tokens, weight, hidden, self.pdl)  # type: ignore[no-any-return]
 
     def gather_requests(
         self, state: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], own: tuple[Tensor, ...], found: Tensor
@@ -225,7 +225,7 @@ class TritonKernels(KernelSet):
         if not self._uses("gather_requests"):
             super().gather_requests(state, own, found)
             return
-        _TRITON.gather_requests.triton(*state, *own, found, self._pdl)
+        _TRITON.gather_requests.triton(*state, *own, found, self.pdl)
 
     def gather_checked(
         self, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor, *, bounds: tuple[int, int] | None
@@ -239,7 +239,7 @@ class TritonKernels(KernelSet):
             out.copy_(value)
         else:
             low, high = bounds or (0, 0)
-            _TRITON.gather_checked.triton(source, rows, low, high, out, found, self._pdl)
+            _TRITON.gather_checked.triton(source, rows, low, high, out, found, self.pdl)
 
     def place_tokens(
         self, lens: Tensor, tables: Tensor, page_size: int, last: int, positions: Tensor, slots: Tensor, kv_lens: Tensor
@@ -248,7 +248,7 @@ class TritonKernels(KernelSet):
         if not self._uses("place_tokens"):
             super().place_tokens(lens, tables, page_size, last, positions, slots, kv_lens)
             return
-        _TRITON.place_tokens.triton(lens, tables, page_size, last, positions, slots, kv_lens, self._pdl)
+        _TRITON.place_tokens.triton(lens, tables, page_size, last, positions, slots, kv_lens, self.pdl)
 
     def publish_accepted(
         self,
@@ -264,7 +264,7 @@ class TritonKernels(KernelSet):
         if not self._uses("publish_accepted"):
             super().publish_accepted(rows, lens, decided, lengths, last_tokens, results, own)
             return
-        _TRITON.publish_accepted.triton(rows, lens, *decided, lengths, last_tokens, results, *own, self._pdl)
+        _TRITON.publish_accepted.triton(rows, lens, *decided, lengths, last_tokens, results, *own, self.pdl)
 
     def place_accepted(
         self, lens: Tensor, tokens: Tensor, accepted: Tensor, following: Tensor, last: Tensor, positions: Tensor
@@ -273,13 +273,13 @@ class TritonKernels(KernelSet):
         if not self._uses("place_accepted"):
             super().place_accepted(lens, tokens, accepted, following, last, positions)
             return
-        _TRITON.place_accepted.triton(lens, tokens, accepted, following, last, positions, self._pdl)
+        _TRITON.place_accepted.triton(lens, tokens, accepted, following, last, positions, self.pdl)
 
     def find_nan(self, x: Tensor) -> Tensor:
         """A row shared out among programs."""
         if not self._uses("find_nan", x) or not x.is_contiguous():
             return super().find_nan(x)
-        return _TRITON.find_nan.triton(x, self._shares(x.shape), self._pdl)  # type: ignore[no-any-return]
+        return _TRITON.find_nan.triton(x, self._shares(x.shape), self.pdl)  # type: ignore[no-any-return]
 
     # -- attention -------------------------------------------------------------------------------------------------
 
@@ -323,7 +323,7 @@ class TritonKernels(KernelSet):
             scale,
             window,
             self.attention_config(q, k_cache, metadata),
-            self._pdl,
+            self.pdl,
         )
 
     # -- choices ---------------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ class TritonKernels(KernelSet):
             return super().sample(logits, temperature, seeds, positions, draft=draft)
         lane = LANE_DRAFT if draft else LANE_SAMPLE
         count = self._shares(logits.shape)
-        return _TRITON.sample.triton(logits, temperature, seeds, positions, lane, count, self._pdl)  # type: ignore[no-any-return]
+        return _TRITON.sample.triton(logits, temperature, seeds, positions, lane, count, self.pdl)  # type: ignore[no-any-return]
 
     def verify_chain(
         self,
@@ -357,7 +357,7 @@ class TritonKernels(KernelSet):
         lanes = [LANE_ACCEPT, LANE_RESIDUAL]
         count = self._shares(target_logits.shape)
         return _TRITON.verify_chain.triton(  # type: ignore[no-any-return]
-            target_logits, draft_tokens, draft_probs, temperature, seeds, positions, lanes, count, self._pdl
+            target_logits, draft_tokens, draft_probs, temperature, seeds, positions, lanes, count, self.pdl
         )
 
     def verify_tree(
@@ -389,7 +389,7 @@ class TritonKernels(KernelSet):
             sampling,
             LANE_SAMPLE,
             count,
-            self._pdl,
+            self.pdl,
         )
 
 
