@@ -51,8 +51,10 @@ def attention_candidates(groups: int, context: int) -> list[AttentionConfig]:
 
 def deep_attention_candidates(groups: int) -> list[AttentionConfig]:
     """More loads in flight, for batches that keep the memory busy: a page's number must be there before its keys."""
-    splits = (1, 2, 4) if groups >= 128 else (4, 8)
-    every = itertools.product((32, 64, 128), splits, (2, 4, 8), (2, 3, 4, 5))
+    if groups < 128:
+        every = itertools.product((32, 64), (4, 8), (4, 8), (3, 4))
+    else:
+        every = itertools.product((32, 64, 128), (1, 2), (4, 8), (2, 3, 4, 5))
     return [AttentionConfig(*each) for each in every if each[0] * each[3] <= 320]
 
 

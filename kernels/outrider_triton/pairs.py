@@ -28,11 +28,11 @@ _BETTER = 0.999
 def ends(m: int) -> list[MatmulConfig]:
     """For a product that is added to the residual: 4096 rows in 128 or 256 shares, whole or in part of a block."""
     block_m = _block_m(m)
-    tiles = [(32, 128, 0), (32, 256, 0), (32, 512, 0), (16, 256, 0), (16, 512, 0), (64, 128, 32), (64, 256, 32)]
+    tiles = [(32, 128, 0), (32, 256, 0), (32, 512, 0), (16, 256, 0), (64, 256, 32)]
     if m > 32:
-        tiles = [(32, 128, 0), (32, 64, 0), (64, 64, 32), (64, 128, 32), (64, 64, 0)]
+        tiles = [(32, 128, 0), (64, 64, 32), (64, 128, 32), (64, 64, 0)]
     made = []
-    for (block_n, block_k, each), stages, descriptor in itertools.product(tiles, (3, 4, 5), (0, 1)):
+    for (block_n, block_k, each), stages, descriptor in itertools.product(tiles, (3, 5), (0, 1)):
         if stages * (block_n + block_m) * block_k * 2 <= _SHARED_BYTES and not (descriptor and each):
             made.append(MatmulConfig(block_m, block_n, block_k, 1, 4 if m <= 32 else 8, stages, 256, descriptor, each))
     return made
@@ -41,7 +41,7 @@ def ends(m: int) -> list[MatmulConfig]:
 def turns(m: int) -> list[MatmulConfig]:
     """For queries, keys and values: 3072 pairs of rows in 128 or 256 shares."""
     block_m = _block_m(m)
-    tiles = [(32, 64, 24), (32, 128, 24), (32, 256, 24), (16, 128, 12), (16, 256, 12), (64, 128, 24)]
+    tiles = [(32, 64, 24), (32, 128, 24), (32, 256, 24), (16, 256, 12)]
     return _pairs_of_rows(block_m, tiles)
 
 
@@ -54,7 +54,7 @@ def gates(m: int) -> list[MatmulConfig]:
 
 def _pairs_of_rows(block_m: int, tiles: list[tuple[int, int, int]]) -> list[MatmulConfig]:
     made = []
-    for (block_n, block_k, each), stages in itertools.product(tiles, (3, 4, 5)):
+    for (block_n, block_k, each), stages in itertools.product(tiles, (3, 5)):
         if stages * (2 * block_n + block_m) * block_k * 2 <= _SHARED_BYTES:
             warps = 8 if block_n * block_m > 4096 else 4
             made.append(MatmulConfig(block_m, block_n, block_k, 1, warps, stages, 256, 0, each))
@@ -221,7 +221,8 @@ def check(kernels: TritonKernels, shape: KernelShape, m: int, device: torch.devi
     attention, hidden = shape.heads * shape.head_size, shape.hidden
 
     def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, dtype=torch.bfloat16, device=device) * size[-1] ** -0.5
+        made: torch.Tensor = torch.randn(size, dtype=torch.bfloat16, device=device) * size[-1] ** -0.5
+        return made
 
     def turn(dtype: torch.dtype) -> Turn:
         empty = [torch.zeros(m, 1, shape.kv_heads, shape.head_size, dtype=dtype, device=device) for _ in range(2)]
