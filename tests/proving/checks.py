@@ -114,7 +114,7 @@ def ordered_otherwise(setup, fence):
         return "nothing is drafted"
     if fence == "params_free" and setup.proposer == "none":
         return "the host has waited for the lengths, behind the only stage that has parameters"
-    if fence == "results_ready" and setup.like == "npu":
+    if fence == "results_ready" and setup.family == "npu":
         return "copy has waited for published, behind verify, which writes the results"
     return ""
 
