@@ -127,7 +127,11 @@ class Models:
             return PlainProposer()
         if self.proposer == VISION:
             return NgramProposer(vocab_size=self.target.config.vocab_size, draft_tokens=3)
-        return MAKERS[self.proposer](self.target, self.backend)
+        stream = self.backend.create_stream("load")
+        with self.backend.on(stream):
+            made = MAKERS[self.proposer](self.target, self.backend)
+        stream.synchronize()
+        return made
 
     def engine(self, program, *, mode="staged", overlap=True, wrap=None):
         # Room for the longest request, its image and its draft's slots, and little more: others wait, or are preempted.
