@@ -70,7 +70,9 @@ if TYPE_CHECKING:
         AttentionMetadata,
         AttentionShape,
         KernelSet,
+        Product,
         RowResolver,
+        Turn,
     )
     from outrider.device.memory import KeepAlive, MemoryInfo, PinnedBuffer
     from outrider.device.stream import Event, Flag, Stream
@@ -108,8 +110,10 @@ _HOMES = {
         "LANE_DRAFT",
         "LANE_RESIDUAL",
         "LANE_SAMPLE",
+        "Product",
         "ROW_ACCESS",
         "RowResolver",
+        "Turn",
     ),
     "memory": (
         "KeepAlive",
@@ -204,6 +208,7 @@ __all__ = [
     "PinnedBuffer",
     "PluginContractError",
     "PluginInfo",
+    "Product",
     "Recompute",
     "RequestError",
     "RowResolver",
@@ -221,6 +226,7 @@ __all__ = [
     "TorchEvent",
     "TorchGraph",
     "TorchStream",
+    "Turn",
     "Waiter",
     "hookimpl",
     "hookspec",
