@@ -20,6 +20,7 @@ from outrider_sim.explore import run_once
 from outrider_sim.strategies import Strategy, make_strategy
 from speculative import tiny
 from speculative.on_sim import NEW_TOKENS, PROMPTS, program
+from vendors.flashinfer_numerics import CASES, check, check_tokens, generate, random_model
 
 EMULATED = Path(__file__).parent / "emulated_flashinfer"
 
@@ -107,6 +108,21 @@ def test_the_kit_passes(make, name):
         check_renewed(lab, new, 8)
     check_in_graph(lab)
     check_unplanned(lab)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name not in ("many", "trees")], ids=lambda case: case.name)
+def test_numbers(make, case):
+    """The same check runs on a device with FlashInfer itself (tests/kernels)."""
+    assert check(make("cpu"), case, size=64) > 0
+
+
+def test_tokens(make):
+    """And so does this; in float32 no token differs."""
+    backend = make("cpu")
+    model = random_model(backend, torch.float32, 64)
+    plain = generate(backend, model, None, new_tokens=6, logprobs=2)
+    for speculate, config in (("eagle", "graphs"), ("tree", "called")):
+        assert check_tokens(backend, model, plain, speculate, config, new_tokens=6) == 0
 
 
 def test_what_is_planned_is_computed_by_flashinfer(make, monkeypatch):
