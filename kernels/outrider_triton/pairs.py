@@ -26,23 +26,26 @@ _BETTER = 0.999
 
 
 def ends(m: int) -> list[MatmulConfig]:
-    """For a product that is added to the residual: 4096 rows in 128 or 256 shares, whole or in part of a block."""
+    """For a product that is added to the residual: 4096 rows in 64 or 128 shares, whole or in part of a block."""
     block_m = _block_m(m)
-    tiles = [(32, 128, 0), (32, 256, 0), (32, 512, 0), (16, 256, 0), (64, 256, 32)]
+    tiles = [(32, 256, 0), (32, 512, 0), (64, 256, 32), (64, 128, 0), (64, 256, 0)]
     if m > 32:
-        tiles = [(32, 128, 0), (64, 64, 32), (64, 128, 32), (64, 64, 0)]
+        tiles = [(64, 128, 32), (64, 64, 0), (64, 128, 0)]
     made = []
-    for (block_n, block_k, each), stages, descriptor in itertools.product(tiles, (3, 5), (0, 1)):
+    for (block_n, block_k, each), stages, descriptor in itertools.product(tiles, (3, 4, 5), (0, 1)):
         if stages * (block_n + block_m) * block_k * 2 <= _SHARED_BYTES and not (descriptor and each):
             made.append(MatmulConfig(block_m, block_n, block_k, 1, 4 if m <= 32 else 8, stages, 256, descriptor, each))
     return made
 
 
 def turns(m: int) -> list[MatmulConfig]:
-    """For queries, keys and values: 3072 pairs of rows in 128 or 256 shares."""
+    """For queries, keys and values: 3072 pairs of rows in 128 or 256 shares, both rows of a pair in a block."""
     block_m = _block_m(m)
-    tiles = [(32, 64, 24), (32, 128, 24), (32, 256, 24), (16, 256, 12)]
-    return _pairs_of_rows(block_m, tiles)
+    made = []
+    for (block_n, block_k, each), stages in itertools.product([(64, 64, 24), (64, 128, 24), (64, 256, 24)], (3, 4, 5)):
+        if stages * (block_n + block_m) * block_k * 2 <= _SHARED_BYTES:
+            made.append(MatmulConfig(block_m, block_n, block_k, 1, 4 if m <= 64 else 8, stages, 256, 0, each))
+    return made
 
 
 def gates(m: int) -> list[MatmulConfig]:
@@ -173,7 +176,7 @@ def compile_one(operator: str, config: MatmulConfig, shape: KernelShape, device:
     if operator == "linear_add_scaled":
         ops.linear_add_scaled.triton(made(m, hidden), made(512, hidden), None, made(m, 512), made(512), block, pdl)
         return
-    for shares in (128, 256) if m <= 32 else (64, 128):
+    for shares in (64, 128):
         squares = torch.ones((shares, m), dtype=torch.float32, device=device)
         if operator == "scaled_silu_mul":
             ops.scaled_silu_mul.triton(made(m, hidden), squares, made(1024, hidden), None, 1e-5, block, pdl)
