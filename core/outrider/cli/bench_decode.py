@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import textwrap
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from outrider.cli.decoding import profile_batch, run_batch
 from outrider.cli.models import (
     DoorOption,
     DraftNodesOption,
@@ -30,13 +29,25 @@ from outrider.cli.models import (
 )
 from outrider.cli.random_model import RandomModel
 from outrider.cli.report import BackendOption, JsonOption, Report
-from outrider.device.errors import ConfigError
+from outrider.device.errors import CapabilityError, ConfigError
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
 
 _WARM_UP_TOKENS = 8
-_COLUMNS = ("batch", "iteration_ms", "tokens_per_s", "acceptance_length", "limit_ms", "ratio_to_limit", "iterations")
+_COLUMNS = {
+    "batch": "batch",
+    "iteration_ms": "iteration, ms",
+    "tokens_per_s": "tokens/s",
+    "acceptance_length": "accepted",
+    "limit_ms": "limit, ms",
+    "ratio_to_limit": "ratio",
+    "device_idle_fraction": "idle",
+    "host_ms": "host, ms",
+    "iterations": "iterations",
+}
+_KERNELS_SHOWN = 24
+_NAME_SHOWN = 72
 
 
 def decode(
@@ -69,12 +80,16 @@ def decode(
     mode: ModeOption = "staged",
     graphs: GraphsOption = False,
     overlap: OverlapOption = False,
+    by_kernel: Annotated[
+        bool, typer.Option("--by-kernel", help="Show where the device's time goes, kernel by kernel.")
+    ] = False,
     json_output: JsonOption = False,
 ) -> Report:
     """Measure decode iterations: median time, tokens a second, and the ratio to the limit.
 
     The limit is the bytes that an iteration must read over the bandwidth measured in the same run. An iteration is timed
-    on the host, results read back included, while the whole batch decodes.
+    on the host, results read back included, while the whole batch decodes; host ms is what of it the host wasn't blocked
+    waiting for the device. The device's idle time comes from a second pass of a few iterations under torch's profiler.
     """
     from outrider.cli.torch_probe import require_torch
 
@@ -127,8 +142,10 @@ def decode(
             "acceptance": "real",
         }
     bandwidth = measure_bandwidth(engine.backend)
-    _run(engine, max(sizes), prompt_tokens, _WARM_UP_TOKENS)
+    run_batch(engine, max(sizes), prompt_tokens, _WARM_UP_TOKENS)
     rows = [_measure(engine, size, prompt_tokens, new_tokens, bandwidth) for size in sizes]
+    for row, size in zip(rows, sizes, strict=True):
+        row |= _profiled(engine, size, prompt_tokens, new_tokens, by_kernel)
     data: dict[str, object] = {
         "backend": engine.backend.name,
         "device": str(engine.backend.device),
@@ -141,6 +158,7 @@ def decode(
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
         "bandwidth_gb_per_s": bandwidth / 1e9,
+        "graphs_captured": asdict(engine.captured) if engine.captured is not None else None,
         "results": rows,
     }
     return Report(data=data, render=lambda console: _render(console, data, rows))
@@ -149,12 +167,13 @@ def decode(
 def _measure(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, bandwidth: float) -> dict[str, object]:
     from outrider.cli.limits import iteration_bytes
 
-    seconds, tokens, context = _run(engine, batch, prompt_tokens, new_tokens)
+    found = run_batch(engine, batch, prompt_tokens, new_tokens)
+    seconds, tokens = found.seconds, found.tokens
     if not seconds:
         raise ConfigError(
             f"--new-tokens {new_tokens} is too few for batch {batch}: no iteration had the whole batch decoding; ask for more"
         )
-    needed = iteration_bytes(engine, batch=batch, context=context)
+    needed = iteration_bytes(engine, batch=batch, context=found.context)
     iteration_ms = 1e3 * statistics.median(seconds)
     limit_ms = 1e3 * needed / bandwidth
     return {
@@ -165,52 +184,32 @@ def _measure(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, ba
         "tokens_per_s": tokens / sum(seconds),
         "acceptance_length": tokens / (len(seconds) * batch),
         "bytes_per_iteration": round(needed),
-        "mean_context": context,
+        "mean_context": found.context,
         "limit_ms": limit_ms,
         "ratio_to_limit": iteration_ms / limit_ms,
+        "host_ms": 1e3 * statistics.median(found.host_seconds),
         "iterations": len(seconds),
     }
 
 
-def _run(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[list[float], int, float]:
-    """Seconds of each iteration in which every request decodes, the tokens they gave, and their mean context."""
-    from outrider.engine.request import SamplingParams
-
-    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-    lengths = {engine.add_request(prompt, params): prompt_tokens for prompt in prompts_for(engine, batch, prompt_tokens)}
-    started: set[int] = set()
-    seconds: list[float] = []
-    contexts: list[float] = []
-    counted, full = 0, True
-    while engine.has_unfinished:
-        decoding = len(started) == batch
-        context = sum(lengths.values()) / batch
-        began = time.perf_counter()
-        outputs = engine.step()
-        elapsed = time.perf_counter() - began
-        full = full and not (decoding and any(output.finish_reason for output in outputs))
-        for output in outputs:
-            started.add(output.request_id)
-            lengths[output.request_id] += len(output.tokens)
-        if decoding and full:
-            seconds.append(elapsed)
-            contexts.append(context)
-            counted += sum(len(output.tokens) for output in outputs)
-    return seconds, counted, statistics.fmean(contexts) if contexts else 0.0
-
-
-def prompts_for(engine: Engine, batch: int, prompt_tokens: int) -> list[list[int]]:
-    """Different stretches of real text: what a model has never seen anything like, it doesn't accept drafts for.
-
-    An engine without a tokenizer has random weights, to which every token is alike.
-    """
-    if not engine.has_tokenizer:
-        vocabulary = engine.model.config.vocab_size
-        return [[(97 * i + 31 * j) % vocabulary for j in range(prompt_tokens)] for i in range(batch)]
-    text = Path(textwrap.__file__).read_text(encoding="utf-8")
-    tokens = engine.tokenizer.encode(text, special_tokens=False)
-    tokens = tokens * (1 + (prompt_tokens + batch * 97) // len(tokens))
-    return [tokens[97 * i : 97 * i + prompt_tokens] for i in range(batch)]
+def _profiled(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, by_kernel: bool) -> dict[str, object]:
+    """What the device did, in a pass of its own. Raises :class:`CapabilityError` where kernels are asked for in vain."""
+    found = profile_batch(engine, batch, prompt_tokens, new_tokens)
+    if found is None:
+        if by_kernel:
+            raise CapabilityError(
+                f"{engine.backend.label} doesn't say what it ran: torch's profiler observes no activity of it over the "
+                f"iterations that --new-tokens {new_tokens} leaves room for; leave out --by-kernel"
+            )
+        return {"device_idle_fraction": None}
+    profile, iterations = found
+    row: dict[str, object] = {
+        "device_idle_fraction": profile.idle_fraction,
+        "profile_clock": profile.clock,
+        "profiled_iterations": iterations,
+        "profiled_iteration_ms": profile.window_us / iterations / 1e3,
+    }
+    return row | ({"by_kernel": profile.by_kernel(iterations)} if by_kernel else {})
 
 
 def _sizes(text: str) -> list[int]:
@@ -231,8 +230,43 @@ def _render(console: Console, data: dict[str, object], rows: list[dict[str, Any]
     )
     if data["acceptance"] != "real":
         console.print(f"ACCEPTANCE IS {str(data['acceptance']).upper()}: tokens/s is what it would be, the text is nonsense")
-    console.print(f"bandwidth measured in this run: {data['bandwidth_gb_per_s']:.1f} GB/s\n")
-    table = Table(*(name.replace("_", " ") for name in _COLUMNS), box=None, pad_edge=False)
+    console.print(f"bandwidth measured in this run: {data['bandwidth_gb_per_s']:.1f} GB/s")
+    captured: Any = data["graphs_captured"]
+    if captured is not None:
+        memory = "an unknown amount of memory" if captured["bytes"] is None else f"{captured['bytes'] / 2**20:.0f} MiB"
+        console.print(f"graphs: {captured['graphs']} captured in {captured['seconds']:.1f} s, holding {memory}")
+    console.print()
+    table = Table(*_COLUMNS.values(), box=None, pad_edge=False)
     for row in rows:
-        table.add_row(*(f"{row[key]:.3f}" if isinstance(row[key], float) else str(row[key]) for key in _COLUMNS))
+        table.add_row(*(_cell(row[key]) for key in _COLUMNS))
     console.print(table)
+    for row in rows:
+        if "by_kernel" in row:
+            _render_kernels(console, row)
+
+
+def _render_kernels(console: Console, row: dict[str, Any]) -> None:
+    kernels: list[dict[str, Any]] = row["by_kernel"]
+    console.print(
+        f"\nbatch {row['batch']}: one iteration of {row['profiled_iteration_ms']:.3f} ms under the profiler "
+        f"({row['profiled_iterations']} of them, {row['profile_clock']} time)"
+    )
+    table = Table("kernel", "calls", "us", "share", box=None, pad_edge=False)
+    *named, between, idle = kernels
+    rest = named[_KERNELS_SHOWN:]
+    others = {
+        "kernel": f"({len(rest)} others)",
+        "calls": sum(each["calls"] for each in rest),
+        "us": sum(each["us"] for each in rest),
+        "share": sum(each["share"] for each in rest),
+    }
+    for each in (*named[:_KERNELS_SHOWN], *([others] if rest else []), between, idle):
+        calls = "" if each["calls"] is None else f"{each['calls']:.1f}"
+        table.add_row(each["kernel"][:_NAME_SHOWN], calls, f"{each['us']:.1f}", f"{100 * each['share']:.1f} %")
+    console.print(table)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "n/a"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

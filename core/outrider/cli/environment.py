@@ -1,4 +1,4 @@
-"""The only place that reads environment variables."""
+"""The only place that reads environment variables, or sets them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 
 BACKEND_VARIABLE = "OUTRIDER_BACKEND"
 AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+PROFILER_VARIABLE = "KINETO_LOG_LEVEL"
 
 
 def backend_from_environment() -> str | None:
@@ -21,3 +22,8 @@ def without_autoload() -> dict[str, str]:
 def disable_autoload() -> None:
     """Keep a later ``import torch`` of this process from loading device extensions."""
     os.environ[AUTOLOAD_VARIABLE] = "0"
+
+
+def quiet_profiler() -> None:
+    """Keep torch's profiler from noting its starts and stops on standard error, unless the environment says otherwise."""
+    os.environ.setdefault(PROFILER_VARIABLE, "99")

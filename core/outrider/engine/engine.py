@@ -176,7 +176,7 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counts so far."""
-        return EngineStats(**self._counts)
+        return EngineStats(**self._counts, blocked_s=self._lifeline.blocked_s)
 
     @property
     def has_unfinished(self) -> bool:
