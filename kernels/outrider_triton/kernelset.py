@@ -10,11 +10,13 @@ from torch import Tensor
 from outrider.device import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE, AttentionMetadata, KernelSet
 from outrider_triton import choice_ops as _choice_ops  # noqa: F401  (these register the operators)
 from outrider_triton import ops as _ops  # noqa: F401
+from outrider_triton import variants
 from outrider_triton.launch import power_of_two, shares, splits
 from outrider_triton.table import UNTUNED, MatmulConfig, Table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
 _TRITON = torch.ops.outrider
 _MOVES = 256
@@ -38,6 +40,7 @@ class TritonKernels(KernelSet):
         self._everywhere = everywhere
         self.processors = processors
         self._pdl = pdl
+        self._scope = variants.Scope()
         tuned = "untuned" if table is None else f"tuned for {table.device}"
         self.name = "triton, everywhere" if everywhere else f"triton, {tuned}"
 
@@ -45,6 +48,23 @@ class TritonKernels(KernelSet):
         if any(operand.dtype is torch.float64 for operand in operands):
             return False
         return self._everywhere or (self.table is not None and self.table.kernels.get(kernel, False))
+
+    def every_variant(self) -> AbstractContextManager[None] | None:
+        """Every configuration of the table for a weight, and every way to share out cached tokens and vocabulary."""
+        return self._scope.entered()
+
+    def compiled(self) -> Mapping[str, int]:
+        """As Triton's own caches have them."""
+        return variants.compiled()
+
+    def _products(self, operator: str, x: Tensor, weight: Tensor) -> Iterator[MatmulConfig]:
+        """The configurations to be run beforehand for this weight; none outside of the scope."""
+        if not self._scope.depth or x.dtype not in (torch.bfloat16, torch.float16) or x.dtype is not weight.dtype:
+            return
+        n, k = weight.shape
+        if weight.is_contiguous():
+            dtype = str(x.dtype)[6:]
+            yield from variants.products(self.table, operator, dtype, n=n, k=k, everywhere=self._everywhere)
 
     def matmul_config(self, operator: str, x: Tensor, weight: Tensor) -> MatmulConfig | None:
         """The configuration for ``x [..., K] @ weight.T``, or None for torch's own.
@@ -66,6 +86,9 @@ class TritonKernels(KernelSet):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Triton's where it was faster for this shape and so few tokens."""
+        for each in self._products("linear", x, weight):
+            with variants.that_fit():
+                _TRITON.linear.triton(_few(x), weight, bias, each.as_list(), self._pdl)
         config = self.matmul_config("linear", x, weight)
         if config is None:
             return super().linear(x, weight, bias)
@@ -73,6 +96,9 @@ class TritonKernels(KernelSet):
 
     def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """One kernel where it was faster, else the product and the activation."""
+        for each in self._products("linear_silu_mul", x, weight):
+            with variants.that_fit():
+                _TRITON.linear_silu_mul.triton(_few(x), weight, bias, each.as_list(), self._pdl)
         config = self.matmul_config("linear_silu_mul", x, weight)
         if config is None:
             return super().linear_silu_mul(x, weight, bias)
@@ -88,6 +114,11 @@ class TritonKernels(KernelSet):
         eps: float,
     ) -> Tensor:
         """A product that may be split, whose parts the norm adds up."""
+        for each in self._products("linear_parts", x, weight) if self._uses("add_rms_norm", residual) else ():
+            with variants.that_fit():
+                parts = _TRITON.linear_parts.triton(_few(x), weight, each.as_list(), self._pdl)
+                # The residual is written: a copy of it is, here.
+                _TRITON.add_parts_rms_norm.triton(parts, bias, _few(residual).clone(), norm, eps, self._pdl)
         config = self.matmul_config("linear_parts", x, weight)
         if config is None or not self._uses("add_rms_norm", residual):
             return super().linear_add_rms_norm(x, weight, bias, residual, norm, eps)
@@ -137,6 +168,10 @@ class TritonKernels(KernelSet):
         if not self._uses("move_cache", k_cache) or sources.shape[0] > _MOVES:
             super().move_cache(k_cache, v_cache, sources, destinations)
             return
+        if self._scope.depth:
+            for count in (1 << exponent for exponent in range(_MOVES.bit_length())):
+                nowhere = torch.zeros(count, dtype=sources.dtype, device=sources.device)  # the reserved row, onto itself
+                _TRITON.move_cache.triton(k_cache, v_cache, nowhere, nowhere, self._pdl)
         _TRITON.move_cache.triton(k_cache, v_cache, sources, destinations, self._pdl)
 
     def gather_rows(self, state: Tensor, rows: Tensor) -> Tensor:
@@ -156,16 +191,19 @@ class TritonKernels(KernelSet):
 
     def attention_config(self, q: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> list[int]:
         """Rows and cached tokens of a block, splits, warps and stages, from what the host knows."""
+        return self._attention_config(q, k_cache, metadata.kv_lens.shape[0], metadata.max_query, metadata.max_kv)
+
+    def _attention_config(self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int) -> list[int]:
         group = q.shape[1] // k_cache.shape[2]
-        block_rows = max(16, min(64, power_of_two(metadata.max_query * group)))
+        block_rows = max(16, min(64, power_of_two(max_query * group)))
         block_rows = max(block_rows, power_of_two(group))
         wide = q.dtype is torch.float32
         block_kv = 32 if wide else 64
-        groups = metadata.kv_lens.shape[0] * k_cache.shape[2] * -(-metadata.max_query // (block_rows // group))
-        tuned = None if self.table is None or wide else self.table.attention_config(groups, metadata.max_kv)
+        groups = power_of_two(batch) * k_cache.shape[2] * -(-max_query // (block_rows // group))
+        tuned = None if self.table is None or wide else self.table.attention_config(groups, max_kv)
         if tuned is not None:
             return [block_rows, tuned.block_kv, tuned.split, tuned.warps, tuned.stages]
-        split = splits(groups, metadata.max_kv, self.processors, block_kv)
+        split = splits(groups, max_kv, self.processors, block_kv)
         return [block_rows, block_kv, split, 4, 2 if wide else 3]
 
     def paged_attention(
@@ -181,37 +219,53 @@ class TritonKernels(KernelSet):
         """Online softmax over the pages; few queries split the cached tokens among programs."""
         if not self._uses("paged_attention", q) or q.shape[-1] > 256:
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
-        return _TRITON.paged_attention.triton(  # type: ignore[no-any-return]
-            q,
-            k_cache,
-            v_cache,
-            metadata.query_start,
-            metadata.kv_lens,
-            metadata.block_table,
-            metadata.tree_mask,
-            metadata.max_query,
-            metadata.max_kv,
-            scale,
-            window,
-            self.attention_config(q, k_cache, metadata),
-            self._pdl,
-        )
+
+        def attend(config: list[int]) -> Tensor:
+            return _TRITON.paged_attention.triton(  # type: ignore[no-any-return]
+                q,
+                k_cache,
+                v_cache,
+                metadata.query_start,
+                metadata.kv_lens,
+                metadata.block_table,
+                metadata.tree_mask,
+                metadata.max_query,
+                metadata.max_kv,
+                scale,
+                window,
+                config,
+                self._pdl,
+            )
+
+        if self._scope.depth:
+            for each in variants.attention_configs(
+                lambda *sizes: self._attention_config(q, k_cache, *sizes),
+                max_query=metadata.max_query,
+                capacity=metadata.block_table.shape[1] * k_cache.shape[1],
+            ):
+                with variants.that_fit():
+                    attend(list(each))
+        return attend(self.attention_config(q, k_cache, metadata))
 
     # -- choices ---------------------------------------------------------------------------------------------------
 
-    def _shares(self, shape: Sequence[int]) -> int:
+    def _shares(self, shape: Sequence[int]) -> Iterator[int]:
+        """Among how many programs these logits are shared out; in the scope, all others before."""
         rows = 1
         for size in shape[:-1]:
             rows *= size
-        return shares(rows, shape[-1], self.processors)
+        if self._scope.depth:
+            yield from variants.share_counts(shape[-1], self.processors)
+        yield shares(rows, shape[-1], self.processors)
 
     def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
         """The vocabulary shared out among programs."""
         if not self._uses("sample", logits):
             return super().sample(logits, temperature, seeds, positions, draft=draft)
         lane = LANE_DRAFT if draft else LANE_SAMPLE
-        count = self._shares(logits.shape)
-        return _TRITON.sample.triton(logits, temperature, seeds, positions, lane, count, self._pdl)  # type: ignore[no-any-return]
+        for count in self._shares(logits.shape):
+            tokens = _TRITON.sample.triton(logits, temperature, seeds, positions, lane, count, self._pdl)
+        return tokens  # type: ignore[no-any-return]
 
     def verify_chain(
         self,
@@ -226,10 +280,11 @@ class TritonKernels(KernelSet):
         if not self._uses("verify_chain", target_logits) or not draft_tokens.numel():
             return super().verify_chain(target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
         lanes = [LANE_ACCEPT, LANE_RESIDUAL]
-        count = self._shares(target_logits.shape)
-        return _TRITON.verify_chain.triton(  # type: ignore[no-any-return]
-            target_logits, draft_tokens, draft_probs, temperature, seeds, positions, lanes, count, self._pdl
-        )
+        for count in self._shares(target_logits.shape):
+            verdict = _TRITON.verify_chain.triton(
+                target_logits, draft_tokens, draft_probs, temperature, seeds, positions, lanes, count, self._pdl
+            )
+        return verdict  # type: ignore[no-any-return]
 
     def verify_tree(
         self,
@@ -248,17 +303,23 @@ class TritonKernels(KernelSet):
             return super().verify_tree(
                 target_logits, tokens, parents, temperature, seeds, positions, depth=depth, sampling=sampling
             )
-        count = self._shares(target_logits.shape)
-        return _TRITON.verify_tree.triton(  # type: ignore[no-any-return]
-            target_logits,
-            tokens,
-            parents,
-            temperature,
-            seeds,
-            positions,
-            depth,
-            sampling,
-            LANE_SAMPLE,
-            count,
-            self._pdl,
-        )
+        for count in self._shares(target_logits.shape):
+            verdict = _TRITON.verify_tree.triton(
+                target_logits,
+                tokens,
+                parents,
+                temperature,
+                seeds,
+                positions,
+                depth,
+                sampling,
+                LANE_SAMPLE,
+                count,
+                self._pdl,
+            )
+        return verdict  # type: ignore[no-any-return]
+
+
+def _few(x: Tensor) -> Tensor:
+    """The first rows of ``x``: how many there are makes no other variant."""
+    return x.reshape(-1, x.shape[-1])[:4]

@@ -141,6 +141,8 @@ def decode(
             "speculate": speculation.kind,
             "acceptance": "real",
         }
+    started = [f"{each}" for each in (engine.warm_up, engine.captured) if each is not None]
+    known = sum(engine.model.kernels.compiled().values())
     bandwidth = measure_bandwidth(engine.backend)
     run_batch(engine, max(sizes), prompt_tokens, _WARM_UP_TOKENS)
     rows = [_measure(engine, size, prompt_tokens, new_tokens, bandwidth) for size in sizes]
@@ -161,7 +163,11 @@ def decode(
         "graphs_captured": asdict(engine.captured) if engine.captured is not None else None,
         "results": rows,
     }
-    return Report(data=data, render=lambda console: _render(console, data, rows))
+    if engine.warm_up is not None:
+        later = sum(engine.model.kernels.compiled().values()) - known
+        started.append(f"kernels compiled since: {later}")
+        data["kernels_compiled"] = {**asdict(engine.warm_up), "since": later}
+    return Report(data=data, render=lambda console: _render(console, data, rows, started))
 
 
 def _measure(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, bandwidth: float) -> dict[str, object]:
@@ -223,7 +229,7 @@ def _shown(path: Path | None, given: Path | None) -> str:
     return str(path) if given is not None else "bundled"
 
 
-def _render(console: Console, data: dict[str, object], rows: list[dict[str, Any]]) -> None:
+def _render(console: Console, data: dict[str, object], rows: list[dict[str, Any]], started: list[str]) -> None:
     console.print(
         f"{data['model']} model on {data['backend']} ({data['device']}), {data['dtype']}, speculate {data['speculate']} with "
         f"{data['draft_tokens']} draft tokens, {data['prompt_tokens']} prompt and {data['new_tokens']} new tokens"
@@ -231,10 +237,8 @@ def _render(console: Console, data: dict[str, object], rows: list[dict[str, Any]
     if data["acceptance"] != "real":
         console.print(f"ACCEPTANCE IS {str(data['acceptance']).upper()}: tokens/s is what it would be, the text is nonsense")
     console.print(f"bandwidth measured in this run: {data['bandwidth_gb_per_s']:.1f} GB/s")
-    captured: Any = data["graphs_captured"]
-    if captured is not None:
-        memory = "an unknown amount of memory" if captured["bytes"] is None else f"{captured['bytes'] / 2**20:.0f} MiB"
-        console.print(f"graphs: {captured['graphs']} captured in {captured['seconds']:.1f} s, holding {memory}")
+    for line in started:
+        console.print(line)
     console.print()
     table = Table(*_COLUMNS.values(), box=None, pad_edge=False)
     for row in rows:

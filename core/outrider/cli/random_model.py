@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.models import Running
+from outrider.cli.starting import progress_shown, say_what_started
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 
@@ -74,4 +75,13 @@ class RandomModel:
         proposer = None
         if self.speculate == "eagle":
             proposer = EagleProposer(random_eagle(model, backend=device), draft_tokens=self.draft_tokens)
-        return Engine(model, device, proposer=proposer, config=config)
+        with progress_shown() as tell:
+            engine = Engine(
+                model,
+                device,
+                proposer=proposer,
+                config=config,
+                capture_progress=lambda done, total: tell("capturing graphs", done, total),
+            )
+        say_what_started(engine)
+        return engine

@@ -120,6 +120,10 @@ class CaptureReport:
     bytes: int | None
     seconds: float
 
+    def __str__(self) -> str:
+        memory = "an unknown amount of memory" if self.bytes is None else f"{self.bytes / 2**20:.0f} MiB"
+        return f"{self.graphs} graphs captured in {self.seconds:.1f} s, holding {memory}"
+
 
 class GraphRunner(Runner):
     """Captures ``stages`` for every bucket when it's made; nothing is captured later.
