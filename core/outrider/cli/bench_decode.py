@@ -37,14 +37,15 @@ if TYPE_CHECKING:
 _WARM_UP_TOKENS = 8
 _COLUMNS = {
     "batch": "batch",
-    "iteration_ms": "iteration, ms",
+    "prompt_tokens": "prompt",
+    "iteration_ms": "ms",
     "tokens_per_s": "tokens/s",
     "acceptance_length": "accepted",
-    "limit_ms": "limit, ms",
+    "limit_ms": "limit ms",
     "ratio_to_limit": "ratio",
     "device_idle_fraction": "idle",
-    "host_ms": "host, ms",
-    "iterations": "iterations",
+    "host_ms": "host ms",
+    "iterations": "times",
 }
 _KERNELS_SHOWN = 24
 _NAME_SHOWN = 72
@@ -53,7 +54,9 @@ _NAME_SHOWN = 72
 def decode(
     batch: Annotated[str, typer.Option(metavar="1,4", help="Batch sizes, by commas.")] = "1",
     new_tokens: Annotated[int, typer.Option("--new-tokens", metavar="N", help="New tokens of each request.")] = 64,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", metavar="N", help="Tokens of each prompt.")] = 64,
+    prompt_tokens: Annotated[
+        str, typer.Option("--prompt-tokens", metavar="512,4096", help="Tokens of each prompt, several lengths by commas.")
+    ] = "64",
     model: ModelOption = None,
     draft: DraftOption = None,
     backend: BackendOption = None,
@@ -80,6 +83,9 @@ def decode(
     mode: ModeOption = "staged",
     graphs: GraphsOption = False,
     overlap: OverlapOption = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="F.svg", help="Draw iterations against the limit, over batch sizes and prompts.")
+    ] = None,
     by_kernel: Annotated[
         bool, typer.Option("--by-kernel", help="Show where the device's time goes, kernel by kernel.")
     ] = False,
@@ -93,11 +99,12 @@ def decode(
     """
     from outrider.cli.torch_probe import require_torch
 
-    sizes = _sizes(batch)
+    sizes, lengths = sizes_of(batch), sizes_of(prompt_tokens, "--prompt-tokens", "512,4096")
     running = Running(mode=mode, graphs=graphs, overlap=overlap)
-    for name, value in (("--new-tokens", new_tokens), ("--prompt-tokens", prompt_tokens)):
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; expected at least 1")
+    if new_tokens < 1:
+        raise ConfigError(f"--new-tokens is {new_tokens}; expected at least 1")
+    if plot is not None and plot.suffix != ".svg":
+        raise ConfigError(f"--plot is {str(plot)!r}; expected a file that ends in .svg")
     del json_output
     require_torch()
     from outrider.cli.limits import measure_bandwidth
@@ -120,7 +127,7 @@ def decode(
             running=running,
             max_requests=max(sizes),
             dtype=dtype,
-            max_context=prompt_tokens + new_tokens + 2 * (draft_tokens + 1),
+            max_context=max(lengths) + new_tokens + 2 * (draft_tokens + 1),
         )
         described = work.described
     else:
@@ -144,10 +151,11 @@ def decode(
     started = [f"{each}" for each in (engine.warm_up, engine.captured) if each is not None]
     known = sum(engine.model.kernels.compiled().values())
     bandwidth = measure_bandwidth(engine.backend)
-    run_batch(engine, max(sizes), prompt_tokens, _WARM_UP_TOKENS)
-    rows = [_measure(engine, size, prompt_tokens, new_tokens, bandwidth) for size in sizes]
-    for row, size in zip(rows, sizes, strict=True):
-        row |= _profiled(engine, size, prompt_tokens, new_tokens, by_kernel)
+    run_batch(engine, max(sizes), max(lengths), _WARM_UP_TOKENS)
+    cases = [(size, length) for length in lengths for size in sizes]
+    rows = [_measure(engine, size, length, new_tokens, bandwidth) for size, length in cases]
+    for row, (size, length) in zip(rows, cases, strict=True):
+        row |= _profiled(engine, size, length, new_tokens, by_kernel)
     data: dict[str, object] = {
         "backend": engine.backend.name,
         "device": str(engine.backend.device),
@@ -157,7 +165,7 @@ def decode(
         "draft_tokens": engine.proposer.depth,
         "dtype": dtype,
         **asdict(running),
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": lengths,
         "new_tokens": new_tokens,
         "bandwidth_gb_per_s": bandwidth / 1e9,
         "graphs_captured": asdict(engine.captured) if engine.captured is not None else None,
@@ -167,6 +175,11 @@ def decode(
         later = sum(engine.model.kernels.compiled().values()) - known
         started.append(f"kernels compiled since: {later}")
         data["kernels_compiled"] = {**asdict(engine.warm_up), "since": later}
+    if plot is not None:
+        from outrider.cli.plot import limits_svg
+
+        plot.write_text(limits_svg(rows, title=f"{data['model']}, {data['speculate']}, {data['dtype']}"), encoding="utf-8")
+        started.append(f"plot: {plot}")
     return Report(data=data, render=lambda console: _render(console, data, rows, started))
 
 
@@ -184,6 +197,7 @@ def _measure(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, ba
     limit_ms = 1e3 * needed / bandwidth
     return {
         "batch": batch,
+        "prompt_tokens": prompt_tokens,
         "iteration_ms": iteration_ms,
         "iteration_ms_min": 1e3 * min(seconds),
         "iteration_ms_max": 1e3 * max(seconds),
@@ -218,10 +232,11 @@ def _profiled(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, b
     return row | ({"by_kernel": profile.by_kernel(iterations)} if by_kernel else {})
 
 
-def _sizes(text: str) -> list[int]:
+def sizes_of(text: str, option: str = "--batch", example: str = "1,4") -> list[int]:
+    """Whole numbers by commas. Raises :class:`ConfigError`."""
     parts = text.split(",")
     if not all(part.strip().isascii() and part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise ConfigError(f"--batch is {text!r}; expected whole numbers of at least 1, by commas, such as 1,4")
+        raise ConfigError(f"{option} is {text!r}; expected whole numbers of at least 1, by commas, such as {example}")
     return [int(part) for part in parts]
 
 
@@ -232,7 +247,7 @@ def _shown(path: Path | None, given: Path | None) -> str:
 def _render(console: Console, data: dict[str, object], rows: list[dict[str, Any]], started: list[str]) -> None:
     console.print(
         f"{data['model']} model on {data['backend']} ({data['device']}), {data['dtype']}, speculate {data['speculate']} with "
-        f"{data['draft_tokens']} draft tokens, {data['prompt_tokens']} prompt and {data['new_tokens']} new tokens"
+        f"{data['draft_tokens']} draft tokens, {data['new_tokens']} new tokens"
     )
     if data["acceptance"] != "real":
         console.print(f"ACCEPTANCE IS {str(data['acceptance']).upper()}: tokens/s is what it would be, the text is nonsense")

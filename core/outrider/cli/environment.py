@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 BACKEND_VARIABLE = "OUTRIDER_BACKEND"
 AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -17,6 +18,11 @@ def backend_from_environment() -> str | None:
 def without_autoload() -> dict[str, str]:
     """The environment with torch's loading of device extensions turned off, for a child process."""
     return {**os.environ, AUTOLOAD_VARIABLE: "0"}
+
+
+def with_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment and ``variables``, for a child process."""
+    return {**os.environ, **variables}
 
 
 def disable_autoload() -> None:
