@@ -36,6 +36,7 @@ COMMANDS: Mapping[str, str | Mapping[str, str]] = {
         "kernels": "outrider.cli.bench_kernels:kernels",
         "overlap": "outrider.cli.bench_overlap:overlap",
         "peers": "outrider.cli.bench_peers:peers",
+        "sanitizer": "outrider.cli.bench_sanitizer:sanitizer",
         "seam": "outrider.cli.bench_seam:seam",
         "tokens": "outrider.cli.bench_tokens:tokens",
         "startup": "outrider.cli.bench_startup:startup",
