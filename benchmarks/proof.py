@@ -11,6 +11,9 @@ programs   distinct host programs (batch mixes, aborts, preemptions, prefix hits
 fences     for each fence, consumer, half, mode and proposer: left out, it's found in one watched run and named from the
            finding (*live*), or nothing was left out in any program (*unused*).
 rate       how often wrong tokens, acceptance, pages or an error alone would have shown a wait that is left out.
+
+`--through outrider_npu` (or outrider_rocm) runs the plugin's own code on the emulation of its vendor's package instead.
+`--resume proof.json` takes over what an earlier run recorded, on whatever machine, and runs the rest.
 """
 
 from __future__ import annotations
@@ -29,7 +32,6 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-LIKES = ("cuda", "rocm", "npu")
 PARTS = ("programs", "fences", "rate")
 DROPPED_IN = (1, 3, 7, 0, 4, 5)
 """Host programs that a fence is left out of, until one of them shows it."""
@@ -58,24 +60,38 @@ def cells():
 
 def jobs(options):
     """(part, arguments) of everything that is to be run, the longest first."""
-    from proving.setups import PROPOSERS, Setup, all_setups
+    from proving.setups import PERSONALITIES, PROPOSERS, Setup, all_setups
 
     wanted = options.proposers or PROPOSERS
-    setups = [setup for setup in all_setups() if setup.proposer in wanted]
+    likes = (options.through,) if options.through else PERSONALITIES
+    setups = [setup for setup in all_setups(likes) if setup.proposer in wanted]
     if "programs" in options.parts:
         for number in range(options.programs):
             yield "programs", (setups[number % len(setups)], number, options.schedules)
     if "fences" in options.parts:
         for setup in setups:
             for fence, half, consumer in cells():
-                if setup.like == "cuda" or fence in DIFFERENT:
+                if options.through or setup.like == "cuda" or fence in DIFFERENT:
                     yield "fences", (setup, fence, half, consumer)
-    if "rate" in options.parts:
+    if "rate" in options.parts and not options.through:
         for proposer, mode in [each for each in RATED if each[0] in wanted]:
             for fence, half, consumer in cells():
                 if half == "wait":
                     for number in range(options.rate_programs):
                         yield "rate", (Setup(proposer, mode), fence, consumer, number, options.schedules)
+
+
+NAMES = {"programs": (), "fences": ("fence", "half", "consumer"), "rate": ("fence", "consumer", "program")}
+"""What a record of each part says of its job, beside the setup."""
+
+
+def described(part, arguments):
+    """A job as its record names it."""
+    setup, *rest = arguments
+    if part == "programs":
+        return {"setup": setup.name, "program": rest[0]}
+    of_setup = {"proposer": setup.proposer, "mode": setup.mode, "like": setup.like}
+    return of_setup | dict(zip(NAMES[part], rest, strict=False))
 
 
 def work(part, arguments):
@@ -89,20 +105,29 @@ def work(part, arguments):
     if part == "programs":
         return checks.prove(setup, *rest)
     if part == "fences":
-        fence, half, consumer = rest
-        record = checks.drop(setup, fence, half, consumer, DROPPED_IN)
-        cell = {"proposer": setup.proposer, "mode": setup.mode, "like": setup.like}
-        return cell | {"fence": fence, "half": half, "consumer": consumer} | record
-    fence, consumer, number, schedules = rest
-    record = checks.rate(setup, fence, consumer, number, schedules)
-    return {"proposer": setup.proposer, "mode": setup.mode, "fence": fence, "consumer": consumer, "program": number} | record
+        return described(part, arguments) | checks.drop(setup, *rest, DROPPED_IN)
+    return described(part, arguments) | checks.rate(setup, *rest)
+
+
+def earlier(options, todo):
+    """What earlier runs recorded of these jobs, by part, and the jobs that are left."""
+    by_name = {str(sorted(described(*job).items(), key=str)): job for job in todo}
+    records = defaultdict(list)
+    for file in options.resume:
+        for part, rows in json.loads(file.read_text()).items():
+            for row in rows if part in PARTS else ():
+                keys = ("setup", "program") if part == "programs" else ("proposer", "mode", "like", *NAMES[part])
+                name = str(sorted(((key, row.get(key)) for key in keys), key=str))
+                if by_name.pop(name, None) is not None:
+                    records[part].append(row)
+    return records, list(by_name.values())
 
 
 def run(options):
     """Records by part, and how many jobs there were."""
-    records = defaultdict(list)
     todo = list(jobs(options))
     planned = Counter(part for part, _ in todo)
+    records, todo = earlier(options, todo)
     end = time.monotonic() + options.seconds
     queue = iter(todo)
     running = {}
@@ -125,13 +150,14 @@ def run(options):
                     )
                 done = sum(map(len, records.values()))
                 if done % 50 == 0:
-                    print(f"{done} of {len(todo)} jobs", flush=True)
+                    print(f"{done} of {sum(planned.values())} jobs", flush=True)
     return records, planned
 
 
 def reason(row):
     """Why a fence isn't used in a cell."""
-    fence, mode, like, consumer = row["fence"], row["mode"], row["like"], row["consumer"]
+    fence, mode, consumer = row["fence"], row["mode"], row["consumer"]
+    like = row["like"].removeprefix("outrider_")
     if row.get("why"):
         return row["why"]
     if row.get("left_out"):
@@ -199,8 +225,10 @@ def programs_table(rows, lines):
 
 
 def fences_table(rows, lines):
-    columns = list(dict.fromkeys((like, mode) for like in LIKES for mode in ("staged", "graphs", "fused")))
-    columns = [each for each in columns if any((row["like"], row["mode"]) == each for row in rows)]
+    from proving.setups import MODES
+
+    order = {mode: number for number, mode in enumerate(MODES)}
+    columns = sorted({(row["like"], row["mode"]) for row in rows}, key=lambda column: (column[0], order[column[1]]))
     table = defaultdict(lambda: defaultdict(list))
     for row in rows:
         table[row["fence"], row["half"], row["consumer"]][row["like"], row["mode"]].append(row)
@@ -260,6 +288,8 @@ def main():
     parser.add_argument("--rate-programs", type=int, default=10, help="host programs for each rate")
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing new after this long")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--through", choices=("outrider_npu", "outrider_rocm"), help="a plugin, on its emulation")
+    parser.add_argument("--resume", type=Path, nargs="+", default=[], help="proof.json of earlier runs")
     parser.add_argument("--proposers", nargs="+", help="these alone")
     parser.add_argument("--out", type=Path, default=Path("build/proof"))
     options = parser.parse_args()

@@ -12,6 +12,8 @@ from outrider.engine.graphs import buckets_up_to
 from outrider.model import Decoder
 from outrider.registry import get_backend
 from outrider.sanitizer import watch
+from speculative import tiny
+from speculative.test_on_sim import MAKERS
 
 MODES = {"graphs": {"graphs": True}, "fused": {"mode": "fused"}}
 
@@ -47,6 +49,16 @@ def test_a_soak_crosses_buckets_up_and_down(bundle, prompt_tokens, mode, specula
     assert downs >= 2
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", sorted(MAKERS))
+def test_every_proposer_runs_in_a_bucket_that_isnt_full(name, mode):
+    prompts = [(3,), (1, 2, 3, 4, 5), (7, 8, 9)]
+    proposer = MAKERS[name](tiny.target(), tiny.BACKEND)
+    engine = tiny.engine(proposer, max_requests=4, buckets=(4,), overlap=True, **MODES[mode])
+    found = engine.generate(prompts, SamplingParams(max_tokens=10))
+    assert [done.token_ids for done in found] == [tiny.plain(prompt, 10) for prompt in prompts]
+
+
 def test_padding_is_what_each_buffer_declares(bundle, prompt_tokens):
     """A batch of 4, then one of 3 in the same bucket: nothing of the fourth request is left behind the third."""
     config = {"max_requests": 4, "max_context": 64, "draft_tokens": 3, "graphs": True}
@@ -61,7 +73,7 @@ def test_padding_is_what_each_buffer_declares(bundle, prompt_tokens):
         for name, spec in buffers.specs.items():
             if name.split(".")[0] in ("inputs", "verify", "extend") and name not in UNUSED_BY_GREEDY:
                 found = buffers.rows(name, 3, 4).cpu()
-                assert torch.equal(found, torch.full_like(found, spec.padding)), name
+                assert torch.equal(found, torch.full_like(found, spec.padding + 3 * spec.step)), name
 
 
 UNUSED_BY_GREEDY = {f"inputs.{name}" for name in ("numbers", "shares", "bias_tokens", "bias_values", "bias_until")}

@@ -1,7 +1,9 @@
 """What is proved: a proposer, how the step is run, and which device is imitated. Tiny models in float64."""
 
 import functools
+import importlib
 import random
+import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,15 +25,22 @@ VISION = "ngram, images"
 PROPOSERS = ("none", *MAKERS, VISION)
 MODES = ("staged", "graphs", "fused")
 PERSONALITIES = ("cuda", "rocm", "npu")
+PLUGINS = {"outrider_npu": "emulation", "outrider_rocm": "emulation_hip"}
+"""A vendor's plugin instead of a personality: its code on the emulation of its package, alone in its process."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A row of the tables. ``mode``: staged, staged with graphs, or fused."""
+    """A row of the tables. ``mode``: staged, staged with graphs, or fused; ``like``: a personality, or a plugin."""
 
     proposer: str
     mode: str
     like: str = "cuda"
+
+    @property
+    def family(self):
+        """The device that is imitated, whoever does it."""
+        return self.like.removeprefix("outrider_")
 
     @property
     def name(self):
@@ -40,14 +49,16 @@ class Setup:
 
 def runs(setup):
     """Whether the imitated device runs this: lengths as host integers need a proposer whose lengths the host can know, and
-    where parameters are rebound there is no fused mode.
+    where parameters are rebound there is no fused mode; nor does the plugin for ROCm declare it.
     """
-    return setup.like != "npu" or (setup.mode != "fused" and not setup.proposer.startswith("mtp"))
+    if setup.like == "outrider_rocm" and setup.mode == "fused":
+        return False
+    return setup.family != "npu" or (setup.mode != "fused" and not setup.proposer.startswith("mtp"))
 
 
-def all_setups():
+def all_setups(likes=PERSONALITIES):
     """Every setup that a device runs."""
-    each = (Setup(proposer, mode, like) for proposer in PROPOSERS for mode in MODES for like in PERSONALITIES)
+    each = (Setup(proposer, mode, like) for proposer in PROPOSERS for mode in MODES for like in likes)
     return [setup for setup in each if runs(setup)]
 
 
@@ -84,7 +95,13 @@ def draw(seed):
 
 @functools.cache
 def simulated(like):
-    return create_backend(0, {"like": like})
+    if like not in PLUGINS:
+        return create_backend(0, {"like": like})
+    sys.path.insert(0, str(Path(__file__).parents[1] / "vendors" / "emulated"))
+    emulation = importlib.import_module(PLUGINS[like])
+    if like == "outrider_npu":
+        emulation.lift_limits()
+    return emulation.make()
 
 
 class Models:
@@ -110,12 +127,17 @@ class Models:
             return PlainProposer()
         if self.proposer == VISION:
             return NgramProposer(vocab_size=self.target.config.vocab_size, draft_tokens=3)
-        return MAKERS[self.proposer](self.target, self.backend)
+        stream = self.backend.create_stream("load")
+        with self.backend.on(stream):
+            made = MAKERS[self.proposer](self.target, self.backend)
+        stream.synchronize()
+        return made
 
     def engine(self, program, *, mode="staged", overlap=True, wrap=None):
         # Room for the longest request, its image and its draft's slots, and little more: others wait, or are preempted.
         longest = max(arrival.length + arrival.max_tokens for arrival in program.arrivals)
-        longest += 12 + (16 if self.vision is not None else 0)
+        proposer = self.make()
+        longest += max(12, proposer.nodes + 2) + (16 if self.vision is not None else 0)
         config = EngineConfig(
             max_requests=program.max_requests,
             page_size=program.page_size,
@@ -129,7 +151,7 @@ class Models:
             penalties=False,
             max_logprobs=0,
         )
-        return Engine(self.target, self.backend, proposer=self.make(), config=config, wrap_fence=wrap, vision=self.vision)
+        return Engine(self.target, self.backend, proposer=proposer, config=config, wrap_fence=wrap, vision=self.vision)
 
 
 @functools.cache

@@ -180,3 +180,18 @@ def test_an_index_out_of_range_loses_the_device(sim):
 def test_fresh_memory_is_poisoned(device):
     assert torch.empty(3, device=device).isnan().all().item()
     assert torch.empty(3, device=device, dtype=torch.int64).min().item() > 1 << 60
+
+
+def test_devices_of_two_backends_dont_mix(sim):
+    """Their queues know nothing of each other, so nothing would order what one reads of the other's."""
+    here, there = sim(), sim()
+    mine = here.create_stream("mine")
+    with here.on(mine):
+        weights = torch.ones(3, device=here.device)
+    with (
+        there.on(there.create_stream("theirs")),
+        pytest.raises(RuntimeError, match="another simulated device than the current"),
+    ):
+        weights + 1
+    with here.on(mine):
+        assert (weights + 1).tolist() == [2, 2, 2]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from proving.setups import PLUGINS
 from vendors.child import child, conform
 from vendors.surface import Mismatch, Surface, Unresolved
 from vendors.test_npu_contract import USES
@@ -34,12 +35,20 @@ def test_cases(file, only):
     print(done.stdout.strip().splitlines()[-1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plugin", ["emulation", "emulation_hip"])
-def test_drawn_programs(plugin):
+@pytest.mark.parametrize(
+    ("plugin", "only"),
+    [
+        ("outrider_npu", "(eagle-tree and graphs) or fence or canns"),
+        ("outrider_rocm", "(images and graphs) or fence"),
+        pytest.param("outrider_npu", "", marks=pytest.mark.slow),
+        pytest.param("outrider_rocm", "", marks=pytest.mark.slow),
+    ],
+)
+def test_drawn_programs(plugin, only):
     """The plugins ``npu`` and ``rocm`` under adversarial schedules, watched."""
-    command = ["-m", "pytest", "-p", plugin, "-p", "no:cacheprovider", "-n", "0", "-q", "--tb=short"]
-    done = child(*command, str(HERE / "on_npu" / "case_matrix.py"), EMULATION_MODULE=plugin)
+    command = ["-m", "pytest", "-p", PLUGINS[plugin], "-p", "no:cacheprovider", "-n", "0", "-q", "--tb=short"]
+    chosen = ["-k", only] if only else []
+    done = child(*command, str(HERE / "on_npu" / "case_matrix.py"), *chosen, PROVED_PLUGIN=plugin)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 

@@ -165,8 +165,11 @@ class Dispatcher:
             args = (args[0], [self._index(i) for i in args[1]], *args[2:])
         key: list[Any] = []
         inner: list[Any] = []
+        memory = self.current.memory
         for value in args:
             if type(value) is SimTensor:
+                if value._alloc.machine_memory is not memory:
+                    raise RuntimeError(_elsewhere(info))
                 key.append(value._meta)
                 inner.append(value._inner)
             else:
@@ -401,6 +404,14 @@ class Dispatcher:
             return repin(result, owner)
         given = {id(p): a for p, a in zip(positional, args, strict=False)} | {id(named[k]): kwargs[k] for k in named}
         return given.get(id(result), result) if isinstance(result, Tensor) else result
+
+
+def _elsewhere(info: OpInfo) -> str:
+    # Nothing would order its use: the queues of two backends know nothing of each other.
+    return (
+        f"{info.name}: an operand lives on another simulated device than the current one: each backend object is a device of "
+        "its own, and what is made outside every scope belongs to the one made last; make it inside `backend.on(stream)`"
+    )
 
 
 def _has_fake(info: OpInfo) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -256,7 +257,8 @@ class Serving:
                 after = self._arrivals[index].abort_after
                 side, request = self._request[index]
                 if after is not None and age >= after:
-                    self._engines[side].abort(request)
+                    with suppress(RequestError):  # over by now: a hand-over beside it has read its results
+                        self._engines[side].abort(request)
                 elif self._moves[index] and age >= self._moves[index][0]:
                     self._move(index, side, request)
             for side, engine in enumerate(self._engines):
@@ -298,7 +300,7 @@ def implied_by(findings: Iterable[Finding], log: FenceLog) -> tuple[str, ...]:
     names: dict[str, None] = {}
     for finding in findings:
         if finding.first is not None:
-            sites = [("host", -1) if site.host else (site.actor, site.position) for site in (finding.first, finding.second)]
+            sites = [("host" if site.host else site.actor, site.position) for site in (finding.first, finding.second)]
             names.update(dict.fromkeys(log.implied(sites[0], sites[1])))
     return tuple(names)
 

@@ -25,8 +25,8 @@ from outrider.speculative.tree import Tree
 class BufferSpec:
     """One buffer: ``per`` rows of ``shape`` for each request, behind the dimensions ``leading``.
 
-    ``padding`` fills the rows of a bucket that no request has. Row 0 of every table and page 0 of every cache are reserved,
-    so that zero is a valid index everywhere.
+    ``padding`` fills the rows of a bucket that no request has; where ``step`` isn't 0, request i's row gets ``i * step``
+    more. Row 0 of every table and page 0 of every cache are reserved, so that zero is a valid index everywhere.
     """
 
     name: str
@@ -35,6 +35,7 @@ class BufferSpec:
     per: int = 1
     leading: tuple[int, ...] = ()
     padding: int | float | bool = 0
+    step: int = 0
 
 
 INPUTS, DRAFT, VERIFY, EXTEND, OUTPUTS = "inputs", "draft", "verify", "extend", "outputs"
@@ -170,6 +171,11 @@ class StaticBuffers:
             )
             for spec in self.specs.values()
         }
+        number = torch.arange(max_requests, device=backend.device)
+        # Padding that counts up, made once: nothing is allocated while a batch is padded.
+        self._counted = {spec.name: spec.padding + spec.step * number for spec in self.specs.values() if spec.step}
+        for name, padding in self._counted.items():
+            self._full[name].copy_(padding)
         self._constants: dict[int, Tensor] = {}
         self._max_requests = max_requests
         self._views: dict[int, Views] = {}
@@ -193,7 +199,11 @@ class StaticBuffers:
             return
         for name, spec in self.specs.items():
             if name.split(".")[0] == prefix and (only is None or name in only):
-                self.rows(name, count, bucket).fill_(spec.padding)
+                rows = self.rows(name, count, bucket)
+                if spec.step:
+                    rows.copy_(self._counted[name][count:bucket])
+                else:
+                    rows.fill_(spec.padding)
 
     def mark_over(self, prefix: str, *, bucket: int) -> None:
         """Tell a tool that a group is about to be written for a new batch: what isn't written again is stale."""
@@ -339,7 +349,7 @@ def step_buffers(model: LanguageModel, proposer: Proposer, *, pages: int) -> tup
         *([BufferSpec("outputs.path", (path,))] if proposer.is_tree else []),
         BufferSpec("outputs.accepted"),
         BufferSpec("extend.tokens", per=path),
-        BufferSpec("extend.last"),
+        BufferSpec("extend.last", step=path),  # the first token of each: a row of its own
     ]
     if proposer.is_tree:
         specs += [

@@ -39,14 +39,15 @@ class Edge:
 class FenceLog:
     """Notes every declared edge of an engine, and leaves out one fence if asked to.
 
-    ``position(stream)``: how many operations the stream has been given so far. The first record of a dropped record is
+    ``position(stream)``: how many operations the stream has been given so far; of None, how many steps the calling thread
+    has taken. The first record of a dropped record is
     carried out, so that its waits stay legal: they wait for something long over. ``consumer``: of a dropped wait, the stream
     whose waits are left out, or ``host``; None: all.
     """
 
     def __init__(
         self,
-        position: Callable[[Stream], int],
+        position: Callable[[Stream | None], int],
         *,
         drop: str | None = None,
         half: Drop = Drop.WAIT,
@@ -69,8 +70,10 @@ class FenceLog:
     def implied(self, first: tuple[str, int], second: tuple[str, int]) -> tuple[str, ...]:
         """The fences each of which, carried out, orders operation ``first`` (stream, index) before ``second``.
 
-        The host's accesses have index -1; any wait of the host for a record after ``first`` counts then.
+        An index of -1 isn't known; any wait for a record after ``first`` counts then. Empty where the two are ordered anyway.
         """
+        if self._orders("", first, second):
+            return ()
         names = dict.fromkeys(edge.fence for edge in self.edges)
         return tuple(name for name in names if self._orders(name, first, second))
 
@@ -78,7 +81,7 @@ class FenceLog:
     def covered(self) -> bool:
         """Whether each edge that wasn't carried out is there all the same, by others that were, or by its stream's order."""
         return all(
-            self._orders("", (edge.producer, edge.start - 1), (edge.consumer, -1 if edge.consumer == HOST else edge.end))
+            self._orders("", (edge.producer, edge.start - 1), (edge.consumer, edge.end))
             for edge in self.edges
             if not edge.done
         )
@@ -152,7 +155,7 @@ class _Noted(Fence):
         return came
 
     def _note_host(self, skipped: bool) -> None:
-        self._note(HOST, 0, skipped)
+        self._note(HOST, self._log.position(None), skipped)
         for name, stream in self._log.streams.items():
             self._note(name, self._log.position(stream), skipped)
 

@@ -24,11 +24,12 @@ class Diagnosis:
     def site(self, point: Point, access: Access | None = None) -> Site:
         """A point as reports name it."""
         operation = point.operation
+        step = point.step[1] if point.step is not None else -1
         return Site(
             operation=point.name,
             actor=point.actor.name,
             host=point.actor.host,
-            index=operation.index if operation is not None else -1,
+            index=operation.index if operation is not None else step,
             location=point.location,
             graph=point.replay.graph if point.replay else "",
             generation=point.replay.generation if point.replay else 0,

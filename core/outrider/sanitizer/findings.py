@@ -54,9 +54,9 @@ class RaceError(OutriderError):
 class Site:
     """One access, or another step that a finding names.
 
-    ``actor`` is a stream or a host thread; ``index`` the operation's position on its stream (-1 for the host);
-    ``generation`` the replay of ``graph`` that it belongs to (0 outside graphs), ``index`` counts from its beginning then,
-    and ``launch`` is the position of the replay on its stream, -1 where the device doesn't tell.
+    ``actor`` is a stream or a host thread; ``index`` the operation's position among what that was given, -1 where the device
+    doesn't tell; ``generation`` the replay of ``graph`` that it belongs to (0 outside graphs), ``index`` counts from its
+    beginning then, and ``launch`` is the position of the replay on its stream, -1 where the device doesn't tell.
     """
 
     operation: str
@@ -81,7 +81,7 @@ class Site:
 
     @property
     def position(self) -> int:
-        """Where it is among everything that its stream was given: behind the launch, in a replay; -1 for the host."""
+        """Where it is among everything that its stream or thread was given: behind the launch, in a replay; -1: not known."""
         return self.index if self.launch < 0 else self.launch + 1 + self.index
 
     @property

@@ -169,11 +169,13 @@ class Ordering(StreamOrdering):
             return  # it runs eagerly and reads them on the host
         lane = self.lane(stream)
         location = here()
+        position = self.steps(stream)
         history = self._param_history(graph)
         order = list(graph.context.params)
 
         def step() -> bool:
             point = self._point(lane, f"rebinding of graph {graph.name!r}", location)
+            point.step = position
             for name in names:
                 at = order.index(name)
                 history.touch(point, Access(0, at, at + 1, True, argument=name), self._params_sink)

@@ -4,16 +4,32 @@ The plugin's code is unchanged. Added from outside: a device file that isn't the
 simulated machine's schedule, and the machine's own reports of memory accesses.
 """
 
+from dataclasses import replace
+
+import torch
 from tools import Emulated
+from torch_npu import operators
 
 from outrider_npu import backend as module
-from outrider_npu import machine
+from outrider_npu import kernels, machine
 
 machine.device_count = lambda devices=None: 1
 
 
 class EmulatedNpu(Emulated, module.NpuBackend):
     """The plugin's backend."""
+
+
+def lift_limits():
+    """Let CANN's operators take float64, heads and pages of any size: what is proved of the ordering, with tiny models whose
+    tokens never hang on rounding, then goes through them, and not through torch's references.
+    """
+    operators.LIMITS.update(attention={torch.float64}, rotation={torch.float64}, head=1, page=1)
+    operators.LIMITS["page of one"] = 1
+    kernels._DTYPES = frozenset({torch.float64})
+    kernels._HEAD_ALIGNMENT = 1
+    kernels._PAGE_ALIGNMENT = {True: 1, False: 1}
+    module.CAPABILITIES = replace(module.CAPABILITIES, dtypes=module.CAPABILITIES.dtypes | {torch.float64})
 
 
 def make():

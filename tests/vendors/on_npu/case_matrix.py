@@ -1,35 +1,46 @@
-"""Drawn host programs (arrivals, aborts, preemptions, prefix hits) through the plugin, each under a schedule of its own and
-watched: tokens equal plain decoding, nothing is lost, the sanitizer is silent. The same file serves ``npu`` and ``rocm``.
+"""Drawn host programs (arrivals, aborts, preemptions, prefix hits, hand-overs) through a plugin, for every proposer and mode
+that it runs: tokens equal plain decoding, nothing is lost, the sanitizer is silent. ``benchmarks/proof.py --through`` runs
+many more.
 """
 
-import importlib
 import os
 
 import pytest
 
-from outrider.cli.decode_program import DecodeExplorer
+from proving.checks import drop, prove
+from proving.setups import Setup, all_setups
 
-emulation = importlib.import_module(os.environ.get("EMULATION_MODULE", "emulation"))
-PROGRAMS = int(os.environ.get("EMULATION_PROGRAMS", "3"))
-
-
-@pytest.fixture(scope="module")
-def backend():
-    return emulation.make()
+PLUGIN = os.environ["PROVED_PLUGIN"]
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["called", "graphs"])
-@pytest.mark.parametrize("topk", [1, 3], ids=["chain", "tree"])
-@pytest.mark.parametrize("speculate", ["eagle", "ngram", "none"])
-def test_drawn_programs_each_under_its_own_schedule(backend, speculate, topk, graphs):
-    if speculate == "none" and topk > 1:
-        pytest.skip("plain decoding drafts no trees")
-    explorer = DecodeExplorer(backend, speculate=speculate, draft_topk=topk, graphs=graphs)
-    for seed in range(PROGRAMS):
-        program = explorer.program(seed)
-        backend.control.reset()
-        result = backend.control.explore(
-            lambda device, program=program: explorer.run(program, device), strategy="mixed", iterations=1, seed=seed
-        )
-        assert result.failure is None, (seed, program, str(result.failure.error))
-        assert result.runs == 1
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("setup", all_setups((PLUGIN,)), ids=lambda setup: setup.name)
+def test_a_program_of_every_setup(setup, number):
+    record = prove(setup, number, 2)
+    assert record["failures"] == []
+    assert record["schedules"] == 2
+
+
+@pytest.mark.skipif(PLUGIN != "outrider_npu", reason="about CANN's operator")
+def test_attention_is_canns_operator(monkeypatch):
+    import torch_npu
+
+    issued = []
+    packet = torch_npu.npu_fused_infer_attention_score
+
+    class Packet:
+        @staticmethod
+        def out(*args, **kwargs):
+            issued.append(kwargs["actual_seq_lengths_kv"])
+            return packet.out(*args, **kwargs)
+
+    monkeypatch.setattr(torch_npu, "npu_fused_infer_attention_score", Packet)
+    assert prove(Setup("eagle", "graphs", PLUGIN), 2, 1)["failures"] == []
+    assert len(issued) > 20
+
+
+def test_a_fence_left_out_is_named():
+    fence, half, consumer = (
+        ("params_free", "wait", "update") if PLUGIN == "outrider_npu" else ("accept_ready", "wait", "plan")
+    )
+    assert drop(Setup("eagle", "graphs", PLUGIN), fence, half, consumer, (1, 3, 7))["result"] == "live"

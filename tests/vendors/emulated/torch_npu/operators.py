@@ -23,6 +23,14 @@ SCHEMAS = (
     "npu_rotary_mul(Tensor input, Tensor r1, Tensor r2, str rotary_mode='half', Tensor? rotate=None) -> Tensor",
 )
 _WORKSPACE_BYTES = 4096
+# The operators' limits, which a test may lift where it's about something else (emulation.lift_limits).
+LIMITS = {
+    "attention": {torch.float16, torch.bfloat16},
+    "rotation": {torch.float16, torch.bfloat16, torch.float32},
+    "head": 16,
+    "page": 128,
+    "page of one": 16,
+}
 _LIBRARY = torch.library.Library("npu", "DEF")
 for _schema in SCHEMAS:
     _LIBRARY.define(_schema)
@@ -31,7 +39,7 @@ for _schema in SCHEMAS:
 def _rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None) -> Tensor:
     _check(rotary_mode == "half" and rotate is None, "the emulation rotates halves")
     _check(input.dim() == 4 and r1.dim() == 4, "npu_rotary_mul takes four dimensions")
-    _check(input.dtype in (torch.float16, torch.bfloat16, torch.float32), f"npu_rotary_mul doesn't take {input.dtype}")
+    _check(input.dtype in LIMITS["rotation"], f"npu_rotary_mul doesn't take {input.dtype}")
     _check(r1.shape == (1, input.shape[1], 1, input.shape[3]), f"r1 {tuple(r1.shape)} isn't 1S1D beside BSND")
     first, second = input.chunk(2, dim=-1)
     return r1 * input + r2 * torch.cat((-second, first), dim=-1)
@@ -65,15 +73,15 @@ def _attention_out(
     stray = [name for name, value in rest.items() if value not in (None, 0, 2147483647)]
     _check(not stray and not softmax_lse_flag, f"the emulation doesn't do {stray}")
     _check(input_layout == "BSND", f"the emulation does BSND, not {input_layout}")
-    _check(query.dtype in (torch.float16, torch.bfloat16), f"query is {query.dtype}: float16, bfloat16 are taken")
+    _check(query.dtype in LIMITS["attention"], f"query is {query.dtype}: float16, bfloat16 are taken")
     _check(block_table is not None and actual_seq_lengths_kv is not None, "pages need a table and the lengths")
     assert block_table is not None
     assert actual_seq_lengths_kv is not None
     batch, width, heads, size = query.shape
-    _check(heads == num_heads and size % 16 == 0 and size <= 512, f"{heads} heads of {size}")
+    _check(heads == num_heads and size % LIMITS["head"] == 0 and size <= 512, f"{heads} heads of {size}")
     _check(key.shape == value.shape and key.shape[2] == num_key_value_heads * size, f"pages of {tuple(key.shape)}")
     _check(key.shape[1] == block_size, f"block_size {block_size} beside pages of {key.shape[1]}")
-    unit = 16 if width == 1 else 128
+    unit = LIMITS["page of one" if width == 1 else "page"]
     _check(block_size % unit == 0 and 0 < block_size <= 512, f"block_size {block_size} with {width} new tokens each")
     _check(block_table.dtype == torch.int32 and block_table.shape[0] == batch, "block_table is int32 [B, pages]")
     _check(len(actual_seq_lengths_kv) == batch, f"{len(actual_seq_lengths_kv)} lengths for a batch of {batch}")
@@ -121,14 +129,15 @@ def _attend(
     hidden: Tensor,
     fixed: bool,
 ) -> Tensor:
-    """One sequence, in float32. Reads the pages up to ``length`` and not a token more. ``fixed``: a row that sees nothing
-    gives zeros, else whatever comes out.
+    """One sequence, in float32, or float64 where the query is. Reads the pages up to ``length`` and not a token more.
+    ``fixed``: a row that sees nothing gives zeros, else whatever comes out.
     """
     heads, size = query.shape[1:]
     pages = table[: (length + key.shape[1] - 1) // key.shape[1]].long()
-    keys, values = (c[pages].flatten(0, 1)[:length].view(length, kv_heads, size).float() for c in (key, value))
+    wide = torch.promote_types(query.dtype, torch.float32)
+    keys, values = (c[pages].flatten(0, 1)[:length].view(length, kv_heads, size).to(wide) for c in (key, value))
     keys, values = (c.repeat_interleave(heads // kv_heads, dim=1) for c in (keys, values))
-    scores = torch.einsum("whd,lhd->hwl", query.float(), keys) * scale
+    scores = torch.einsum("whd,lhd->hwl", query.to(wide), keys) * scale
     weights = torch.softmax(scores.masked_fill(hidden, float("-inf") if fixed else -10000.0), dim=-1)
     return torch.einsum("hwl,lhd->whd", weights.nan_to_num(0.0) if fixed else weights, values).to(query.dtype)
 
