@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.device import ROW_ACCESS, Access, Operation
+from outrider.sanitizer.ordering import HOST
 from outrider.sanitizer.places import here
 from outrider.sanitizer.sanitizer import Sanitizer
 
@@ -149,6 +150,9 @@ class DerivedSanitizer(Sanitizer):
         self._schemas: dict[Any, _Operands] = {}
         self._scopes = threading.local()
         self._index: dict[str, int] = {}
+        """Steps that each stream was given: operations, replays, and the operations of these."""
+        self._outside: dict[str, int] = {}
+        self._captured: WeakKeyDictionary[Graph, int] = WeakKeyDictionary()
         self._host_only = backend.device.type == "cpu"
 
     # -- placement -------------------------------------------------------------------------------------------------
@@ -186,11 +190,24 @@ class DerivedSanitizer(Sanitizer):
 
     def capture_began(self, graph: Graph, stream: Stream) -> None:
         self._scope.append(stream.name)  # a capture places its callable without a scope of the seam
+        with self._lock:
+            self._outside, self._index = self._index, {}  # what is captured counts from the graph's beginning
         super().capture_began(graph, stream)
 
     def capture_ended(self, graph: Graph, failed: bool) -> None:
         super().capture_ended(graph, failed)
-        self._scope.pop()
+        with self._lock:
+            self._captured[graph] = self._index.get(self._scope.pop(), 0)
+            self._index = self._outside
+
+    def replayed(self, graph: Graph, stream: Stream, generation: int) -> None:
+        super().replayed(graph, stream, generation)
+        with self._lock:
+            if graph in self._captured:
+                self._index[stream.name] = self._index.get(stream.name, 0) + 1 + self._captured[graph]
+
+    def _steps(self, stream: str) -> tuple[str, int] | None:
+        return None if stream == HOST else (stream, self._index.get(stream, 0))
 
     def locate(self, tensor: Tensor) -> Access | None:
         known = self._storages.known(tensor)

@@ -66,6 +66,12 @@ class Sanitizer(Observer):
         known = self._streams.get(stream)
         return control.steps(known) if known is not None else None
 
+    def position(self, stream: Stream | None) -> int:
+        """How many steps ``stream`` has been given so far, of None: the calling thread has taken; 0 where nobody counts."""
+        control = self.backend.control
+        steps = self._steps(stream.name if stream else HOST) if control is None else control.steps(stream)
+        return 0 if steps is None else steps[1]
+
     def thread_scope(self) -> AbstractContextManager[Any]:
         """What a watched thread runs in."""
         return nullcontext()
@@ -241,6 +247,13 @@ def watch(backend: Backend) -> Generator[Report]:
     On a backend that reports its memory accesses nothing else is needed. Elsewhere they are derived from torch's
     dispatcher on the calling thread and on the threads that it starts.
     """
+    with watching(backend) as sanitizer:
+        yield sanitizer.report
+
+
+@contextmanager
+def watching(backend: Backend) -> Generator[Sanitizer]:
+    """:func:`watch`, for tools that also ask the sanitizer where streams stand."""
     with ExitStack() as stack:
         sanitizer = _make(backend)
         backend.attach(sanitizer)
@@ -249,6 +262,6 @@ def watch(backend: Backend) -> Generator[Report]:
         stack.enter_context(sanitizer.scope())
         stack.enter_context(sanitizer.thread_scope())
         try:
-            yield sanitizer.report
+            yield sanitizer
         finally:
             sanitizer.finish()
