@@ -25,7 +25,7 @@ from outrider.sanitizer.places import here
 from outrider.sanitizer.sanitizer import Sanitizer
 
 if TYPE_CHECKING:
-    from outrider.device import Backend, Graph, Stream
+    from outrider.device import Backend, Event, Graph, Stream
 
 _AMBIENT = "default"
 _BORN = "_outrider_born"
@@ -150,7 +150,7 @@ class DerivedSanitizer(Sanitizer):
         self._schemas: dict[Any, _Operands] = {}
         self._scopes = threading.local()
         self._index: dict[str, int] = {}
-        """Steps that each stream was given: operations, replays, and the operations of these."""
+        """Steps that each stream was given: operations, records, waits, replays, and the steps of these."""
         self._outside: dict[str, int] = {}
         self._captured: WeakKeyDictionary[Graph, int] = WeakKeyDictionary()
         self._host_only = backend.device.type == "cpu"
@@ -205,6 +205,21 @@ class DerivedSanitizer(Sanitizer):
         with self._lock:
             if graph in self._captured:
                 self._index[stream.name] = self._index.get(stream.name, 0) + 1 + self._captured[graph]
+
+    def recorded(self, stream: Stream, event: Event, generation: int) -> None:
+        super().recorded(stream, event, generation)
+        self._step(stream.name)
+
+    def waited(self, stream: Stream, event: Event, generation: int) -> None:
+        super().waited(stream, event, generation)
+        self._step(stream.name)
+
+    def _step(self, stream: str) -> int:
+        """Count a step; which one it is."""
+        with self._lock:
+            index = self._index.get(stream, 0)
+            self._index[stream] = index + 1
+        return index
 
     def _steps(self, stream: str) -> tuple[str, int] | None:
         return None if stream == HOST else (stream, self._index.get(stream, 0))
@@ -309,9 +324,7 @@ class DerivedSanitizer(Sanitizer):
             for access in accesses:
                 self.host_accessed(access, location)
             return
-        index = self._index.get(stream, 0)
-        self._index[stream] = index + 1
-        self.launched(Operation(func._schema.name, stream, index, tuple(accesses), location))
+        self.launched(Operation(func._schema.name, stream, self._step(stream), tuple(accesses), location))
         if operands.waits or self._pageable(inputs, outputs):
             self._ordering.stream_synchronized(stream)
 
