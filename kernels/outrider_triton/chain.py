@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
-from outrider.device import AttentionMetadata
+from outrider.device import AttentionMetadata, Product, Turn
 from outrider.device.kernels.measure import KernelShape
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import AttentionConfig, AttentionEntry, Entry, MatmulConfig, Table
@@ -47,6 +47,15 @@ def attention_candidates(groups: int, context: int) -> list[AttentionConfig]:
         for block_kv, split, warps, stages in every
         if block_kv * split <= 2 * context and groups * split <= 2048
     ]
+
+
+def deep_attention_candidates(groups: int) -> list[AttentionConfig]:
+    """More loads in flight, for batches that keep the memory busy: a page's number must be there before its keys."""
+    if groups < 128:
+        every = itertools.product((32, 64), (4, 8), (4, 8), (3, 4))
+    else:
+        every = itertools.product((32, 64, 128), (1, 2), (4, 8), (2, 3, 4, 5))
+    return [AttentionConfig(*each) for each in every if each[0] * each[3] <= 320]
 
 
 class Chain:
@@ -96,17 +105,22 @@ class Chain:
 
     def _run(self, _: int) -> None:
         kernels, shape = self.kernels, self.shape
-        heads, kv_heads, size = shape.heads, shape.kv_heads, shape.head_size
+        size = shape.head_size
         residual = self._residual.clone()
-        normed = kernels.rms_norm(residual, self._norm, 1e-5)
+        norm, eps = self._norm, 1e-5
+        pending: Product | None = None
         for layer in self._layers:
-            qkv = kernels.linear(normed, layer.qkv).view(-1, heads + 2 * kv_heads, size)
-            q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-            kernels.rope_write_cache(q, k, v, *self._angles, layer.k_cache, layer.v_cache, self._slots)
+            turn = Turn(*self._angles, layer.k_cache, layer.v_cache, self._slots)
+            if pending is None:
+                q = kernels.linear_rope_write_cache(Product(kernels.rms_norm(residual, norm, eps), layer.qkv, None), turn)
+            else:
+                q = kernels.norm_linear_rope_write_cache(pending, residual, norm, eps, layer.qkv, None, turn)
             out = kernels.paged_attention(q, layer.k_cache, layer.v_cache, self._metadata, scale=size**-0.5)
-            normed = kernels.linear_add_rms_norm(out.flatten(1), layer.output, None, residual, self._norm, 1e-5)
-            gated = kernels.linear_silu_mul(normed, layer.gate_up)
-            normed = kernels.linear_add_rms_norm(gated, layer.down, None, residual, self._norm, 1e-5)
+            added = Product(out.flatten(1), layer.output, None)
+            gated = kernels.norm_linear_silu_mul(added, residual, norm, eps, layer.gate_up, None)
+            pending = Product(gated, layer.down, None)
+        assert pending is not None  # there are layers
+        kernels.linear_add_rms_norm(*pending, residual, norm, eps)
 
     def layer_us(self) -> float:
         """Microseconds of a layer, with the table that the kernels have now."""
@@ -114,12 +128,25 @@ class Chain:
 
     # -- search ----------------------------------------------------------------------------------------------------
 
-    def _try(self, table: Table) -> float:
+    def attempt(self, table: Table) -> float:
+        """Microseconds of a layer with ``table``, infinite where something in it can't be compiled; the table stays."""
         self.kernels.table = table
         try:
             return self.layer_us()
         except TritonError:
             return float("inf")
+
+    def tune_attention(self, table: Table, configs: list[AttentionConfig], *, measured: bool) -> Table:
+        """The best of ``configs``; ``measured``: what ``table`` has was measured here, and stays unless beaten."""
+        kept, best, best_us = table, table, self.attempt(table)
+        for config in configs:
+            entry = AttentionEntry(groups=self.groups, max_kv=self.context, config=config)
+            others = tuple(e for e in kept.attention if (e.groups, e.max_kv) != (self.groups, self.context))
+            trial = replace(kept, attention=(*others, entry))
+            us = self.attempt(trial)
+            if us < best_us or (best is kept and not measured):  # measured is better than guessed, though no faster
+                best_us, best = us, trial
+        return best
 
     def tune(
         self,
@@ -129,24 +156,16 @@ class Chain:
         report: Callable[[str], None],
     ) -> Table:
         """Better each choice in turn while the others stay, attention first; ``m`` is the entries' number of tokens."""
-        best_us = self._try(table)
-        report(f"m {m}: {best_us:.2f} us a layer at the start")
-        kept, best = table, table
-        for config in attention_candidates(self.groups, self.context):
-            entry = AttentionEntry(groups=self.groups, max_kv=self.context, config=config)
-            others = tuple(e for e in kept.attention if (e.groups, e.max_kv) != (self.groups, self.context))
-            trial = replace(kept, attention=(*others, entry))
-            us = self._try(trial)
-            if us < best_us or best is kept:  # measured is better than guessed, even where it isn't faster
-                best_us, best = us, trial
-        table = best
+        table = self.tune_attention(table, attention_candidates(self.groups, self.context), measured=False)
+        best_us = self.attempt(table)
+        report(f"m {m}: {best_us:.2f} us a layer after attention")
         for _ in range(2):
             before = best_us
             for key, configs in choices.items():
                 kept = table
                 for choice in configs:
-                    trial = _with(kept, key, m, choice)
-                    us = self._try(trial)
+                    trial = with_choice(kept, key, m, choice)
+                    us = self.attempt(trial)
                     if us < best_us * 0.999:
                         best_us, table = us, trial
                 report(
@@ -158,7 +177,8 @@ class Chain:
         return table
 
 
-def _with(table: Table, key: Key, m: int, config: MatmulConfig | None) -> Table:
+def with_choice(table: Table, key: Key, m: int, config: MatmulConfig | None) -> Table:
+    """``table`` with another choice for ``m`` tokens; None: without that kernel."""
     entries = dict(table.entries)
     old = {entry.m: entry for entry in entries.get(key, ())}
     found = old.get(m)

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from outrider.device import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE, AttentionMetadata, KernelSet
-from outrider_triton import choice_ops as _choice_ops  # noqa: F401  (these register the operators)
+from outrider.device import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE, AttentionMetadata, KernelSet, Product, Turn
+from outrider_triton import bookkeeping_ops as _bookkeeping_ops  # noqa: F401  (these register the operators)
+from outrider_triton import choice_ops as _choice_ops  # noqa: F401
+from outrider_triton import fused_ops as _fused_ops  # noqa: F401
 from outrider_triton import ops as _ops  # noqa: F401
 from outrider_triton import variants
 from outrider_triton.launch import power_of_two, shares, splits
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 _TRITON = torch.ops.outrider
 _MOVES = 256
+_LONG = 1 << 14
+"""More numbers than this are too many for one program to look at."""
 _SKINNY = 128
 """More tokens than this are a matrix product for the library."""
 
@@ -39,7 +43,7 @@ class TritonKernels(KernelSet):
         self.table = table
         self._everywhere = everywhere
         self.processors = processors
-        self._pdl = pdl
+        self.pdl = pdl
         self._scope = variants.Scope()
         tuned = "untuned" if table is None else f"tuned for {table.device}"
         self.name = "triton, everywhere" if everywhere else f"triton, {tuned}"
@@ -88,21 +92,21 @@ class TritonKernels(KernelSet):
         """Triton's where it was faster for this shape and so few tokens."""
         for each in self._products("linear", x, weight):
             with variants.that_fit():
-                _TRITON.linear.triton(_few(x), weight, bias, each.as_list(), self._pdl)
+                _TRITON.linear.triton(_few(x), weight, bias, each.as_list(), self.pdl)
         config = self.matmul_config("linear", x, weight)
         if config is None:
             return super().linear(x, weight, bias)
-        return _TRITON.linear.triton(x, weight, bias, config.as_list(), self._pdl)  # type: ignore[no-any-return]
+        return _TRITON.linear.triton(x, weight, bias, config.as_list(), self.pdl)  # type: ignore[no-any-return]
 
     def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """One kernel where it was faster, else the product and the activation."""
         for each in self._products("linear_silu_mul", x, weight):
             with variants.that_fit():
-                _TRITON.linear_silu_mul.triton(_few(x), weight, bias, each.as_list(), self._pdl)
+                _TRITON.linear_silu_mul.triton(_few(x), weight, bias, each.as_list(), self.pdl)
         config = self.matmul_config("linear_silu_mul", x, weight)
         if config is None:
             return super().linear_silu_mul(x, weight, bias)
-        return _TRITON.linear_silu_mul.triton(x, weight, bias, config.as_list(), self._pdl)  # type: ignore[no-any-return]
+        return _TRITON.linear_silu_mul.triton(x, weight, bias, config.as_list(), self.pdl)  # type: ignore[no-any-return]
 
     def linear_add_rms_norm(
         self,
@@ -116,14 +120,68 @@ class TritonKernels(KernelSet):
         """A product that may be split, whose parts the norm adds up."""
         for each in self._products("linear_parts", x, weight) if self._uses("add_rms_norm", residual) else ():
             with variants.that_fit():
-                parts = _TRITON.linear_parts.triton(_few(x), weight, each.as_list(), self._pdl)
+                parts = _TRITON.linear_parts.triton(_few(x), weight, each.as_list(), self.pdl)
                 # The residual is written: a copy of it is, here.
-                _TRITON.add_parts_rms_norm.triton(parts, bias, _few(residual).clone(), norm, eps, self._pdl)
+                _TRITON.add_parts_rms_norm.triton(parts, bias, _few(residual).clone(), norm, eps, self.pdl)
         config = self.matmul_config("linear_parts", x, weight)
         if config is None or not self._uses("add_rms_norm", residual):
             return super().linear_add_rms_norm(x, weight, bias, residual, norm, eps)
-        parts = _TRITON.linear_parts.triton(x, weight, config.as_list(), self._pdl)
-        return _TRITON.add_parts_rms_norm.triton(parts, bias, residual, norm, eps, self._pdl)  # type: ignore[no-any-return]
+        parts = _TRITON.linear_parts.triton(x, weight, config.as_list(), self.pdl)
+        return _TRITON.add_parts_rms_norm.triton(parts, bias, residual, norm, eps, self.pdl)  # type: ignore[no-any-return]
+
+    def _pair(
+        self, added: Product, residual: Tensor, norm: Tensor, consumer: str, weight: Tensor
+    ) -> tuple[MatmulConfig, MatmulConfig] | None:
+        """Configurations of a product that ends a row of the residual and of the one that takes its norm; None: apart.
+
+        In bfloat16 alone: a row that isn't divided by its root mean square yet may be too large for float16.
+        """
+        if residual.dtype is not torch.bfloat16 or norm.dtype is not residual.dtype or not residual.is_contiguous():
+            return None
+        adding = self.matmul_config("linear_add_scaled", added.x, added.weight)
+        taking = self.matmul_config(consumer, residual, weight)
+        return None if adding is None or taking is None else (adding, taking)
+
+    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """One kernel where it was faster."""
+        config = self.matmul_config("linear_add", x, weight)
+        if config is None or residual.dtype is not x.dtype or not residual.is_contiguous():
+            return super().linear_add(x, weight, bias, residual)
+        _TRITON.linear_add.triton(x, weight, bias, residual, config.as_list(), self.pdl)
+        return residual
+
+    def linear_rope_write_cache(self, product: Product, turn: Turn) -> Tensor:
+        """One kernel where it was faster."""
+        config = self.matmul_config("linear_rope", product.x, product.weight)
+        if config is None or not _turns(turn, product.x):
+            return super().linear_rope_write_cache(product, turn)
+        return _TRITON.rope_write_cache.triton_linear(  # type: ignore[no-any-return]
+            product.x, None, product.weight, product.bias, 0.0, *turn, config.as_list(), self.pdl
+        )
+
+    def norm_linear_silu_mul(
+        self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """Two kernels, where they were faster than three."""
+        pair = self._pair(added, residual, norm, "scaled_silu_mul", weight)
+        if pair is None:
+            return super().norm_linear_silu_mul(added, residual, norm, eps, weight, bias)
+        adding, taking = (config.as_list() for config in pair)
+        scaled, squares = _TRITON.linear_add_scaled.triton(*added, residual, norm, adding, self.pdl)
+        return _TRITON.scaled_silu_mul.triton(scaled, squares, weight, bias, eps, taking, self.pdl)  # type: ignore[no-any-return]
+
+    def norm_linear_rope_write_cache(
+        self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, turn: Turn
+    ) -> Tensor:
+        """Two kernels, where they were faster than four."""
+        pair = self._pair(added, residual, norm, "linear_rope", weight)
+        if pair is None or not _turns(turn, residual):
+            return super().norm_linear_rope_write_cache(added, residual, norm, eps, weight, bias, turn)
+        adding, taking = (config.as_list() for config in pair)
+        scaled, squares = _TRITON.linear_add_scaled.triton(*added, residual, norm, adding, self.pdl)
+        return _TRITON.rope_write_cache.triton_linear(  # type: ignore[no-any-return]
+            scaled, squares, weight, bias, eps, *turn, taking, self.pdl
+        )
 
     # -- rows ------------------------------------------------------------------------------------------------------
 
@@ -131,19 +189,19 @@ class TritonKernels(KernelSet):
         """A program a row."""
         if not self._uses("rms_norm", x):
             return super().rms_norm(x, weight, eps)
-        return _TRITON.rms_norm.triton(x, weight, eps, self._pdl)  # type: ignore[no-any-return]
+        return _TRITON.rms_norm.triton(x, weight, eps, self.pdl)  # type: ignore[no-any-return]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """A program a row."""
         if not self._uses("add_rms_norm", x) or not residual.is_contiguous():
             return super().add_rms_norm(x, residual, weight, eps)
-        return _TRITON.add_rms_norm.triton(x, residual, weight, eps, self._pdl)  # type: ignore[no-any-return]
+        return _TRITON.add_rms_norm.triton(x, residual, weight, eps, self.pdl)  # type: ignore[no-any-return]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Elementwise."""
         if not self._uses("silu_mul", gate_up):
             return super().silu_mul(gate_up)
-        return _TRITON.silu_mul.triton(gate_up, self._pdl)  # type: ignore[no-any-return]
+        return _TRITON.silu_mul.triton(gate_up, self.pdl)  # type: ignore[no-any-return]
 
     def rope_write_cache(
         self,
@@ -161,7 +219,7 @@ class TritonKernels(KernelSet):
         if not self._uses("rope_write_cache", q) or not straight:
             super().rope_write_cache(q, k, v, cos, sin, k_cache, v_cache, slots)
             return
-        _TRITON.rope_write_cache.triton(q, k, v, cos, sin, k_cache, v_cache, slots, self._pdl)
+        _TRITON.rope_write_cache.triton(q, k, v, cos, sin, k_cache, v_cache, slots, self.pdl)
 
     def move_cache(self, k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
         """Up to 256 rows at once."""
@@ -171,21 +229,92 @@ class TritonKernels(KernelSet):
         if self._scope.depth:
             for count in (1 << exponent for exponent in range(_MOVES.bit_length())):
                 nowhere = torch.zeros(count, dtype=sources.dtype, device=sources.device)  # the reserved row, onto itself
-                _TRITON.move_cache.triton(k_cache, v_cache, nowhere, nowhere, self._pdl)
-        _TRITON.move_cache.triton(k_cache, v_cache, sources, destinations, self._pdl)
+                _TRITON.move_cache.triton(k_cache, v_cache, nowhere, nowhere, self.pdl)
+        _TRITON.move_cache.triton(k_cache, v_cache, sources, destinations, self.pdl)
 
     def gather_rows(self, state: Tensor, rows: Tensor) -> Tensor:
         """A program a row and stretch of columns."""
         if not self._uses("gather_rows", state) or not state.is_contiguous():
             return super().gather_rows(state, rows)
-        return _TRITON.gather_rows.triton(state, rows, self._pdl)  # type: ignore[no-any-return]
+        return _TRITON.gather_rows.triton(state, rows, self.pdl)  # type: ignore[no-any-return]
 
     def scatter_rows(self, state: Tensor, rows: Tensor, values: Tensor) -> None:
         """A program a row and stretch of columns."""
         if not self._uses("scatter_rows", state) or not state.is_contiguous():
             super().scatter_rows(state, rows, values)
             return
-        _TRITON.scatter_rows.triton(state, rows, values, self._pdl)
+        _TRITON.scatter_rows.triton(state, rows, values, self.pdl)
+
+    # -- bookkeeping -----------------------------------------------------------------------------------------------
+
+    def embed_beside(self, tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
+        """A program a token and stretch of columns."""
+        if not self._uses("embed_beside", weight, hidden) or weight.dtype is not hidden.dtype or hidden.stride(-1) != 1:
+            return super().embed_beside(tokens, weight, hidden)
+        return _TRITON.embed_beside.triton(tokens, weight, hidden, self.pdl)  # type: ignore[no-any-return]
+
+    def gather_requests(
+        self, state: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], own: tuple[Tensor, ...], found: Tensor
+    ) -> None:
+        """A program a request."""
+        if not self._uses("gather_requests"):
+            super().gather_requests(state, own, found)
+            return
+        _TRITON.gather_requests.triton(*state, *own, found, self.pdl)
+
+    def gather_checked(
+        self, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor, *, bounds: tuple[int, int] | None
+    ) -> None:
+        """A program a row; distributions over a vocabulary, which are long, in two steps."""
+        if not self._uses("gather_checked", source) or not source.is_contiguous():
+            super().gather_checked(source, rows, out, found, bounds=bounds)
+        elif bounds is None and source[0].numel() > _LONG:
+            value = source if rows is None else source.index_select(0, rows)
+            found.copy_(self.find_nan(value.flatten(1)))
+            out.copy_(value)
+        else:
+            low, high = bounds or (0, 0)
+            _TRITON.gather_checked.triton(source, rows, low, high, out, found, self.pdl)
+
+    def place_tokens(
+        self, lens: Tensor, tables: Tensor, page_size: int, last: int, positions: Tensor, slots: Tensor, kv_lens: Tensor
+    ) -> None:
+        """A program a request."""
+        if not self._uses("place_tokens"):
+            super().place_tokens(lens, tables, page_size, last, positions, slots, kv_lens)
+            return
+        _TRITON.place_tokens.triton(lens, tables, page_size, last, positions, slots, kv_lens, self.pdl)
+
+    def publish_accepted(
+        self,
+        rows: Tensor,
+        lens: Tensor,
+        decided: tuple[Tensor, Tensor],
+        lengths: Tensor,
+        last_tokens: Tensor,
+        results: Tensor,
+        own: tuple[Tensor, Tensor],
+    ) -> None:
+        """A program a request."""
+        if not self._uses("publish_accepted"):
+            super().publish_accepted(rows, lens, decided, lengths, last_tokens, results, own)
+            return
+        _TRITON.publish_accepted.triton(rows, lens, *decided, lengths, last_tokens, results, *own, self.pdl)
+
+    def place_accepted(
+        self, lens: Tensor, tokens: Tensor, accepted: Tensor, following: Tensor, last: Tensor, positions: Tensor
+    ) -> None:
+        """A program a request."""
+        if not self._uses("place_accepted"):
+            super().place_accepted(lens, tokens, accepted, following, last, positions)
+            return
+        _TRITON.place_accepted.triton(lens, tokens, accepted, following, last, positions, self.pdl)
+
+    def find_nan(self, x: Tensor) -> Tensor:
+        """A row shared out among programs."""
+        if not self._uses("find_nan", x) or not x.is_contiguous():
+            return super().find_nan(x)
+        return _TRITON.find_nan.triton(x, self._shares(x.shape), self.pdl)  # type: ignore[no-any-return]
 
     # -- attention -------------------------------------------------------------------------------------------------
 
@@ -234,7 +363,7 @@ class TritonKernels(KernelSet):
                 scale,
                 window,
                 config,
-                self._pdl,
+                self.pdl,
             )
 
         if self._scope.depth:
@@ -264,7 +393,7 @@ class TritonKernels(KernelSet):
             return super().sample(logits, temperature, seeds, positions, draft=draft)
         lane = LANE_DRAFT if draft else LANE_SAMPLE
         for count in self._shares(logits.shape):
-            tokens = _TRITON.sample.triton(logits, temperature, seeds, positions, lane, count, self._pdl)
+            tokens = _TRITON.sample.triton(logits, temperature, seeds, positions, lane, count, self.pdl)
         return tokens  # type: ignore[no-any-return]
 
     def verify_chain(
@@ -282,7 +411,7 @@ class TritonKernels(KernelSet):
         lanes = [LANE_ACCEPT, LANE_RESIDUAL]
         for count in self._shares(target_logits.shape):
             verdict = _TRITON.verify_chain.triton(
-                target_logits, draft_tokens, draft_probs, temperature, seeds, positions, lanes, count, self._pdl
+                target_logits, draft_tokens, draft_probs, temperature, seeds, positions, lanes, count, self.pdl
             )
         return verdict  # type: ignore[no-any-return]
 
@@ -315,7 +444,7 @@ class TritonKernels(KernelSet):
                 sampling,
                 LANE_SAMPLE,
                 count,
-                self._pdl,
+                self.pdl,
             )
         return verdict  # type: ignore[no-any-return]
 

@@ -203,7 +203,8 @@ define(
 # -- matrix products -----------------------------------------------------------------------------------------------
 
 
-def _flat(x: Tensor, weight: Tensor) -> Tensor:
+def flat_product(x: Tensor, weight: Tensor) -> Tensor:
+    """``x`` [..., K] as rows [T, K] for a product with ``weight`` [N, K]; raises where they do not go together."""
     torch._check(
         x.shape[-1] == weight.shape[-1] and weight.is_contiguous() and x.dtype is weight.dtype,
         lambda: f"a product of {tuple(x.shape)} {x.dtype} with a weight of {tuple(weight.shape)} {weight.dtype}",
@@ -214,7 +215,7 @@ def _flat(x: Tensor, weight: Tensor) -> Tensor:
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: list[int], pdl: bool) -> None:
     block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
-    flat = _flat(x, weight)
+    flat = flat_product(x, weight)
     (m, k), n = flat.shape, weight.shape[0]
     each = each or block_n
     grid = triton.cdiv(n, each), split, triton.cdiv(m, block_m)
@@ -270,7 +271,7 @@ define(
 def _linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int], pdl: bool) -> Tensor:
     block_m, block_n, block_k, split, warps, stages, ahead, _, each = config
     torch._check(split == 1, lambda: "a gated product isn't split: the activation needs the whole sum")
-    flat = _flat(x, weight)
+    flat = flat_product(x, weight)
     (m, k), n = flat.shape, weight.shape[0] // 2
     out = x.new_empty((*x.shape[:-1], n))
     each = each or block_n

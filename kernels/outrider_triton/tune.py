@@ -26,7 +26,8 @@ from triton.errors import TritonError
 
 from outrider.device import KernelSet
 from outrider.device.kernels.measure import KernelCase, KernelShape, kernel_cases
-from outrider_triton.chain import AHEAD, Chain, Key, as_json, attention_candidates
+from outrider_triton import pairs
+from outrider_triton.chain import AHEAD, Chain, Key, as_json, attention_candidates, deep_attention_candidates
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import AttentionConfig, MatmulConfig, parse, slug
 from outrider_triton.timing import bandwidth, microseconds
@@ -124,10 +125,20 @@ def reference(operator: str, kernels: KernelSet, x: Tensor, weight: Tensor, resi
 
 
 def compile_all(
-    jobs: list[tuple[str, MatmulConfig]], attention: list[AttentionConfig], device: torch.device, pdl: bool
+    jobs: list[tuple[str, MatmulConfig]],
+    attention: list[AttentionConfig],
+    fused: list[pairs.Job],
+    shape: KernelShape,
+    device: torch.device,
+    pdl: bool,
 ) -> None:
     """Compile candidates on small operands; what doesn't fit is met again, and left out, when it's measured."""
     torch.get_device_module(device).set_device(device)
+    for operator, config in fused:
+        try:
+            pairs.compile_one(operator, config, shape, device, pdl)
+        except TritonError as failure:
+            print(f"left out: {failure}", flush=True)
     for operator, config in jobs:
         x, weights, residual, norm = operands(operator, 512, 4096, config.block_m, device, rotate=1)
         try:
@@ -146,13 +157,20 @@ def compile_all(
             print(f"left out: {failure}", flush=True)
 
 
-def compile_in_parallel(jobs: Iterable[tuple[str, MatmulConfig]], device: torch.device, pdl: bool) -> None:
+def compile_in_parallel(
+    jobs: Iterable[tuple[str, MatmulConfig]],
+    attention: Iterable[AttentionConfig],
+    fused: Iterable[pairs.Job],
+    shape: KernelShape,
+    device: torch.device,
+    pdl: bool,
+) -> None:
     """Share the jobs out among processes, one a core."""
-    unique, attention = list(dict.fromkeys(jobs)), attention_candidates(1, 1 << 20)
+    every = [list(dict.fromkeys(each)) for each in (jobs, attention, fused)]
     workers = min(os.cpu_count() or 1, 14)
     context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=compile_all, args=(unique[i::workers], attention[i::workers], device, pdl))
+        context.Process(target=compile_all, args=(*(each[i::workers] for each in every), shape, device, pdl))
         for i in range(workers)
     ]
     for process in processes:
@@ -248,12 +266,13 @@ def in_place(
 
 
 def main() -> None:
-    """Tune and write the table."""
+    """Tune and write the table, or ``--again`` a part of one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
     parser.add_argument("--tokens", default="4,16,32,64,128", help="numbers of tokens, by commas")
     parser.add_argument("--in-place", default="4,16,32,128", help="those that are also tuned in a chain of layers")
     parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--again", action="store_true", help="keep the device's table; only pairs and small kernels")
     parser.add_argument("--out", type=Path, help="file to write; default: this package's table of the device")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
@@ -263,45 +282,76 @@ def main() -> None:
     pdl = torch.version.hip is None and properties.major >= 9
     kernels = TritonKernels(table=None, everywhere=True, processors=properties.multi_processor_count, pdl=pdl)
     shape, sizes = SHAPES[arguments.shape], [int(size) for size in arguments.tokens.split(",")]
-    began = time.perf_counter()
-    products = list(matmuls(shape))
+    name, began = module.get_device_name(device), time.perf_counter()
+    in_chain = [int(m) for m in arguments.in_place.split(",")]
+    fused = pairs.jobs(in_chain)
+    deep = [config for groups in (64, 256) for config in deep_attention_candidates(groups)]
+    if arguments.again:
+        compile_in_parallel([], deep, fused, shape, device, kernels.pdl)
+        data = json.loads(_home(name).read_text(encoding="utf-8"))
+    else:
+        data = from_scratch(shape, sizes, in_chain, [*attention_candidates(1, 1 << 20), *deep], fused, kernels, device)
+    print(f"compiled and tuned alone after {time.perf_counter() - began:.0f} s", flush=True)
+    pairs.tune_pairs(data, shape, in_chain, kernels, device, lambda line: print(line, flush=True))
+    data["software"] = {"torch": torch.__version__, "triton": triton.__version__}
+    data["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
+    data["cases"] = [
+        measure_small(case, kernels, module) for case in kernel_cases(shape, dtype=torch.bfloat16, device=device)
+    ]
+    data["kernels"] = {
+        name: all(row["us"] < row["torch_us"] for row in data["cases"] if row["kernel"] == name)
+        for name in dict.fromkeys(row["kernel"] for row in data["cases"])
+    }
+    for row in data["cases"]:
+        print(row, flush=True)
+    out = arguments.out or _home(name)
+    out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {out} after {time.perf_counter() - began:.0f} s: {data['kernels']}", flush=True)
+
+
+def _home(name: str) -> Path:
+    return Path(__file__).with_name("tuned") / f"{slug(name)}.json"
+
+
+def from_scratch(
+    shape: KernelShape,
+    sizes: list[int],
+    in_chain: list[int],
+    attention: list[AttentionConfig],
+    fused: list[pairs.Job],
+    kernels: TritonKernels,
+    device: torch.device,
+) -> dict[str, Any]:
+    """A table without pairs and small kernels: every product alone, then in a chain of layers."""
+    module, products = torch.get_device_module(device), list(matmuls(shape))
     compile_in_parallel(
         ((op, replace(c, each=0)) for op, n, _ in products for m in sizes for c in candidates(op, m, n, kernels.processors)),
+        attention,
+        fused,
+        shape,
         device,
-        pdl,
+        kernels.pdl,
     )
-    print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
     rows = []
     for operator, n, k in products:
         for m in sizes:
-            row = measure(operator, n, k, m, kernels, device, pdl)
+            row = measure(operator, n, k, m, kernels, device, kernels.pdl)
             rows.append(row)
             rate = n * k * 2 / row["us"] / 1e6
             print(
                 operator, n, k, m, row["us"], row["torch_us"], f"{rate:.2f} TB/s", row["config"], row["best"][1:3], flush=True
             )
-    small = []
-    for case in kernel_cases(shape, dtype=torch.bfloat16, device=device):
-        small.append(measure_small(case, kernels, module))
-        print(small[-1], flush=True)
-    wins = {
-        name: all(row["us"] < row["torch_us"] for row in small if row["kernel"] == name)
-        for name in dict.fromkeys(row["kernel"] for row in small)
-    }
-    name = module.get_device_name(device)
     data: dict[str, Any] = {
-        "device": name,
-        "software": {"torch": torch.__version__, "triton": triton.__version__},
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "device": module.get_device_name(device),
+        "software": {},
+        "date": "",
         "bandwidth_gb_per_s": round(bandwidth(module, device) / 1e9),
         "matmul": rows,
-        "kernels": wins,
-        "cases": small,
+        "kernels": {"add_rms_norm": True, "rms_norm": True, "rope_write_cache": True, "paged_attention": True},
+        "cases": [],
     }
-    data["chain"] = in_place(data, shape, [int(m) for m in arguments.in_place.split(",")], kernels, device)
-    out = arguments.out or Path(__file__).with_name("tuned") / f"{slug(name)}.json"
-    out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {out} after {time.perf_counter() - began:.0f} s: {wins}", flush=True)
+    data["chain"] = in_place(data, shape, in_chain, kernels, device)
+    return data
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ SEAM = """
     CiDeclaration ConfigError ControllableDevice DeadlockError DeviceError DeviceFault DeviceLost DeviceStuck
     EagerGraph EngineStopped Event EventFence ExplorationResult Fence Flag Graph GraphCallable GraphPool HostParam
     JoinedPlan KeepAlive KernelHooks KernelInfo KernelSet MemoryInfo Observer Operation OutOfDeviceMemory
-    OutriderError PinnedBuffer PluginContractError PluginInfo Recompute RequestError RowResolver Scalar
+    OutriderError PinnedBuffer PluginContractError PluginInfo Product Recompute RequestError RowResolver Scalar
     ScheduleFailure SeamError SpeculativeSync StaleBufferError StepMode Stream StreamOrderError
-    SynchronousCopyError TimedObserver TorchDeviceBackend TorchEvent TorchGraph TorchStream Waiter hookimpl
+    SynchronousCopyError TimedObserver TorchDeviceBackend TorchEvent TorchGraph TorchStream Turn Waiter hookimpl
     hookspec
 """
 

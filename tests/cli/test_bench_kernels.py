@@ -26,9 +26,9 @@ def test_every_kernel_is_measured_and_every_case_runs():
         case.call(KernelSet(), 0)
         case.call(KernelSet(), 1)
         assert case.bytes > 0
-    # What shapes logits runs where a request asks for it; embeddings are a copy of a few rows; a probe is for debugging.
+    # What shapes logits runs where a request asks for it; embeddings are a copy of a few rows.
     untimed = {"embedding", "bias_logits", "penalize_logits", "count_tokens", "truncate_logits", "logprobs"}
-    untimed |= {"find_nan", "find_outside", "plan_attention", "batch_invariant"}
+    untimed |= {"find_outside", "plan_attention", "batch_invariant"}
     methods = {name for name, value in vars(KernelSet).items() if callable(value) and not name.startswith("_")}
     assert methods - {case.kernel for case in cases} == untimed
 

@@ -15,9 +15,22 @@ EXACT = {
     "scatter_rows",
     "find_nan",
     "find_outside",
+    "gather_requests",
+    "gather_checked",
+    "place_tokens",
+    "publish_accepted",
+    "place_accepted",
 }
 """Single additions, products, quotients, copies and comparisons: rounded once at most, whatever the shape of the call."""
-COMPOSED = {"linear_silu_mul", "linear_add_rms_norm"}
+COMPOSED = {
+    "linear_add",
+    "linear_silu_mul",
+    "linear_add_rms_norm",
+    "linear_rope_write_cache",
+    "norm_linear_silu_mul",
+    "norm_linear_rope_write_cache",
+    "embed_beside",
+}
 """By default these call other methods, which are wrapped."""
 
 PLAIN, KERNELS = KernelSet(), KernelSet().batch_invariant()

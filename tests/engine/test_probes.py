@@ -53,7 +53,7 @@ def test_a_bad_relay_ends_its_request_alone(bundle, prompt_tokens, mode, name, v
         if step == 4:
             row = engine._requests[1].row
             with bundle.backend.on(engine._parts.streams.forward):
-                engine._parts.future._relay[name][row] = value
+                engine._parts.future.relay[name][row] = value
 
     tokens, last = served(engine, prompts, meddle)
     assert tokens[0] == plain[0]

@@ -6,7 +6,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider_triton.jit import attention, choose, matmul, rows
+from outrider_triton.jit import attention, bookkeeping, choose, fused, matmul, rows
 
 HALF, WIDE, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
 HALVES = (
@@ -27,8 +27,10 @@ HALVES = (
     "logits",
 )
 LONGS = ("slots", "sources", "destinations", "rows", "seeds", "positions", "parents", "drafts", "tokens", "path", "accepted")
-WIDES = ("parts", "stats", "temperature", "best", "sums", "picked", "left", "draft_probs")
-INTS = ("query_start", "kv_lens", "block_table", "index", "picked_at")
+LONGS += ("lens", "last_tokens", "lengths", "results", "found", "own_rows", "own_lens", "own_last_tokens", "own_seeds")
+LONGS += ("own_tokens", "own_accepted", "following", "last")
+WIDES = ("squares", "parts", "stats", "temperature", "best", "sums", "picked", "left", "draft_probs", "own_temperature")
+INTS = ("query_start", "kv_lens", "block_table", "index", "picked_at", "tables", "own_tables", "firsts")
 TYPES = {
     **dict.fromkeys(HALVES, HALF),
     **dict.fromkeys(LONGS, LONG),
@@ -58,6 +60,23 @@ KERNELS = [
         {**PRODUCT, "descriptor": None, "SPLIT": 2, "DESCRIPTOR": False, "EVEN": False},
     ),
     (matmul.linear_silu_mul, {"k": "i32"}, PRODUCT),
+    (
+        fused.linear_add,
+        {"k": "i32", "norm": HALF, "scaled": HALF},
+        {**PRODUCT, "descriptor": None, "NORM": True, "DESCRIPTOR": False},
+    ),
+    (
+        fused.linear_add,
+        {"k": "i32", "scaled": HALF},
+        {**PRODUCT, "descriptor": None, "norm": None, "NORM": False, "DESCRIPTOR": False},
+    ),
+    (fused.scaled_silu_mul, {"k": "i32", "eps": "fp32"}, {**PRODUCT, "SHARES": 128}),
+    (fused.linear_rope_write_cache, {"k": "i32"}, {**PRODUCT, "SCALED": True, "SHARES": 128, "HALF": 64}),
+    (
+        fused.linear_rope_write_cache,
+        {"k": "i32"},
+        {**PRODUCT, "squares": None, "SCALED": False, "SHARES": 1, "HALF": 64},
+    ),
     (attention.paged_attention, {"tokens": "i32"}, {**ATTENTION, "TREE": False}),
     (attention.paged_attention, {"tokens": "i32"}, {**ATTENTION, "TREE": True}),
     (attention.join_splits, {}, {"SPLITS": 4, "BLOCK_SIZE": 128}),
@@ -68,6 +87,15 @@ KERNELS = [
     (choose.walk_tree, {}, {**SHARED, "NODES": 4, "DEPTH": 3}),
     (choose.softmax_of_shares, {}, VOCABULARY),
     (choose.residual_of_shares, {}, {**VOCABULARY, "LANE": 3}),
+    (bookkeeping.gather_requests, {}, {"BLOCK": 64, "FOUND": 16}),
+    (bookkeeping.gather_checked, {"source": HALF}, {"SOME": True, "NUMBERS": True, "BLOCK": 4096}),
+    (bookkeeping.gather_checked, {"source": LONG, "out": LONG}, {"SOME": False, "NUMBERS": False, "BLOCK": 4, "rows": None}),
+    (bookkeeping.nan_of_shares, {}, {"SHARES": 64, "BLOCK": 4096}),
+    (bookkeeping.first_of_shares, {"out": LONG}, {"SHARES": 64}),
+    (bookkeeping.place_tokens, {"last": "i64"}, {"BLOCK": 4}),
+    (bookkeeping.publish_accepted, {"path": "i32"}, {"BLOCK": 4}),
+    (bookkeeping.place_accepted, {"path": "i32"}, {"BLOCK": 4}),
+    (bookkeeping.embed_beside, {"hidden": HALF}, {"BLOCK": 1024}),
     (choose.accept_sampling, {"rows": "i32"}, {**SHARED, "LANE": 1, "DRAFTED": 3}),
 ]
 

@@ -17,7 +17,7 @@ from outrider_triton.table import MatmulConfig
 
 REFERENCE = KernelSet()
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}
-DOTS = ("linear", "paged_attention")
+DOTS = ("linear", "norm_linear", "paged_attention")
 
 
 def close(made, right, dtype):
@@ -191,7 +191,7 @@ def test_rows_of_state(shape, dtype, kernels, device):
     assert torch.equal(made, state[rows])
     other = torch.tensor([2, 3, 0], device=device)
     wanted = state.clone()
-    wanted[other] = made
+    wanted[other[:2]] = made[:2]  # row 0 is reserved
     kernels.scatter_rows(state, other, made)
     assert torch.equal(state, wanted)
 

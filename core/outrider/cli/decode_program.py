@@ -147,7 +147,8 @@ class DecodeExplorer:
         from outrider.sanitizer import watching
 
         expected = [self.expected(arrival) for arrival in program.arrivals]
-        with watching(backend) as sanitizer:
+        # The engine orders whole tensors of rows, never some rows of one against others.
+        with watching(backend, rows_apart=False) as sanitizer:
             self.findings = sanitizer.report
             self.log = FenceLog(sanitizer.position, drop=self._drop, half=self._half, consumer=self._consumer)
             problem: Exception | None = None

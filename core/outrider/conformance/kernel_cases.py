@@ -6,31 +6,14 @@ The reference is the seam's own KernelSet on the host, on the same operands in f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, KernelSet
-
-Operands = Mapping[str, Tensor]
-Call = Callable[[KernelSet, Operands], tuple[Tensor, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """``make(dtype)`` gives host operands; ``call`` runs the kernel and returns what it made or changed.
-
-    ``exact``: the result is a choice (a token, a length), compared for equality; its logits stay in float32, where two
-    devices draw the same. ``changed``: operands that the kernel writes in place, so that each run gets its own copy.
-    """
-
-    name: str
-    make: Callable[[torch.dtype], dict[str, Tensor]]
-    call: Call
-    exact: bool = False
-    changed: tuple[str, ...] = ()
+from outrider.conformance.bookkeeping_cases import BOOKKEEPING
+from outrider.conformance.case import Call, Case, Operands
+from outrider.device import AttentionMetadata, KernelSet, Product, Turn
 
 
 def _draw(seed: int) -> torch.Generator:
@@ -81,8 +64,8 @@ def _added_product(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
 def _state(dtype: torch.dtype) -> dict[str, Tensor]:
     return {
         "state": _normal(6, 2, 8, dtype=dtype),
-        "rows": torch.tensor([4, 1, 5]),
-        "values": _normal(3, 2, 8, dtype=dtype, seed=1),
+        "rows": torch.tensor([4, 0, 1, 5, 0]),
+        "values": _normal(5, 2, 8, dtype=dtype, seed=1),
     }
 
 
@@ -94,6 +77,48 @@ def _scattered(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
 def _added(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
     normed = kernels.add_rms_norm(o["x"].flatten(0, 1), o["residual"].flatten(0, 1), o["weight"], 1e-5)
     return normed, o["residual"]
+
+
+def _added_alone(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    return kernels.linear_add(o["x"], o["weight"], o["bias"], o["residual"]), o["residual"]
+
+
+def _pair(dtype: torch.dtype) -> dict[str, Tensor]:
+    angle = torch.rand(5, 8, generator=_draw(6)) * 6
+    return {
+        **_gated(dtype),
+        "gates": _normal(40, 24, dtype=dtype, seed=7) * 0.2,
+        "gates_bias": _normal(40, dtype=dtype, seed=8),
+        "qkv": _normal(8 * 16, 24, dtype=dtype, seed=9) * 0.2,
+        "qkv_bias": _normal(8 * 16, dtype=dtype, seed=10),
+        "cos": angle.cos().repeat(1, 2).to(dtype),
+        "sin": angle.sin().repeat(1, 2).to(dtype),
+        "k_cache": _normal(5, 4, 2, 16, dtype=dtype, seed=11),
+        "v_cache": _normal(5, 4, 2, 16, dtype=dtype, seed=12),
+        "slots": torch.tensor([7, 18, 4, 11, 5]),
+    }
+
+
+def _turn(o: Operands) -> Turn:
+    return Turn(o["cos"], o["sin"], o["k_cache"], o["v_cache"], o["slots"])
+
+
+def _normed_gates(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    added = Product(o["x"], o["weight"], o["bias"])
+    made = kernels.norm_linear_silu_mul(added, o["residual"], o["norm"], 1e-5, o["gates"], o["gates_bias"])
+    return made, o["residual"]
+
+
+def _normed_queries(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    added = Product(o["x"], o["weight"], o["bias"])
+    weights = (o["qkv"], o["qkv_bias"])
+    q = kernels.norm_linear_rope_write_cache(added, o["residual"], o["norm"], 1e-5, *weights, _turn(o))
+    return q, o["residual"], o["k_cache"], o["v_cache"]
+
+
+def _queries(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    q = kernels.linear_rope_write_cache(Product(o["residual"], o["qkv"], None), _turn(o))
+    return q, o["k_cache"], o["v_cache"]
 
 
 # -- cache ---------------------------------------------------------------------------------------------------------
@@ -307,6 +332,10 @@ CASES: Mapping[str, Case] = MappingProxyType(
             Case("linear with bias", _linear, lambda k, o: (k.linear(o["x"], o["weight"], o["bias"]),)),
             Case("linear_silu_mul", _linear, lambda k, o: (k.linear_silu_mul(o["x"], o["weight"], o["bias"]),)),
             Case("linear_add_rms_norm", _gated, _added_product, changed=("residual",)),
+            Case("linear_add", _gated, _added_alone, changed=("residual",)),
+            Case("linear_rope_write_cache", _pair, _queries, changed=("k_cache", "v_cache")),
+            Case("norm_linear_silu_mul", _pair, _normed_gates, changed=("residual",)),
+            Case("norm_linear_rope_write_cache", _pair, _normed_queries, changed=("residual", "k_cache", "v_cache")),
             Case("gather_rows", _state, lambda k, o: (k.gather_rows(o["state"], o["rows"]),)),
             Case("scatter_rows", _state, _scattered, changed=("state",)),
             Case("embedding", _embedding, lambda k, o: (k.embedding(o["tokens"], o["weight"]),)),
@@ -337,6 +366,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
             Case("count_tokens", _shaping, _counted, exact=True, changed=("counts",)),
             Case("truncate_logits", _shaping, _truncated),
             Case("logprobs", _shaping, _logprobs),
+            *BOOKKEEPING,
         )
     }
 )

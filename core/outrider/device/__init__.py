@@ -69,7 +69,9 @@ if TYPE_CHECKING:
         ROW_ACCESS,
         AttentionMetadata,
         KernelSet,
+        Product,
         RowResolver,
+        Turn,
     )
     from outrider.device.memory import KeepAlive, MemoryInfo, PinnedBuffer
     from outrider.device.stream import Event, Flag, Stream
@@ -106,8 +108,10 @@ _HOMES = {
         "LANE_DRAFT",
         "LANE_RESIDUAL",
         "LANE_SAMPLE",
+        "Product",
         "ROW_ACCESS",
         "RowResolver",
+        "Turn",
     ),
     "memory": (
         "KeepAlive",
@@ -201,6 +205,7 @@ __all__ = [
     "PinnedBuffer",
     "PluginContractError",
     "PluginInfo",
+    "Product",
     "Recompute",
     "RequestError",
     "RowResolver",
@@ -218,6 +223,7 @@ __all__ = [
     "TorchEvent",
     "TorchGraph",
     "TorchStream",
+    "Turn",
     "Waiter",
     "hookimpl",
     "hookspec",

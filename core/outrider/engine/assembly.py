@@ -68,7 +68,7 @@ def assemble(
             penalties=config.penalties,
             device=device,
         )
-        future = FutureMap(rows=config.max_requests + 1, relay=proposer.relay, device=device)
+        future = FutureMap(model.kernels, rows=config.max_requests + 1, relay=proposer.relay, device=device)
         buffers = StaticBuffers(backend, step_buffers(model, proposer, pages=table_width), max_requests=config.max_requests)
         capacity = staging_capacity(requests=config.max_requests, pages=table_width, prefill_chunk=config.prefill_chunk)
         capacity += OptionTable.capacity(
@@ -100,7 +100,7 @@ def assemble(
         options=options,
         future=future,
         buffers=buffers,
-        plans=Plans(buffers, proposer, page_size=config.page_size, max_context=max_context),
+        plans=Plans(model.kernels, buffers, proposer, page_size=config.page_size, max_context=max_context),
         probes=probes,
         staging=staging,
         results=results,

@@ -127,10 +127,14 @@ class PathInputs:
 
 @dataclass(frozen=True, slots=True)
 class ExtendPlan:
-    """Written in the extend plan: ``tokens`` int64 [B*E], ``last`` int64 [B]; ``path`` None for chains."""
+    """Written in the extend plan: ``tokens`` int64 [B*E], ``last`` and ``next_positions`` int64 [B]; ``path`` None for
+    chains. ``continues`` bool [B] is constant: all do.
+    """
 
     tokens: Tensor
     last: Tensor
+    next_positions: Tensor
+    continues: Tensor
     path: PathInputs | None
 
 
@@ -177,6 +181,7 @@ class StaticBuffers:
         for name, padding in self._counted.items():
             self._full[name].copy_(padding)
         self._constants: dict[int, Tensor] = {}
+        self._continuing = torch.ones(max_requests, dtype=torch.bool, device=backend.device)
         self._max_requests = max_requests
         self._views: dict[int, Views] = {}
         for per in {self.specs["verify.tokens"].per, self.specs["extend.tokens"].per}:
@@ -275,7 +280,13 @@ class StaticBuffers:
                 mask=maybe("verify.mask"),
                 query_start=self._constants[self.specs["verify.tokens"].per][: count + 1],
             ),
-            extend=ExtendPlan(tokens=get("extend.tokens"), last=get("extend.last"), path=path),
+            extend=ExtendPlan(
+                tokens=get("extend.tokens"),
+                last=get("extend.last"),
+                next_positions=get("extend.next_positions"),
+                continues=self._continuing[:count],
+                path=path,
+            ),
             outputs=VerifyOutputs(
                 hidden=get("outputs.hidden"),
                 captured=tuple(several("outputs.captured.").values()),
@@ -350,6 +361,7 @@ def step_buffers(model: LanguageModel, proposer: Proposer, *, pages: int) -> tup
         BufferSpec("outputs.accepted"),
         BufferSpec("extend.tokens", per=path),
         BufferSpec("extend.last", step=path),  # the first token of each: a row of its own
+        BufferSpec("extend.next_positions"),
     ]
     if proposer.is_tree:
         specs += [

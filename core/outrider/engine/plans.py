@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.device import Recompute, SpeculativeSync
+from outrider.device import KernelSet, Recompute, SpeculativeSync
 from outrider.engine.buffers import PathInputs, StaticBuffers, Views, place_on_axes
 from outrider.speculative.proposer import Proposer
 from outrider.speculative.slots import slots_of
@@ -16,7 +16,10 @@ class Plans:
     again changes nothing. Everything is enqueued in the caller's scope.
     """
 
-    def __init__(self, buffers: StaticBuffers, proposer: Proposer, *, page_size: int, max_context: int) -> None:
+    def __init__(
+        self, kernels: KernelSet, buffers: StaticBuffers, proposer: Proposer, *, page_size: int, max_context: int
+    ) -> None:
+        self._kernels = kernels
         self._lane = buffers.lane
         self._page_size = page_size
         self._max_context = max_context
@@ -26,17 +29,25 @@ class Plans:
     def from_lengths(self, views: Views) -> None:
         """First part: what needs lengths and tables alone. Runs beside the draft."""
         inputs, verify = views.inputs, views.verify
-        places = inputs.lens.unsqueeze(1) + self._lane[: self._width]
-        verify.slots.copy_(slots_of(places, inputs.tables, self._page_size).flatten())
-        verify.kv_lens.copy_((inputs.lens + self._width).clamp(max=self._capacity(inputs.tables)))
+        shape = (views.count, self._width)
+        # A tree's positions are written once more, when its shape is known.
+        self._kernels.place_tokens(
+            inputs.lens,
+            inputs.tables,
+            self._page_size,
+            self._max_context - 1,
+            verify.positions.view(shape),
+            verify.slots.view(shape),
+            verify.kv_lens.unsqueeze(1),
+        )
         if verify.mask is None:
-            verify.positions.copy_(self._valid(places).flatten())
             self.on_axes(views)
 
     def from_draft(self, views: Views) -> None:
         """Second part: what the draft produced. A tree's shape is one of its outputs."""
         inputs, draft, verify = views.inputs, views.draft, views.verify
-        verify.tokens.copy_(torch.cat((inputs.last_tokens.unsqueeze(1), draft.tokens), dim=1).flatten())
+        tokens = verify.tokens.view(views.count, self._width)
+        torch.cat((inputs.last_tokens.unsqueeze(1), draft.tokens), dim=1, out=tokens)
         if verify.mask is not None and draft.tree is not None:
             verify.positions.copy_(self._valid(inputs.lens.unsqueeze(1) + draft.tree.depths).flatten())
             self.on_axes(views)
@@ -65,9 +76,10 @@ class Plans:
     def from_accepted(self, views: Views) -> None:
         """Static inputs of draft-extend: what was accepted, padded with token 0 behind the decided one."""
         outputs, extend = views.outputs, views.extend
-        extend.tokens.copy_(outputs.tokens.clamp(min=0).flatten())
-        first = torch.arange(0, views.count * self._growth, self._growth, device=outputs.accepted.device)
-        extend.last.copy_(first + outputs.accepted)
+        following = extend.tokens.view(views.count, self._growth)
+        self._kernels.place_accepted(
+            views.inputs.lens, outputs.tokens, outputs.accepted, following, extend.last, extend.next_positions
+        )
         if extend.path is not None and outputs.path is not None:
             self._along(views, extend.path, outputs.path)
 

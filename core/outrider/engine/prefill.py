@@ -46,7 +46,7 @@ class Prefill:
             hidden, captured = parts.model.forward_captured(flat, parts.cache, layers)
             logits = parts.model.logits(hidden[inputs.last])
             found = parts.results.found_in_prefill(len(requests))
-            parts.probes.check({"target.logits": logits}, found)
+            parts.probes.look("target.logits", logits, found)
             options = parts.options.gather(features, inputs.rows)
             shaped = logits
             if options is not None:
@@ -87,7 +87,7 @@ class Prefill:
                         temperature=temperature,
                         seeds=seeds,
                         sampling=features.sampling,
-                        relay=parts.future.resolve(inputs.rows).relay,
+                        relay=parts.future.relayed(inputs.rows),
                         continues=inputs.continues,
                         prompt=inputs.tokens,
                         embeddings=embeddings,

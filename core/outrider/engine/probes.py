@@ -6,10 +6,9 @@ ends the request with an error that names it; nothing is put right in silence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from outrider.device import KernelSet
@@ -69,29 +68,17 @@ class Probes:
         """Numbers that a request's findings take."""
         return 2 * len(self.probes)
 
-    def check(self, values: Mapping[str, Tensor], found: Tensor) -> dict[str, Tensor]:
-        """Look at ``values``, [B, ...] by the name of their probe; write into ``found`` int64 [B, width].
+    def look(self, name: str, value: Tensor, found: Tensor) -> None:
+        """Look at numbers [B, ...] by the name of their probe; write into ``found`` int64 [B, width]."""
+        found[:, self.columns(name)] = self._kernels.find_nan(value.reshape(value.shape[0], -1))
 
-        Returns the values to go on with. They are the same, but whole numbers of a request with a bad one are its lower
-        bound: an index that is out of range would take the device down before anybody could be told.
+    def take(self, name: str, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor) -> None:
+        """Copy ``rows`` int64 [B] of ``source`` (None: all) into ``out`` [B, ...], and look at them on the way.
+
+        The copy is the same, but whole numbers of a request with a bad one are its lower bound, so that they can be used.
         """
-        usable = dict(values)
-        for name, value in values.items():
-            bounds = self.probes[self._index[name]].bounds
-            flat = value.reshape(value.shape[0], -1)
-            if bounds is None:
-                found[:, self.columns(name)] = self._kernels.find_nan(flat)
-                continue
-            bad = self._kernels.find_outside(flat, *bounds)
-            found[:, self.columns(name)] = bad
-            right = (bad[:, :1] < 0).view(-1, *([1] * (value.dim() - 1)))
-            usable[name] = torch.where(right, value, bounds[0])
-        return usable
-
-    def skip(self, names: Sequence[str], found: Tensor) -> None:
-        """Nothing was looked at in this iteration."""
-        for name in names:
-            found[:, self.columns(name)] = -1
+        bounds = self.probes[self._index[name]].bounds
+        self._kernels.gather_checked(source, rows, out, found[:, self.columns(name)], bounds=bounds)
 
     def read(self, row: Sequence[int]) -> tuple[BadValue, ...]:
         """Host: what one request's ``width`` numbers say."""

@@ -57,11 +57,9 @@ class Results:
         ]
         self._logprobs = LogprobBuffers(backend, slots=slots, max_requests=max_requests, width=depth + 1, most=max_logprobs)
 
-    def write_decode(self, accepted: Tensor, tokens: Tensor) -> None:
-        """``accepted`` [B], ``tokens`` [B, D+1]; on forward."""
-        count = accepted.shape[0]
-        self._device[:count, 0] = accepted
-        self._device[:count, 1 : self._tokens] = tokens
+    def decided(self, count: int) -> Tensor:
+        """Where accepted and tokens of ``count`` decoding requests go, int64 [count, D + 2]; on forward."""
+        return self._device[:count, : self._tokens]
 
     def found(self, count: int) -> Tensor:
         """Where probes of ``count`` decoding requests write, int64 [count, width]; on forward."""

@@ -7,12 +7,11 @@ Two owners, so that each tensor has one writing stream: :class:`RowTable` is wri
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, Fence, PinnedBuffer, Stream
+from outrider.device import Backend, Fence, KernelSet, PinnedBuffer, Stream
 from outrider.engine.staging import Batch
 from outrider.speculative.proposer import RelaySpec
 
@@ -51,27 +50,22 @@ class RowTable:
         self.tables.view(-1)[entries] = pages.to(torch.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """What the iteration before left for a batch, gathered: all [B] or [B, ...]."""
-
-    last_tokens: Tensor
-    relay: Mapping[str, Tensor]
-
-
 class FutureMap:
     """What an iteration leaves for the next one, indexed by row.
 
     *Publish*: ``lengths`` int64 [R], tokens in the target's cache, which the schedule stream reads behind the fence
-    *published*. *Stash*: ``last_tokens`` int64 [R] and the proposer's relay, which only forward reads, in stream order.
+    *published*. *Stash*: ``last_tokens`` int64 [R] and the proposer's ``relay``, which only forward reads, in stream order.
     ``resolved`` int64 [R]: lengths of a batch, in its order, written on schedule. Row 0 keeps zeros: padding resolves to it.
     """
 
-    def __init__(self, *, rows: int, relay: tuple[RelaySpec, ...], device: torch.device) -> None:
+    def __init__(self, kernels: KernelSet, *, rows: int, relay: tuple[RelaySpec, ...], device: torch.device) -> None:
+        self._kernels = kernels
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.resolved = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._relay = {spec.name: torch.zeros((rows, *spec.shape), dtype=spec.dtype, device=device) for spec in relay}
+        self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.relay: Mapping[str, Tensor] = {
+            spec.name: torch.zeros((rows, *spec.shape), dtype=spec.dtype, device=device) for spec in relay
+        }
 
     def publish(self, rows: Tensor, lengths: Tensor) -> None:
         """New lengths; padding rows keep length 0."""
@@ -82,19 +76,18 @@ class FutureMap:
         self.resolved[: rows.shape[0]] = self.lengths.index_select(0, rows)
 
     def stash(self, rows: Tensor, last_tokens: Tensor, relay: Mapping[str, Tensor]) -> None:
-        """Last tokens and the proposer's relay. A tensor that the proposer left out this time keeps its old value."""
-        real = rows > 0
-        self._last_tokens[rows] = torch.where(real, last_tokens, 0)
-        for name, value in relay.items():
-            kept = real.view(-1, *([1] * (value.dim() - 1)))
-            self._relay[name][rows] = torch.where(kept, value, torch.zeros_like(value))
+        """Last tokens and the proposer's relay."""
+        self._kernels.scatter_rows(self.last_tokens, rows, last_tokens)
+        self.stash_relay(rows, relay)
 
-    def resolve(self, rows: Tensor) -> Resolved:
-        """Gather what was stashed."""
-        return Resolved(
-            self._last_tokens.index_select(0, rows),
-            {name: value.index_select(0, rows) for name, value in self._relay.items()},
-        )
+    def stash_relay(self, rows: Tensor, relay: Mapping[str, Tensor]) -> None:
+        """The proposer's relay. A tensor that the proposer left out this time keeps its old value."""
+        for name, value in relay.items():
+            self._kernels.scatter_rows(self.relay[name], rows, value)
+
+    def relayed(self, rows: Tensor) -> Mapping[str, Tensor]:
+        """Gather what was relayed for some rows."""
+        return {name: self._kernels.gather_rows(value, rows) for name, value in self.relay.items()}
 
 
 class LengthsOnHost:

@@ -96,26 +96,24 @@ class Stages:
     def gather(self, call: Call, rows: Tensor, lens: Tensor) -> None:
         """Private copies of everything shared that the iteration reads, for ``rows`` and their ``lens`` int64 [B].
 
-        What the iteration before relayed is looked at before it's copied.
+        What the iteration before relayed is looked at on the way. Nothing is found yet when this begins.
         """
         parts, inputs = self._parts, call.views.inputs
-        inputs.rows.copy_(rows)
-        inputs.lens.copy_(lens)
-        inputs.seeds.copy_(parts.rows.seeds.index_select(0, rows))
-        inputs.temperature.copy_(parts.rows.temperature.index_select(0, rows))
-        inputs.tables.copy_(parts.rows.tables.index_select(0, rows))
+        found = parts.results.found(call.views.count)
+        parts.model.kernels.gather_requests(
+            (rows, lens, parts.future.last_tokens, parts.rows.seeds, parts.rows.temperature, parts.rows.tables),
+            (inputs.rows, inputs.lens, inputs.last_tokens, inputs.seeds, inputs.temperature, inputs.tables),
+            found,
+        )
         if inputs.deltas is not None:
             inputs.deltas.copy_(parts.rows.deltas.index_select(0, rows))
-        resolved = parts.future.resolve(rows)
-        looked_at = {f"relay.{name}": value for name, value in resolved.relay.items() if self._is_kept(name, call.features)}
-        usable = self._check(call, looked_at, tuple(f"relay.{name}" for name in resolved.relay))
-        inputs.last_tokens.copy_(resolved.last_tokens)
-        for name, value in resolved.relay.items():
-            inputs.relay[name].copy_(usable.get(f"relay.{name}", value))
+        for name, value in parts.future.relay.items():
+            if self._is_kept(name, call.features):
+                parts.probes.take(f"relay.{name}", value, rows, inputs.relay[name], found)
         parts.options.gather_into(call.features, rows, inputs)
 
     def draft(self, call: Call) -> None:
-        """Draft, look at what came out, and copy it to where plan and verify read it."""
+        """Draft, and copy what came out, looking at it, to where plan and verify read it."""
         inputs, out = call.views.inputs, call.views.draft
         draft = self._parts.proposer.draft(
             DraftInputs(
@@ -131,14 +129,10 @@ class Stages:
                 host_lens=call.lengths,
             )
         )
-        looked_at = {"draft.tokens": draft.tokens}
-        if draft.probs is not None:
-            looked_at["draft.probs"] = draft.probs
-        names = ("draft.tokens",) if self._parts.proposer.is_tree else ("draft.tokens", "draft.probs")
-        usable = self._check(call, looked_at, names)
-        out.tokens.copy_(usable["draft.tokens"])
+        probes, found = self._parts.probes, self._parts.results.found(call.views.count)
+        probes.take("draft.tokens", draft.tokens, None, out.tokens, found)
         if out.probs is not None and draft.probs is not None:
-            out.probs.copy_(draft.probs)
+            probes.take("draft.probs", draft.probs, None, out.probs, found)
         if out.tree is not None and draft.tree is not None:
             out.tree.parents.copy_(draft.tree.parents)
             out.tree.depths.copy_(draft.tree.depths)
@@ -154,7 +148,7 @@ class Stages:
         flat = ForwardInput(verify.tokens, places, verify.slots, attention)
         hidden, captured = parts.model.forward_captured(flat, parts.cache, parts.proposer.capture_layers)
         logits = parts.model.logits(hidden).view(views.count, self._width, -1)
-        self._check(call, {"target.logits": logits}, ("target.logits",))
+        parts.probes.look("target.logits", logits, parts.results.found(views.count))
         shaped = logits
         options = parts.options.over(features, inputs)
         if options is not None:
@@ -172,29 +166,33 @@ class Stages:
         if features.logprobs is not None:
             along = logits if path is None else logits.gather(1, path.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
             parts.results.write_decode_logprobs(*kernels.logprobs(along, tokens, features.logprobs))
-        parts.future.publish(inputs.rows, inputs.lens + accepted + 1)
-        parts.results.write_decode(accepted, tokens)
+        kernels.publish_accepted(
+            inputs.rows,
+            inputs.lens,
+            (tokens, accepted),
+            parts.future.lengths,
+            parts.future.last_tokens,
+            parts.results.decided(views.count),
+            (outputs.tokens, outputs.accepted),
+        )
         if not self.extends:
-            parts.future.stash(inputs.rows, self._last(tokens, accepted), {})
             return
         outputs.hidden.copy_(hidden)
         for kept, state in zip(outputs.captured, captured, strict=True):
             kept.copy_(state)
-        outputs.tokens.copy_(tokens)
-        outputs.accepted.copy_(accepted)
         if outputs.path is not None and path is not None:
             outputs.path.copy_(path)
 
     def extend(self, call: Call, attention: AttentionMetadata) -> None:
         """Move a tree's accepted keys and values into place, let the draft catch up, and stash."""
         parts, views = self._parts, call.views
-        inputs, outputs, along = views.inputs, views.outputs, views.extend.path
+        along = views.extend.path
         if along is not None:
             for k_cache, v_cache in parts.cache.layers:
                 parts.model.kernels.move_cache(k_cache, v_cache, along.sources, along.destinations)
 
-        relay = self._take_in(call, attention) if parts.proposer.extends else {}
-        parts.future.stash(inputs.rows, self._last(outputs.tokens, outputs.accepted), relay)
+        if parts.proposer.extends:
+            parts.future.stash_relay(views.inputs.rows, self._take_in(call, attention))
 
     def iteration(self, call: Call) -> None:
         """All of it, on one stream: lengths and everything else come from the device."""
@@ -239,12 +237,12 @@ class Stages:
                 slots=places.slots,
                 attention=attention,
                 last=views.extend.last,
-                next_positions=inputs.lens + outputs.accepted + 2,
+                next_positions=views.extend.next_positions,
                 temperature=inputs.temperature,
                 seeds=inputs.seeds,
                 sampling=call.features.sampling,
                 relay=inputs.relay,
-                continues=torch.ones_like(outputs.accepted, dtype=torch.bool),
+                continues=views.extend.continues,
                 prompt=None,
                 host_lens=lengths,
             )
@@ -271,16 +269,6 @@ class Stages:
             depth=self._growth - 1,
             sampling=call.features.sampling,
         )
-
-    def _last(self, tokens: Tensor, accepted: Tensor) -> Tensor:
-        """The decided token [B]: the last one of each path."""
-        return tokens.gather(1, accepted.unsqueeze(1)).squeeze(1)
-
-    def _check(self, call: Call, values: dict[str, Tensor], names: tuple[str, ...]) -> dict[str, Tensor]:
-        """Run the probes called ``names`` on those that this iteration has; returns what to go on with."""
-        found = self._parts.results.found(call.views.count)
-        self._parts.probes.skip([name for name in names if name not in values], found)
-        return self._parts.probes.check(values, found)
 
     def _is_kept(self, name: str, features: Features) -> bool:
         """Whether a relayed tensor means anything in this iteration: distributions only where somebody samples."""

@@ -29,7 +29,7 @@ def collect(parts: StepParts, request: Request) -> HandOver:
         slots = _slots(parts, request.row, length + 1)
         keys_values = tuple(cache.flatten(0, 1)[slots[:length]] for pair in parts.cache.layers for cache in pair)
         draft_caches = tuple(cache.flatten(0, 1)[slots] for cache in parts.proposer.caches)
-        relay = dict(parts.future.resolve(_one(parts, request.row)).relay)
+        relay = dict(parts.future.relayed(_one(parts, request.row)))
     parts.fences.handed_over.signal(forward)
     parts.fences.shared_reads_done.signal(forward)
     return HandOver(

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.device import ConfigError, KernelSet
+from outrider.device import ConfigError, KernelSet, Product
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
-from outrider.model.layer import DecoderLayer, LayerWeights, Pending
+from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.rotary import rotary
 
 
@@ -63,14 +63,14 @@ class Decoder(LanguageModel):
         entering: dict[int, Tensor] = {}
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         residual = self._embed_inputs(inputs)
-        pending: Pending | None = None
+        pending: Product | None = None
         for index, (layer, pages) in enumerate(zip(self._layers, cache.layers, strict=True)):
             if index in layers:
                 # Made twice, here and for the norm: a few layers of a head that asks for it.
-                entering[index] = residual.clone() if pending is None else residual + pending.made(self.kernels)
+                entering[index] = residual.clone() if pending is None else residual + self.kernels.linear(*pending)
             pending = layer.forward(pending, residual, inputs, cos_sin, pages)
         assert pending is not None  # there is at least one layer
-        final = pending.add_norm(self.kernels, residual, self.weights.norm, self.config.rms_eps)
+        final = self.kernels.linear_add_rms_norm(*pending, residual, self.weights.norm, self.config.rms_eps)
         return final, tuple(entering[layer] for layer in layers)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from outrider.device import Product
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
-from outrider.model.layer import DecoderLayer, LayerWeights, Pending
+from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.rotary import rotary
 
 
@@ -78,13 +78,13 @@ class EagleHead:
         ``hidden``. ``cache`` is the head's own, with its layers and heads.
         """
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
-        embedded = self.kernels.embedding(inputs.tokens, self.weights.embedding)
-        residual = self.kernels.linear(torch.cat((embedded, hidden), dim=-1), self.weights.fusion, self.weights.fusion_bias)
-        pending: Pending | None = None
+        both = self.kernels.embed_beside(inputs.tokens, self.weights.embedding, hidden)
+        residual = self.kernels.linear(both, self.weights.fusion, self.weights.fusion_bias)
+        pending: Product | None = None
         for layer, pages in zip(self._layers, cache.layers, strict=True):
             pending = layer.forward(pending, residual, inputs, cos_sin, pages)
         assert pending is not None  # there is at least one layer
-        return residual.add_(pending.made(self.kernels))
+        return self.kernels.linear_add(*pending, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of ``hidden`` [N, H] by the target's output head."""

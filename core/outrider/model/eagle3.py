@@ -84,7 +84,7 @@ class Eagle3Head:
         normed = torch.cat((embedded, kernels.rms_norm(hidden, weights.hidden_norm, eps)), dim=-1)
         residual = hidden.clone()
         attended = self._layer.attend(normed, inputs, cos_sin, cache.layers[0])
-        return residual.add_(self._layer.mlp(attended, residual).made(kernels))
+        return kernels.linear_add(*self._layer.mlp(attended, residual), residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Draft logits [N, Vd] of ``hidden`` [N, H]."""

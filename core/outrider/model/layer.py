@@ -6,11 +6,10 @@ Letters: T new tokens, H hidden size, Hq query heads, Hkv key heads, D head size
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
-from outrider.device import KernelSet
+from outrider.device import KernelSet, Product, Turn
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 
@@ -37,25 +36,6 @@ class LayerWeights:
     k_norm: Tensor | None = None
 
 
-class Pending(NamedTuple):
-    """A product that is still to be made and added to the residual: ``x @ weight.T + bias``.
-
-    The norm that follows takes it in, so that a backend may make product, sum and norm in fewer passes.
-    """
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-    def made(self, kernels: KernelSet) -> Tensor:
-        """The product itself."""
-        return kernels.linear(self.x, self.weight, self.bias)
-
-    def add_norm(self, kernels: KernelSet, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Add the product to ``residual`` [T, H] in place; returns its norm."""
-        return kernels.linear_add_rms_norm(self.x, self.weight, self.bias, residual, norm, eps)
-
-
 class DecoderLayer:
     """Attention and MLP over normed input. What each adds to the residual stream is left pending for the norm after it."""
 
@@ -68,44 +48,57 @@ class DecoderLayer:
 
     def forward(
         self,
-        pending: Pending | None,
+        pending: Product | None,
         residual: Tensor,
         inputs: ForwardInput,
         cos_sin: tuple[Tensor, Tensor],
         cache: tuple[Tensor, Tensor],
-    ) -> Pending:
+    ) -> Product:
         """Add ``pending`` (None at the first layer) and the attention to ``residual`` [T, H] in place.
 
         Returns what the MLP adds, pending.
         """
         weights, kernels, eps = self._weights, self._kernels, self._config.rms_eps
         if weights.attention_norm is None:
-            normed = residual if pending is None else residual.add_(pending.made(kernels))
+            normed = residual if pending is None else kernels.linear_add(*pending, residual)
         elif pending is None:
             normed = kernels.rms_norm(residual, weights.attention_norm, eps)
+        elif weights.q_norm is None:
+            turn = Turn(*cos_sin, *cache, inputs.slots)
+            q = kernels.norm_linear_rope_write_cache(
+                pending, residual, weights.attention_norm, eps, weights.qkv, weights.qkv_bias, turn
+            )
+            return self.mlp(self._look_back(q, inputs, cache), residual)
         else:
-            normed = pending.add_norm(kernels, residual, weights.attention_norm, eps)
+            normed = kernels.linear_add_rms_norm(*pending, residual, weights.attention_norm, eps)
         return self.mlp(self.attend(normed, inputs, cos_sin, cache), residual)
 
-    def mlp(self, attended: Pending, residual: Tensor) -> Pending:
+    def mlp(self, attended: Product, residual: Tensor) -> Product:
         """Add ``attended`` to ``residual`` [T, H] in place; returns what the MLP adds, pending."""
-        weights, kernels = self._weights, self._kernels
-        normed = attended.add_norm(kernels, residual, weights.mlp_norm, self._config.rms_eps)
-        gated = kernels.linear_silu_mul(normed, weights.gate_up, weights.gate_up_bias)
-        return Pending(gated, weights.down, weights.down_bias)
+        weights = self._weights
+        gated = self._kernels.norm_linear_silu_mul(
+            attended, residual, weights.mlp_norm, self._config.rms_eps, weights.gate_up, weights.gate_up_bias
+        )
+        return Product(gated, weights.down, weights.down_bias)
 
     def attend(
         self, normed: Tensor, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
-    ) -> Pending:
+    ) -> Product:
         """What attention adds for normed input [T, H], pending; writes keys and values to their slots."""
         config, weights, kernels = self._config, self._weights, self._kernels
+        product, turn = Product(normed, weights.qkv, weights.qkv_bias), Turn(*cos_sin, *cache, inputs.slots)
+        if weights.q_norm is None or weights.k_norm is None:
+            return self._look_back(kernels.linear_rope_write_cache(product, turn), inputs, cache)
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
-        qkv = kernels.linear(normed, weights.qkv, weights.qkv_bias).view(-1, heads + 2 * kv_heads, size)
+        qkv = kernels.linear(*product).view(-1, heads + 2 * kv_heads, size)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
-        if weights.q_norm is not None and weights.k_norm is not None:
-            q = kernels.rms_norm(q, weights.q_norm, config.rms_eps)
-            k = kernels.rms_norm(k, weights.k_norm, config.rms_eps)
-        k_cache, v_cache = cache
-        kernels.rope_write_cache(q, k, v, *cos_sin, k_cache, v_cache, inputs.slots)
-        out = kernels.paged_attention(q, k_cache, v_cache, inputs.attention, scale=self._scale, window=self._window)
-        return Pending(out.reshape(-1, heads * size), weights.output, weights.output_bias)
+        q = kernels.rms_norm(q, weights.q_norm, config.rms_eps)
+        k = kernels.rms_norm(k, weights.k_norm, config.rms_eps)
+        kernels.rope_write_cache(q, k, v, *turn)
+        return self._look_back(q, inputs, cache)
+
+    def _look_back(self, q: Tensor, inputs: ForwardInput, cache: tuple[Tensor, Tensor]) -> Product:
+        """Attention of ``q`` [T, Hq, D] over the cache; what it adds, pending."""
+        weights = self._weights
+        out = self._kernels.paged_attention(q, *cache, inputs.attention, scale=self._scale, window=self._window)
+        return Product(out.reshape(q.shape[0], -1), weights.output, weights.output_bias)

@@ -64,7 +64,7 @@ class MtpHead:
         both = torch.cat((kernels.rms_norm(hidden, weights.hidden_norm, eps), embedded), dim=-1)
         residual = kernels.linear(both, weights.projection)
         pending = self._layer.forward(None, residual, inputs, cos_sin, cache.layers[0])
-        return pending.add_norm(kernels, residual, weights.final_norm, eps)
+        return kernels.linear_add_rms_norm(*pending, residual, weights.final_norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of ``hidden`` [N, H] by the target's output head."""

@@ -38,12 +38,13 @@ class _Table(Rotary):
         angles = torch.arange(positions + DRAFT_MARGIN, dtype=torch.float32).unsqueeze(1) * inverse_frequencies(
             rope, head_size
         )
-        cos, sin = _cos_sin(angles, rope.amplitude, dtype)
-        self._cos, self._sin = cos.to(device), sin.to(device)
+        # Side by side, so that they are gathered at once.
+        self._cos_sin = torch.cat(_cos_sin(angles, rope.amplitude, dtype), dim=1).to(device)
 
     def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
         del prompt_lens
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        cos, sin = self._cos_sin.index_select(0, positions).chunk(2, dim=1)
+        return cos, sin
 
 
 class _Axes(Rotary):

@@ -45,8 +45,8 @@ _INDEXED = frozenset(
         "scatter_add_",
     )
 )
+_APART = "which rows an operator takes by data: two such accesses to one memory are taken to be disjoint"
 _BLIND = (
-    "which rows an operator takes by data: two such accesses to one memory are taken to be disjoint",
     "kernels launched outside torch's dispatcher, and what an operator does beyond its schema",
     "pinned memory touched through an array that numpy() gave away, after that call",
     "threads that were started before the run was watched",
@@ -141,11 +141,12 @@ class Storages:
 
 
 class DerivedSanitizer(Sanitizer):
-    """The sanitizer of a backend that reports no accesses."""
+    """The sanitizer of a backend that reports no accesses. ``rows_apart``: see :func:`~outrider.sanitizer.watch`."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, *, rows_apart: bool = True) -> None:
         super().__init__(backend)
-        self.report.blind_spots.extend(_BLIND)
+        self.report.blind_spots.extend((_APART, *_BLIND) if rows_apart else _BLIND)
+        self._rows_apart = rows_apart
         self._storages = Storages(backend)
         self._schemas: dict[Any, _Operands] = {}
         self._scopes = threading.local()
@@ -299,8 +300,11 @@ class DerivedSanitizer(Sanitizer):
             if found[1]:
                 self._storages.note(tensor)
             write = name in operands.writes
+            if operands.empty and not write:
+                continue  # its shape is looked at, not its bytes
             born = getattr(tensor, _BORN, -1)
-            accesses.append(_extent(tensor, found[0].number, write, name, born, name in operands.rows))
+            by_rows = self._rows_apart and name in operands.rows
+            accesses.append(_extent(tensor, found[0].number, write, name, born, by_rows))
         fresh = False
         for name, tensor in outputs:
             found = self._storages.known(tensor)

@@ -232,30 +232,31 @@ class Sanitizer(Observer):
             self._ordering.host_acquired(token)
 
 
-def _make(backend: Backend) -> Sanitizer:
+def _make(backend: Backend, rows_apart: bool) -> Sanitizer:
     if backend.capabilities.reports_accesses:
         return Sanitizer(backend)
     from outrider.sanitizer.dispatch import DerivedSanitizer  # imports this module
 
-    return DerivedSanitizer(backend)
+    return DerivedSanitizer(backend, rows_apart=rows_apart)
 
 
 @contextmanager
-def watch(backend: Backend) -> Generator[Report]:
+def watch(backend: Backend, *, rows_apart: bool = True) -> Generator[Report]:
     """Sanitize what runs inside the ``with``; the report fills as it goes and is complete at its end.
 
     On a backend that reports its memory accesses nothing else is needed. Elsewhere they are derived from torch's
-    dispatcher on the calling thread and on the threads that it starts.
+    dispatcher on the calling thread and on the threads that it starts. There, two accesses whose rows are decided by data
+    are taken to be disjoint; without ``rows_apart`` they're taken to overlap, which finds more and may raise false alarms.
     """
-    with watching(backend) as sanitizer:
+    with watching(backend, rows_apart=rows_apart) as sanitizer:
         yield sanitizer.report
 
 
 @contextmanager
-def watching(backend: Backend) -> Generator[Sanitizer]:
+def watching(backend: Backend, *, rows_apart: bool = True) -> Generator[Sanitizer]:
     """:func:`watch`, for tools that also ask the sanitizer where streams stand."""
     with ExitStack() as stack:
-        sanitizer = _make(backend)
+        sanitizer = _make(backend, rows_apart)
         backend.attach(sanitizer)
         stack.callback(backend.detach)
         stack.enter_context(host_edges(sanitizer, sanitizer.thread_scope))

@@ -5,10 +5,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, ConfigError
+from outrider.device import AttentionMetadata, Backend, ConfigError, KernelSet
 from outrider.model import KVCache, ModelConfig
-from outrider.speculative.proposer import Proposer
+from outrider.speculative.proposer import DraftInputs, Proposer
 from outrider.speculative.tree import TreeShape
+
+_UNBOUNDED = 1 << 62
+
+
+class Places:
+    """Where the n tokens behind each request's cached ones go, one of each request a pass. All computed at once."""
+
+    def __init__(self, kernels: KernelSet, inputs: DraftInputs, query_start: Tensor, *, count: int, page_size: int) -> None:
+        batch = inputs.lens.shape[0]
+        self._inputs = inputs
+        self._query_start = query_start[: batch + 1]
+        self.positions = inputs.lens.new_empty((count, batch))
+        self.slots = torch.empty_like(self.positions)
+        self._kv_lens = torch.empty_like(self.positions, dtype=torch.int32)
+        columns = (self.positions.t(), self.slots.t(), self._kv_lens.t())
+        kernels.place_tokens(inputs.lens, inputs.tables, page_size, _UNBOUNDED, *columns)
+
+    def attention(self, index: int, host_name: str) -> AttentionMetadata:
+        """What a pass over the tokens at ``index`` is told; ``host_name``: its lengths, where the host has them."""
+        inputs, behind = self._inputs, index + 1
+        return AttentionMetadata(
+            query_start=self._query_start,
+            kv_lens=self._kv_lens[index],
+            block_table=inputs.tables,
+            max_query=1,
+            max_kv=inputs.max_kv,
+            uniform=True,
+            host_kv_lens=inputs.host_lens.param(host_name, behind) if inputs.host_lens is not None else None,
+        )
 
 
 class CachedProposer(Proposer):
@@ -19,11 +48,14 @@ class CachedProposer(Proposer):
         self._dtype = dtype
         self._cache: KVCache | None = None
         self._page_size = 0
+        self._query_start = torch.empty(0, dtype=torch.int32)
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """Keys and values of each layer."""
         config = self._config
         self._page_size = page_size
+        # A request has a page at least, so there are no more requests than pages.
+        self._query_start = torch.arange(pages + 1, dtype=torch.int32, device=backend.device)
         self._cache = KVCache.allocate(
             config.num_layers,
             config.num_kv_heads,
@@ -33,6 +65,10 @@ class CachedProposer(Proposer):
             dtype=self._dtype,
             device=backend.device,
         )
+
+    def places(self, kernels: KernelSet, inputs: DraftInputs, *, count: int) -> Places:
+        """Those of the next ``count`` tokens of each request."""
+        return Places(kernels, inputs, self._query_start, count=count, page_size=self._page_size)
 
     @property
     def caches(self) -> tuple[Tensor, ...]:

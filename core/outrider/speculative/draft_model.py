@@ -120,22 +120,12 @@ class DraftModelProposer(CachedProposer):
         """K - 1 passes: the first token comes with the relay."""
         model, token = self._model, inputs.relay["token"]
         tokens, probs = [token], [inputs.relay["probs"]]
-        query_start = torch.arange(token.shape[0] + 1, dtype=torch.int32, device=token.device)
+        places = self.places(model.kernels, inputs, count=self._draft_tokens + 1)
         for step in range(1, self._draft_tokens):
-            positions = inputs.lens + step
-            attention = AttentionMetadata(
-                query_start=query_start,
-                kv_lens=(positions + 1).to(torch.int32),
-                block_table=inputs.tables,
-                max_query=1,
-                max_kv=inputs.max_kv,
-                uniform=True,
-                host_kv_lens=inputs.host_lens.param(f"draft.{step}", step + 1) if inputs.host_lens is not None else None,
-            )
-            slots = slots_of(positions.unsqueeze(1), inputs.tables, self._page_size).flatten()
-            places = text_places(model.config.rope, positions, inputs.deltas)
-            logits = model.logits(model.forward(ForwardInput(token, places, slots, attention), self.cache))
-            token, drawn_from = draw(model.kernels, logits, inputs, positions + 1)
+            rope_positions = text_places(model.config.rope, places.positions[step], inputs.deltas)
+            flat = ForwardInput(token, rope_positions, places.slots[step], places.attention(step, f"draft.{step}"))
+            logits = model.logits(model.forward(flat, self.cache))
+            token, drawn_from = draw(model.kernels, logits, inputs, places.positions[step + 1])
             tokens.append(token)
             probs.append(drawn_from)
         return Draft(torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if inputs.sampling else None)

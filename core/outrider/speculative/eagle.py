@@ -48,7 +48,7 @@ class _HeadDrafts(CachedProposer):
         places = given_places(self._head.config.rope, inputs)
         flat = ForwardInput(inputs.tokens, places, inputs.slots, inputs.attention, prompt_lens=inputs.prompt_lens)
         hidden = self._head.condition(inputs.hidden, inputs.captured)
-        return self._head.forward(flat, hidden, self.cache)[inputs.last]
+        return self._head.kernels.gather_rows(self._head.forward(flat, hidden, self.cache), inputs.last)
 
     def _tokens(self, draft_ids: Tensor) -> Tensor:
         """The target's ids of draft tokens, any shape."""
@@ -95,24 +95,14 @@ class EagleProposer(_HeadDrafts):
         """K - 1 passes: the first token comes with the relay."""
         token, hidden = inputs.relay["token"], inputs.relay["hidden"]
         tokens, probs = [token], [inputs.relay["probs"]]
-        batch = token.shape[0]
-        query_start = torch.arange(batch + 1, dtype=torch.int32, device=token.device)
+        places = self.places(self._head.kernels, inputs, count=self._draft_tokens + 1)
         for step in range(1, self._draft_tokens):
-            positions = inputs.lens + (step - 1)
-            attention = AttentionMetadata(
-                query_start=query_start,
-                kv_lens=(inputs.lens + step).to(torch.int32),
-                block_table=inputs.tables,
-                max_query=1,
-                max_kv=inputs.max_kv,
-                uniform=True,
-                host_kv_lens=inputs.host_lens.param(f"draft.{step}", step) if inputs.host_lens is not None else None,
-            )
-            slots = slots_of(positions.unsqueeze(1), inputs.tables, self._page_size).flatten()
-            places = text_places(self._head.config.rope, positions, inputs.deltas)
-            hidden = self._head.forward(ForwardInput(token, places, slots, attention), hidden, self.cache)
+            index = step - 1
+            rope_positions = text_places(self._head.config.rope, places.positions[index], inputs.deltas)
+            flat = ForwardInput(token, rope_positions, places.slots[index], places.attention(index, f"draft.{step}"))
+            hidden = self._head.forward(flat, hidden, self.cache)
             logits = self._head.logits(hidden)
-            drawn, drawn_from = draw(self._head.kernels, logits, inputs, inputs.lens + 1 + step)
+            drawn, drawn_from = draw(self._head.kernels, logits, inputs, places.positions[step + 1])
             token = self._tokens(drawn)
             tokens.append(token)
             probs.append(drawn_from)

@@ -166,9 +166,10 @@ def gather_rows(state, rows, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit
 def scatter_rows(state, rows, values, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Program (row, chunk)."""
+    """Program (row, chunk). Row 0 is reserved, and isn't written."""
     begin(PDL)
     number = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + number)
-    tl.store(state + row * size + lane, tl.load(values + number * size + lane, mask=lane < size), mask=lane < size)
+    kept = (lane < size) & (row > 0)
+    tl.store(state + row * size + lane, tl.load(values + number * size + lane, mask=kept), mask=kept)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.conformance.kernel_cases import CASES, Case, Operands
+from outrider.conformance.case import Case, Operands
+from outrider.conformance.kernel_cases import CASES
 from outrider.conformance.lab import Lab, expect
 from outrider.conformance.promises import promise
 from outrider.conformance.verdict import not_applicable

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.device.kernels import ops as _ops  # noqa: F401  (registers the operators)
-from outrider.device.kernels.metadata import AttentionMetadata
+from outrider.device.kernels.metadata import AttentionMetadata, Product, Turn
 from outrider.device.kernels.reference import LANE_DRAFT, LANE_SAMPLE
 
 if TYPE_CHECKING:
@@ -79,6 +79,39 @@ class KernelSet:
         norm with ``norm`` [H]. The sum may be rounded once instead of twice.
         """
         return self.add_rms_norm(self.linear(x, weight, bias), residual, norm, eps)
+
+    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """``residual`` [T, H] grows in place by :meth:`linear` of ``x``; returns it. The sum may be rounded once."""
+        return residual.add_(self.linear(x, weight, bias))
+
+    def linear_rope_write_cache(self, product: Product, turn: Turn) -> Tensor:
+        """Queries, keys and values as one ``product`` with weights [(Hq + 2 Hkv) D, H], then :meth:`rope_write_cache` of
+        them → queries [T, Hq, D].
+        """
+        kv_heads, size = turn.k_cache.shape[2:]
+        heads = product.weight.shape[0] // size - 2 * kv_heads
+        made = self.linear(*product).view(-1, heads + 2 * kv_heads, size)
+        q, k, v = made.split((heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
+        self.rope_write_cache(q, k, v, *turn)
+        queries: Tensor = q
+        return queries
+
+    def norm_linear_silu_mul(
+        self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """:meth:`linear_silu_mul` with ``weight`` and ``bias`` of :meth:`linear_add_rms_norm` of ``added``. What the norm
+        returns need never be there as such: its factor may come behind the product.
+        """
+        return self.linear_silu_mul(self.linear_add_rms_norm(*added, residual, norm, eps), weight, bias)
+
+    def norm_linear_rope_write_cache(
+        self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, turn: Turn
+    ) -> Tensor:
+        """:meth:`linear_rope_write_cache` with ``weight`` and ``bias`` of :meth:`linear_add_rms_norm` of ``added``, in the
+        same way.
+        """
+        normed = self.linear_add_rms_norm(*added, residual, norm, eps)
+        return self.linear_rope_write_cache(Product(normed, weight, bias), turn)
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Rows of ``weight`` [V, H] for int64 ``tokens`` [T] → [T, H]."""
@@ -192,9 +225,77 @@ class KernelSet:
 
     def scatter_rows(self, state: Tensor, rows: Tensor, values: Tensor) -> None:
         """Write ``values`` [B, ...] to rows ``rows`` int64 [B] of ``state`` [R, ...]. Rows are distinct, except row 0, which
-        is reserved: padding goes there, and which of its values stays is open.
+        is reserved: what padding has for it isn't written.
         """
         torch.ops.outrider.scatter_rows(state, rows, values)
+
+    # -- bookkeeping -----------------------------------------------------------------------------------------------
+    # What lies between the passes of an iteration: little data, so that what it costs is the number of launches. Each
+    # writes into tensors that are there already. What's written doesn't overlap with what is read.
+
+    def embed_beside(self, tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
+        """:meth:`embedding` of ``tokens`` [T], and ``hidden`` [T, H'] behind it → [T, H + H']."""
+        return torch.cat((self.embedding(tokens, weight), hidden), dim=-1)
+
+    def gather_requests(
+        self, state: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], own: tuple[Tensor, ...], found: Tensor
+    ) -> None:
+        """Private copies of what an iteration reads of its B requests, and no findings yet.
+
+        ``state``: rows int64 [B], lens int64 [B], and by row last_tokens int64 [R], seeds int64 [R], temperature float32
+        [R], tables int32 [R, P]. ``own``: the same of each request, in this order. ``found`` int64 [B, F] becomes -1.
+        """
+        torch.ops.outrider.gather_requests(*state, *own, found)
+
+    def gather_checked(
+        self, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor, *, bounds: tuple[int, int] | None
+    ) -> None:
+        """Rows ``rows`` int64 [B] of ``source`` [R, ...] (None: all, in order) into ``out`` [B, ...], looked at on the way.
+
+        ``found`` int64 [B, 2]: what :meth:`find_nan` says of each row (``bounds`` None, numbers), or
+        :meth:`find_outside` (``bounds``: low and high, whole numbers). Whole numbers of a row with a bad one all become
+        the lower bound: an index that is out of range would take the device down before anybody could be told.
+        """
+        low, high = bounds or (0, 0)
+        torch.ops.outrider.gather_checked(source, rows, low, high, out, found)
+
+    def place_tokens(
+        self, lens: Tensor, tables: Tensor, page_size: int, last: int, positions: Tensor, slots: Tensor, kv_lens: Tensor
+    ) -> None:
+        """Where n tokens behind each request's ``lens`` int64 [B] go, under block tables int32 [B, P].
+
+        Writes, strided as they may be: ``positions`` int64 [B, n], at most ``last``; cache ``slots`` int64 [B, n], in the
+        reserved page 0 beyond the table; ``kv_lens`` int32 [B, m], m at most n: how many are cached with each of the last
+        m tokens, at most what the table holds.
+        """
+        torch.ops.outrider.place_tokens(lens, tables, page_size, last, positions, slots, kv_lens)
+
+    def publish_accepted(
+        self,
+        rows: Tensor,
+        lens: Tensor,
+        decided: tuple[Tensor, Tensor],
+        lengths: Tensor,
+        last_tokens: Tensor,
+        results: Tensor,
+        own: tuple[Tensor, Tensor],
+    ) -> None:
+        """What was ``decided``, tokens int64 [B, E] and accepted int64 [B], to everybody who must know.
+
+        By rows int64 [B], of which row 0 becomes 0: ``lengths`` int64 [R], the new ``lens`` (accepted and one more), and
+        ``last_tokens`` int64 [R], the last token. ``results`` int64 [B, 1 + E]: accepted, then tokens. ``own``: copies.
+        """
+        torch.ops.outrider.publish_accepted(rows, lens, *decided, lengths, last_tokens, results, *own)
+
+    def place_accepted(
+        self, lens: Tensor, tokens: Tensor, accepted: Tensor, following: Tensor, last: Tensor, positions: Tensor
+    ) -> None:
+        """What draft-extend takes in of ``tokens`` int64 [B, E], ``accepted`` int64 [B].
+
+        ``following`` int64 [B, E]: the tokens, 0 where there is none; ``last`` int64 [B]: where each request's last one lies
+        among all of them; ``positions`` int64 [B]: of the token to draft next, two behind ``lens + accepted``.
+        """
+        torch.ops.outrider.place_accepted(lens, tokens, accepted, following, last, positions)
 
     # -- logits before a draw --------------------------------------------------------------------------------------
     # ``logits`` [B, N, V]: N nodes of each request, of which node 0 is the last committed token and the others are

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.device.kernels.kernelset import KernelSet
-from outrider.device.kernels.metadata import AttentionMetadata
+from outrider.device.kernels.metadata import AttentionMetadata, Product, Turn
 
 _CACHES = 8
 _PAGE = 16
@@ -54,6 +54,8 @@ def kernel_cases(shape: KernelShape, *, dtype: torch.dtype, device: torch.device
         yield from make.rows()
         yield from make.cache()
         yield from make.choices()
+        if width > 1:
+            yield from make.bookkeeping()
     yield _prefill(shape, dtype, device)
 
 
@@ -66,8 +68,56 @@ def product_cases(
     yield _product("output, add, norm", shape.hidden, attention, tokens, rotate_bytes, dtype, device)
     yield _product("gate and up, SwiGLU", 2 * shape.inner, shape.hidden, tokens, rotate_bytes, dtype, device)
     yield _product("down, add, norm", shape.hidden, shape.inner, tokens, rotate_bytes, dtype, device)
+    yield _product("down, residual", shape.hidden, shape.inner, tokens, rotate_bytes, dtype, device)
+    yield from _pairs(shape, tokens, rotate_bytes, dtype, device)
     yield _product("head", shape.vocabulary, shape.hidden, tokens, rotate_bytes, dtype, device)
     yield _product("fusion of a draft", shape.hidden, shape.fused, tokens, rotate_bytes, dtype, device)
+
+
+def _pairs(
+    shape: KernelShape, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[KernelCase]:
+    """Two products with the norm between them, and what the second one makes of it."""
+    attention = shape.heads * shape.head_size
+    heads = attention + 2 * shape.kv_heads * shape.head_size
+    hidden, inner, size = shape.hidden, shape.inner, dtype.itemsize
+    copies = max(2, -(-rotate_bytes // ((heads + 3 * inner + attention) * hidden * size)))
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, dtype=dtype, device=device).mul_(size[-1] ** -0.5)
+
+    def several(*size: int) -> list[Tensor]:
+        return [normal(*size) for _ in range(copies)]
+
+    output, gates = several(hidden, attention), several(2 * inner, hidden)
+    down, qkv = several(hidden, inner), several(heads, hidden)
+    looked, gated, residual = normal(tokens, attention), normal(tokens, inner), normal(tokens, hidden)
+    norm, angles = torch.ones(hidden, dtype=dtype, device=device), torch.rand(tokens, shape.head_size, device=device)
+    k_cache, v_cache = (normal(1 + tokens, 1, shape.kv_heads, shape.head_size) for _ in range(2))
+    turn = Turn(angles.cos().to(dtype), angles.sin().to(dtype), k_cache, v_cache, torch.arange(1, tokens + 1, device=device))
+    rows = 3 * residual.nbytes
+    yield KernelCase(
+        "norm_linear_silu_mul",
+        f"output, add, norm, gate and up, SwiGLU, {tokens} tokens",
+        output[0].nbytes + gates[0].nbytes + looked.nbytes + rows + gated.nbytes,
+        lambda k, i: k.norm_linear_silu_mul(
+            Product(looked, output[i % copies], None), residual, norm, 1e-5, gates[i % copies], None
+        ),
+    )
+    yield KernelCase(
+        "norm_linear_rope_write_cache",
+        f"down, add, norm, qkv, rope, cache, {tokens} tokens",
+        down[0].nbytes + qkv[0].nbytes + gated.nbytes + rows + tokens * heads * size,
+        lambda k, i: k.norm_linear_rope_write_cache(
+            Product(gated, down[i % copies], None), residual, norm, 1e-5, qkv[i % copies], None, turn
+        ),
+    )
+    yield KernelCase(
+        "linear_rope_write_cache",
+        f"qkv, rope, cache, {tokens} tokens",
+        qkv[0].nbytes + residual.nbytes + tokens * heads * size,
+        lambda k, i: k.linear_rope_write_cache(Product(residual, qkv[i % copies], None), turn),
+    )
 
 
 def _product(
@@ -91,6 +141,13 @@ def _product(
         return kernels.linear_add_rms_norm(x, weights[number % copies], None, residual, norm, 1e-5)
 
     label = f"{name}, {tokens} tokens"
+    if "residual" in name:
+        return KernelCase(
+            "linear_add",
+            label,
+            moved + 2 * tokens * n * size,
+            lambda k, i: k.linear_add(x, weights[i % copies], None, residual),
+        )
     if "SwiGLU" in name:
         return KernelCase("linear_silu_mul", label, moved + tokens * n * size // 2, gated)
     if "norm" in name:
@@ -175,6 +232,49 @@ class _Maker:
             moved,
             lambda k, i: k.paged_attention(q, *caches[i % _CACHES], metadata, scale=0.09),
         )
+
+    def bookkeeping(self) -> Iterator[KernelCase]:
+        """What lies between the passes: whole numbers and short rows, so that bytes say little."""
+        batch, path, hidden, device = self._batch, self._width, self._shape.hidden, self._device
+        pages = _CONTEXT // _PAGE
+
+        def numbers(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.ones(size, dtype=dtype, device=device)
+
+        def case(kernel: str, operands: tuple[Tensor, ...], call: Callable[[KernelSet, int], object]) -> KernelCase:
+            return KernelCase(kernel, self._label, sum(operand.nbytes for operand in operands), call)
+
+        rows = torch.arange(1, batch + 1, device=device)
+        lens, accepted, temperature = numbers(batch), numbers(batch), numbers(batch, dtype=torch.float32)
+        tables, found = numbers(batch, pages, dtype=torch.int32), numbers(batch, 10)
+        by_row = (numbers(257), numbers(257), numbers(257, dtype=torch.float32), numbers(257, pages, dtype=torch.int32))
+        own = (numbers(batch), numbers(batch), numbers(batch), numbers(batch), temperature, tables)
+        yield case("gather_requests", (*own, *own, found), lambda k, i: k.gather_requests((rows, lens, *by_row), own, found))
+        state, copy, look = self._normal(257, hidden), self._normal(batch, hidden), found[:, :2]
+        yield case("gather_checked", (copy, copy), lambda k, i: k.gather_checked(state, rows, copy, look, bounds=None))
+        logits = self._normal(batch, path * self._shape.vocabulary)
+        yield case("find_nan", (logits,), lambda k, i: k.find_nan(logits))
+        places, slots, ends = numbers(batch, path), numbers(batch, path), numbers(batch, 1, dtype=torch.int32)
+        yield case(
+            "place_tokens",
+            (lens, tables, places, slots, ends),
+            lambda k, i: k.place_tokens(lens, tables, _PAGE, _CONTEXT, places, slots, ends),
+        )
+        lengths, last, results, kept = numbers(257), numbers(257), numbers(batch, path + 1), numbers(batch)
+        decided = (places, accepted)
+        yield case(
+            "publish_accepted",
+            (rows, lens, *decided, *decided, results),
+            lambda k, i: k.publish_accepted(rows, lens, decided, lengths, last, results, (slots, kept)),
+        )
+        yield case(
+            "place_accepted",
+            (lens, *decided, slots, kept, kept),
+            lambda k, i: k.place_accepted(lens, *decided, slots, kept, kept),
+        )
+        table, features = self._normal(1024, hidden), self._normal(self._count, hidden)
+        token = places.flatten()
+        yield case("embed_beside", (features,) * 4, lambda k, i: k.embed_beside(token, table, features))
 
     def choices(self) -> Iterator[KernelCase]:
         """Sampling and acceptance."""

@@ -1,8 +1,9 @@
-"""What an attention kernel is told about the batch."""
+"""What kernels are told: of a batch, and of what lies beside a product."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -38,3 +39,21 @@ class AttentionMetadata:
     uniform: bool = False
     host_kv_lens: HostParam | None = None
     plan: object | None = None
+
+
+class Product(NamedTuple):
+    """A matrix product that is still to be made: ``x @ weight.T + bias``."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Turn(NamedTuple):
+    """How new keys and queries turn, and where keys and values go: see :meth:`KernelSet.rope_write_cache`."""
+
+    cos: Tensor
+    sin: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slots: Tensor

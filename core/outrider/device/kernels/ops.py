@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device.kernels import reference, shaping
+from outrider.device.kernels import bookkeeping, reference, shaping
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "DEF")
@@ -127,6 +127,36 @@ _define(
     reference.find_outside,
     lambda x, low, high: x.new_empty((x.shape[0], 2), dtype=torch.int64),
 )
+_define(
+    "gather_requests(Tensor rows, Tensor lens, Tensor last_tokens, Tensor seeds, Tensor temperature, Tensor tables, "
+    "Tensor(a!) own_rows, Tensor(b!) own_lens, Tensor(c!) own_last_tokens, Tensor(d!) own_seeds, "
+    "Tensor(e!) own_temperature, Tensor(f!) own_tables, Tensor(g!) found) -> ()",
+    bookkeeping.gather_requests,
+    lambda *operands: None,
+)
+_define(
+    "gather_checked(Tensor source, Tensor? rows, int low, int high, Tensor(a!) out, Tensor(b!) found) -> ()",
+    bookkeeping.gather_checked,
+    lambda *operands: None,
+)
+_define(
+    "place_tokens(Tensor lens, Tensor tables, int page_size, int last, Tensor(a!) positions, Tensor(b!) slots, "
+    "Tensor(c!) kv_lens) -> ()",
+    bookkeeping.place_tokens,
+    lambda *operands: None,
+)
+_define(
+    "publish_accepted(Tensor rows, Tensor lens, Tensor tokens, Tensor accepted, Tensor(a!) lengths, Tensor(b!) last_tokens, "
+    "Tensor(c!) results, Tensor(d!) own_tokens, Tensor(e!) own_accepted) -> ()",
+    bookkeeping.publish_accepted,
+    lambda *operands: None,
+)
+_define(
+    "place_accepted(Tensor lens, Tensor tokens, Tensor accepted, Tensor(a!) following, Tensor(b!) last, "
+    "Tensor(c!) positions) -> ()",
+    bookkeeping.place_accepted,
+    lambda *operands: None,
+)
 
 
 def _rows_of_slots(arguments: Mapping[str, Any]) -> Tensor:
@@ -176,6 +206,26 @@ def _cells_of_state(arguments: Mapping[str, Any]) -> Tensor:
     return cells.flatten()
 
 
+def _rows_of_requests(arguments: Mapping[str, Any]) -> Tensor:
+    """Rows of state with one dimension."""
+    rows: Tensor = arguments["rows"]
+    return rows.flatten()
+
+
+def _cells_of_tables(arguments: Mapping[str, Any]) -> Tensor:
+    """Cells of the block tables of some requests."""
+    return _cells_of_state({"state": arguments["tables"], "rows": arguments["rows"]})
+
+
+def _cells_of_source(arguments: Mapping[str, Any]) -> Tensor:
+    """Cells of what is looked at: of some rows, or all of them."""
+    source: Tensor = arguments["source"]
+    rows = arguments["rows"]
+    if rows is None:
+        rows = torch.arange(source.shape[0], device=source.device)
+    return _cells_of_state({"state": source, "rows": rows})
+
+
 RowResolver = Callable[[Mapping[str, Any]], Tensor]
 
 ROW_ACCESS: Mapping[str, Mapping[str, RowResolver]] = MappingProxyType(
@@ -186,6 +236,16 @@ ROW_ACCESS: Mapping[str, Mapping[str, RowResolver]] = MappingProxyType(
         "outrider::count_tokens": MappingProxyType({"counts": _cells_of_tokens}),
         "outrider::gather_rows": MappingProxyType({"state": _cells_of_state}),
         "outrider::scatter_rows": MappingProxyType({"state": _cells_of_state}),
+        "outrider::gather_requests": MappingProxyType(
+            {
+                "last_tokens": _rows_of_requests,
+                "seeds": _rows_of_requests,
+                "temperature": _rows_of_requests,
+                "tables": _cells_of_tables,
+            }
+        ),
+        "outrider::gather_checked": MappingProxyType({"source": _cells_of_source}),
+        "outrider::publish_accepted": MappingProxyType({"lengths": _rows_of_requests, "last_tokens": _rows_of_requests}),
         "outrider::move_cache": MappingProxyType({"k_cache": _rows_of_moves, "v_cache": _rows_of_moves}),
     }
 )

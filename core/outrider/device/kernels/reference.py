@@ -193,8 +193,9 @@ def gather_rows(state: Tensor, rows: Tensor) -> Tensor:
 
 
 def scatter_rows(state: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Write rows of a table of state."""
-    state.index_copy_(0, rows, values)
+    """Write rows of a table of state; row 0 stays as it is."""
+    real = (rows > 0).view(-1, *([1] * (state.dim() - 1)))
+    state.index_copy_(0, rows, torch.where(real, values, state[:1]))
 
 
 def move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:

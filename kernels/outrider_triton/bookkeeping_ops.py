@@ -1,0 +1,223 @@
+"""The operators of an iteration's bookkeeping, as overloads of the seam's own (:mod:`outrider_triton.ops`)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from outrider_triton.define import define
+from outrider_triton.jit import bookkeeping
+from outrider_triton.launch import launch, power_of_two, warps_for
+
+_WIDE = 4096
+"""The most numbers that a program looks at together."""
+
+
+def _straight(name: str, *operands: Tensor) -> None:
+    torch._check(
+        all(operand.is_contiguous() for operand in operands), lambda: f"{name}: state and results must be contiguous"
+    )
+
+
+def _gather_requests(
+    rows: Tensor,
+    lens: Tensor,
+    last_tokens: Tensor,
+    seeds: Tensor,
+    temperature: Tensor,
+    tables: Tensor,
+    own_rows: Tensor,
+    own_lens: Tensor,
+    own_last_tokens: Tensor,
+    own_seeds: Tensor,
+    own_temperature: Tensor,
+    own_tables: Tensor,
+    found: Tensor,
+    pdl: bool,
+) -> None:
+    state = (rows, lens, last_tokens, seeds, temperature, tables)
+    own = (own_rows, own_lens, own_last_tokens, own_seeds, own_temperature, own_tables)
+    _straight("gather_requests", *state, *own)
+    pages = tables.shape[1]
+    launch(
+        bookkeeping.gather_requests,
+        (rows.shape[0],),
+        *(*state, *own, found, pages, found.shape[1], found.stride(0)),
+        BLOCK=min(power_of_two(pages), 1024),
+        FOUND=power_of_two(found.shape[1]),
+        pdl=pdl,
+        warps=1,
+    )
+
+
+define(
+    "gather_requests.triton(Tensor rows, Tensor lens, Tensor last_tokens, Tensor seeds, Tensor temperature, Tensor tables, "
+    "Tensor(a!) own_rows, Tensor(b!) own_lens, Tensor(c!) own_last_tokens, Tensor(d!) own_seeds, "
+    "Tensor(e!) own_temperature, Tensor(f!) own_tables, Tensor(g!) found, bool pdl) -> ()",
+    _gather_requests,
+    lambda *operands: None,
+)
+
+
+def _gather_checked(source: Tensor, rows: Tensor | None, low: int, high: int, out: Tensor, found: Tensor, pdl: bool) -> None:
+    _straight("gather_checked", source, out)
+    size = out[0].numel() if out.shape[0] else 0
+    block = min(power_of_two(size), _WIDE)
+    launch(
+        bookkeeping.gather_checked,
+        (out.shape[0],),
+        *(source, rows, low, high, out, found, size, found.stride(0)),
+        SOME=rows is not None,
+        NUMBERS=source.is_floating_point(),
+        BLOCK=block,
+        pdl=pdl,
+        warps=warps_for(block),
+    )
+
+
+define(
+    "gather_checked.triton(Tensor source, Tensor? rows, int low, int high, Tensor(a!) out, Tensor(b!) found, bool pdl) -> ()",
+    _gather_checked,
+    lambda *operands: None,
+)
+
+
+def _find_nan(x: Tensor, shares: int, pdl: bool) -> Tensor:
+    rows, size = x.shape
+    firsts = torch.empty((rows, shares), dtype=torch.int32, device=x.device)
+    out = torch.empty((rows, 2), dtype=torch.int64, device=x.device)
+    launch(
+        bookkeeping.nan_of_shares,
+        (rows, shares),
+        *(x.contiguous(), firsts, size),
+        SHARES=shares,
+        BLOCK=_WIDE,
+        pdl=pdl,
+        warps=warps_for(_WIDE) // 2,
+    )
+    launch(bookkeeping.first_of_shares, (rows,), firsts, out, SHARES=shares, pdl=pdl, warps=1)
+    return out
+
+
+define(
+    "find_nan.triton(Tensor x, int shares, bool pdl) -> Tensor",
+    _find_nan,
+    lambda x, shares, pdl: x.new_empty((x.shape[0], 2), dtype=torch.int64),
+)
+
+
+def _place_tokens(
+    lens: Tensor,
+    tables: Tensor,
+    page_size: int,
+    last: int,
+    positions: Tensor,
+    slots: Tensor,
+    kv_lens: Tensor,
+    pdl: bool,
+) -> None:
+    _straight("place_tokens", lens, tables)
+    count, ends = positions.shape[1], kv_lens.shape[1]
+    launch(
+        bookkeeping.place_tokens,
+        (lens.shape[0],),
+        *(lens, tables, positions, slots, kv_lens, count, ends, tables.shape[1], page_size, last),
+        *(*positions.stride(), *slots.stride(), *kv_lens.stride()),
+        BLOCK=power_of_two(count),
+        pdl=pdl,
+        warps=1,
+    )
+
+
+define(
+    "place_tokens.triton(Tensor lens, Tensor tables, int page_size, int last, Tensor(a!) positions, Tensor(b!) slots, "
+    "Tensor(c!) kv_lens, bool pdl) -> ()",
+    _place_tokens,
+    lambda *operands: None,
+)
+
+
+def _publish_accepted(
+    rows: Tensor,
+    lens: Tensor,
+    tokens: Tensor,
+    accepted: Tensor,
+    lengths: Tensor,
+    last_tokens: Tensor,
+    results: Tensor,
+    own_tokens: Tensor,
+    own_accepted: Tensor,
+    pdl: bool,
+) -> None:
+    _straight("publish_accepted", rows, lens, lengths, last_tokens, own_tokens, own_accepted)
+    batch, path = tokens.shape
+    launch(
+        bookkeeping.publish_accepted,
+        (batch,),
+        *(rows, lens, tokens.contiguous(), accepted.contiguous(), lengths, last_tokens, results, own_tokens, own_accepted),
+        *(path, results.stride(0)),
+        BLOCK=power_of_two(path),
+        pdl=pdl,
+        warps=1,
+    )
+
+
+define(
+    "publish_accepted.triton(Tensor rows, Tensor lens, Tensor tokens, Tensor accepted, Tensor(a!) lengths, "
+    "Tensor(b!) last_tokens, Tensor(c!) results, Tensor(d!) own_tokens, Tensor(e!) own_accepted, bool pdl) -> ()",
+    _publish_accepted,
+    lambda *operands: None,
+)
+
+
+def _place_accepted(
+    lens: Tensor, tokens: Tensor, accepted: Tensor, following: Tensor, last: Tensor, positions: Tensor, pdl: bool
+) -> None:
+    _straight("place_accepted", lens, tokens, accepted, following, last, positions)
+    batch, path = tokens.shape
+    launch(
+        bookkeeping.place_accepted,
+        (batch,),
+        *(lens, tokens, accepted, following, last, positions, path),
+        BLOCK=power_of_two(path),
+        pdl=pdl,
+        warps=1,
+    )
+
+
+define(
+    "place_accepted.triton(Tensor lens, Tensor tokens, Tensor accepted, Tensor(a!) following, Tensor(b!) last, "
+    "Tensor(c!) positions, bool pdl) -> ()",
+    _place_accepted,
+    lambda *operands: None,
+)
+
+
+def _beside(tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
+    return hidden.new_empty((tokens.shape[0], weight.shape[1] + hidden.shape[1]))
+
+
+def _embed_beside(tokens: Tensor, weight: Tensor, hidden: Tensor, pdl: bool) -> Tensor:
+    torch._check(
+        weight.is_contiguous() and hidden.stride(-1) == 1 and weight.dtype is hidden.dtype,
+        lambda: "embed_beside: embeddings and features must be of one dtype, and their columns contiguous",
+    )
+    out = _beside(tokens, weight, hidden)
+    block = 1024
+    launch(
+        bookkeeping.embed_beside,
+        (out.shape[0], triton.cdiv(out.shape[1], block)),
+        *(tokens.contiguous(), weight, hidden, out, weight.shape[1], hidden.shape[1], hidden.stride(0)),
+        BLOCK=block,
+        pdl=pdl,
+        warps=warps_for(block),
+    )
+    return out
+
+
+define(
+    "embed_beside.triton(Tensor tokens, Tensor weight, Tensor hidden, bool pdl) -> Tensor",
+    _embed_beside,
+    lambda tokens, weight, hidden, pdl: _beside(tokens, weight, hidden),
+)

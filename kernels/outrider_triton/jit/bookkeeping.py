@@ -1,0 +1,223 @@
+"""What lies between the passes of an iteration, a kernel for each: a program has a request, and there is little to do."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outrider_triton.jit.dependent import begin
+
+
+@triton.jit
+def gather_requests(
+    rows,
+    lens,
+    last_tokens,
+    seeds,
+    temperature,
+    tables,
+    own_rows,
+    own_lens,
+    own_last_tokens,
+    own_seeds,
+    own_temperature,
+    own_tables,
+    found,
+    pages,
+    found_width,
+    found_stride,
+    BLOCK: tl.constexpr,
+    FOUND: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One request. ``pages`` of a table are taken BLOCK at a time."""
+    begin(PDL)
+    request = tl.program_id(0)
+    row = tl.load(rows + request)
+    tl.store(own_rows + request, row)
+    tl.store(own_lens + request, tl.load(lens + request))
+    tl.store(own_last_tokens + request, tl.load(last_tokens + row))
+    tl.store(own_seeds + request, tl.load(seeds + row))
+    tl.store(own_temperature + request, tl.load(temperature + row))
+    lane = tl.arange(0, BLOCK)
+    for start in range(0, pages, BLOCK):
+        inside = start + lane < pages
+        page = tl.load(tables + row * pages + start + lane, mask=inside)
+        tl.store(own_tables + request.to(tl.int64) * pages + start + lane, page, mask=inside)
+    column = tl.arange(0, FOUND)
+    none = tl.full([FOUND], -1, dtype=tl.int64)
+    tl.store(found + request * found_stride + column, none, mask=column < found_width)
+
+
+@triton.jit
+def _is_nan(value):
+    wide = value.to(tl.float32)
+    return wide != wide
+
+
+@triton.jit
+def _first(bad, lane, first):
+    """The least lane that is bad, or ``first``."""
+    return tl.minimum(first, tl.min(tl.where(bad, lane, 0x7FFFFFFF), axis=0))
+
+
+@triton.jit
+def gather_checked(
+    source,
+    rows,
+    low,
+    high,
+    out,
+    found,
+    size,
+    found_stride,
+    SOME: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row of ``size``: NaN is looked for among NUMBERS, what is below ``low`` or not below ``high`` among others."""
+    begin(PDL)
+    request = tl.program_id(0).to(tl.int64)
+    row = request
+    if SOME:
+        row = tl.load(rows + request)
+    first = tl.full([], 0x7FFFFFFF, dtype=tl.int32)
+    for start in range(0, size, BLOCK):
+        lane = start + tl.arange(0, BLOCK)
+        value = tl.load(source + row * size + lane, mask=lane < size, other=low)
+        if NUMBERS:
+            first = _first(_is_nan(value), lane, first)
+            tl.store(out + request * size + lane, value, mask=lane < size)
+        else:
+            first = _first(((value < low) | (value >= high)) & (lane < size), lane, first)
+    bad = first < 0x7FFFFFFF
+    what = tl.full([], -1, dtype=tl.int64)
+    if not NUMBERS:
+        what = tl.load(source + row * size + first, mask=bad, other=-1).to(tl.int64)
+        for start in range(0, size, BLOCK):
+            lane = start + tl.arange(0, BLOCK)
+            value = tl.load(source + row * size + lane, mask=lane < size, other=low)
+            tl.store(out + request * size + lane, tl.where(bad, low, value), mask=lane < size)
+    tl.store(found + request * found_stride, tl.where(bad, first, -1).to(tl.int64))
+    tl.store(found + request * found_stride + 1, what)
+
+
+@triton.jit
+def nan_of_shares(x, firsts, size, SHARES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program (row, share): the first NaN of the share."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    share = tl.program_id(1)
+    span = tl.cdiv(tl.cdiv(size, SHARES), BLOCK) * BLOCK
+    first = tl.full([], 0x7FFFFFFF, dtype=tl.int32)
+    for start in range(share * span, tl.minimum(share * span + span, size), BLOCK):
+        lane = start + tl.arange(0, BLOCK)
+        value = tl.load(x + row * size + lane, mask=lane < size, other=0.0)
+        first = _first(_is_nan(value), lane, first)
+    tl.store(firsts + row * SHARES + share, first)
+
+
+@triton.jit
+def first_of_shares(firsts, out, SHARES: tl.constexpr, PDL: tl.constexpr):
+    """One row: index of the first NaN or -1, and -1."""
+    begin(PDL)
+    row = tl.program_id(0)
+    first = tl.min(tl.load(firsts + row * SHARES + tl.arange(0, SHARES)), axis=0)
+    tl.store(out + row * 2, tl.where(first < 0x7FFFFFFF, first, -1).to(tl.int64))
+    tl.store(out + row * 2 + 1, tl.full([], -1, dtype=tl.int64))
+
+
+@triton.jit
+def place_tokens(
+    lens,
+    tables,
+    positions,
+    slots,
+    kv_lens,
+    count,
+    ends,
+    pages,
+    page_size,
+    last,
+    position_request,
+    position_token,
+    slot_request,
+    slot_token,
+    end_request,
+    end_token,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One request: ``count`` tokens behind its cached ones, ``ends`` of which say how many are cached with them."""
+    begin(PDL)
+    request = tl.program_id(0).to(tl.int64)
+    token = tl.arange(0, BLOCK)
+    real = token < count
+    place = tl.load(lens + request) + token
+    index = place // page_size
+    page = tl.load(tables + request * pages + index, mask=real & (index < pages), other=0).to(tl.int64)
+    tl.store(slots + request * slot_request + token * slot_token, page * page_size + place % page_size, mask=real)
+    tl.store(positions + request * position_request + token * position_token, tl.minimum(place, last), mask=real)
+    end = token - (count - ends)
+    cached = tl.minimum(place + 1, pages * page_size).to(tl.int32)
+    tl.store(kv_lens + request * end_request + end * end_token, cached, mask=real & (end >= 0))
+
+
+@triton.jit
+def publish_accepted(
+    rows,
+    lens,
+    tokens,
+    accepted,
+    lengths,
+    last_tokens,
+    results,
+    own_tokens,
+    own_accepted,
+    path,
+    results_stride,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One request, ``path`` tokens."""
+    begin(PDL)
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + request)
+    count = tl.load(accepted + request)
+    decided = tl.load(tokens + request * path + count)
+    length = tl.load(lens + request) + count + 1
+    tl.store(lengths + row, tl.where(row > 0, length, 0))
+    tl.store(last_tokens + row, tl.where(row > 0, decided, 0))
+    tl.store(results + request * results_stride, count)
+    tl.store(own_accepted + request, count)
+    lane = tl.arange(0, BLOCK)
+    token = tl.load(tokens + request * path + lane, mask=lane < path)
+    tl.store(results + request * results_stride + 1 + lane, token, mask=lane < path)
+    tl.store(own_tokens + request * path + lane, token, mask=lane < path)
+
+
+@triton.jit
+def place_accepted(lens, tokens, accepted, following, last, positions, path, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One request, ``path`` tokens."""
+    begin(PDL)
+    request = tl.program_id(0).to(tl.int64)
+    count = tl.load(accepted + request)
+    lane = tl.arange(0, BLOCK)
+    token = tl.load(tokens + request * path + lane, mask=lane < path, other=0)
+    tl.store(following + request * path + lane, tl.maximum(token, 0), mask=lane < path)
+    tl.store(last + request, request * path + count)
+    tl.store(positions + request, tl.load(lens + request) + count + 2)
+
+
+@triton.jit
+def embed_beside(tokens, weight, hidden, out, size, beside, hidden_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program (token, chunk): ``size`` columns of its embedding, then ``beside`` columns of its features."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(tokens + row)
+    embedded = tl.load(weight + token * size + column, mask=column < size, other=0.0)
+    other = tl.load(hidden + row * hidden_stride + column - size, mask=(column >= size) & (column < size + beside), other=0.0)
+    value = tl.where(column < size, embedded, other)
+    tl.store(out + row * (size + beside) + column, value, mask=column < size + beside)

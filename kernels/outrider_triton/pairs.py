@@ -1,0 +1,281 @@
+"""Tuning of products with their neighbours (:mod:`outrider_triton.jit.fused`), in a chain of layers.
+
+Such a kernel replaces several, so it's compared with them where it will be used: by the time of a layer with it and without.
+A product that ends a row and the one that takes its norm are chosen together, or neither.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from outrider.device import KernelSet, Product, Turn
+from outrider.device.kernels.measure import KernelShape
+from outrider_triton.chain import AHEAD, Chain, Key, as_json, deep_attention_candidates, with_choice
+from outrider_triton.kernelset import TritonKernels
+from outrider_triton.table import MatmulConfig, Table, parse
+from outrider_triton.timing import microseconds
+
+Report = Callable[[str], None]
+_SHARED_BYTES = 220 << 10
+_BETTER = 0.999
+
+
+def ends(m: int) -> list[MatmulConfig]:
+    """For a product that is added to the residual: 4096 rows in 128 or 256 shares, whole or in part of a block."""
+    block_m = _block_m(m)
+    tiles = [(32, 128, 0), (32, 256, 0), (32, 512, 0), (16, 256, 0), (64, 256, 32)]
+    if m > 32:
+        tiles = [(32, 128, 0), (64, 64, 32), (64, 128, 32), (64, 64, 0)]
+    made = []
+    for (block_n, block_k, each), stages, descriptor in itertools.product(tiles, (3, 5), (0, 1)):
+        if stages * (block_n + block_m) * block_k * 2 <= _SHARED_BYTES and not (descriptor and each):
+            made.append(MatmulConfig(block_m, block_n, block_k, 1, 4 if m <= 32 else 8, stages, 256, descriptor, each))
+    return made
+
+
+def turns(m: int) -> list[MatmulConfig]:
+    """For queries, keys and values: 3072 pairs of rows in 128 or 256 shares."""
+    block_m = _block_m(m)
+    tiles = [(32, 64, 24), (32, 128, 24), (32, 256, 24), (16, 256, 12)]
+    return _pairs_of_rows(block_m, tiles)
+
+
+def gates(m: int) -> list[MatmulConfig]:
+    """For gate and up: 14336 pairs of rows in 256 shares, or in blocks."""
+    block_m = _block_m(m)
+    tiles = [(64, 64, 56), (64, 128, 56)] if m <= 32 else [(64, 64, 56), (128, 64, 0)]
+    return _pairs_of_rows(block_m, tiles)
+
+
+def _pairs_of_rows(block_m: int, tiles: list[tuple[int, int, int]]) -> list[MatmulConfig]:
+    made = []
+    for (block_n, block_k, each), stages in itertools.product(tiles, (3, 5)):
+        if stages * (2 * block_n + block_m) * block_k * 2 <= _SHARED_BYTES:
+            warps = 8 if block_n * block_m > 4096 else 4
+            made.append(MatmulConfig(block_m, block_n, block_k, 1, warps, stages, 256, 0, each))
+    return made
+
+
+def _block_m(m: int) -> int:
+    return max(16, 1 << (m - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What is chosen for a shape."""
+
+    output: Key
+    gates: Key
+    down: Key
+    qkv: Key
+    alone: Key
+
+    @classmethod
+    def of(cls, shape: KernelShape) -> Keys:
+        """Those of a decoder's layers."""
+        attention = shape.heads * shape.head_size
+        rows = attention + 2 * shape.kv_heads * shape.head_size
+        return cls(
+            output=("linear_add_scaled", "bfloat16", shape.hidden, attention),
+            gates=("scaled_silu_mul", "bfloat16", 2 * shape.inner, shape.hidden),
+            down=("linear_add_scaled", "bfloat16", shape.hidden, shape.inner),
+            qkv=("linear_rope", "bfloat16", rows, shape.hidden),
+            alone=("linear_add", "bfloat16", shape.hidden, shape.inner),
+        )
+
+
+def without_pairs(table: Table, shape: KernelShape, sizes: list[int]) -> Table:
+    """``table`` with each of its kernels apart."""
+    keys = Keys.of(shape)
+    for m, key in itertools.product(sizes, (keys.output, keys.gates, keys.down, keys.qkv)):
+        table = with_choice(table, key, m, None)
+    return table
+
+
+class Search:
+    """For one number of tokens, for which the chain is prepared; ``table`` is without pairs. ``m``: the entries' number."""
+
+    def __init__(self, chain: Chain, table: Table, m: int, report: Report) -> None:
+        self._chain, self._m, self._report = chain, m, report
+        self._keys = Keys.of(chain.shape)
+        self.table = table
+        self.before_us = self.us = chain.attempt(table)
+
+    def _best(self, table: Table, us: float, key: Key, configs: list[MatmulConfig]) -> tuple[Table, float]:
+        """The best of ``configs`` for one choice while the others stay; first all, then the winner reading ahead or not."""
+        for round_configs in (configs, None):
+            tried = round_configs
+            if tried is None:
+                entry = table.entry(*key[:2], n=key[2], k=key[3], m=self._m)
+                if entry is None or entry.config is None:
+                    break
+                tried = [replace(entry.config, ahead=ahead) for ahead in AHEAD]
+            for config in tried:
+                trial = with_choice(table, key, self._m, config)
+                found = self._chain.attempt(trial)
+                if found < us:
+                    table, us = trial, found
+        return table, us
+
+    def _keep(self, name: str, table: Table, us: float) -> None:
+        kept = us < self.us * _BETTER
+        self._report(f"m {self._m}: {name}: {us:.2f} us a layer, {self.us:.2f} without: {'kept' if kept else 'left out'}")
+        if kept:
+            self.table, self.us = table, us
+
+    def run(self) -> None:
+        """Rope with qkv; then down with it; then output with the gates."""
+        keys, m = self._keys, self._m
+        alone, us = self._best(self.table, float("inf"), keys.qkv, turns(m))
+        self._keep("qkv, rope and the cache's write in one", alone, us)
+        both, us = self._best(alone, float("inf"), keys.down, ends(m))
+        both, us = self._best(both, us, keys.qkv, turns(m))
+        self._keep("down with the residual, its norm in qkv", both, us)
+        start = with_choice(self.table, keys.gates, m, self._gates_of_today())
+        both, us = self._best(start, float("inf"), keys.output, ends(m))
+        both, us = self._best(both, us, keys.gates, gates(m))
+        self._keep("output with the residual, its norm in the gates", both, us)
+
+    def _gates_of_today(self) -> MatmulConfig:
+        _, dtype, n, k = self._keys.gates
+        entry = self.table.entry("linear_silu_mul", dtype, n=n, k=k, m=self._m)
+        return gates(self._m)[0] if entry is None or entry.config is None else entry.config
+
+
+# -- the whole of it -----------------------------------------------------------------------------------------------
+
+Job = tuple[str, MatmulConfig]
+
+
+def jobs(sizes: list[int]) -> list[Job]:
+    """What is to be compiled: operators and configurations."""
+    return [
+        (operator, config)
+        for m in sizes
+        for operator, configs in (("linear_add_scaled", ends(m)), ("linear_rope", turns(m)), ("scaled_silu_mul", gates(m)))
+        for config in configs
+    ]
+
+
+def compile_one(operator: str, config: MatmulConfig, shape: KernelShape, device: torch.device, pdl: bool) -> None:
+    """Compile for operands that are like those of ``shape`` in all that a compiler sees."""
+    ops, m, hidden = torch.ops.outrider, config.block_m, shape.hidden
+
+    def made(*size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.bfloat16, device=device)
+
+    block = config.as_list()
+    if operator == "linear_add_scaled":
+        ops.linear_add_scaled.triton(made(m, hidden), made(512, hidden), None, made(m, 512), made(512), block, pdl)
+        return
+    for shares in (128, 256) if m <= 32 else (64, 128):
+        squares = torch.ones((shares, m), dtype=torch.float32, device=device)
+        if operator == "scaled_silu_mul":
+            ops.scaled_silu_mul.triton(made(m, hidden), squares, made(1024, hidden), None, 1e-5, block, pdl)
+            continue
+        rows = (shape.heads + 2 * shape.kv_heads) * shape.head_size
+        cache = made(m, 16, shape.kv_heads, shape.head_size)
+        turn = (made(m, shape.head_size), made(m, shape.head_size), cache, cache, torch.arange(m, device=device))
+        for each in (squares, None):
+            ops.rope_write_cache.triton_linear(made(m, hidden), each, made(rows, hidden), None, 1e-5, *turn, block, pdl)
+
+
+def tune_pairs(
+    data: dict[str, Any], shape: KernelShape, sizes: list[int], kernels: TritonKernels, device: torch.device, report: Report
+) -> None:
+    """Choose for each number of tokens; changes ``data``, the table's JSON."""
+    table, chain, keys = without_pairs(parse(data), shape, sizes), Chain(shape, kernels, device), Keys.of(shape)
+    layers: list[dict[str, Any]] = []
+    for m in sizes:
+        width = 1 if m == 16 else 4
+        chain.prepare(m // width, width, 640)
+        if width > 1 and m > 4:
+            before = chain.attempt(table)
+            table = chain.tune_attention(table, deep_attention_candidates(chain.groups), measured=True)
+            chosen = table.attention_config(chain.groups, chain.context)
+            report(f"m {m}: attention {chosen}: {chain.attempt(table):.2f} us a layer, {before:.2f} before")
+        search = Search(chain, table, m, report)
+        search.run()
+        table = search.table
+        report(f"m {m}: relative error {check(kernels, shape, m, device):.2g}")
+        layers.append({"m": m, "width": width, "context": 640, "before_us": search.before_us, "us": search.us})
+    data["attention"] = as_json(table)
+    data["pairs"] = [{**layer, **{name: round(layer[name], 2) for name in ("before_us", "us")}} for layer in layers]
+    operators = {"linear_add_scaled", "scaled_silu_mul", "linear_rope", "linear_add"}
+    rows = [row for row in data["matmul"] if row["operator"] not in operators]
+    for key in (keys.output, keys.gates, keys.down, keys.qkv):
+        for layer in layers:
+            entry = table.entry(*key[:2], n=key[2], k=key[3], m=layer["m"])
+            config = None if entry is None or entry.config is None else entry.config.as_list()
+            rows.append(_row(key, layer["m"], config, layer["us"], layer["before_us"]))
+    data["matmul"] = rows + [_alone(keys.alone, m, kernels, device, report) for m in sizes]
+
+
+def check(kernels: TritonKernels, shape: KernelShape, m: int, device: torch.device) -> float:
+    """The largest relative error of a pair against float64; exits where it is more than bfloat16 accounts for."""
+    attention, hidden = shape.heads * shape.head_size, shape.hidden
+
+    def normal(*size: int) -> torch.Tensor:
+        made: torch.Tensor = torch.randn(size, dtype=torch.bfloat16, device=device) * size[-1] ** -0.5
+        return made
+
+    def turn(dtype: torch.dtype) -> Turn:
+        empty = [torch.zeros(m, 1, shape.kv_heads, shape.head_size, dtype=dtype, device=device) for _ in range(2)]
+        return Turn(cos.to(dtype), sin.to(dtype), empty[0], empty[1], torch.arange(m, device=device))
+
+    angle = torch.rand(m, shape.head_size // 2, device=device).repeat(1, 2)
+    cos, sin = angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16)
+    worst = 0.0
+    rows = attention + 2 * shape.kv_heads * shape.head_size
+    for width, count in ((attention, 2 * shape.inner), (shape.inner, rows)):
+        taking = normal(count, hidden)
+        added, norm = Product(normal(m, width), normal(hidden, width), None), normal(1, hidden)[0] + 1
+        residual = normal(m, hidden)
+        exact = residual.double()
+        wide = Product(added.x.double(), added.weight.double(), None)
+        if width == attention:
+            made = [kernels.norm_linear_silu_mul(added, residual, norm, 1e-5, taking, None)]
+            right = [KernelSet().norm_linear_silu_mul(wide, exact, norm.double(), 1e-5, taking.double(), None)]
+        else:
+            own, other = turn(torch.bfloat16), turn(torch.float64)
+            q = kernels.norm_linear_rope_write_cache(added, residual, norm, 1e-5, taking, None, own)
+            p = KernelSet().norm_linear_rope_write_cache(wide, exact, norm.double(), 1e-5, taking.double(), None, other)
+            made, right = [q, own.k_cache, own.v_cache], [p, other.k_cache, other.v_cache]
+        for one, two in zip((*made, residual), (*right, exact), strict=True):
+            worst = max(worst, float((one.double() - two).norm() / two.norm()))
+    if not worst < 2e-2:
+        raise SystemExit(f"a pair at {m} tokens is wrong: relative error {worst:.3g}")
+    return worst
+
+
+def _row(key: Key, m: int, config: list[int] | None, us: float, torch_us: float) -> dict[str, Any]:
+    operator, dtype, n, k = key
+    times = {"us": round(us, 2), "torch_us": round(torch_us, 2)}
+    return {"operator": operator, "dtype": dtype, "n": n, "k": k, "m": m, "config": config, **times}
+
+
+def _alone(key: Key, m: int, kernels: TritonKernels, device: torch.device, report: Report) -> dict[str, Any]:
+    """The product that is added to the residual without a norm behind it, by itself, beside torch's."""
+    _, _, n, k = key
+    weights = [torch.randn(n, k, dtype=torch.bfloat16, device=device) * k**-0.5 for _ in range(4)]
+    x = torch.randn(m, k, dtype=torch.bfloat16, device=device)
+    residual = torch.randn(m, n, dtype=torch.bfloat16, device=device)
+    module = torch.get_device_module(device)
+    plain, best, best_us = KernelSet(), None, float("inf")
+    torch_us = microseconds(module, lambda i: plain.linear_add(x, weights[i % 4], None, residual), calls=8)
+    for config in ends(m):
+        block = config.as_list()
+
+        def call(i: int, block: list[int] = block) -> None:
+            torch.ops.outrider.linear_add.triton(x, weights[i % 4], None, residual, block, kernels.pdl)
+
+        us = microseconds(module, call, calls=8)
+        if us < best_us:
+            best, best_us = block, us
+    report(f"m {m}: linear_add {n}x{k}: {best_us:.2f} us, torch {torch_us:.2f}, {best}")
+    return _row(key, m, best if best_us < torch_us else None, best_us, torch_us)
