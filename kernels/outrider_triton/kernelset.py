@@ -61,14 +61,17 @@ class TritonKernels(KernelSet):
         """As Triton's own caches have them."""
         return variants.compiled()
 
-    def _products(self, operator: str, x: Tensor, weight: Tensor) -> Iterator[MatmulConfig]:
-        """The configurations to be run beforehand for this weight; none outside of the scope."""
-        if not self._scope.depth or x.dtype not in (torch.bfloat16, torch.float16) or x.dtype is not weight.dtype:
+    def _products(self, operator: str, x: Tensor, weight: Tensor, *, scaled: bool = False) -> Iterator[list[int]]:
+        """The configurations to be run beforehand for such a weight, and for an ``x`` that is ``scaled`` only there; none
+        outside of the scope, or a second time.
+        """
+        if x.dtype not in (torch.bfloat16, torch.float16) or x.dtype is not weight.dtype or not weight.is_contiguous():
             return
         n, k = weight.shape
-        if weight.is_contiguous():
+        if self._scope.first((operator, x.dtype, n, k, scaled)):
             dtype = str(x.dtype)[6:]
-            yield from variants.products(self.table, operator, dtype, n=n, k=k, everywhere=self._everywhere)
+            for config in variants.products(self.table, operator, dtype, n=n, k=k, everywhere=self._everywhere):
+                yield config.as_list()
 
     def matmul_config(self, operator: str, x: Tensor, weight: Tensor) -> MatmulConfig | None:
         """The configuration for ``x [..., K] @ weight.T``, or None for torch's own.
@@ -91,8 +94,7 @@ class TritonKernels(KernelSet):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Triton's where it was faster for this shape and so few tokens."""
         for each in self._products("linear", x, weight):
-            with variants.that_fit():
-                _TRITON.linear.triton(_few(x), weight, bias, each.as_list(), self.pdl)
+            _TRITON.linear.triton(_few(x), weight, bias, each, self.pdl)
         config = self.matmul_config("linear", x, weight)
         if config is None:
             return super().linear(x, weight, bias)
@@ -101,8 +103,7 @@ class TritonKernels(KernelSet):
     def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """One kernel where it was faster, else the product and the activation."""
         for each in self._products("linear_silu_mul", x, weight):
-            with variants.that_fit():
-                _TRITON.linear_silu_mul.triton(_few(x), weight, bias, each.as_list(), self.pdl)
+            _TRITON.linear_silu_mul.triton(_few(x), weight, bias, each, self.pdl)
         config = self.matmul_config("linear_silu_mul", x, weight)
         if config is None:
             return super().linear_silu_mul(x, weight, bias)
@@ -119,10 +120,9 @@ class TritonKernels(KernelSet):
     ) -> Tensor:
         """A product that may be split, whose parts the norm adds up."""
         for each in self._products("linear_parts", x, weight) if self._uses("add_rms_norm", residual) else ():
-            with variants.that_fit():
-                parts = _TRITON.linear_parts.triton(_few(x), weight, each.as_list(), self.pdl)
-                # The residual is written: a copy of it is, here.
-                _TRITON.add_parts_rms_norm.triton(parts, bias, _few(residual).clone(), norm, eps, self.pdl)
+            parts = _TRITON.linear_parts.triton(_few(x), weight, each, self.pdl)
+            # The residual is written: a copy of it is, here.
+            _TRITON.add_parts_rms_norm.triton(parts, bias, _few(residual).clone(), norm, eps, self.pdl)
         config = self.matmul_config("linear_parts", x, weight)
         if config is None or not self._uses("add_rms_norm", residual):
             return super().linear_add_rms_norm(x, weight, bias, residual, norm, eps)
@@ -142,8 +142,18 @@ class TritonKernels(KernelSet):
         taking = self.matmul_config(consumer, residual, weight)
         return None if adding is None or taking is None else (adding, taking)
 
+    def _scaled(self, added: Product, residual: Tensor, norm: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """What each variant of a pair's first product leaves for the second; nothing outside of the scope."""
+        if residual.dtype is torch.bfloat16 and norm.dtype is residual.dtype and residual.is_contiguous():
+            for each in self._products("linear_add_scaled", added.x, added.weight):
+                yield _TRITON.linear_add_scaled.triton(
+                    _few(added.x), added.weight, added.bias, _few(residual).clone(), norm, each, self.pdl
+                )
+
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """One kernel where it was faster."""
+        for each in self._products("linear_add", x, weight) if residual.dtype is x.dtype else ():
+            _TRITON.linear_add.triton(_few(x), weight, bias, _few(residual).clone(), each, self.pdl)
         config = self.matmul_config("linear_add", x, weight)
         if config is None or residual.dtype is not x.dtype or not residual.is_contiguous():
             return super().linear_add(x, weight, bias, residual)
@@ -152,6 +162,9 @@ class TritonKernels(KernelSet):
 
     def linear_rope_write_cache(self, product: Product, turn: Turn) -> Tensor:
         """One kernel where it was faster."""
+        for each in self._products("linear_rope", product.x, product.weight) if _turns(turn, product.x) else ():
+            few = _few(product.x), None, product.weight, product.bias
+            _TRITON.rope_write_cache.triton_linear(*few, 0.0, *_few_turns(turn), each, self.pdl)
         config = self.matmul_config("linear_rope", product.x, product.weight)
         if config is None or not _turns(turn, product.x):
             return super().linear_rope_write_cache(product, turn)
@@ -163,6 +176,9 @@ class TritonKernels(KernelSet):
         self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         """Two kernels, where they were faster than three."""
+        for first in self._scaled(added, residual, norm):
+            for each in self._products("scaled_silu_mul", first[0], weight):
+                _TRITON.scaled_silu_mul.triton(*first, weight, bias, eps, each, self.pdl)
         pair = self._pair(added, residual, norm, "scaled_silu_mul", weight)
         if pair is None:
             return super().norm_linear_silu_mul(added, residual, norm, eps, weight, bias)
@@ -174,6 +190,9 @@ class TritonKernels(KernelSet):
         self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, turn: Turn
     ) -> Tensor:
         """Two kernels, where they were faster than four."""
+        for first in self._scaled(added, residual, norm) if _turns(turn, residual) else ():
+            for each in self._products("linear_rope", first[0], weight, scaled=True):
+                _TRITON.rope_write_cache.triton_linear(*first, weight, bias, eps, *_few_turns(turn), each, self.pdl)
         pair = self._pair(added, residual, norm, "linear_rope", weight)
         if pair is None or not _turns(turn, residual):
             return super().norm_linear_rope_write_cache(added, residual, norm, eps, weight, bias, turn)
@@ -226,7 +245,7 @@ class TritonKernels(KernelSet):
         if not self._uses("move_cache", k_cache) or sources.shape[0] > _MOVES:
             super().move_cache(k_cache, v_cache, sources, destinations)
             return
-        if self._scope.depth:
+        if self._scope.first(("move_cache", k_cache.dtype, k_cache.stride(1))):
             for count in (1 << exponent for exponent in range(_MOVES.bit_length())):
                 nowhere = torch.zeros(count, dtype=sources.dtype, device=sources.device)  # the reserved row, onto itself
                 _TRITON.move_cache.triton(k_cache, v_cache, nowhere, nowhere, self.pdl)
@@ -314,7 +333,9 @@ class TritonKernels(KernelSet):
         """A row shared out among programs."""
         if not self._uses("find_nan", x) or not x.is_contiguous():
             return super().find_nan(x)
-        return _TRITON.find_nan.triton(x, self._shares(x.shape), self.pdl)  # type: ignore[no-any-return]
+        for count in self._shares(x.shape):
+            found = _TRITON.find_nan.triton(x, count, self.pdl)
+        return found  # type: ignore[no-any-return]
 
     # -- attention -------------------------------------------------------------------------------------------------
 
@@ -366,7 +387,8 @@ class TritonKernels(KernelSet):
                 self.pdl,
             )
 
-        if self._scope.depth:
+        tree = metadata.tree_mask is not None
+        if self._scope.first(("attention", q.dtype, *q.shape[1:], k_cache.shape[1:], metadata.max_query, tree, window)):
             for each in variants.attention_configs(
                 lambda *sizes: self._attention_config(q, k_cache, *sizes),
                 max_query=metadata.max_query,
@@ -383,7 +405,7 @@ class TritonKernels(KernelSet):
         rows = 1
         for size in shape[:-1]:
             rows *= size
-        if self._scope.depth:
+        if self._scope.depth:  # other operands make other variants: each time
             yield from variants.share_counts(shape[-1], self.processors)
         yield shares(rows, shape[-1], self.processors)
 
@@ -452,3 +474,14 @@ class TritonKernels(KernelSet):
 def _few(x: Tensor) -> Tensor:
     """The first rows of ``x``: how many there are makes no other variant."""
     return x.reshape(-1, x.shape[-1])[:4]
+
+
+def _turns(turn: Turn, x: Tensor) -> bool:
+    """Whether keys and values of ``x``'s dtype can be turned and written by a product."""
+    straight = turn.cos.stride() == turn.sin.stride() and turn.cos.stride(1) == 1 and turn.slots.is_contiguous()
+    return straight and turn.k_cache.dtype is x.dtype and turn.k_cache.shape[3] % 2 == 0
+
+
+def _few_turns(turn: Turn) -> Turn:
+    """Those of the first rows."""
+    return turn._replace(cos=turn.cos[:4], sin=turn.sin[:4], slots=turn.slots[:4])

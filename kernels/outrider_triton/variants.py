@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 
 from triton.runtime.errors import OutOfResources
 
-from outrider_triton.jit import attention, choose, matmul, rows
+from outrider_triton.jit import attention, bookkeeping, choose, fused, matmul, rows
 from outrider_triton.launch import power_of_two, shares
 from outrider_triton.table import UNTUNED, MatmulConfig, Table
 
@@ -16,10 +16,18 @@ _MOST_REQUESTS = 256
 
 
 class Scope:
-    """Whether every variant is to be run. One for all copies of a kernel set."""
+    """Whether every variant is to be run, and which were. One for all copies of a kernel set."""
 
     def __init__(self) -> None:
         self.depth = 0
+        self._run: set[object] = set()
+
+    def first(self, key: object) -> bool:
+        """Whether the variants named so are to be run now: inside, and not yet."""
+        if not self.depth or key in self._run:
+            return False
+        self._run.add(key)
+        return True
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -29,6 +37,8 @@ class Scope:
             yield
         finally:
             self.depth -= 1
+            if not self.depth:
+                self._run.clear()
 
 
 def that_fit() -> AbstractContextManager[None]:
@@ -71,7 +81,7 @@ def _powers(most: int) -> tuple[int, ...]:
 def compiled() -> Mapping[str, int]:
     """Variants that this process has compiled or loaded, by kernel; none where they're interpreted."""
     found = {}
-    for module in (attention, choose, matmul, rows):
+    for module in (attention, bookkeeping, choose, fused, matmul, rows):
         for name, kernel in vars(module).items():
             # Triton keeps, for each device, the compiled variants first in a tuple.
             caches = getattr(kernel, "device_caches", None) or {}
