@@ -7,7 +7,8 @@ that is the same whatever the batch is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +46,14 @@ class InvariantKernels(KernelSet):
     def batch_invariant(self) -> KernelSet:
         """It is already."""
         return self
+
+    def every_variant(self) -> AbstractContextManager[None] | None:
+        """Those of the kernels inside."""
+        return self._inner.every_variant()
+
+    def compiled(self) -> Mapping[str, int]:
+        """Those of the kernels inside."""
+        return self._inner.compiled()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """In tiles of one height."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,6 +44,19 @@ class KernelSet:
         from outrider.device.kernels.invariant import InvariantKernels
 
         return InvariantKernels(self)
+
+    def every_variant(self) -> AbstractContextManager[None] | None:
+        """A scope for kernels that are compiled when they're first used; None: none of these is.
+
+        A call inside also runs each other variant that such operands could take with another number of tokens, requests or
+        cached tokens, so that none is compiled later. What the call returns and writes is what it does outside. An engine
+        runs requests of its own in the scope before it serves any.
+        """
+        return None
+
+    def compiled(self) -> Mapping[str, int]:
+        """How many variants of each kernel this process has compiled so far, or loaded from a cache of compiled ones."""
+        return {}
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [..., in] @ weight[out, in].T + bias`` → [..., out]."""
