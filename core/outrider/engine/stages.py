@@ -14,10 +14,11 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata
+from outrider.device import AttentionMetadata, Stream
 from outrider.engine.buffers import Views
 from outrider.engine.features import Features
 from outrider.engine.parts import StepParts
+from outrider.engine.planning import Planned
 from outrider.model import ForwardInput
 from outrider.speculative.lengths import HostLengths
 from outrider.speculative.proposer import DraftInputs, ExtendInputs
@@ -80,6 +81,20 @@ class Stages:
         if path is None:
             return verify
         return path.attention(call.views.inputs.tables, max_query=self._growth, max_kv=call.max_kv)
+
+    def plan_verify(self, call: Call, lengths: HostLengths | None, stream: Stream) -> AttentionMetadata:
+        """Verify's attention with its plan; ``lengths`` of the requests where planning reads them, those of padding too."""
+        attention = self.verify_attention(call)
+        return self._parts.attention.plan(Planned.VERIFY, attention, lengths, self._width, stream)
+
+    def plan_extend(
+        self, call: Call, verify: AttentionMetadata, lengths: HostLengths | None, stream: Stream
+    ) -> AttentionMetadata:
+        """Draft-extend's attention with its plan: that of ``verify``, planned already, for a chain."""
+        if call.views.extend.path is None:
+            return verify
+        along = self.extend_attention(call, verify)
+        return self._parts.attention.plan(Planned.PATH, along, lengths, self._growth, stream)
 
     def run(self, stage: Stage, call: Call, attention: AttentionMetadata | None) -> None:
         """Run a stage by its name; verify and extend have an ``attention``."""

@@ -37,6 +37,11 @@ class KernelSet:
     row_invariant = False
     """Whether a token's or request's results are bit for bit the same whatever else is in the batch."""
 
+    plans_on_host = False
+    """Whether :meth:`plan_attention` reads exact lengths on the host. They're brought there before each batch is planned
+    (fence *lengths on host*), and each replay of a graph is planned anew; fused mode, where no length leaves the device, is
+    refused."""
+
     def batch_invariant(self) -> KernelSet:
         """Kernels of this device that are ``row_invariant``, slower. The default wraps these, see
         :class:`~outrider.device.kernels.invariant.InvariantKernels`; a backend that has better ones returns them.
@@ -150,8 +155,18 @@ class KernelSet:
     def plan_attention(self, metadata: AttentionMetadata, *, stream: Stream) -> AttentionMetadata:
         """Let a library that plans on the host prepare for this batch; returns the metadata with its plan.
 
-        Called on the plan stream's scope, before the tensors of ``metadata`` are used on another stream. The reference
-        plans nothing. A kernel that plans documents its workspace and which tensors it reads on the host.
+        Called on the plan stream's scope (of a prompt's chunks: on that of the stream that they run on), before the tensors
+        of ``metadata`` are used on another stream, and never in a capture. A plan is for the ``shapes`` of the metadata;
+        without any there is nothing to plan. Kernels that declare ``plans_on_host`` get ``host_kv_lens``, and
+        ``host_query_start`` of a batch that isn't uniform. The reference plans nothing.
+
+        *In place.* ``metadata.plan`` is None, and a plan is made, with room for lengths up to the whole block table; or it's
+        what this method returned for the same requests' number and ``max_query`` (for chunks of prompts: of any), and that is
+        brought up to date where it lies: a graph which was captured with it then computes this batch.
+
+        *Lifetime.* The caller keeps a plan for as long as something may use it, and has ordered ``stream`` behind the last
+        attention that used it before. What was planned on one ``stream`` runs on one stream, an attention at a time: such
+        plans may share scratch memory. What the device reads of the host's memory is the kernels' to keep until it has.
         """
         del stream
         return metadata
