@@ -12,11 +12,13 @@ from outrider_triton import bookkeeping_ops as _bookkeeping_ops  # noqa: F401  (
 from outrider_triton import choice_ops as _choice_ops  # noqa: F401
 from outrider_triton import fused_ops as _fused_ops  # noqa: F401
 from outrider_triton import ops as _ops  # noqa: F401
+from outrider_triton import variants
 from outrider_triton.launch import power_of_two, shares, splits
 from outrider_triton.table import UNTUNED, MatmulConfig, Table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
 _TRITON = torch.ops.outrider
 _MOVES = 256
@@ -42,6 +44,7 @@ class TritonKernels(KernelSet):
         self._everywhere = everywhere
         self.processors = processors
         self.pdl = pdl
+        self._scope = variants.Scope()
         tuned = "untuned" if table is None else f"tuned for {table.device}"
         self.name = "triton, everywhere" if everywhere else f"triton, {tuned}"
 
@@ -49,6 +52,26 @@ class TritonKernels(KernelSet):
         if any(operand.dtype is torch.float64 for operand in operands):
             return False
         return self._everywhere or (self.table is not None and self.table.kernels.get(kernel, False))
+
+    def every_variant(self) -> AbstractContextManager[None] | None:
+        """Every configuration of the table for a weight, and every way to share out cached tokens and vocabulary."""
+        return self._scope.entered()
+
+    def compiled(self) -> Mapping[str, int]:
+        """As Triton's own caches have them."""
+        return variants.compiled()
+
+    def _products(self, operator: str, x: Tensor, weight: Tensor, *, scaled: bool = False) -> Iterator[list[int]]:
+        """The configurations to be run beforehand for such a weight, and for an ``x`` that is ``scaled`` only there; none
+        outside of the scope, or a second time.
+        """
+        if x.dtype not in (torch.bfloat16, torch.float16) or x.dtype is not weight.dtype or not weight.is_contiguous():
+            return
+        n, k = weight.shape
+        if self._scope.first((operator, x.dtype, n, k, scaled)):
+            dtype = str(x.dtype)[6:]
+            for config in variants.products(self.table, operator, dtype, n=n, k=k, everywhere=self._everywhere):
+                yield config.as_list()
 
     def matmul_config(self, operator: str, x: Tensor, weight: Tensor) -> MatmulConfig | None:
         """The configuration for ``x [..., K] @ weight.T``, or None for torch's own.
@@ -70,6 +93,8 @@ class TritonKernels(KernelSet):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Triton's where it was faster for this shape and so few tokens."""
+        for each in self._products("linear", x, weight):
+            _TRITON.linear.triton(_few(x), weight, bias, each, self.pdl)
         config = self.matmul_config("linear", x, weight)
         if config is None:
             return super().linear(x, weight, bias)
@@ -77,6 +102,8 @@ class TritonKernels(KernelSet):
 
     def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """One kernel where it was faster, else the product and the activation."""
+        for each in self._products("linear_silu_mul", x, weight):
+            _TRITON.linear_silu_mul.triton(_few(x), weight, bias, each, self.pdl)
         config = self.matmul_config("linear_silu_mul", x, weight)
         if config is None:
             return super().linear_silu_mul(x, weight, bias)
@@ -92,6 +119,10 @@ class TritonKernels(KernelSet):
         eps: float,
     ) -> Tensor:
         """A product that may be split, whose parts the norm adds up."""
+        for each in self._products("linear_parts", x, weight) if self._uses("add_rms_norm", residual) else ():
+            parts = _TRITON.linear_parts.triton(_few(x), weight, each, self.pdl)
+            # The residual is written: a copy of it is, here.
+            _TRITON.add_parts_rms_norm.triton(parts, bias, _few(residual).clone(), norm, eps, self.pdl)
         config = self.matmul_config("linear_parts", x, weight)
         if config is None or not self._uses("add_rms_norm", residual):
             return super().linear_add_rms_norm(x, weight, bias, residual, norm, eps)
@@ -111,8 +142,18 @@ class TritonKernels(KernelSet):
         taking = self.matmul_config(consumer, residual, weight)
         return None if adding is None or taking is None else (adding, taking)
 
+    def _scaled(self, added: Product, residual: Tensor, norm: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """What each variant of a pair's first product leaves for the second; nothing outside of the scope."""
+        if residual.dtype is torch.bfloat16 and norm.dtype is residual.dtype and residual.is_contiguous():
+            for each in self._products("linear_add_scaled", added.x, added.weight):
+                yield _TRITON.linear_add_scaled.triton(
+                    _few(added.x), added.weight, added.bias, _few(residual).clone(), norm, each, self.pdl
+                )
+
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """One kernel where it was faster."""
+        for each in self._products("linear_add", x, weight) if residual.dtype is x.dtype else ():
+            _TRITON.linear_add.triton(_few(x), weight, bias, _few(residual).clone(), each, self.pdl)
         config = self.matmul_config("linear_add", x, weight)
         if config is None or residual.dtype is not x.dtype or not residual.is_contiguous():
             return super().linear_add(x, weight, bias, residual)
@@ -121,6 +162,9 @@ class TritonKernels(KernelSet):
 
     def linear_rope_write_cache(self, product: Product, turn: Turn) -> Tensor:
         """One kernel where it was faster."""
+        for each in self._products("linear_rope", product.x, product.weight) if _turns(turn, product.x) else ():
+            few = _few(product.x), None, product.weight, product.bias
+            _TRITON.rope_write_cache.triton_linear(*few, 0.0, *_few_turns(turn), each, self.pdl)
         config = self.matmul_config("linear_rope", product.x, product.weight)
         if config is None or not _turns(turn, product.x):
             return super().linear_rope_write_cache(product, turn)
@@ -132,6 +176,9 @@ class TritonKernels(KernelSet):
         self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         """Two kernels, where they were faster than three."""
+        for first in self._scaled(added, residual, norm):
+            for each in self._products("scaled_silu_mul", first[0], weight):
+                _TRITON.scaled_silu_mul.triton(*first, weight, bias, eps, each, self.pdl)
         pair = self._pair(added, residual, norm, "scaled_silu_mul", weight)
         if pair is None:
             return super().norm_linear_silu_mul(added, residual, norm, eps, weight, bias)
@@ -143,6 +190,9 @@ class TritonKernels(KernelSet):
         self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, turn: Turn
     ) -> Tensor:
         """Two kernels, where they were faster than four."""
+        for first in self._scaled(added, residual, norm) if _turns(turn, residual) else ():
+            for each in self._products("linear_rope", first[0], weight, scaled=True):
+                _TRITON.rope_write_cache.triton_linear(*first, weight, bias, eps, *_few_turns(turn), each, self.pdl)
         pair = self._pair(added, residual, norm, "linear_rope", weight)
         if pair is None or not _turns(turn, residual):
             return super().norm_linear_rope_write_cache(added, residual, norm, eps, weight, bias, turn)
@@ -195,6 +245,10 @@ class TritonKernels(KernelSet):
         if not self._uses("move_cache", k_cache) or sources.shape[0] > _MOVES:
             super().move_cache(k_cache, v_cache, sources, destinations)
             return
+        if self._scope.first(("move_cache", k_cache.dtype, k_cache.stride(1))):
+            for count in (1 << exponent for exponent in range(_MOVES.bit_length())):
+                nowhere = torch.zeros(count, dtype=sources.dtype, device=sources.device)  # the reserved row, onto itself
+                _TRITON.move_cache.triton(k_cache, v_cache, nowhere, nowhere, self.pdl)
         _TRITON.move_cache.triton(k_cache, v_cache, sources, destinations, self.pdl)
 
     def gather_rows(self, state: Tensor, rows: Tensor) -> Tensor:
@@ -210,6 +264,12 @@ class TritonKernels(KernelSet):
             return
         _TRITON.scatter_rows.triton(state, rows, values, self.pdl)
 
+    def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """A gather of rows."""
+        if tokens.dim() != 1 or not self._uses("gather_rows", weight) or not weight.is_contiguous():
+            return super().embedding(tokens, weight)
+        return _TRITON.gather_rows.triton(weight, tokens, self.pdl)  # type: ignore[no-any-return]
+
     # -- bookkeeping -----------------------------------------------------------------------------------------------
 
     def embed_beside(self, tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
@@ -219,13 +279,20 @@ class TritonKernels(KernelSet):
         return _TRITON.embed_beside.triton(tokens, weight, hidden, self.pdl)  # type: ignore[no-any-return]
 
     def gather_requests(
-        self, state: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], own: tuple[Tensor, ...], found: Tensor
+        self,
+        rows: Tensor,
+        lens: Tensor,
+        state: tuple[Tensor, Tensor, Tensor, Tensor],
+        own: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+        found: Tensor,
+        *,
+        lens_by_row: bool,
     ) -> None:
         """A program a request."""
         if not self._uses("gather_requests"):
-            super().gather_requests(state, own, found)
+            super().gather_requests(rows, lens, state, own, found, lens_by_row=lens_by_row)
             return
-        _TRITON.gather_requests.triton(*state, *own, found, self.pdl)
+        _TRITON.gather_requests.triton(rows, lens, lens_by_row, *state, *own, found, self.pdl)
 
     def gather_checked(
         self, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor, *, bounds: tuple[int, int] | None
@@ -235,7 +302,7 @@ class TritonKernels(KernelSet):
             super().gather_checked(source, rows, out, found, bounds=bounds)
         elif bounds is None and source[0].numel() > _LONG:
             value = source if rows is None else source.index_select(0, rows)
-            found.copy_(self.find_nan(value.flatten(1)))
+            self.find_nan(value.flatten(1), found)
             out.copy_(value)
         else:
             low, high = bounds or (0, 0)
@@ -275,26 +342,31 @@ class TritonKernels(KernelSet):
             return
         _TRITON.place_accepted.triton(lens, tokens, accepted, following, last, positions, self.pdl)
 
-    def find_nan(self, x: Tensor) -> Tensor:
+    def find_nan(self, x: Tensor, found: Tensor) -> None:
         """A row shared out among programs."""
         if not self._uses("find_nan", x) or not x.is_contiguous():
-            return super().find_nan(x)
-        return _TRITON.find_nan.triton(x, self._shares(x.shape), self.pdl)  # type: ignore[no-any-return]
+            super().find_nan(x, found)
+            return
+        for count in self._shares(x.shape):
+            _TRITON.find_nan.triton(x, found, count, self.pdl)
 
     # -- attention -------------------------------------------------------------------------------------------------
 
     def attention_config(self, q: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> list[int]:
         """Rows and cached tokens of a block, splits, warps and stages, from what the host knows."""
+        return self._attention_config(q, k_cache, metadata.kv_lens.shape[0], metadata.max_query, metadata.max_kv)
+
+    def _attention_config(self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int) -> list[int]:
         group = q.shape[1] // k_cache.shape[2]
-        block_rows = max(16, min(64, power_of_two(metadata.max_query * group)))
+        block_rows = max(16, min(64, power_of_two(max_query * group)))
         block_rows = max(block_rows, power_of_two(group))
         wide = q.dtype is torch.float32
         block_kv = 32 if wide else 64
-        groups = metadata.kv_lens.shape[0] * k_cache.shape[2] * -(-metadata.max_query // (block_rows // group))
-        tuned = None if self.table is None or wide else self.table.attention_config(groups, metadata.max_kv)
+        groups = power_of_two(batch) * k_cache.shape[2] * -(-max_query // (block_rows // group))
+        tuned = None if self.table is None or wide else self.table.attention_config(groups, max_kv)
         if tuned is not None:
             return [block_rows, tuned.block_kv, tuned.split, tuned.warps, tuned.stages]
-        split = splits(groups, metadata.max_kv, self.processors, block_kv)
+        split = splits(groups, max_kv, self.processors, block_kv)
         return [block_rows, block_kv, split, 4, 2 if wide else 3]
 
     def paged_attention(
@@ -310,37 +382,54 @@ class TritonKernels(KernelSet):
         """Online softmax over the pages; few queries split the cached tokens among programs."""
         if not self._uses("paged_attention", q) or q.shape[-1] > 256:
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
-        return _TRITON.paged_attention.triton(  # type: ignore[no-any-return]
-            q,
-            k_cache,
-            v_cache,
-            metadata.query_start,
-            metadata.kv_lens,
-            metadata.block_table,
-            metadata.tree_mask,
-            metadata.max_query,
-            metadata.max_kv,
-            scale,
-            window,
-            self.attention_config(q, k_cache, metadata),
-            self.pdl,
-        )
+
+        def attend(config: list[int]) -> Tensor:
+            return _TRITON.paged_attention.triton(  # type: ignore[no-any-return]
+                q,
+                k_cache,
+                v_cache,
+                metadata.query_start,
+                metadata.kv_lens,
+                metadata.block_table,
+                metadata.tree_mask,
+                metadata.max_query,
+                metadata.max_kv,
+                scale,
+                window,
+                config,
+                self.pdl,
+            )
+
+        tree = metadata.tree_mask is not None
+        if self._scope.first(("attention", q.dtype, *q.shape[1:], k_cache.shape[1:], metadata.max_query, tree, window)):
+            for each in variants.attention_configs(
+                lambda *sizes: self._attention_config(q, k_cache, *sizes),
+                max_query=metadata.max_query,
+                capacity=metadata.block_table.shape[1] * k_cache.shape[1],
+            ):
+                with variants.that_fit():
+                    attend(list(each))
+        return attend(self.attention_config(q, k_cache, metadata))
 
     # -- choices ---------------------------------------------------------------------------------------------------
 
-    def _shares(self, shape: Sequence[int]) -> int:
+    def _shares(self, shape: Sequence[int]) -> Iterator[int]:
+        """Among how many programs these logits are shared out; in the scope, all others before."""
         rows = 1
         for size in shape[:-1]:
             rows *= size
-        return shares(rows, shape[-1], self.processors)
+        if self._scope.depth:  # other operands make other variants: each time
+            yield from variants.share_counts(shape[-1], self.processors)
+        yield shares(rows, shape[-1], self.processors)
 
     def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
         """The vocabulary shared out among programs."""
         if not self._uses("sample", logits):
             return super().sample(logits, temperature, seeds, positions, draft=draft)
         lane = LANE_DRAFT if draft else LANE_SAMPLE
-        count = self._shares(logits.shape)
-        return _TRITON.sample.triton(logits, temperature, seeds, positions, lane, count, self.pdl)  # type: ignore[no-any-return]
+        for count in self._shares(logits.shape):
+            tokens = _TRITON.sample.triton(logits, temperature, seeds, positions, lane, count, self.pdl)
+        return tokens  # type: ignore[no-any-return]
 
     def verify_chain(
         self,
@@ -355,10 +444,11 @@ class TritonKernels(KernelSet):
         if not self._uses("verify_chain", target_logits) or not draft_tokens.numel():
             return super().verify_chain(target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
         lanes = [LANE_ACCEPT, LANE_RESIDUAL]
-        count = self._shares(target_logits.shape)
-        return _TRITON.verify_chain.triton(  # type: ignore[no-any-return]
-            target_logits, draft_tokens, draft_probs, temperature, seeds, positions, lanes, count, self.pdl
-        )
+        for count in self._shares(target_logits.shape):
+            verdict = _TRITON.verify_chain.triton(
+                target_logits, draft_tokens, draft_probs, temperature, seeds, positions, lanes, count, self.pdl
+            )
+        return verdict  # type: ignore[no-any-return]
 
     def verify_tree(
         self,
@@ -377,23 +467,34 @@ class TritonKernels(KernelSet):
             return super().verify_tree(
                 target_logits, tokens, parents, temperature, seeds, positions, depth=depth, sampling=sampling
             )
-        count = self._shares(target_logits.shape)
-        return _TRITON.verify_tree.triton(  # type: ignore[no-any-return]
-            target_logits,
-            tokens,
-            parents,
-            temperature,
-            seeds,
-            positions,
-            depth,
-            sampling,
-            LANE_SAMPLE,
-            count,
-            self.pdl,
-        )
+        for count in self._shares(target_logits.shape):
+            verdict = _TRITON.verify_tree.triton(
+                target_logits,
+                tokens,
+                parents,
+                temperature,
+                seeds,
+                positions,
+                depth,
+                sampling,
+                LANE_SAMPLE,
+                count,
+                self.pdl,
+            )
+        return verdict  # type: ignore[no-any-return]
+
+
+def _few(x: Tensor) -> Tensor:
+    """The first rows of ``x``: how many there are makes no other variant."""
+    return x.reshape(-1, x.shape[-1])[:4]
 
 
 def _turns(turn: Turn, x: Tensor) -> bool:
     """Whether keys and values of ``x``'s dtype can be turned and written by a product."""
     straight = turn.cos.stride() == turn.sin.stride() and turn.cos.stride(1) == 1 and turn.slots.is_contiguous()
     return straight and turn.k_cache.dtype is x.dtype and turn.k_cache.shape[3] % 2 == 0
+
+
+def _few_turns(turn: Turn) -> Turn:
+    """Those of the first rows."""
+    return turn._replace(cos=turn.cos[:4], sin=turn.sin[:4], slots=turn.slots[:4])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from outrider.cli.device_profile import _of_device
 from outrider.cli.limits import iteration_bytes, measure_bandwidth
 from outrider.cli.models import Speculation, load
 from outrider.registry import get_backend
@@ -11,6 +12,7 @@ from outrider.registry import get_backend
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch):
     monkeypatch.setattr("outrider.cli.limits._HOST_BYTES", 1 << 20)
+    monkeypatch.setattr("outrider.cli.limits._DEVICE_BYTES", 1 << 20)
 
 
 def test_figures(outrider):
@@ -28,7 +30,78 @@ def test_figures(outrider):
         assert row["iteration_ms_min"] <= row["iteration_ms"] <= row["iteration_ms_max"]
         assert 1 <= row["acceptance_length"] <= 5
         assert row["tokens_per_s"] > 0
+        assert 0 < row["host_ms"] <= row["iteration_ms_max"]
+        assert 0 < row["device_idle_fraction"] < 1
         assert 64 <= row["mean_context"] <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "clock", "product"),
+    [
+        (("--backend", "cpu"), "host", "aten::mm"),
+        (("--backend", "sim", "--mode", "fused", "--overlap"), "virtual", "aten::mm"),
+    ],
+)
+def test_by_kernel(outrider, arguments, clock, product):
+    """Busy, between kernels and idle make an iteration, and there are as many matrix products as the model has."""
+    command = ("bench", "decode", "--draft-tokens", "2", "--new-tokens", "16", "--by-kernel", "--json")
+    result = outrider(*command, *arguments).json
+    (row,) = result["results"]
+    assert row["profile_clock"] == clock
+    assert row["profiled_iterations"] >= 2
+    *kernels, between, idle = row["by_kernel"]
+    assert idle["share"] == pytest.approx(row["device_idle_fraction"])
+    assert idle["us"] == pytest.approx(1e3 * row["profiled_iteration_ms"] * idle["share"])
+    assert (
+        sum(kernel["us"] for kernel in kernels)
+        >= 1e3 * row["profiled_iteration_ms"] * (1 - idle["share"] - between["share"]) * 0.99
+    )
+    assert [kernel["us"] for kernel in kernels] == sorted((kernel["us"] for kernel in kernels), reverse=True)
+    products = next(kernel for kernel in kernels if kernel["kernel"] == product)
+    # 4 in each of the target's layers and its head; 4, the fusion and the head in each of two passes of the draft.
+    layers = get_config().num_layers
+    assert products["calls"] == 4 * layers + 1 + 2 * 6
+    if "fused" in arguments:
+        assert result["graphs_captured"]["graphs"] > 0
+        assert result["graphs_captured"]["seconds"] > 0
+    else:
+        assert result["graphs_captured"] is None
+
+
+def test_what_says_nothing_is_absent(outrider, monkeypatch):
+    monkeypatch.setattr("outrider.cli.device_profile.profiled", lambda *of, **more: None)
+    result = outrider("bench", "decode", "--backend", "cpu", "--new-tokens", "16", "--json").json
+    assert result["results"][0]["device_idle_fraction"] is None
+    assert "n/a" in outrider("bench", "decode", "--backend", "cpu", "--new-tokens", "16").out
+    refused = outrider("bench", "decode", "--backend", "cpu", "--new-tokens", "16", "--by-kernel")
+    assert refused.code == 1
+    assert "doesn't say what it ran" in refused.err
+
+
+def test_idle_time_counted_by_hand():
+    """Three launches on two streams, one of them a graph of two kernels: between its kernels nothing is idle."""
+    event = Ran("matmul", 0, 10, 1), Ran("norm", 14, 20, 1), Ran("copy", 18, 25, 2), Ran("matmul", 45, 50, 3)
+    note = Ran("a note", 0, 100, 0, is_user_annotation=True)
+    profile = _of_device([*event, note])
+    assert (profile.window_us, profile.idle_us, profile.gap_us) == (50, 20, 4)
+    assert [(k.name, k.calls, k.us) for k in profile.kernels] == [("matmul", 2, 15), ("copy", 1, 7), ("norm", 1, 6)]
+    first = profile.by_kernel(2)[0]
+    assert first == {"kernel": "matmul", "calls": 1.0, "us": 7.5, "share": 0.3}
+    assert _of_device([note]) is None
+
+
+class Ran:
+    """A device event as torch's profiler tells it."""
+
+    def __init__(self, name, start, end, launch, is_user_annotation=False):
+        self.name, self.id, self.is_user_annotation = name, launch, is_user_annotation
+        self.device_type = torch.autograd.DeviceType.PrivateUse1
+        self.time_range = torch.autograd.profiler_util.Interval(start, end)
+
+
+def get_config():
+    speculation = Speculation.choose("none", model=None, draft=None, draft_tokens=1)
+    return load("cpu", speculation, max_requests=1, dtype="float32").model.config
 
 
 def test_plain(outrider):

@@ -29,7 +29,7 @@ def test_every_kernel_is_measured_and_every_case_runs():
     assert {case.kernel for case in cases if case.planned is not None} == {"paged_attention"}
     # What shapes logits runs where a request asks for it; embeddings are a copy of a few rows.
     untimed = {"embedding", "bias_logits", "penalize_logits", "count_tokens", "truncate_logits", "logprobs"}
-    untimed |= {"find_outside", "plan_attention", "batch_invariant", "every_variant", "compiled"}
+    untimed |= {"plan_attention", "batch_invariant", "every_variant", "compiled"}
     methods = {name for name, value in vars(KernelSet).items() if callable(value) and not name.startswith("_")}
     assert methods - {case.kernel for case in cases} == untimed
 

@@ -33,6 +33,8 @@ def backend_info() -> BackendInfo:
             reason=reason,
             advice=advice,
             device_count=count,
+            cache_variables=("TRITON_CACHE_DIR",),
+            sanitizer_variables={"TORCH_CUDA_SANITIZER": "1"},
             ci=CI,
         )
 

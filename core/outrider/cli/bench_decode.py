@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import textwrap
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from outrider.cli.decoding import profile_batch, run_batch
 from outrider.cli.models import (
     DoorOption,
     DraftNodesOption,
@@ -30,19 +29,34 @@ from outrider.cli.models import (
 )
 from outrider.cli.random_model import RandomModel
 from outrider.cli.report import BackendOption, JsonOption, Report
-from outrider.device.errors import ConfigError
+from outrider.device.errors import CapabilityError, ConfigError
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
 
 _WARM_UP_TOKENS = 8
-_COLUMNS = ("batch", "iteration_ms", "tokens_per_s", "acceptance_length", "limit_ms", "ratio_to_limit", "iterations")
+_COLUMNS = {
+    "batch": "batch",
+    "prompt_tokens": "prompt",
+    "iteration_ms": "ms",
+    "tokens_per_s": "tokens/s",
+    "acceptance_length": "accepted",
+    "limit_ms": "limit ms",
+    "ratio_to_limit": "ratio",
+    "device_idle_fraction": "idle",
+    "host_ms": "host ms",
+    "iterations": "times",
+}
+_KERNELS_SHOWN = 24
+_NAME_SHOWN = 72
 
 
 def decode(
     batch: Annotated[str, typer.Option(metavar="1,4", help="Batch sizes, by commas.")] = "1",
     new_tokens: Annotated[int, typer.Option("--new-tokens", metavar="N", help="New tokens of each request.")] = 64,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", metavar="N", help="Tokens of each prompt.")] = 64,
+    prompt_tokens: Annotated[
+        str, typer.Option("--prompt-tokens", metavar="512,4096", help="Tokens of each prompt, several lengths by commas.")
+    ] = "64",
     model: ModelOption = None,
     draft: DraftOption = None,
     backend: BackendOption = None,
@@ -69,20 +83,28 @@ def decode(
     mode: ModeOption = "staged",
     graphs: GraphsOption = False,
     overlap: OverlapOption = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="F.svg", help="Draw iterations against the limit, over batch sizes and prompts.")
+    ] = None,
+    by_kernel: Annotated[
+        bool, typer.Option("--by-kernel", help="Show where the device's time goes, kernel by kernel.")
+    ] = False,
     json_output: JsonOption = False,
 ) -> Report:
     """Measure decode iterations: median time, tokens a second, and the ratio to the limit.
 
     The limit is the bytes that an iteration must read over the bandwidth measured in the same run. An iteration is timed
-    on the host, results read back included, while the whole batch decodes.
+    on the host, results read back included, while the whole batch decodes; host ms is what of it the host wasn't blocked
+    waiting for the device. The device's idle time comes from a second pass of a few iterations under torch's profiler.
     """
     from outrider.cli.torch_probe import require_torch
 
-    sizes = _sizes(batch)
+    sizes, lengths = sizes_of(batch), sizes_of(prompt_tokens, "--prompt-tokens", "512,4096")
     running = Running(mode=mode, graphs=graphs, overlap=overlap)
-    for name, value in (("--new-tokens", new_tokens), ("--prompt-tokens", prompt_tokens)):
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; expected at least 1")
+    if new_tokens < 1:
+        raise ConfigError(f"--new-tokens is {new_tokens}; expected at least 1")
+    if plot is not None and plot.suffix != ".svg":
+        raise ConfigError(f"--plot is {str(plot)!r}; expected a file that ends in .svg")
     del json_output
     require_torch()
     from outrider.cli.limits import measure_bandwidth
@@ -105,7 +127,7 @@ def decode(
             running=running,
             max_requests=max(sizes),
             dtype=dtype,
-            max_context=prompt_tokens + new_tokens + 2 * (draft_tokens + 1),
+            max_context=max(lengths) + new_tokens + 2 * (draft_tokens + 1),
         )
         described = work.described
     else:
@@ -126,9 +148,14 @@ def decode(
             "speculate": speculation.kind,
             "acceptance": "real",
         }
+    started = [f"{each}" for each in (engine.warm_up, engine.captured) if each is not None]
+    known = sum(engine.model.kernels.compiled().values())
     bandwidth = measure_bandwidth(engine.backend)
-    _run(engine, max(sizes), prompt_tokens, _WARM_UP_TOKENS)
-    rows = [_measure(engine, size, prompt_tokens, new_tokens, bandwidth) for size in sizes]
+    run_batch(engine, max(sizes), max(lengths), _WARM_UP_TOKENS)
+    cases = [(size, length) for length in lengths for size in sizes]
+    rows = [_measure(engine, size, length, new_tokens, bandwidth) for size, length in cases]
+    for row, (size, length) in zip(rows, cases, strict=True):
+        row |= _profiled(engine, size, length, new_tokens, by_kernel)
     data: dict[str, object] = {
         "backend": engine.backend.name,
         "device": str(engine.backend.device),
@@ -138,85 +165,78 @@ def decode(
         "draft_tokens": engine.proposer.depth,
         "dtype": dtype,
         **asdict(running),
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": lengths,
         "new_tokens": new_tokens,
         "bandwidth_gb_per_s": bandwidth / 1e9,
+        "graphs_captured": asdict(engine.captured) if engine.captured is not None else None,
         "results": rows,
     }
-    return Report(data=data, render=lambda console: _render(console, data, rows))
+    if engine.warm_up is not None:
+        later = sum(engine.model.kernels.compiled().values()) - known
+        started.append(f"kernels compiled since: {later}")
+        data["kernels_compiled"] = {**asdict(engine.warm_up), "since": later}
+    if plot is not None:
+        from outrider.cli.plot import limits_svg
+
+        plot.write_text(limits_svg(rows, title=f"{data['model']}, {data['speculate']}, {data['dtype']}"), encoding="utf-8")
+        started.append(f"plot: {plot}")
+    return Report(data=data, render=lambda console: _render(console, data, rows, started))
 
 
 def _measure(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, bandwidth: float) -> dict[str, object]:
     from outrider.cli.limits import iteration_bytes
 
-    seconds, tokens, context = _run(engine, batch, prompt_tokens, new_tokens)
+    found = run_batch(engine, batch, prompt_tokens, new_tokens)
+    seconds, tokens = found.seconds, found.tokens
     if not seconds:
         raise ConfigError(
             f"--new-tokens {new_tokens} is too few for batch {batch}: no iteration had the whole batch decoding; ask for more"
         )
-    needed = iteration_bytes(engine, batch=batch, context=context)
+    needed = iteration_bytes(engine, batch=batch, context=found.context)
     iteration_ms = 1e3 * statistics.median(seconds)
     limit_ms = 1e3 * needed / bandwidth
     return {
         "batch": batch,
+        "prompt_tokens": prompt_tokens,
         "iteration_ms": iteration_ms,
         "iteration_ms_min": 1e3 * min(seconds),
         "iteration_ms_max": 1e3 * max(seconds),
         "tokens_per_s": tokens / sum(seconds),
         "acceptance_length": tokens / (len(seconds) * batch),
         "bytes_per_iteration": round(needed),
-        "mean_context": context,
+        "mean_context": found.context,
         "limit_ms": limit_ms,
         "ratio_to_limit": iteration_ms / limit_ms,
+        "host_ms": 1e3 * statistics.median(found.host_seconds),
         "iterations": len(seconds),
     }
 
 
-def _run(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[list[float], int, float]:
-    """Seconds of each iteration in which every request decodes, the tokens they gave, and their mean context."""
-    from outrider.engine.request import SamplingParams
-
-    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-    lengths = {engine.add_request(prompt, params): prompt_tokens for prompt in prompts_for(engine, batch, prompt_tokens)}
-    started: set[int] = set()
-    seconds: list[float] = []
-    contexts: list[float] = []
-    counted, full = 0, True
-    while engine.has_unfinished:
-        decoding = len(started) == batch
-        context = sum(lengths.values()) / batch
-        began = time.perf_counter()
-        outputs = engine.step()
-        elapsed = time.perf_counter() - began
-        full = full and not (decoding and any(output.finish_reason for output in outputs))
-        for output in outputs:
-            started.add(output.request_id)
-            lengths[output.request_id] += len(output.tokens)
-        if decoding and full:
-            seconds.append(elapsed)
-            contexts.append(context)
-            counted += sum(len(output.tokens) for output in outputs)
-    return seconds, counted, statistics.fmean(contexts) if contexts else 0.0
+def _profiled(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, by_kernel: bool) -> dict[str, object]:
+    """What the device did, in a pass of its own. Raises :class:`CapabilityError` where kernels are asked for in vain."""
+    found = profile_batch(engine, batch, prompt_tokens, new_tokens)
+    if found is None:
+        if by_kernel:
+            raise CapabilityError(
+                f"{engine.backend.label} doesn't say what it ran: torch's profiler observes no activity of it over the "
+                f"iterations that --new-tokens {new_tokens} leaves room for; leave out --by-kernel"
+            )
+        return {"device_idle_fraction": None}
+    profile, iterations = found
+    row: dict[str, object] = {
+        "device_idle_fraction": profile.idle_fraction,
+        "profile_clock": profile.clock,
+        "profiled_iterations": iterations,
+        "profiled_iteration_ms": profile.window_us / iterations / 1e3,
+    }
+    return row | ({"by_kernel": profile.by_kernel(iterations)} if by_kernel else {})
 
 
-def prompts_for(engine: Engine, batch: int, prompt_tokens: int) -> list[list[int]]:
-    """Different stretches of real text: what a model has never seen anything like, it doesn't accept drafts for.
-
-    An engine without a tokenizer has random weights, to which every token is alike.
-    """
-    if not engine.has_tokenizer:
-        vocabulary = engine.model.config.vocab_size
-        return [[(97 * i + 31 * j) % vocabulary for j in range(prompt_tokens)] for i in range(batch)]
-    text = Path(textwrap.__file__).read_text(encoding="utf-8")
-    tokens = engine.tokenizer.encode(text, special_tokens=False)
-    tokens = tokens * (1 + (prompt_tokens + batch * 97) // len(tokens))
-    return [tokens[97 * i : 97 * i + prompt_tokens] for i in range(batch)]
-
-
-def _sizes(text: str) -> list[int]:
+def sizes_of(text: str, option: str = "--batch", example: str = "1,4") -> list[int]:
+    """Whole numbers by commas. Raises :class:`ConfigError`."""
     parts = text.split(",")
     if not all(part.strip().isascii() and part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise ConfigError(f"--batch is {text!r}; expected whole numbers of at least 1, by commas, such as 1,4")
+        raise ConfigError(f"{option} is {text!r}; expected whole numbers of at least 1, by commas, such as {example}")
     return [int(part) for part in parts]
 
 
@@ -224,15 +244,48 @@ def _shown(path: Path | None, given: Path | None) -> str:
     return str(path) if given is not None else "bundled"
 
 
-def _render(console: Console, data: dict[str, object], rows: list[dict[str, Any]]) -> None:
+def _render(console: Console, data: dict[str, object], rows: list[dict[str, Any]], started: list[str]) -> None:
     console.print(
         f"{data['model']} model on {data['backend']} ({data['device']}), {data['dtype']}, speculate {data['speculate']} with "
-        f"{data['draft_tokens']} draft tokens, {data['prompt_tokens']} prompt and {data['new_tokens']} new tokens"
+        f"{data['draft_tokens']} draft tokens, {data['new_tokens']} new tokens"
     )
     if data["acceptance"] != "real":
         console.print(f"ACCEPTANCE IS {str(data['acceptance']).upper()}: tokens/s is what it would be, the text is nonsense")
-    console.print(f"bandwidth measured in this run: {data['bandwidth_gb_per_s']:.1f} GB/s\n")
-    table = Table(*(name.replace("_", " ") for name in _COLUMNS), box=None, pad_edge=False)
+    console.print(f"bandwidth measured in this run: {data['bandwidth_gb_per_s']:.1f} GB/s")
+    for line in started:
+        console.print(line)
+    console.print()
+    table = Table(*_COLUMNS.values(), box=None, pad_edge=False)
     for row in rows:
-        table.add_row(*(f"{row[key]:.3f}" if isinstance(row[key], float) else str(row[key]) for key in _COLUMNS))
+        table.add_row(*(_cell(row[key]) for key in _COLUMNS))
     console.print(table)
+    for row in rows:
+        if "by_kernel" in row:
+            _render_kernels(console, row)
+
+
+def _render_kernels(console: Console, row: dict[str, Any]) -> None:
+    kernels: list[dict[str, Any]] = row["by_kernel"]
+    console.print(
+        f"\nbatch {row['batch']}: one iteration of {row['profiled_iteration_ms']:.3f} ms under the profiler "
+        f"({row['profiled_iterations']} of them, {row['profile_clock']} time)"
+    )
+    table = Table("kernel", "calls", "us", "share", box=None, pad_edge=False)
+    *named, between, idle = kernels
+    rest = named[_KERNELS_SHOWN:]
+    others = {
+        "kernel": f"({len(rest)} others)",
+        "calls": sum(each["calls"] for each in rest),
+        "us": sum(each["us"] for each in rest),
+        "share": sum(each["share"] for each in rest),
+    }
+    for each in (*named[:_KERNELS_SHOWN], *([others] if rest else []), between, idle):
+        calls = "" if each["calls"] is None else f"{each['calls']:.1f}"
+        table.add_row(each["kernel"][:_NAME_SHOWN], calls, f"{each['us']:.1f}", f"{100 * each['share']:.1f} %")
+    console.print(table)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "n/a"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

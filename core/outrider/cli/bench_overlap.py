@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.bench_decode import prompts_for
+from outrider.cli.decoding import prompts_for
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.models import DraftTokensOption, GraphsOption, bundled
 from outrider.cli.random_model import RandomModel

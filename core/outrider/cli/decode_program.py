@@ -1,4 +1,4 @@
-"""``outrider explore decode``: the real engine on drawn host programs, under schedules that a tool decides.
+"""The real engine on drawn host programs, watched.
 
 A host program is a batch mix: prompts, lengths, arrivals, aborts, hand-overs between two engines, sizes of the engines. Each
 is run once under a schedule, with the sanitizer watching, and its tokens are compared with plain greedy decoding on the
@@ -11,15 +11,11 @@ import inspect
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.text import Text
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from outrider.cli.models import bundled
-from outrider.cli.report import Report
-from outrider.device.errors import CapabilityError, ConfigError, OutriderError, RequestError
+from outrider.device.errors import ConfigError, OutriderError, RequestError
 from outrider.registry import Registry
 
 if TYPE_CHECKING:
@@ -31,7 +27,6 @@ if TYPE_CHECKING:
     from outrider.sanitizer import Finding
     from outrider.sanitizer import Report as Findings
 
-DECODE = "decode"
 _CONTEXT = 96
 _LONGEST = 14
 _MOVING = 0.3
@@ -94,7 +89,8 @@ class HostProgram:
 class DecodeExplorer:
     """The bundled model on a backend whose schedule is decided, and the reference to compare with.
 
-    Weights are loaded once, before anything is scheduled; each run builds an engine of its own.
+    Weights are loaded once, before anything is scheduled; each run builds an engine of its own. ``like``: another one, whose
+    reference and its tokens are taken over.
     """
 
     def __init__(
@@ -108,6 +104,7 @@ class DecodeExplorer:
         drop: str | None = None,
         half: str = "wait",
         consumer: str | None = None,
+        like: DecodeExplorer | None = None,
     ) -> None:
         import torch
 
@@ -128,8 +125,8 @@ class DecodeExplorer:
         self._model = load_decoder(bundled("target"), backend=backend, dtype=torch.float32)
         backend.synchronize()
         self._text = Tokenizer.from_checkpoint(bundled("target")).encode(inspect.getsource(Engine))
-        self._plain: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._reference = _reference_model()
+        self._plain: dict[tuple[int, ...], tuple[int, ...]] = {} if like is None else like._plain
+        self._reference: Decoder = _reference_model() if like is None else like._reference
         self.findings: Findings | None = None
         self.log: FenceLog | None = None
 
@@ -147,16 +144,13 @@ class DecodeExplorer:
     def run(self, program: HostProgram, backend: Backend) -> None:
         """Run it once, watched. Raises :class:`WrongTokens`, or the sanitizer's RaceError, or what the engine raised."""
         from outrider.engine.fence_log import FenceLog
-        from outrider.sanitizer import watch
+        from outrider.sanitizer import watching
 
         expected = [self.expected(arrival) for arrival in program.arrivals]
-        control = backend.control
-        if control is None:
-            raise CapabilityError(f"{backend.label} decides its schedules itself; explore needs one such as 'sim'")
-        self.log = FenceLog(
-            lambda stream: control.steps(stream)[1], drop=self._drop, half=self._half, consumer=self._consumer
-        )
-        with watch(backend) as self.findings:
+        # The engine orders whole tensors of rows, never some rows of one against others.
+        with watching(backend, rows_apart=False) as sanitizer:
+            self.findings = sanitizer.report
+            self.log = FenceLog(sanitizer.position, drop=self._drop, half=self._half, consumer=self._consumer)
             problem: Exception | None = None
             try:
                 self._serve(program, expected)
@@ -322,69 +316,3 @@ def _plain(model: Decoder, prompt: tuple[int, ...]) -> Completion:
     engine = Engine(model, Registry().create("cpu"), config=config)
     (completion,) = engine.generate([prompt], SamplingParams(max_tokens=_LONGEST))
     return completion
-
-
-def explore_decode(
-    device: Backend,
-    *,
-    strategy: str,
-    iterations: int,
-    seed: int,
-    drop_fence: str | None,
-    drop: str,
-    speculate: str,
-    draft_topk: int,
-    mode: str,
-    graphs: bool,
-) -> Report:
-    """Run ``iterations`` host programs, each under a schedule of its own; stop at the first that fails."""
-    explorer = DecodeExplorer(
-        device, speculate=speculate, draft_topk=draft_topk, mode=mode, graphs=graphs, drop=drop_fence, half=drop
-    )
-    control = device.control
-    assert control is not None  # the caller has checked
-    data: dict[str, Any] = {
-        "program": DECODE,
-        "strategy": strategy,
-        "seed": seed,
-        "speculate": speculate,
-        "draft_topk": draft_topk,
-        "mode": mode,
-        "graphs": graphs,
-        "dropped": f"{drop} of {drop_fence}" if drop_fence else None,
-        "runs": 0,
-        "failed": False,
-    }
-    for number in range(seed, seed + iterations):
-        program = explorer.program(number)
-
-        def once(backend: Backend, program: HostProgram = program) -> None:
-            explorer.run(program, backend)
-
-        control.reset()
-        result = control.explore(once, strategy=strategy, iterations=1, seed=number)
-        data["runs"] += 1
-        if result.failure is not None:
-            error = result.failure.error
-            data |= {
-                "failed": True,
-                "run": number,
-                "host_program": asdict(program),
-                "error": {"type": type(error).__name__, "message": str(error)},
-                "implied": list(explorer.implied()),
-                "shrunk": str(result.failure.shrunk),
-                "orderings": list(result.failure.orderings),
-            }
-            break
-
-    def render(console: Console) -> None:
-        if not data["failed"]:
-            console.print(Text(f"{data['runs']} host programs, each under a schedule of its own: all right", style="green"))
-            return
-        console.print(Text(f"host program {data['run']} failed: {data['error']['type']}", style="bold red"))
-        console.print(data["error"]["message"], markup=False)
-        if data["implied"]:
-            console.print(Text(f"the finding implies: {', '.join(data['implied'])}", style="bold yellow"))
-        console.print(f"run it again with: outrider explore decode --seed {data['run']} --iterations 1", markup=False)
-
-    return Report(data=data, render=render, exit_code=1 if data["failed"] else 0)

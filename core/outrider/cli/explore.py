@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.cli.decode_program import DECODE, explore_decode
+from outrider.cli.decode_exploration import DECODE, Exploration, explore_decode
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import CapabilityError, ConfigError
@@ -31,13 +31,18 @@ def explore(
     ] = None,
     backend: BackendOption = None,
     strategy: Annotated[
-        str, typer.Option(help="program, lazy, slowest:stream=S, fastest:stream=S, random, pct:d=3, exhaustive or mixed.")
-    ] = "mixed",
+        str | None,
+        typer.Option(
+            help="program, lazy, slowest:stream=S, fastest:stream=S, random, pct:d=3, exhaustive or mixed, the default. A "
+            "device that decides its schedules itself runs decode alone, in the order of the program."
+        ),
+    ] = None,
     iterations: Annotated[int, typer.Option(min=1, help="Schedules to try at most.")] = 100,
     seed: Annotated[int, typer.Option(min=0, help="Where strategies start drawing.")] = 0,
     replay: Annotated[str | None, typer.Option(metavar="STRING", help="One run, with this schedule.")] = None,
     drop_fence: Annotated[
-        str | None, typer.Option("--drop-fence", metavar="NAME", help="decode: leave this fence out.")
+        str | None,
+        typer.Option("--drop-fence", metavar="NAME|every", help="decode: leave this fence out; every: each in turn."),
     ] = None,
     drop: Annotated[str, typer.Option(help="decode: the half of the fence that is left out, wait or record.")] = "wait",
     speculate: Annotated[str, typer.Option(help="decode: eagle, ngram or none.")] = "eagle",
@@ -56,30 +61,34 @@ def explore(
     del json_output
     if name is None:
         return _listing()
-    device = Registry().create(backend or backend_from_environment() or _CONTROLLED)
+    registry, spec = Registry(), backend or backend_from_environment() or _CONTROLLED
+    chosen = f"replay:{replay}" if replay is not None else strategy
+    if name == DECODE:
+        return explore_decode(
+            Exploration(
+                make=lambda: registry.create(spec),
+                strategy=chosen,
+                iterations=iterations,
+                seed=seed,
+                drop_fence=drop_fence,
+                drop=drop,
+                speculate=speculate,
+                draft_topk=draft_topk,
+                mode=mode,
+                graphs=graphs,
+            )
+        )
+    device = registry.create(spec)
     control = device.control
     if control is None:
         raise CapabilityError(f"{device.label} decides its schedules itself; explore needs one such as 'sim'")
-    spec = f"replay:{replay}" if replay is not None else strategy
-    if name == DECODE:
-        return explore_decode(
-            device,
-            strategy=spec,
-            iterations=iterations,
-            seed=seed,
-            drop_fence=drop_fence,
-            drop=drop,
-            speculate=speculate,
-            draft_topk=draft_topk,
-            mode=mode,
-            graphs=graphs,
-        )
+    how = chosen or "mixed"
     program = _program(name, corrected, device)
-    result = control.explore(program, strategy=spec, iterations=iterations, seed=seed)
+    result = control.explore(program, strategy=how, iterations=iterations, seed=seed)
     failure = result.failure
     data: dict[str, Any] = {
         "program": name,
-        "strategy": spec,
+        "strategy": how,
         "seed": seed,
         "runs": result.runs,
         "exhausted": result.exhausted,

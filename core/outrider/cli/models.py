@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.proposers import plugin_builders
+from outrider.cli.starting import progress_shown, say_what_started
 from outrider.registry import Registry
 
 if TYPE_CHECKING:
@@ -140,17 +139,8 @@ def load(
     builders = plugin_builders(speculation.kind)
     registry = Registry()
     device = registry.create(registry.select(backend, backend_from_environment()))
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        bar_of: dict[str, TaskID] = {}
-
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in bar_of:
-                bar_of[what] = bars.add_task(what, total=total)
-            bars.update(bar_of[what], completed=done)
-
-        return Engine.from_checkpoint(
+    with progress_shown() as tell:
+        engine = Engine.from_checkpoint(
             speculation.model,
             device,
             draft_dir=speculation.draft,
@@ -158,6 +148,8 @@ def load(
             builders=builders,
             config=config,
             through_transformers=speculation.through_transformers,
-            progress=lambda file, done, total: progress(f"loading {file}", done, total),
-            capture_progress=lambda done, total: progress("capturing graphs", done, total),
+            progress=lambda file, done, total: tell(f"loading {file}", done, total),
+            capture_progress=lambda done, total: tell("capturing graphs", done, total),
         )
+    say_what_started(engine)
+    return engine

@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING
 
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.models import Running
+from outrider.cli.starting import progress_shown, say_what_started
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 
 if TYPE_CHECKING:
+    import torch
+
+    from outrider.device import Backend
+    from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
+    from outrider.model import LanguageModel
+    from outrider.speculative.proposer import Proposer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,15 +52,11 @@ class RandomModel:
             "acceptance": "real" if self.accept_length is None else f"synthetic, mean {self.accept_length:g}",
         }
 
-    def load(self, backend: str | None, *, running: Running, max_requests: int, dtype: str, max_context: int) -> Engine:
-        """Choose the backend and make the weights on it."""
+    def config(self, *, running: Running, max_requests: int, dtype: str, max_context: int) -> EngineConfig:
+        """That of the engine."""
         from outrider.engine.config import EngineConfig
-        from outrider.engine.engine import Engine
-        from outrider.model import Decoder, random_decoder, random_eagle, shape_config
-        from outrider.speculative.eagle import EagleProposer
-        from outrider.speculative.synthetic import with_synthetic_acceptance
 
-        config = EngineConfig(
+        return EngineConfig(
             max_requests=max_requests,
             draft_tokens=self.draft_tokens,
             dtype=dtype,
@@ -65,13 +68,35 @@ class RandomModel:
             graphs=running.graphs,
             overlap=running.overlap,
         )
-        shape = shape_config(self.shape)
-        registry = Registry()
-        device = registry.create(registry.select(backend, backend_from_environment()))
-        model = random_decoder(shape, backend=device, dtype=config.torch_dtype)
+
+    def make(self, device: Backend, dtype: torch.dtype) -> tuple[LanguageModel, Proposer | None]:
+        """The weights, on a device."""
+        from outrider.model import Decoder, random_decoder, random_eagle, shape_config
+        from outrider.speculative.eagle import EagleProposer
+        from outrider.speculative.synthetic import with_synthetic_acceptance
+
+        model = random_decoder(shape_config(self.shape), backend=device, dtype=dtype)
         if self.accept_length is not None:
             model = Decoder(model.config, model.weights, with_synthetic_acceptance(model.kernels, self.accept_length))
-        proposer = None
-        if self.speculate == "eagle":
-            proposer = EagleProposer(random_eagle(model, backend=device), draft_tokens=self.draft_tokens)
-        return Engine(model, device, proposer=proposer, config=config)
+        if self.speculate != "eagle":
+            return model, None
+        return model, EagleProposer(random_eagle(model, backend=device), draft_tokens=self.draft_tokens)
+
+    def load(self, backend: str | None, *, running: Running, max_requests: int, dtype: str, max_context: int) -> Engine:
+        """Choose the backend and make the weights on it."""
+        from outrider.engine.engine import Engine
+
+        config = self.config(running=running, max_requests=max_requests, dtype=dtype, max_context=max_context)
+        registry = Registry()
+        device = registry.create(registry.select(backend, backend_from_environment()))
+        model, proposer = self.make(device, config.torch_dtype)
+        with progress_shown() as tell:
+            engine = Engine(
+                model,
+                device,
+                proposer=proposer,
+                config=config,
+                capture_progress=lambda done, total: tell("capturing graphs", done, total),
+            )
+        say_what_started(engine)
+        return engine

@@ -75,11 +75,16 @@ class BackendInfo(PluginInfo):
 
     ``priority`` decides probing: the highest usable one wins ``auto``, and a negative one is never chosen unless named.
     ``options`` are those that its name takes, each with what it means; ``kernels`` is Outrider's own.
+
+    ``cache_variables``: environment variables that each name a directory in which its kernels are kept once compiled.
+    ``sanitizer_variables``: the environment under which torch's own sanitizer watches such a device; empty: it has none.
     """
 
     priority: int = 0
     device_count: int | None = None
     options: Mapping[str, str] = field(default_factory=dict)
+    cache_variables: tuple[str, ...] = ()
+    sanitizer_variables: Mapping[str, str] = field(default_factory=dict)
     ci: CiDeclaration = field(default_factory=CiDeclaration)
 
 

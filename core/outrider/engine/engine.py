@@ -18,11 +18,11 @@ from outrider.engine.checks import (
     context_limit,
 )
 from outrider.engine.config import EngineConfig
-from outrider.engine.graphs import CaptureProgress
+from outrider.engine.graphs import Caller, CaptureProgress
 from outrider.engine.hand_over import HandOver
 from outrider.engine.lifeline import Lifeline
 from outrider.engine.loading import load_checkpoint
-from outrider.engine.media import RequestMedia, expanded
+from outrider.engine.media import expanded, request_media
 from outrider.engine.pages import FreeList, PagePool
 from outrider.engine.parts import Streams
 from outrider.engine.request import Completion, FinishReason, Request, StepOutput
@@ -35,13 +35,9 @@ from outrider.engine.stats import EngineStats as EngineStats
 from outrider.engine.step import Step
 from outrider.engine.text import watch
 from outrider.engine.transfer import bring_here, collect
+from outrider.engine.warm_up import warm_up
 from outrider.engine.watchdog import Watchdog
-from outrider.model import (
-    LanguageModel,
-    Media,
-    Tokenizer,
-    VisionTower,
-)
+from outrider.model import LanguageModel, Media, Tokenizer, VisionTower
 from outrider.speculative.build import Builder
 from outrider.speculative.proposer import PlainProposer, Proposer
 
@@ -102,13 +98,24 @@ class Engine:
                 growth=proposer.depth + 1, slots=proposer.slots, spare=spare, prefill_chunk=config.prefill_chunk
             ),
         )
-        stages = Stages(parts)
+        self._begin()
+        stages, slots = Stages(parts), ring_slots(config)
+        fused_waits = config.step_mode is StepMode.FUSED and backend.speculative_sync.fused_host_wait
+        self._runs_ahead = config.overlap and not fused_waits
+        variants, self.warm_up = model.kernels.every_variant(), None
+        if variants is not None:
+            self._step = Step(parts, stages, Caller(parts, stages), mode=StepMode.STAGED, slots=slots)
+            with variants:
+                self.warm_up = warm_up(self, room=min(self.max_context, self.free_pages * config.page_size - spare))
+            self._scheduler.pages.forget_all()
+            self._begin()
         with backend.guard("capturing the engine's graphs"):
             runner = build_runner(parts, stages, config, capture_progress)
         self.captured = runner.report
-        self._step = Step(parts, stages, runner, mode=config.step_mode, slots=ring_slots(config))
-        fused_waits = config.step_mode is StepMode.FUSED and backend.speculative_sync.fused_host_wait
-        self._runs_ahead = config.overlap and not fused_waits
+        self._step = Step(parts, stages, runner, mode=config.step_mode, slots=slots)
+
+    def _begin(self) -> None:
+        """No request was ever served."""
         self._in_flight: deque[Ticket] = deque()
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -176,7 +183,7 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counts so far."""
-        return EngineStats(**self._counts)
+        return EngineStats(**self._counts, blocked_s=self._lifeline.blocked_s)
 
     @property
     def has_unfinished(self) -> bool:
@@ -228,7 +235,7 @@ class Engine:
         model = self.model.config
         prompt = expanded([int(token) for token in tokens], media, model.vision)
         stops = self._check(prompt, params)
-        pictures = self._pictures(prompt, media)
+        pictures = request_media(media, prompt, model.vision, self._vision)
         rope_key = model.rope.sharing_key(len(prompt))
         samples = []
         for index in range(params.n):
@@ -292,7 +299,7 @@ class Engine:
         handed.check_fits(self.model.config, self.model.dtype, self.proposer)
         stops = self._check(handed.prompt, handed.params)
         request = Request(self._next_id, handed.prompt, handed.params, stops, handed.priority)
-        request.media = self._pictures(handed.prompt, handed.media)
+        request.media = request_media(handed.media, handed.prompt, self.model.config.vision, self._vision)
         request.rope_key = self.model.config.rope.sharing_key(len(handed.prompt))
         request.output, request.logprobs = list(handed.output), list(handed.logprobs)
         request.iterations, request.verified_tokens = handed.iterations, handed.verified_tokens
@@ -410,18 +417,6 @@ class Engine:
         if params.stop:
             self.tokenizer  # noqa: B018  (raises when there is none)
         return frozenset(stops)
-
-    def _pictures(self, prompt: tuple[int, ...], media: Sequence[Media]) -> RequestMedia | None:
-        """The media of a prompt; placeholders without media raise."""
-        vision = self.model.config.vision
-        if vision is None:
-            return None
-        pictures = RequestMedia(media, prompt, vision)
-        if not media:
-            return None
-        if self._vision is None:
-            raise RequestError("this engine was built without a vision tower; use Engine.from_checkpoint, or pass vision")
-        return pictures
 
     def _launch(self, batch: Batch) -> Ticket:
         """Launch, or leave the engine as if the batch had never been: an interrupt may come anywhere in a launch."""

@@ -7,6 +7,7 @@ different stages don't alias.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -92,11 +93,18 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class CaptureReport:
-    """What capturing took. ``bytes``: device memory that the graphs' pools hold, None where the device can't tell."""
+    """What capturing took. ``bytes``: device memory that the graphs' pools hold, None where the device can't tell.
+    ``seconds``: of the host, warm-up and compilation of what the graphs hold included.
+    """
 
     graphs: int
     buckets: tuple[int, ...]
     bytes: int | None
+    seconds: float
+
+    def __str__(self) -> str:
+        memory = "an unknown amount of memory" if self.bytes is None else f"{self.bytes / 2**20:.0f} MiB"
+        return f"{self.graphs} graphs captured in {self.seconds:.1f} s, holding {memory}"
 
 
 class GraphRunner(Runner):
@@ -123,6 +131,7 @@ class GraphRunner(Runner):
         pools = {stage: parts.backend.create_graph_pool(stage.value) for stage in which}
         limited = parts.backend.capabilities.memory_limit
         before = parts.backend.memory_info().free if limited else 0
+        began = time.perf_counter()
         total, done = len(self.buckets) * len(self._features), 0
         for count in range(1, self.buckets[-1] + 1):
             parts.buffers.views(count)  # made before any replay, they are known to follow what graphs write
@@ -136,7 +145,8 @@ class GraphRunner(Runner):
                     progress(done, total)
         after = parts.backend.memory_info().free if limited else 0
         count = len({id(graph) for captured in self._captured.values() for graph in captured.graphs.values()})
-        self.report = CaptureReport(count, self.buckets, before - after if limited else None)
+        seconds = time.perf_counter() - began
+        self.report = CaptureReport(count, self.buckets, before - after if limited else None, seconds)
 
     def bucket(self, count: int) -> int:
         """The smallest bucket that holds ``count`` requests."""

@@ -35,6 +35,11 @@ class Lifeline:
         self.stopped: DeviceError | None = None
         """Why the engine can't go on."""
 
+    @property
+    def blocked_s(self) -> float:
+        """Seconds that the host has waited at fences."""
+        return self._watchdog.blocked_s
+
     def check(self) -> None:
         """Raise :class:`EngineStopped` once the device is gone."""
         if self.stopped is not None:

@@ -75,6 +75,22 @@ def expanded(tokens: Sequence[int], media: Sequence[Media], vision: VisionConfig
     return tuple(expand_placeholders(tokens, media, vision))
 
 
+def request_media(
+    media: Sequence[Media], prompt: Sequence[int], vision: VisionConfig | None, tower: VisionTower | None
+) -> RequestMedia | None:
+    """The media of a prompt; None for text alone. Raises :class:`RequestError` for placeholders without media, or media
+    without a ``tower`` that sees them.
+    """
+    if vision is None:
+        return None
+    pictures = RequestMedia(media, prompt, vision)
+    if not media:
+        return None
+    if tower is None:
+        raise RequestError("this engine was built without a vision tower; use Engine.from_checkpoint, or pass vision")
+    return pictures
+
+
 def _spans(media: Sequence[Media], prompt: Sequence[int], vision: VisionConfig) -> tuple[Span, ...]:
     spans: list[Span] = []
     index = 0

@@ -118,8 +118,14 @@ class Staging:
         return self._device[start:end]
 
 
+_SEGMENTS = 40
+"""More than one batch packs."""
+
+
 class Packer:
-    """Concatenates named segments of whole numbers."""
+    """Concatenates named segments of whole numbers. Each begins at an even index, so at an address that is a multiple of 16
+    bytes: kernels are compiled for such addresses apart, and would be again for others.
+    """
 
     def __init__(self) -> None:
         self.values: list[int] = []
@@ -127,6 +133,8 @@ class Packer:
 
     def add(self, name: str, values: list[int]) -> None:
         """Append a segment."""
+        if len(self.values) % 2:
+            self.values.append(0)
         start = len(self.values)
         self.values.extend(values)
         self._segments[name] = (start, len(self.values))
@@ -139,7 +147,7 @@ class Packer:
 
 def staging_capacity(*, requests: int, pages: int, prefill_chunk: int) -> int:
     """The most values that one batch packs."""
-    return 8 * prefill_chunk + 11 * requests + 1 + 2 * requests * pages
+    return 8 * prefill_chunk + 11 * requests + 1 + 2 * requests * pages + _SEGMENTS
 
 
 def pack(batch: Batch, *, page_size: int, table_width: int, max_requests: int, rope: RopeConfig) -> Packer:

@@ -5,6 +5,7 @@ There is no thread that watches. The host asks where it would have blocked, so t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 from outrider.device import Backend, DeadlockError, DeviceError, DeviceStuck, Fence, Stream
@@ -24,6 +25,8 @@ class Watchdog:
         self.signals = 0
         self.passed = ""
         """The fence that the host waited for last, and which came."""
+        self.blocked_s = 0.0
+        """Seconds that the host has waited in all."""
         self._fences: list[Watched] = []
 
     def around(self, wrap: Wrap | None) -> Wrap:
@@ -107,6 +110,7 @@ class Watched(Fence):
     def wait_host(self) -> None:
         """Wait within the watchdog's limit. Raises :class:`DeviceStuck`."""
         limit = self._watchdog.limit_s
+        began = time.perf_counter()
         try:
             if limit is None:
                 self._inner.wait_host()
@@ -114,6 +118,8 @@ class Watched(Fence):
                 raise self._watchdog.stuck(self, f"it hasn't come within {limit:g} s")
         except DeadlockError as error:
             raise self._watchdog.stuck(self, f"it can't come any more: {error}") from error
+        finally:
+            self._watchdog.blocked_s += time.perf_counter() - began
         self._watchdog.passed = str(self)
 
     def wait_host_within(self, seconds: float) -> bool:

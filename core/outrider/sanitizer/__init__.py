@@ -9,6 +9,6 @@ report.raise_if_any()
 
 from outrider.sanitizer.advisor import Advice
 from outrider.sanitizer.findings import Finding, Kind, RaceError, Report, Site
-from outrider.sanitizer.sanitizer import Sanitizer, watch
+from outrider.sanitizer.sanitizer import Sanitizer, watch, watching
 
-__all__ = ["Advice", "Finding", "Kind", "RaceError", "Report", "Sanitizer", "Site", "watch"]
+__all__ = ["Advice", "Finding", "Kind", "RaceError", "Report", "Sanitizer", "Site", "watch", "watching"]

@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -20,11 +20,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.device import ROW_ACCESS, Access, Operation
+from outrider.sanitizer.ordering import HOST
 from outrider.sanitizer.places import here
 from outrider.sanitizer.sanitizer import Sanitizer
 
 if TYPE_CHECKING:
-    from outrider.device import Backend, Graph, Stream
+    from outrider.device import Backend, Event, Graph, Stream
 
 _AMBIENT = "default"
 _BORN = "_outrider_born"
@@ -44,8 +45,8 @@ _INDEXED = frozenset(
         "scatter_add_",
     )
 )
+_APART = "which rows an operator takes by data: two such accesses to one memory are taken to be disjoint"
 _BLIND = (
-    "which rows an operator takes by data: two such accesses to one memory are taken to be disjoint",
     "kernels launched outside torch's dispatcher, and what an operator does beyond its schema",
     "pinned memory touched through an array that numpy() gave away, after that call",
     "threads that were started before the run was watched",
@@ -140,15 +141,19 @@ class Storages:
 
 
 class DerivedSanitizer(Sanitizer):
-    """The sanitizer of a backend that reports no accesses."""
+    """The sanitizer of a backend that reports no accesses. ``rows_apart``: see :func:`~outrider.sanitizer.watch`."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, *, rows_apart: bool = True) -> None:
         super().__init__(backend)
-        self.report.blind_spots.extend(_BLIND)
+        self.report.blind_spots.extend((_APART, *_BLIND) if rows_apart else _BLIND)
+        self._rows_apart = rows_apart
         self._storages = Storages(backend)
         self._schemas: dict[Any, _Operands] = {}
         self._scopes = threading.local()
         self._index: dict[str, int] = {}
+        """Steps that each stream was given: operations, records, waits, replays, and the steps of these."""
+        self._outside: dict[str, int] = {}
+        self._captured: WeakKeyDictionary[Graph, int] = WeakKeyDictionary()
         self._host_only = backend.device.type == "cpu"
 
     # -- placement -------------------------------------------------------------------------------------------------
@@ -186,11 +191,39 @@ class DerivedSanitizer(Sanitizer):
 
     def capture_began(self, graph: Graph, stream: Stream) -> None:
         self._scope.append(stream.name)  # a capture places its callable without a scope of the seam
+        with self._lock:
+            self._outside, self._index = self._index, {}  # what is captured counts from the graph's beginning
         super().capture_began(graph, stream)
 
     def capture_ended(self, graph: Graph, failed: bool) -> None:
         super().capture_ended(graph, failed)
-        self._scope.pop()
+        with self._lock:
+            self._captured[graph] = self._index.get(self._scope.pop(), 0)
+            self._index = self._outside
+
+    def replayed(self, graph: Graph, stream: Stream, generation: int) -> None:
+        super().replayed(graph, stream, generation)
+        with self._lock:
+            if graph in self._captured:
+                self._index[stream.name] = self._index.get(stream.name, 0) + 1 + self._captured[graph]
+
+    def recorded(self, stream: Stream, event: Event, generation: int) -> None:
+        super().recorded(stream, event, generation)
+        self._step(stream.name)
+
+    def waited(self, stream: Stream, event: Event, generation: int) -> None:
+        super().waited(stream, event, generation)
+        self._step(stream.name)
+
+    def _step(self, stream: str) -> int:
+        """Count a step; which one it is."""
+        with self._lock:
+            index = self._index.get(stream, 0)
+            self._index[stream] = index + 1
+        return index
+
+    def _steps(self, stream: str) -> tuple[str, int] | None:
+        return None if stream == HOST else (stream, self._index.get(stream, 0))
 
     def locate(self, tensor: Tensor) -> Access | None:
         known = self._storages.known(tensor)
@@ -267,8 +300,11 @@ class DerivedSanitizer(Sanitizer):
             if found[1]:
                 self._storages.note(tensor)
             write = name in operands.writes
+            if operands.empty and not write:
+                continue  # its shape is looked at, not its bytes
             born = getattr(tensor, _BORN, -1)
-            accesses.append(_extent(tensor, found[0].number, write, name, born, name in operands.rows))
+            by_rows = self._rows_apart and name in operands.rows
+            accesses.append(_extent(tensor, found[0].number, write, name, born, by_rows))
         fresh = False
         for name, tensor in outputs:
             found = self._storages.known(tensor)
@@ -292,9 +328,7 @@ class DerivedSanitizer(Sanitizer):
             for access in accesses:
                 self.host_accessed(access, location)
             return
-        index = self._index.get(stream, 0)
-        self._index[stream] = index + 1
-        self.launched(Operation(func._schema.name, stream, index, tuple(accesses), location))
+        self.launched(Operation(func._schema.name, stream, self._step(stream), tuple(accesses), location))
         if operands.waits or self._pageable(inputs, outputs):
             self._ordering.stream_synchronized(stream)
 

@@ -66,6 +66,12 @@ class Sanitizer(Observer):
         known = self._streams.get(stream)
         return control.steps(known) if known is not None else None
 
+    def position(self, stream: Stream | None) -> int:
+        """How many steps ``stream`` has been given so far, of None: the calling thread has taken; 0 where nobody counts."""
+        control = self.backend.control
+        steps = self._steps(stream.name if stream else HOST) if control is None else control.steps(stream)
+        return 0 if steps is None else steps[1]
+
     def thread_scope(self) -> AbstractContextManager[Any]:
         """What a watched thread runs in."""
         return nullcontext()
@@ -226,29 +232,37 @@ class Sanitizer(Observer):
             self._ordering.host_acquired(token)
 
 
-def _make(backend: Backend) -> Sanitizer:
+def _make(backend: Backend, rows_apart: bool) -> Sanitizer:
     if backend.capabilities.reports_accesses:
         return Sanitizer(backend)
     from outrider.sanitizer.dispatch import DerivedSanitizer  # imports this module
 
-    return DerivedSanitizer(backend)
+    return DerivedSanitizer(backend, rows_apart=rows_apart)
 
 
 @contextmanager
-def watch(backend: Backend) -> Generator[Report]:
+def watch(backend: Backend, *, rows_apart: bool = True) -> Generator[Report]:
     """Sanitize what runs inside the ``with``; the report fills as it goes and is complete at its end.
 
     On a backend that reports its memory accesses nothing else is needed. Elsewhere they are derived from torch's
-    dispatcher on the calling thread and on the threads that it starts.
+    dispatcher on the calling thread and on the threads that it starts. There, two accesses whose rows are decided by data
+    are taken to be disjoint; without ``rows_apart`` they're taken to overlap, which finds more and may raise false alarms.
     """
+    with watching(backend, rows_apart=rows_apart) as sanitizer:
+        yield sanitizer.report
+
+
+@contextmanager
+def watching(backend: Backend, *, rows_apart: bool = True) -> Generator[Sanitizer]:
+    """:func:`watch`, for tools that also ask the sanitizer where streams stand."""
     with ExitStack() as stack:
-        sanitizer = _make(backend)
+        sanitizer = _make(backend, rows_apart)
         backend.attach(sanitizer)
         stack.callback(backend.detach)
         stack.enter_context(host_edges(sanitizer, sanitizer.thread_scope))
         stack.enter_context(sanitizer.scope())
         stack.enter_context(sanitizer.thread_scope())
         try:
-            yield sanitizer.report
+            yield sanitizer
         finally:
             sanitizer.finish()

@@ -72,6 +72,22 @@ def test_a_kernel_equals_the_reference(lab: Lab, case: Case, dtype: torch.dtype)
     _compare(case, [tensor.cpu() for tensor in made], _reference(case, dtype), dtype, "eagerly")
 
 
+@promise("KernelSet.every_variant", "What the call returns and writes is what it does outside.")
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
+def test_a_kernel_equals_the_reference_while_every_variant_is_run(lab: Lab, case: Case) -> None:
+    """Kernels that an engine warms up compute the same meanwhile."""
+    kernels, dtype = lab.backend.kernels_in_use, torch.float32
+    scope = kernels.every_variant()
+    if scope is None:
+        not_applicable("none of these kernels is compiled when it's first used")
+    (stream,) = lab.streams("s")
+    operands = _upload(lab, stream, case.make(dtype))
+    with scope, lab.backend.on(stream):
+        made = case.call(kernels, operands)
+    stream.synchronize()
+    _compare(case, [tensor.cpu() for tensor in made], _reference(case, dtype), dtype, "while every variant was run")
+
+
 @promise("KernelSet", "*Capture.* Every method may be captured; none reads a device value on the host.")
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_a_kernel_equals_the_reference_in_a_graph(lab: Lab, case: Case) -> None:

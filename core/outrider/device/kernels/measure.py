@@ -253,11 +253,15 @@ class _Maker:
         tables, found = numbers(batch, pages, dtype=torch.int32), numbers(batch, 10)
         by_row = (numbers(257), numbers(257), numbers(257, dtype=torch.float32), numbers(257, pages, dtype=torch.int32))
         own = (numbers(batch), numbers(batch), numbers(batch), numbers(batch), temperature, tables)
-        yield case("gather_requests", (*own, *own, found), lambda k, i: k.gather_requests((rows, lens, *by_row), own, found))
+        yield case(
+            "gather_requests",
+            (*own, *own, found),
+            lambda k, i: k.gather_requests(rows, by_row[0], by_row, own, found, lens_by_row=True),
+        )
         state, copy, look = self._normal(257, hidden), self._normal(batch, hidden), found[:, :2]
         yield case("gather_checked", (copy, copy), lambda k, i: k.gather_checked(state, rows, copy, look, bounds=None))
         logits = self._normal(batch, path * self._shape.vocabulary)
-        yield case("find_nan", (logits,), lambda k, i: k.find_nan(logits))
+        yield case("find_nan", (logits,), lambda k, i: k.find_nan(logits, look))
         places, slots, ends = numbers(batch, path), numbers(batch, path), numbers(batch, 1, dtype=torch.int32)
         yield case(
             "place_tokens",

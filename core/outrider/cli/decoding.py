@@ -1,0 +1,143 @@
+"""A batch that decodes, for measurements: its prompts, the time of its iterations, and what its device did meanwhile."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from outrider.cli.device_profile import DeviceProfile
+    from outrider.engine.engine import Engine
+
+_PROFILED = 12
+_PROFILE_WARM_UP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Iterations:
+    """The iterations in which every request of a batch decodes.
+
+    ``seconds`` of each on the host, results read back included; ``host_seconds``: of that, those in which the host wasn't
+    blocked waiting for the device. ``tokens``: what all of them gave. ``context``: the requests' mean context in tokens.
+    """
+
+    seconds: list[float]
+    host_seconds: list[float]
+    tokens: int
+    context: float
+
+
+def run_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> Iterations:
+    """Decode ``batch`` requests to their ends, timing the iterations in which all of them decode."""
+    from outrider.engine.request import SamplingParams
+
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    lengths = {engine.add_request(prompt, params): prompt_tokens for prompt in prompts_for(engine, batch, prompt_tokens)}
+    started: set[int] = set()
+    seconds: list[float] = []
+    host_seconds: list[float] = []
+    contexts: list[float] = []
+    counted, full = 0, True
+    while engine.has_unfinished:
+        decoding = len(started) == batch
+        context = sum(lengths.values()) / batch
+        blocked = engine.stats.blocked_s
+        began = time.perf_counter()
+        outputs = engine.step()
+        elapsed = time.perf_counter() - began
+        full = full and not (decoding and any(output.finish_reason for output in outputs))
+        for output in outputs:
+            started.add(output.request_id)
+            lengths[output.request_id] += len(output.tokens)
+        if decoding and full:
+            seconds.append(elapsed)
+            host_seconds.append(elapsed - (engine.stats.blocked_s - blocked))
+            contexts.append(context)
+            counted += sum(len(output.tokens) for output in outputs)
+    return Iterations(seconds, host_seconds, counted, statistics.fmean(contexts) if contexts else 0.0)
+
+
+def profile_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[DeviceProfile, int] | None:
+    """What the device did over a few iterations of such a batch, and how many those were; None where it can't say.
+
+    They are decoded apart from timed ones, since observing slows them down; as many as ``new_tokens`` leave room for.
+    """
+    from outrider.cli.device_profile import of_timeline, profiled
+    from outrider.sanitizer.timeline import record
+
+    growth = engine.proposer.depth + 1
+    most = (new_tokens - 2) // growth
+    warm_up = max(0, min(_PROFILE_WARM_UP, most - 1))
+    count = min(_PROFILED, most - warm_up)
+    if count < 1:
+        return None
+    if engine.backend.control is None:
+        decoding = _Decoding(engine, batch, prompt_tokens, new_tokens)
+        profile = profiled(engine.backend, lambda: decoding.steps(count), warm_up=lambda: decoding.steps(warm_up))
+        decoding.end()
+        return (profile, count) if profile is not None else None
+    # What a graph holds is known by name only where its capture was watched.
+    with record(engine.backend) as timeline:
+        decoding = _Decoding(_again(engine), batch, prompt_tokens, new_tokens)
+        decoding.steps(warm_up)
+        begin = timeline.end
+        decoding.steps(count)
+        end = timeline.end
+        decoding.end()
+    profile = of_timeline(timeline.between(begin, end))
+    return (profile, count) if profile is not None else None
+
+
+class _Decoding:
+    """A batch past its prompts that can be stepped."""
+
+    def __init__(self, engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> None:
+        from outrider.engine.request import SamplingParams
+
+        self._engine = engine
+        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+        self._ids = [engine.add_request(prompt, params) for prompt in prompts_for(engine, batch, prompt_tokens)]
+        started: set[int] = set()
+        while len(started) < batch:
+            started |= {output.request_id for output in engine.step()}
+        engine.drain()
+
+    def steps(self, count: int) -> None:
+        """Run so many iterations to their ends."""
+        for _ in range(count):
+            self._engine.step()
+        self._engine.drain()
+
+    def end(self) -> None:
+        """Give the requests up."""
+        for request in self._ids:
+            if request in self._engine.open_requests:
+                self._engine.abort(request)
+        while self._engine.has_unfinished:
+            self._engine.step()
+
+
+def _again(engine: Engine) -> Engine:
+    """An engine of the same parts, which takes the draft's caches over."""
+    from outrider.engine.engine import Engine
+
+    tokenizer = engine.tokenizer if engine.has_tokenizer else None
+    return Engine(engine.model, engine.backend, proposer=engine.proposer, config=engine.config, tokenizer=tokenizer)
+
+
+def prompts_for(engine: Engine, batch: int, prompt_tokens: int) -> list[list[int]]:
+    """Different stretches of real text: what a model has never seen anything like, it doesn't accept drafts for.
+
+    An engine without a tokenizer has random weights, to which every token is alike.
+    """
+    if not engine.has_tokenizer:
+        vocabulary = engine.model.config.vocab_size
+        return [[(97 * i + 31 * j) % vocabulary for j in range(prompt_tokens)] for i in range(batch)]
+    text = Path(textwrap.__file__).read_text(encoding="utf-8")
+    tokens = engine.tokenizer.encode(text, special_tokens=False)
+    tokens = tokens * (1 + (prompt_tokens + batch * 97) // len(tokens))
+    return [tokens[97 * i : 97 * i + prompt_tokens] for i in range(batch)]

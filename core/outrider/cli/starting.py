@@ -1,0 +1,42 @@
+"""What a command shows while an engine is made: on standard error, on a terminal alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+if TYPE_CHECKING:
+    from outrider.engine.engine import Engine
+
+Tell = Callable[[str, int, int], None]
+
+
+@contextmanager
+def progress_shown() -> Generator[Tell]:
+    """Bars, one for each thing told of as ``(what, done, total)``."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        bar_of: dict[str, TaskID] = {}
+
+        def tell(what: str, done: int, total: int) -> None:
+            if what not in bar_of:
+                bar_of[what] = bars.add_task(what, total=total)
+            bars.update(bar_of[what], completed=done)
+
+        yield tell
+
+
+def say_what_started(engine: Engine) -> None:
+    """What was compiled and captured."""
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    if not console.is_terminal:
+        return
+    if engine.warm_up is not None:
+        console.print(f"outrider: {engine.warm_up}", style="dim")
+    if engine.captured is not None:
+        console.print(f"outrider: {engine.captured}", style="dim")

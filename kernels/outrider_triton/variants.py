@@ -1,0 +1,91 @@
+"""Which variants of a kernel there can be: what is compiled beforehand, so that nothing is when requests are served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+
+from triton.runtime.errors import OutOfResources
+
+from outrider_triton.jit import attention, bookkeeping, choose, fused, matmul, rows
+from outrider_triton.launch import power_of_two, shares
+from outrider_triton.table import UNTUNED, MatmulConfig, Table
+
+_MOST_ROWS = 1024
+_MOST_REQUESTS = 256
+
+
+class Scope:
+    """Whether every variant is to be run, and which were. One for all copies of a kernel set."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._run: set[object] = set()
+
+    def first(self, key: object) -> bool:
+        """Whether the variants named so are to be run now: inside, and not yet."""
+        if not self.depth or key in self._run:
+            return False
+        self._run.add(key)
+        return True
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Until it's left, calls run every variant."""
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            if not self.depth:
+                self._run.clear()
+
+
+def that_fit() -> AbstractContextManager[None]:
+    """A variant may need more of the device than there is. That is an error for the call that needs it, and only then."""
+    return suppress(OutOfResources)
+
+
+def products(table: Table | None, operator: str, dtype: str, *, n: int, k: int, everywhere: bool) -> tuple[MatmulConfig, ...]:
+    """Each configuration that a product with this weight has for some number of tokens."""
+    entries = () if table is None else table.entries.get((operator, dtype, n, k), ())
+    found = dict.fromkeys(entry.config for entry in entries if entry.config is not None)
+    if everywhere and (not entries or entries[-1].m < 128):
+        found[UNTUNED] = None
+    return tuple(found)
+
+
+def attention_configs(
+    config: Callable[[int, int, int], list[int]], *, max_query: int, capacity: int
+) -> tuple[tuple[int, ...], ...]:
+    """Each ``config(batch, max_query, max_kv)`` for as many queries or fewer, and a block table of ``capacity`` tokens."""
+    found: dict[tuple[int, ...], None] = {}
+    for queries in _powers(max_query):
+        for batch in _powers(_MOST_REQUESTS):
+            # Bounds of tables and of splits lie between powers of two as well.
+            for cached in (size + part for size in _powers(capacity) for part in (0, size // 4, size // 2)):
+                found[tuple(config(batch, queries, min(max(cached, 1), capacity)))] = None
+    return tuple(found)
+
+
+def share_counts(vocabulary: int, processors: int) -> tuple[int, ...]:
+    """Among how many programs a vocabulary may be shared out."""
+    return tuple(dict.fromkeys(shares(count, vocabulary, processors) for count in _powers(_MOST_ROWS)))
+
+
+def _powers(most: int) -> tuple[int, ...]:
+    """The powers of two up to the first that isn't below ``most``."""
+    return tuple(1 << exponent for exponent in range(power_of_two(most).bit_length()))
+
+
+def compiled() -> Mapping[str, int]:
+    """Variants that this process has compiled or loaded, by kernel; none where they're interpreted."""
+    found = {}
+    for module in (attention, bookkeeping, choose, fused, matmul, rows):
+        for name, kernel in vars(module).items():
+            # Triton keeps, for each device, the compiled variants first in a tuple.
+            caches = getattr(kernel, "device_caches", None) or {}
+            count = sum(len(cache[0]) for cache in caches.values())
+            if count:
+                found[name] = count
+    return found

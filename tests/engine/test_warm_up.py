@@ -1,0 +1,163 @@
+"""Kernels that are compiled when they're first used are compiled before the first request, and never after."""
+
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+from tests.engine.conftest import Bundle
+
+from outrider import Engine, EngineConfig, SamplingParams
+from outrider.device import KernelSet
+from outrider.model import Decoder, load_eagle
+from outrider.registry import get_backend
+from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
+from outrider.speculative.tree import DynamicTree
+
+MODES = {"eager": {}, "graphs": {"graphs": True}, "fused": {"mode": "fused"}}
+
+
+class Compiling(KernelSet):
+    """Kernels that would be compiled anew for each power of two of tokens, requests or cached tokens. It notes them."""
+
+    name = "compiling"
+
+    def __init__(self, beforehand=True):
+        self.variants = set()
+        self.beforehand = beforehand
+        self._open = False
+
+    @contextmanager
+    def _scope(self):
+        self._open = self.beforehand
+        yield
+        self._open = False
+
+    def every_variant(self):
+        return self._scope()
+
+    def compiled(self):
+        return dict(Counter(kernel for kernel, *_ in self.variants))
+
+    def _use(self, kernel, shape, *sizes):
+        classes = [size.bit_length() for size in sizes]
+        grid = [classes]
+        if self._open:
+            grid = [[]]
+            for _ in sizes:
+                grid = [[*before, more] for before in grid for more in range(14)]
+        self.variants |= {(kernel, shape, *each) for each in grid}
+
+    def linear(self, x, weight, bias=None):
+        self._use("linear", tuple(weight.shape), x.numel() // x.shape[-1])
+        return super().linear(x, weight, bias)
+
+    def paged_attention(self, q, k_cache, v_cache, metadata, *, scale, window=0):
+        tree = metadata.tree_mask is not None
+        self._use("attention", (q.dtype, tree), metadata.kv_lens.shape[0], metadata.max_query, metadata.max_kv)
+        return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+
+    def sample(self, logits, temperature, seeds, positions, *, draft=False):
+        self._use("sample", draft, logits.shape[0])
+        return super().sample(logits, temperature, seeds, positions, draft=draft)
+
+    def verify_chain(self, target_logits, draft_tokens, draft_probs, temperature, seeds, positions):
+        self._use("verify_chain", draft_probs is None, target_logits.shape[0])
+        return super().verify_chain(target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
+
+    def logprobs(self, logits, tokens, count):
+        self._use("logprobs", logits.shape[1], logits.shape[0])
+        return super().logprobs(logits, tokens, count)
+
+    def truncate_logits(self, logits, temperature, top_k, top_p, min_p):
+        self._use("truncate_logits", logits.dim(), logits.shape[0])
+        return super().truncate_logits(logits, temperature, top_k, top_p, min_p)
+
+    def penalize_logits(self, logits, *rest):
+        self._use("penalize_logits", logits.dim(), logits.shape[0])
+        return super().penalize_logits(logits, *rest)
+
+
+@pytest.fixture(scope="module", params=["cpu", "sim"])
+def bundle(request):
+    return Bundle(get_backend(request.param), "float32")
+
+
+def engine_with(bundle, bundled_dir, kernels, *, tree=False, **fields):
+    target = Decoder(bundle.target.config, bundle.target.weights, kernels)
+    head = load_eagle(bundled_dir / "eagle", target=target, backend=bundle.backend, dtype=target.dtype)
+    proposer = EagleTreeProposer(head, DynamicTree(topk=2, depth=2)) if tree else EagleProposer(head, draft_tokens=2)
+    config = EngineConfig(max_requests=3, max_context=96, prefill_chunk=24, draft_tokens=2, overlap=True, **fields)
+    return Engine(target, bundle.backend, proposer=proposer, config=config)
+
+
+REQUESTS = (
+    SamplingParams(max_tokens=9, ignore_eos=True),
+    SamplingParams(max_tokens=5, ignore_eos=True, temperature=0.8, top_p=0.9, logprobs=2),
+    SamplingParams(max_tokens=12, ignore_eos=True, repetition_penalty=1.2),
+    SamplingParams(max_tokens=3, ignore_eos=True, temperature=1.0),
+    SamplingParams(max_tokens=9, ignore_eos=True),
+)
+
+
+def serve(engine, prompts):
+    """Prompts of many lengths, in batches of one to three, chunks of all sizes."""
+    lengths = (1, 2, 5, 23, 24, 25, 31, 50, 7, 60)
+    each = [REQUESTS[i % len(REQUESTS)] for i in range(len(lengths))]
+    return engine.generate([(prompts[i] * 9)[:length] for i, length in enumerate(lengths)], each)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_compiled_after_the_start(bundle, bundled_dir, prompt_tokens, mode):
+    kernels = Compiling()
+    engine = engine_with(bundle, bundled_dir, kernels, **MODES[mode])
+    assert engine.warm_up.compiled["attention"] > 0
+    assert sum(engine.warm_up.compiled.values()) == len(kernels.variants)  # and capturing found all of its own there
+    serve(engine, prompt_tokens)
+    assert kernels.compiled() == engine.warm_up.compiled
+
+
+def test_nothing_is_compiled_after_the_start_for_trees(bundle, bundled_dir, prompt_tokens):
+    kernels = Compiling()
+    engine = engine_with(bundle, bundled_dir, kernels, tree=True)
+    serve(engine, prompt_tokens)
+    assert kernels.compiled() == engine.warm_up.compiled
+
+
+def test_without_every_variant_something_is(bundle, bundled_dir, prompt_tokens):
+    """That the tests above can fail: a scope that does nothing leaves most variants out."""
+    kernels = Compiling(beforehand=False)
+    engine = engine_with(bundle, bundled_dir, kernels)
+    serve(engine, prompt_tokens)
+    assert sum(kernels.compiled().values()) > sum(engine.warm_up.compiled.values())
+
+
+def test_the_engine_forgets_its_own_requests(bundle, bundled_dir, prompt_tokens):
+    plain = engine_with(bundle, bundled_dir, KernelSet())
+    assert plain.warm_up is None
+    engine = engine_with(bundle, bundled_dir, Compiling())
+    assert (engine.stats.iterations, engine.stats.emitted_tokens) == (0, 0)
+    assert (engine.free_pages, engine.free_rows) == (plain.free_pages, plain.free_rows)
+    assert engine.step() == []
+    assert engine.add_request([0] * 30) == 0
+    engine.step()
+    (request,) = engine._scheduler.running
+    assert request.prefill_start == 0  # its pages weren't taken for a prefix, though the prompt is the warm-up's own
+    engine.abort(0)
+    while engine.has_unfinished:
+        engine.step()
+    assert [done.token_ids for done in serve(engine, prompt_tokens)] == [
+        done.token_ids for done in serve(plain, prompt_tokens)
+    ]
+
+
+def test_a_small_engine_warms_up_too(bundle, bundled_dir, prompt_tokens):
+    target = Decoder(bundle.target.config, bundle.target.weights, Compiling())
+    engine = Engine(target, bundle.backend, config=EngineConfig(max_requests=1, max_context=2, page_size=1))
+    assert engine.warm_up.compiled
+    assert len(engine.generate([[5]], SamplingParams(max_tokens=1))[0].token_ids) == 1
+
+
+def test_it_says_what_it_compiled(bundle, bundled_dir):
+    engine = engine_with(bundle, bundled_dir, Compiling())
+    assert str(engine.warm_up).startswith(f"{sum(engine.warm_up.compiled.values())} kernels compiled or loaded in ")
+    assert "attention" in str(engine.warm_up)

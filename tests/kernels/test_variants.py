@@ -1,0 +1,146 @@
+"""What is compiled beforehand covers what may be chosen later, and running it changes no result."""
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
+
+from outrider.device import AttentionMetadata, KernelSet
+from outrider_triton import kernelset
+from outrider_triton.kernelset import TritonKernels
+from outrider_triton.launch import shares
+from outrider_triton.table import AttentionConfig, AttentionEntry, Entry, MatmulConfig, Table, load
+from outrider_triton.variants import attention_configs, products, share_counts
+
+SMALL = MatmulConfig(16, 16, 32, 1, 4, 2, 0, 0)
+SPLIT = MatmulConfig(16, 16, 32, 2, 4, 2, 0, 0)
+TABLE = Table(
+    device="made up",
+    software={},
+    kernels=dict.fromkeys(("add_rms_norm", "paged_attention", "sample", "move_cache", "verify_chain"), True),
+    entries={
+        (operator, "bfloat16", 32, 64): (
+            Entry(m=4, config=small, us=1.0, torch_us=2.0),
+            Entry(m=128, config=large, us=1.0, torch_us=2.0),
+        )
+        for operator, small, large in (("linear", SMALL, None), ("linear_parts", SMALL, SPLIT))
+    },
+    attention=(
+        AttentionEntry(groups=8, max_kv=64, config=AttentionConfig(32, 2, 4, 2)),
+        AttentionEntry(groups=128, max_kv=64, config=AttentionConfig(16, 1, 4, 2)),
+    ),
+)
+
+
+@pytest.mark.parametrize("table", [None, TABLE, load("NVIDIA H200")], ids=["untuned", "made up", "shipped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("heads", [(32, 8), (14, 2), (4, 4)])
+def test_every_attention_is_known_beforehand(table, dtype, heads):
+    kernels = TritonKernels(table=table, everywhere=True, processors=132, pdl=False)
+    q, k_cache = torch.empty(1, heads[0], 64, dtype=dtype), torch.empty(1, 16, heads[1], 64, dtype=dtype)
+    known = {
+        capacity: set(
+            attention_configs(lambda *sizes: kernels._attention_config(q, k_cache, *sizes), max_query=256, capacity=capacity)
+        )
+        for capacity in (96, 784, 4096)
+    }
+    draw = random.Random(7)
+    for _ in range(3000):
+        capacity = draw.choice(list(known))
+        batch, queries = 1 + int(2 ** draw.uniform(0, 6)), int(2 ** draw.uniform(0, 8))
+        config = kernels._attention_config(q, k_cache, batch, queries, draw.randint(1, capacity))
+        assert tuple(config) in known[capacity], (batch, queries, capacity)
+
+
+def test_every_share_is_known_beforehand():
+    for vocabulary in (257, 32000, 128256):
+        known = share_counts(vocabulary, 132)
+        assert {shares(rows, vocabulary, 132) for rows in range(1, 300)} <= set(known)
+
+
+def test_every_product_is_known_beforehand():
+    assert products(TABLE, "linear_parts", "bfloat16", n=32, k=64, everywhere=False) == (SMALL, SPLIT)
+    assert products(TABLE, "linear", "bfloat16", n=32, k=64, everywhere=False) == (SMALL,)
+    assert products(TABLE, "linear", "bfloat16", n=33, k=64, everywhere=False) == ()
+    assert products(None, "linear", "bfloat16", n=33, k=64, everywhere=True) == (kernelset.UNTUNED,)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The kernels' operators that were called, with their configurations."""
+    calls = []
+    real = torch.ops.outrider
+
+    class Packet:
+        def __init__(self, name):
+            self.name = name
+
+        def triton(self, *arguments):
+            calls.append((self.name, *(tuple(each) for each in arguments if isinstance(each, list))))
+            return getattr(real, self.name).triton(*arguments)
+
+    class Namespace:
+        def __getattr__(self, name):
+            return Packet(name)
+
+    monkeypatch.setattr(kernelset, "_TRITON", Namespace())
+    return calls
+
+
+def test_results_are_the_same_in_the_scope(device, pdl, launched):
+    kernels = TritonKernels(table=TABLE, everywhere=False, processors=4, pdl=pdl)
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*size, dtype=torch.bfloat16):
+        return torch.randn(*size, generator=generator).to(dtype).to(device)
+
+    x, weight, norm = normal(6, 64), normal(32, 64), normal(32)
+    residual = normal(6, 32)
+    q, cache = normal(3, 4, 16), normal(8, 16, 2, 16)
+    metadata = AttentionMetadata(
+        query_start=torch.tensor([0, 3], dtype=torch.int32, device=device),
+        kv_lens=torch.tensor([9], dtype=torch.int32, device=device),
+        block_table=torch.tensor([[1, 2, 3, 0]], dtype=torch.int32, device=device),
+        max_query=3,
+        max_kv=9,
+    )
+    logits = normal(3, 5000, dtype=torch.float32)
+    rows = torch.zeros(3, dtype=torch.float32, device=device), torch.arange(3, device=device), torch.arange(3, device=device)
+
+    def run():
+        kept, keys, values = residual.clone(), cache.clone(), cache.clone()
+        moved = torch.tensor([20, 33], device=device), torch.tensor([17, 18], device=device)
+        kernels.move_cache(keys, values, *moved)
+        return [
+            kernels.linear(x, weight),
+            kernels.linear_add_rms_norm(x, weight, None, kept, norm, 1e-5),
+            kept,
+            kernels.paged_attention(q, cache, cache, metadata, scale=0.25),
+            kernels.sample(logits, *rows),
+            keys,
+            values,
+        ]
+
+    outside = run()
+    once = list(launched)
+    launched.clear()
+    with kernels.every_variant():
+        inside = run()
+    for before, after in zip(outside, inside, strict=True):
+        assert torch.equal(before, after)
+    assert {call for call in launched if call[0] == "linear_parts"} == {
+        ("linear_parts", tuple(SMALL.as_list())),
+        ("linear_parts", tuple(SPLIT.as_list())),
+    }
+    assert len({call for call in launched if call[0] == "paged_attention"}) >= 3
+    assert set(once) <= set(launched)
+    launched.clear()
+    run()
+    assert launched == once
+
+
+def test_kernels_of_the_seam_need_no_scope():
+    assert KernelSet().every_variant() is None
+    assert KernelSet().compiled() == {}
