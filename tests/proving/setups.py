@@ -21,7 +21,7 @@ from speculative.on_sim import MAKERS, decoder
 
 CONTEXT, TEXT, LONGEST = 96, 400, 14
 VISION = "ngram, images"
-PROPOSERS = (*MAKERS, VISION)
+PROPOSERS = ("none", *(name for name in MAKERS if name != "none"), VISION)
 MODES = ("staged", "graphs", "fused")
 PERSONALITIES = ("cuda", "rocm", "npu")
 PLUGINS = {"outrider_npu": "emulation", "outrider_rocm": "emulation_hip"}
