@@ -74,7 +74,7 @@ def profiled(backend: Backend, steps: Callable[[], object], *, warm_up: Callable
         return None
     # The first tracing of a process sets its machinery up in the middle of the work: it is thrown away.
     for work in (warm_up, steps):
-        with torch.profiler.profile(activities=activities) as profiler:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
             work()
             backend.synchronize()
     events = list(profiler.events() or ())
