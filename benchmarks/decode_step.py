@@ -77,7 +77,7 @@ def main():
     from outrider.registry import get_backend
 
     for kernels in arguments.kernels.split(","):
-        backend = get_backend(f"cuda:kernels={kernels}")
+        backend = get_backend("cuda" if kernels == "tuned" else f"cuda:kernels={kernels}")
         model = random_decoder(shape_config("llama-3.1-8b"), backend=backend, dtype=torch.bfloat16)
         for batch in arguments.batch.split(","):
             for width in arguments.tokens.split(","):

@@ -66,7 +66,7 @@ def jobs(options):
     likes = (options.through,) if options.through else PERSONALITIES
     setups = [setup for setup in all_setups(likes) if setup.proposer in wanted]
     if "programs" in options.parts:
-        for number in range(options.programs):
+        for number in range(options.first, options.programs):
             yield "programs", (setups[number % len(setups)], number, options.schedules)
     if "fences" in options.parts:
         for setup in setups:
@@ -284,6 +284,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--programs", type=int, default=600, help="host programs, spread over the setups")
+    parser.add_argument("--first", type=int, default=0, help="number of the first one")
     parser.add_argument("--schedules", type=int, default=20, help="schedules of each")
     parser.add_argument("--rate-programs", type=int, default=10, help="host programs for each rate")
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing new after this long")

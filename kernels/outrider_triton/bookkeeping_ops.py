@@ -23,6 +23,7 @@ def _straight(name: str, *operands: Tensor) -> None:
 def _gather_requests(
     rows: Tensor,
     lens: Tensor,
+    lens_by_row: bool,
     last_tokens: Tensor,
     seeds: Tensor,
     temperature: Tensor,
@@ -44,6 +45,7 @@ def _gather_requests(
         bookkeeping.gather_requests,
         (rows.shape[0],),
         *(*state, *own, found, pages, found.shape[1], found.stride(0)),
+        LENS_BY_ROW=lens_by_row,
         BLOCK=min(power_of_two(pages), 1024),
         FOUND=power_of_two(found.shape[1]),
         pdl=pdl,
@@ -52,9 +54,9 @@ def _gather_requests(
 
 
 define(
-    "gather_requests.triton(Tensor rows, Tensor lens, Tensor last_tokens, Tensor seeds, Tensor temperature, Tensor tables, "
-    "Tensor(a!) own_rows, Tensor(b!) own_lens, Tensor(c!) own_last_tokens, Tensor(d!) own_seeds, "
-    "Tensor(e!) own_temperature, Tensor(f!) own_tables, Tensor(g!) found, bool pdl) -> ()",
+    "gather_requests.triton(Tensor rows, Tensor lens, bool lens_by_row, Tensor last_tokens, Tensor seeds, "
+    "Tensor temperature, Tensor tables, Tensor(a!) own_rows, Tensor(b!) own_lens, Tensor(c!) own_last_tokens, "
+    "Tensor(d!) own_seeds, Tensor(e!) own_temperature, Tensor(f!) own_tables, Tensor(g!) found, bool pdl) -> ()",
     _gather_requests,
     lambda *operands: None,
 )
@@ -83,10 +85,9 @@ define(
 )
 
 
-def _find_nan(x: Tensor, shares: int, pdl: bool) -> Tensor:
+def _find_nan(x: Tensor, found: Tensor, shares: int, pdl: bool) -> None:
     rows, size = x.shape
     firsts = torch.empty((rows, shares), dtype=torch.int32, device=x.device)
-    out = torch.empty((rows, 2), dtype=torch.int64, device=x.device)
     launch(
         bookkeeping.nan_of_shares,
         (rows, shares),
@@ -96,14 +97,13 @@ def _find_nan(x: Tensor, shares: int, pdl: bool) -> Tensor:
         pdl=pdl,
         warps=warps_for(_WIDE) // 2,
     )
-    launch(bookkeeping.first_of_shares, (rows,), firsts, out, SHARES=shares, pdl=pdl, warps=1)
-    return out
+    launch(bookkeeping.first_of_shares, (rows,), firsts, found, found.stride(0), SHARES=shares, pdl=pdl, warps=1)
 
 
 define(
-    "find_nan.triton(Tensor x, int shares, bool pdl) -> Tensor",
+    "find_nan.triton(Tensor x, Tensor(a!) found, int shares, bool pdl) -> ()",
     _find_nan,
-    lambda x, shares, pdl: x.new_empty((x.shape[0], 2), dtype=torch.int64),
+    lambda *operands: None,
 )
 
 

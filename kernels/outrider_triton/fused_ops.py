@@ -127,21 +127,22 @@ def _linear_rope_write_cache(
     config: list[int],
     pdl: bool,
 ) -> Tensor:
-    block_m, block_n, block_k, _, warps, stages, ahead, _, each = config
+    block_m, block_n, block_k, _, warps, stages, ahead, _, each = config  # a block has both rows of its pairs
     flat = flat_product(x, weight)
     torch._check(
         k_cache.is_contiguous() and v_cache.is_contiguous() and cos.stride() == sin.stride() and cos.stride(1) == 1,
         lambda: "rope_write_cache: caches must be contiguous, and cos and sin laid out alike",
     )
+    torch._check(2 * each <= block_n, lambda: f"{each} pairs of rows don't fit into a block of {block_n}")
     (m, k), (kv_heads, size) = flat.shape, k_cache.shape[2:]
     q = _queries(flat, weight, k_cache)
     shares = 1 if squares is None else squares.shape[0]
     launch(
         fused.linear_rope_write_cache,
-        (triton.cdiv(weight.shape[0] // 2, each or block_n), triton.cdiv(m, block_m)),
+        (triton.cdiv(weight.shape[0] // 2, each or block_n // 2), triton.cdiv(m, block_m)),
         *(flat, squares, weight, bias, cos, sin, q, k_cache, v_cache, slots, eps, m, k, flat.stride(0), shares),
         *(q.shape[1], kv_heads, cos.stride(0), k_cache.stride(1), k_cache.stride(2)),
-        *(each or block_n, ahead if k % 8 == 0 else 0),
+        *(each or block_n // 2, ahead if k % 8 == 0 else 0),
         HAS_BIAS=bias is not None,
         SCALED=squares is not None,
         SHARES=power_of_two(shares),

@@ -264,6 +264,12 @@ class TritonKernels(KernelSet):
             return
         _TRITON.scatter_rows.triton(state, rows, values, self.pdl)
 
+    def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """A gather of rows."""
+        if tokens.dim() != 1 or not self._uses("gather_rows", weight) or not weight.is_contiguous():
+            return super().embedding(tokens, weight)
+        return _TRITON.gather_rows.triton(weight, tokens, self.pdl)  # type: ignore[no-any-return]
+
     # -- bookkeeping -----------------------------------------------------------------------------------------------
 
     def embed_beside(self, tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
@@ -273,13 +279,20 @@ class TritonKernels(KernelSet):
         return _TRITON.embed_beside.triton(tokens, weight, hidden, self.pdl)  # type: ignore[no-any-return]
 
     def gather_requests(
-        self, state: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], own: tuple[Tensor, ...], found: Tensor
+        self,
+        rows: Tensor,
+        lens: Tensor,
+        state: tuple[Tensor, Tensor, Tensor, Tensor],
+        own: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+        found: Tensor,
+        *,
+        lens_by_row: bool,
     ) -> None:
         """A program a request."""
         if not self._uses("gather_requests"):
-            super().gather_requests(state, own, found)
+            super().gather_requests(rows, lens, state, own, found, lens_by_row=lens_by_row)
             return
-        _TRITON.gather_requests.triton(*state, *own, found, self.pdl)
+        _TRITON.gather_requests.triton(rows, lens, lens_by_row, *state, *own, found, self.pdl)
 
     def gather_checked(
         self, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor, *, bounds: tuple[int, int] | None
@@ -289,7 +302,7 @@ class TritonKernels(KernelSet):
             super().gather_checked(source, rows, out, found, bounds=bounds)
         elif bounds is None and source[0].numel() > _LONG:
             value = source if rows is None else source.index_select(0, rows)
-            found.copy_(self.find_nan(value.flatten(1)))
+            self.find_nan(value.flatten(1), found)
             out.copy_(value)
         else:
             low, high = bounds or (0, 0)
@@ -329,13 +342,13 @@ class TritonKernels(KernelSet):
             return
         _TRITON.place_accepted.triton(lens, tokens, accepted, following, last, positions, self.pdl)
 
-    def find_nan(self, x: Tensor) -> Tensor:
+    def find_nan(self, x: Tensor, found: Tensor) -> None:
         """A row shared out among programs."""
         if not self._uses("find_nan", x) or not x.is_contiguous():
-            return super().find_nan(x)
+            super().find_nan(x, found)
+            return
         for count in self._shares(x.shape):
-            found = _TRITON.find_nan.triton(x, count, self.pdl)
-        return found  # type: ignore[no-any-return]
+            _TRITON.find_nan.triton(x, found, count, self.pdl)
 
     # -- attention -------------------------------------------------------------------------------------------------
 

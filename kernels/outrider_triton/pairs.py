@@ -26,23 +26,26 @@ _BETTER = 0.999
 
 
 def ends(m: int) -> list[MatmulConfig]:
-    """For a product that is added to the residual: 4096 rows in 128 or 256 shares, whole or in part of a block."""
+    """For a product that is added to the residual: 4096 rows in 64 or 128 shares, whole or in part of a block."""
     block_m = _block_m(m)
-    tiles = [(32, 128, 0), (32, 256, 0), (32, 512, 0), (16, 256, 0), (64, 256, 32)]
+    tiles = [(32, 256, 0), (32, 512, 0), (64, 256, 32), (64, 128, 0), (64, 256, 0)]
     if m > 32:
-        tiles = [(32, 128, 0), (64, 64, 32), (64, 128, 32), (64, 64, 0)]
+        tiles = [(64, 128, 32), (64, 64, 0), (64, 128, 0)]
     made = []
-    for (block_n, block_k, each), stages, descriptor in itertools.product(tiles, (3, 5), (0, 1)):
+    for (block_n, block_k, each), stages, descriptor in itertools.product(tiles, (3, 4, 5), (0, 1)):
         if stages * (block_n + block_m) * block_k * 2 <= _SHARED_BYTES and not (descriptor and each):
             made.append(MatmulConfig(block_m, block_n, block_k, 1, 4 if m <= 32 else 8, stages, 256, descriptor, each))
     return made
 
 
 def turns(m: int) -> list[MatmulConfig]:
-    """For queries, keys and values: 3072 pairs of rows in 128 or 256 shares."""
+    """For queries, keys and values: 3072 pairs of rows in 128 or 256 shares, both rows of a pair in a block."""
     block_m = _block_m(m)
-    tiles = [(32, 64, 24), (32, 128, 24), (32, 256, 24), (16, 256, 12)]
-    return _pairs_of_rows(block_m, tiles)
+    made = []
+    for (block_n, block_k, each), stages in itertools.product([(64, 64, 24), (64, 128, 24), (64, 256, 24)], (3, 4, 5)):
+        if stages * (block_n + block_m) * block_k * 2 <= _SHARED_BYTES:
+            made.append(MatmulConfig(block_m, block_n, block_k, 1, 4 if m <= 64 else 8, stages, 256, 0, each))
+    return made
 
 
 def gates(m: int) -> list[MatmulConfig]:
@@ -50,6 +53,13 @@ def gates(m: int) -> list[MatmulConfig]:
     block_m = _block_m(m)
     tiles = [(64, 64, 56), (64, 128, 56)] if m <= 32 else [(64, 64, 56), (128, 64, 0)]
     return _pairs_of_rows(block_m, tiles)
+
+
+def gates_by_copies(m: int) -> list[MatmulConfig]:
+    """For gate and up apart from the norm, through the copy engine, which takes whole blocks: programs overlap a little."""
+    block_m = _block_m(m)
+    tiles = [(64, 128, 56), (64, 128, 0), (64, 64, 56), (32, 256, 0)] if m <= 32 else [(64, 64, 56), (128, 64, 0)]
+    return [replace(config, descriptor=1) for config in _pairs_of_rows(block_m, tiles)]
 
 
 def _pairs_of_rows(block_m: int, tiles: list[tuple[int, int, int]]) -> list[MatmulConfig]:
@@ -74,6 +84,7 @@ class Keys:
     down: Key
     qkv: Key
     alone: Key
+    apart: Key
 
     @classmethod
     def of(cls, shape: KernelShape) -> Keys:
@@ -86,6 +97,7 @@ class Keys:
             down=("linear_add_scaled", "bfloat16", shape.hidden, shape.inner),
             qkv=("linear_rope", "bfloat16", rows, shape.hidden),
             alone=("linear_add", "bfloat16", shape.hidden, shape.inner),
+            apart=("linear_silu_mul", "bfloat16", 2 * shape.inner, shape.hidden),
         )
 
 
@@ -131,20 +143,17 @@ class Search:
     def run(self) -> None:
         """Rope with qkv; then down with it; then output with the gates."""
         keys, m = self._keys, self._m
+        copied, us = self._best(self.table, float("inf"), keys.apart, gates_by_copies(m))
+        self._keep("gates through the copy engine", copied, us)
         alone, us = self._best(self.table, float("inf"), keys.qkv, turns(m))
         self._keep("qkv, rope and the cache's write in one", alone, us)
         both, us = self._best(alone, float("inf"), keys.down, ends(m))
         both, us = self._best(both, us, keys.qkv, turns(m))
         self._keep("down with the residual, its norm in qkv", both, us)
-        start = with_choice(self.table, keys.gates, m, self._gates_of_today())
+        start = with_choice(self.table, keys.gates, m, gates(m)[0])
         both, us = self._best(start, float("inf"), keys.output, ends(m))
         both, us = self._best(both, us, keys.gates, gates(m))
         self._keep("output with the residual, its norm in the gates", both, us)
-
-    def _gates_of_today(self) -> MatmulConfig:
-        _, dtype, n, k = self._keys.gates
-        entry = self.table.entry("linear_silu_mul", dtype, n=n, k=k, m=self._m)
-        return gates(self._m)[0] if entry is None or entry.config is None else entry.config
 
 
 # -- the whole of it -----------------------------------------------------------------------------------------------
@@ -157,7 +166,12 @@ def jobs(sizes: list[int]) -> list[Job]:
     return [
         (operator, config)
         for m in sizes
-        for operator, configs in (("linear_add_scaled", ends(m)), ("linear_rope", turns(m)), ("scaled_silu_mul", gates(m)))
+        for operator, configs in (
+            ("linear_add_scaled", ends(m)),
+            ("linear_rope", turns(m)),
+            ("scaled_silu_mul", gates(m)),
+            ("linear_silu_mul", gates_by_copies(m)),
+        )
         for config in configs
     ]
 
@@ -173,7 +187,10 @@ def compile_one(operator: str, config: MatmulConfig, shape: KernelShape, device:
     if operator == "linear_add_scaled":
         ops.linear_add_scaled.triton(made(m, hidden), made(512, hidden), None, made(m, 512), made(512), block, pdl)
         return
-    for shares in (128, 256) if m <= 32 else (64, 128):
+    if operator == "linear_silu_mul":
+        ops.linear_silu_mul.triton(made(m, hidden), made(1024, hidden), None, block, pdl)
+        return
+    for shares in (64, 128):
         squares = torch.ones((shares, m), dtype=torch.float32, device=device)
         if operator == "scaled_silu_mul":
             ops.scaled_silu_mul.triton(made(m, hidden), squares, made(1024, hidden), None, 1e-5, block, pdl)
@@ -208,6 +225,9 @@ def tune_pairs(
     data["pairs"] = [{**layer, **{name: round(layer[name], 2) for name in ("before_us", "us")}} for layer in layers]
     operators = {"linear_add_scaled", "scaled_silu_mul", "linear_rope", "linear_add"}
     rows = [row for row in data["matmul"] if row["operator"] not in operators]
+    for row in rows:
+        entry = table.entry(row["operator"], row["dtype"], n=row["n"], k=row["k"], m=row["m"])
+        row["config"] = None if entry is None or entry.config is None else entry.config.as_list()
     for key in (keys.output, keys.gates, keys.down, keys.qkv):
         for layer in layers:
             entry = table.entry(*key[:2], n=key[2], k=key[3], m=layer["m"])

@@ -26,9 +26,10 @@ def test_every_kernel_is_measured_and_every_case_runs():
         case.call(KernelSet(), 0)
         case.call(KernelSet(), 1)
         assert case.bytes > 0
+    assert {case.kernel for case in cases if case.planned is not None} == {"paged_attention"}
     # What shapes logits runs where a request asks for it; embeddings are a copy of a few rows.
     untimed = {"embedding", "bias_logits", "penalize_logits", "count_tokens", "truncate_logits", "logprobs"}
-    untimed |= {"find_outside", "plan_attention", "batch_invariant"}
+    untimed |= {"plan_attention", "batch_invariant", "every_variant", "compiled"}
     methods = {name for name, value in vars(KernelSet).items() if callable(value) and not name.startswith("_")}
     assert methods - {case.kernel for case in cases} == untimed
 
@@ -44,6 +45,24 @@ def test_a_backend_without_graphs_is_refused(outrider):
     result = outrider("bench", "kernels", "--backend", "cpu")
     assert (result.code, result.out) == (1, "")
     assert "needs captures_graphs and event_timing" in result.err
+
+
+def test_attention_is_measured_with_its_plan(outrider, monkeypatch):
+    """As an engine would have it planned: the kernels beside it, and torch's, plan nothing."""
+    from outrider_sim.host_plans import HostPlan
+
+    planned = []
+    fill = HostPlan.fill
+    monkeypatch.setattr(HostPlan, "fill", lambda plan, batch, *a: (planned.append(batch.max_query), fill(plan, batch, *a))[1])
+    monkeypatch.setattr("outrider.cli.bench_kernels._CALLS", 1)
+    monkeypatch.setattr("outrider.cli.bench_kernels._REPLAYS", 1)
+    result = outrider(
+        *("bench", "kernels", "--backend", "sim:kernels=host-plans", "--shape", "tiny", "--dtype", "float32"),
+        *("--tokens", "1", "--only", "attention", "--json"),
+    ).json
+    assert {row["kernel"] for row in result["results"]} == {"paged_attention"}
+    assert planned == [1, 4, 4, 4, 4, 4, 4, 512]
+    assert all(row["us"] > 0 and row["own_us"] > 0 for row in result["results"])
 
 
 def test_a_backend_without_torch_streams_has_nothing_to_compare(outrider):

@@ -14,7 +14,6 @@ EXACT = {
     "gather_rows",
     "scatter_rows",
     "find_nan",
-    "find_outside",
     "gather_requests",
     "gather_checked",
     "place_tokens",

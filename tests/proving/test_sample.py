@@ -52,6 +52,7 @@ def test_a_program_under_some_schedules(setup, number):
         (Setup("eagle", "fused"), "plan_ready", "wait", "forward", "unused"),
         (Setup("eagle", "graphs", "npu"), "params_free", "wait", "update", "live"),
         (Setup("eagle", "graphs", "npu"), "params_bound", "wait", "forward", "live"),
+        (Setup("none", "graphs", "npu"), "params_bound", "wait", "forward", "live"),  # one rebind, the last on its stream
         (Setup("eagle", "staged", "npu"), "lengths_on_host", "wait", "host", "live"),
     ],
     ids=lambda value: getattr(value, "name", str(value)),

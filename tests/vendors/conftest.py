@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vendors.surface import Surface
-from vendors.wheel import Installed, NotRun, Wheel, fetch
+from vendors.wheel import FLASHINFER, Installed, NotRun, Wheel, fetch
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +21,15 @@ def wheel(pytestconfig):
 @pytest.fixture(scope="session")
 def torch_npu_surface(wheel):
     return Surface(wheel, operators_of="torch_npu", extensions=("torch_npu._C",))
+
+
+@pytest.fixture(scope="session")
+def flashinfer_wheel(pytestconfig):
+    """FlashInfer's wheel, in the same way."""
+    try:
+        return Wheel(fetch(Path(pytestconfig.cache.mkdir("flashinfer")), FLASHINFER))
+    except NotRun as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -1,26 +1,48 @@
-"""torch_npu's wheel as files: taken with pip, pinned by hash, read from the archive, never imported."""
+"""A vendor's wheel as files: taken with pip, pinned by hash, read from the archive, never imported."""
 
 import subprocess
 import sys
 import zipfile
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
-VERSION = "2.13.0"
-NAME = f"torch_npu-{VERSION}-cp311-cp311-manylinux_2_28_x86_64.whl"
-SHA256 = "0deb809cf447d3fce636ccfdc9c9f874950f1fe76f18f4aaab31e2d345f7dac0"
 _LIMIT_S = 300
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One file: what pip calls it, its name and its hash."""
+
+    package: str
+    version: str
+    name: str
+    sha256: str
+
+
+TORCH_NPU = Pin(
+    "torch_npu",
+    "2.13.0",
+    "torch_npu-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl",
+    "0deb809cf447d3fce636ccfdc9c9f874950f1fe76f18f4aaab31e2d345f7dac0",
+)
+FLASHINFER = Pin(
+    "flashinfer-python",
+    "0.6.14",
+    "flashinfer_python-0.6.14-py3-none-any.whl",
+    "d124369346a3d48eac67e31c42f7a3c813bcc0abc10e2e36db413b7b3dfd97df",
+)
 
 
 class NotRun(Exception):
     """The wheel can't be had here: what rests on it wasn't run, which is not the same as passed."""
 
 
-def fetch(cache: Path) -> Path:
+def fetch(cache: Path, pin: Pin = TORCH_NPU) -> Path:
     """The wheel's path, downloaded into ``cache`` unless it's there. The hash is checked by pip in both cases."""
     cache.mkdir(parents=True, exist_ok=True)
     pinned = cache / "requirements.txt"
-    pinned.write_text(f"torch_npu=={VERSION} --hash=sha256:{SHA256}\n")
+    pinned.write_text(f"{pin.package}=={pin.version} --hash=sha256:{pin.sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "-r", str(pinned)]
     # One file, whatever interpreter and system runs the test.
     command += ["--only-binary", ":all:", "--platform", "manylinux_2_28_x86_64", "--implementation", "cp"]
@@ -28,14 +50,13 @@ def fetch(cache: Path) -> Path:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     except subprocess.TimeoutExpired as error:
-        raise NotRun(f"not run: pip didn't bring torch_npu {VERSION} within {_LIMIT_S} s") from error
-    path = cache / NAME
+        raise NotRun(f"not run: pip didn't bring {pin.package} {pin.version} within {_LIMIT_S} s") from error
+    path = cache / pin.name
     if done.returncode or not path.is_file():
         if "HASH" in done.stderr.upper() and "MISMATCH" in done.stderr.upper():
-            raise AssertionError(f"torch_npu {VERSION} isn't the file that was pinned: {done.stderr.strip()}")
-        raise NotRun(
-            f"not run: pip can't bring torch_npu {VERSION}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
-        )
+            raise AssertionError(f"{pin.package} {pin.version} isn't the file that was pinned: {done.stderr.strip()}")
+        said = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise NotRun(f"not run: pip can't bring {pin.package} {pin.version}: {said}")
     return path
 
 

@@ -389,7 +389,7 @@ class Dispatcher:
         def plain(name: str, value: Any) -> Any:
             nonlocal owner
             if isinstance(value, PinnedTensor):
-                owner = owner or value
+                owner = value if owner is None else owner
                 return value.plain(write=None if info.way in (Way.VIEW, Way.DECOMPOSE) else name in info.writes)
             if isinstance(value, list | tuple):
                 return type(value)(plain(name, item) for item in value)

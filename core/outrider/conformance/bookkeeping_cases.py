@@ -27,11 +27,15 @@ def _requests(dtype: torch.dtype) -> dict[str, Tensor]:
     return {**state, **own, "found": torch.zeros(4, 9, dtype=torch.int64)}
 
 
-def _gathered(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    rows, lens, last, seeds, temperature, tables = (o[name] for name in _STATE)
-    found = o["found"][:, 2:8]
-    kernels.gather_requests((rows, lens, last, seeds, temperature, tables), tuple(o[name] for name in _OWN), found)
-    return (*(o[name] for name in _OWN), o["found"])
+def _gathered(*, by_row: bool) -> Call:
+    def call(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+        state = (o["last_tokens"], o["seeds"], o["temperature"], o["tables"])
+        own = (o[_OWN[0]], o[_OWN[1]], o[_OWN[2]], o[_OWN[3]], o[_OWN[4]], o[_OWN[5]])
+        lens = o["last_tokens"] if by_row else o["lens"]
+        kernels.gather_requests(o["rows"], lens, state, own, o["found"][:, 2:8], lens_by_row=by_row)
+        return (*own, o["found"])
+
+    return call
 
 
 def _numbers(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -70,11 +74,8 @@ def _checked(*, bounds: tuple[int, int] | None, some: bool) -> Call:
 
 
 def _nowhere(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    return (kernels.find_nan(o["source"].flatten(1)),)
-
-
-def _outside(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    return (kernels.find_outside(o["source"], 0, 10),)
+    kernels.find_nan(o["source"][:5].flatten(1), o["found"][:, 1:3])
+    return (o["found"],)
 
 
 def _placing(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -141,12 +142,12 @@ def _beside(dtype: torch.dtype) -> dict[str, Tensor]:
 
 _LOOKED = ("out", "found")
 BOOKKEEPING = (
-    Case("gather_requests", _requests, _gathered, exact=True, changed=(*_OWN, "found")),
+    Case("gather_requests", _requests, _gathered(by_row=False), exact=True, changed=(*_OWN, "found")),
+    Case("gather_requests, lengths by row", _requests, _gathered(by_row=True), exact=True, changed=(*_OWN, "found")),
     Case("gather_checked, numbers of some rows", _numbers, _checked(bounds=None, some=True), changed=_LOOKED),
     Case("gather_checked, whole numbers", _tokens, _checked(bounds=(0, 10), some=False), exact=True, changed=_LOOKED),
     Case("gather_checked, of some rows", _tokens, _checked(bounds=(0, 10), some=True), exact=True, changed=_LOOKED),
-    Case("find_nan", _numbers, _nowhere),
-    Case("find_outside", _tokens, _outside, exact=True),
+    Case("find_nan", _numbers, _nowhere, changed=("found",)),
     Case("place_tokens", _placing, _placed, exact=True, changed=("positions", "slots", "kv_lens")),
     Case("publish_accepted", _deciding, _published, exact=True, changed=_PUBLISHED),
     Case("place_accepted", _deciding, _extended, exact=True, changed=_EXTENDED),

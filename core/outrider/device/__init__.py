@@ -68,6 +68,7 @@ if TYPE_CHECKING:
         LANE_SAMPLE,
         ROW_ACCESS,
         AttentionMetadata,
+        AttentionShape,
         KernelSet,
         Product,
         RowResolver,
@@ -103,6 +104,7 @@ _HOMES = {
     ),
     "kernels": (
         "AttentionMetadata",
+        "AttentionShape",
         "KernelSet",
         "LANE_ACCEPT",
         "LANE_DRAFT",
@@ -162,6 +164,7 @@ __all__ = [
     "ActiveCapture",
     "AmbiguousBackend",
     "AttentionMetadata",
+    "AttentionShape",
     "Backend",
     "BackendError",
     "BackendHooks",

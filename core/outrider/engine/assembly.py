@@ -12,6 +12,7 @@ from outrider.engine.fences import FenceSet
 from outrider.engine.graphs import Caller, CaptureProgress, GraphRunner, Runner, buckets_up_to
 from outrider.engine.options import OptionTable
 from outrider.engine.parts import StepParts, Streams
+from outrider.engine.planning import AttentionPlans
 from outrider.engine.plans import Plans
 from outrider.engine.probes import Probes
 from outrider.engine.results import Results
@@ -101,6 +102,7 @@ def assemble(
         future=future,
         buffers=buffers,
         plans=Plans(model.kernels, buffers, proposer, page_size=config.page_size, max_context=max_context),
+        attention=AttentionPlans(model, proposer, page_size=config.page_size),
         probes=probes,
         staging=staging,
         results=results,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.device import Backend, CapabilityError, ConfigError, RequestError
+from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, RequestError, StepMode
 from outrider.engine.config import EngineConfig
 from outrider.engine.sampling import MAX_LOGIT_BIAS, SamplingParams
 from outrider.model import LanguageModel
@@ -13,12 +13,17 @@ from outrider.speculative.proposer import Proposer
 DEFAULT_MAX_CONTEXT = 4096
 
 
-def check_policy(backend: Backend, config: EngineConfig, proposer: Proposer) -> None:
-    """The step carries out what the backend's policy declares."""
+def check_policy(backend: Backend, config: EngineConfig, proposer: Proposer, kernels: KernelSet) -> None:
+    """The step carries out what the backend's policy and the kernels declare."""
     sync = backend.speculative_sync
     if config.step_mode not in sync.step_modes:
         raise CapabilityError(
             f"{backend.label} doesn't run in {config.mode} mode; its modes are {', '.join(sorted(sync.step_modes))}"
+        )
+    if kernels.plans_on_host and config.step_mode is StepMode.FUSED:
+        raise CapabilityError(
+            f"the kernels {kernels.name!r} plan each batch on the host, from exact lengths, and in fused mode these never "
+            "leave the device: an iteration would be replayed with the plan of its capture; use mode staged, or other kernels"
         )
     if sync.exact_host_lengths and proposer.host_lengths is None:
         raise CapabilityError(

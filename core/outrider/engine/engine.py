@@ -71,7 +71,7 @@ class Engine:
         self.proposer = proposer = proposer or PlainProposer()
         self._tokenizer = tokenizer
         self._vision = vision
-        check_policy(backend, config, proposer)
+        check_policy(backend, config, proposer, model.kernels)
         check_invariance(config, model)
         check_tree(model, proposer)
         self.max_context = context_limit(config, model, proposer)

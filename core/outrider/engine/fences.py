@@ -73,7 +73,7 @@ FENCES: tuple[FenceSpec, ...] = (
         "copy",
         ("host",),
         Hazard.READ_AFTER_WRITE,
-        "published lengths in pinned memory, where attention takes host integers",
+        "published lengths in pinned memory, where attention takes host integers or is planned from them",
     ),
     FenceSpec(
         "params_free",

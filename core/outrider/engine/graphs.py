@@ -66,14 +66,6 @@ class Runner(ABC):
         del call, stream
 
     @abstractmethod
-    def attention(self, call: Call) -> AttentionMetadata:
-        """What verify's attention will be told; to be planned once its tensors are written."""
-
-    @abstractmethod
-    def extend_attention(self, call: Call, attention: AttentionMetadata) -> AttentionMetadata:
-        """The same of draft-extend; ``attention`` itself where that serves both."""
-
-    @abstractmethod
     def run(self, stage: Stage, call: Call, attention: AttentionMetadata | None = None) -> None:
         """Enqueue a stage on forward, with the planned ``attention`` if it has any."""
 
@@ -84,14 +76,6 @@ class Caller(Runner):
     def call(self, count: int, features: Features, max_kv: int, lengths: HostLengths | None) -> Call:
         """Views of just the batch."""
         return Call(self._parts.buffers.views(count), features, max_kv, lengths=lengths)
-
-    def attention(self, call: Call) -> AttentionMetadata:
-        """Made anew for each batch."""
-        return self._stages.verify_attention(call)
-
-    def extend_attention(self, call: Call, attention: AttentionMetadata) -> AttentionMetadata:
-        """Made anew for each batch."""
-        return self._stages.extend_attention(call, attention)
 
     def run(self, stage: Stage, call: Call, attention: AttentionMetadata | None = None) -> None:
         """Call it in the scope of forward."""
@@ -104,8 +88,6 @@ class Captured:
     """One size with all its stages: what they're called with, and their graphs."""
 
     call: Call
-    attention: AttentionMetadata
-    extend_attention: AttentionMetadata
     graphs: dict[Stage, Graph]
 
 
@@ -186,17 +168,8 @@ class GraphRunner(Runner):
             if ahead:
                 graph.update_params({name: call.lengths.plus(more) for name, more in ahead.items()}, stream=stream)
 
-    def attention(self, call: Call) -> AttentionMetadata:
-        """The one that was captured."""
-        return self._of(call).attention
-
-    def extend_attention(self, call: Call, attention: AttentionMetadata) -> AttentionMetadata:
-        """The one that was captured."""
-        del attention
-        return self._of(call).extend_attention
-
     def run(self, stage: Stage, call: Call, attention: AttentionMetadata | None = None) -> None:
-        """Replay. A library that plans has refreshed the workspace that the captured metadata names."""
+        """Replay. A library that plans has brought the plan that was captured up to date."""
         del attention
         self._of(call).graphs[stage].replay(self._parts.streams.forward)
 
@@ -206,11 +179,10 @@ class GraphRunner(Runner):
     def _capture(self, bucket: int, features: Features, pools: dict[Stage, GraphPool]) -> Captured:
         parts, stages = self._parts, self._stages
         call = Call(parts.buffers.views(bucket), features, self._capacity, static=True)
-        kernels, plan = parts.model.kernels, parts.streams.plan
+        plan, nothing = parts.streams.plan, HostLengths((0,) * bucket, self._capacity)
         with parts.backend.on(plan):
-            attention = kernels.plan_attention(stages.verify_attention(call), stream=plan)
-            along = stages.extend_attention(call, attention)
-            along = attention if along is attention else kernels.plan_attention(along, stream=plan)
+            attention = stages.plan_verify(call, nothing, plan)
+            along = stages.plan_extend(call, attention, nothing, plan)
         plan.synchronize()
         planned = {Stage.VERIFY: attention, Stage.EXTEND: along}
         graphs: dict[Stage, Graph] = {}
@@ -224,7 +196,7 @@ class GraphRunner(Runner):
                 graphs[stage] = self._shared[key]
             else:
                 graphs[stage] = self._graph(stage, call, planned.get(stage), pool)
-        return Captured(call, attention, along, graphs)
+        return Captured(call, graphs)
 
     def _graph(self, stage: Stage, call: Call, attention: AttentionMetadata | None, pool: GraphPool) -> Graph:
         parts, count = self._parts, call.views.count

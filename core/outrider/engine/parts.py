@@ -8,6 +8,7 @@ from outrider.device import Backend, Stream
 from outrider.engine.buffers import StaticBuffers
 from outrider.engine.fences import FenceSet
 from outrider.engine.options import OptionTable
+from outrider.engine.planning import AttentionPlans
 from outrider.engine.plans import Plans
 from outrider.engine.probes import Probes
 from outrider.engine.results import Results
@@ -51,6 +52,7 @@ class StepParts:
     future: FutureMap
     buffers: StaticBuffers
     plans: Plans
+    attention: AttentionPlans
     probes: Probes
     staging: Staging
     results: Results

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from outrider.engine.features import Features
 from outrider.engine.parts import StepParts
+from outrider.engine.planning import Planned
 from outrider.engine.staging import Batch, Packer, prefill_attention, prefill_inputs
 from outrider.model import ForwardInput
 from outrider.speculative.lengths import HostLengths
@@ -18,6 +19,7 @@ class Prefill:
 
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
+        self._exact = parts.backend.speculative_sync.exact_host_lengths
 
     def launch(self, batch: Batch, packer: Packer) -> None:
         """Enqueue the chunks. Only a prompt's last chunk publishes and stashes."""
@@ -31,7 +33,8 @@ class Prefill:
             temperature = parts.rows.temperature.index_select(0, inputs.rows)
             seeds = parts.rows.seeds.index_select(0, inputs.rows)
             lengths = self._lengths(batch)
-            attention = prefill_attention(inputs, tables, lengths)
+            attention = prefill_attention(inputs, tables, lengths if self._exact else None)
+            attention = parts.attention.plan(Planned.PREFILL, attention, lengths, 0, forward)
             embeddings, embedded = self._features(batch, inputs.tokens.shape[0])
             flat = ForwardInput(
                 inputs.tokens,
@@ -93,7 +96,7 @@ class Prefill:
                         embeddings=embeddings,
                         embedded=embedded,
                         prompt_lens=inputs.prompt_lens,
-                        host_lens=lengths,
+                        host_lens=lengths if self._exact else None,
                     )
                 )
             else:
@@ -101,11 +104,9 @@ class Prefill:
             # A chunk that isn't the last stashes too, for the next one; its row isn't drafted for before that.
             parts.future.stash(inputs.rows, first, relay)
 
-    def _lengths(self, batch: Batch) -> HostLengths | None:
-        """How far each chunk goes, where attention takes that from the host."""
+    def _lengths(self, batch: Batch) -> HostLengths:
+        """How far each chunk goes."""
         parts = self._parts
-        if not parts.backend.speculative_sync.exact_host_lengths:
-            return None
         capacity = parts.rows.tables.shape[1] * parts.page_size
         return HostLengths(tuple(chunk.end for chunk in batch.prefill), capacity)
 

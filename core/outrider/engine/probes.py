@@ -70,7 +70,7 @@ class Probes:
 
     def look(self, name: str, value: Tensor, found: Tensor) -> None:
         """Look at numbers [B, ...] by the name of their probe; write into ``found`` int64 [B, width]."""
-        found[:, self.columns(name)] = self._kernels.find_nan(value.reshape(value.shape[0], -1))
+        self._kernels.find_nan(value.reshape(value.shape[0], -1), found[:, self.columns(name)])
 
     def take(self, name: str, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor) -> None:
         """Copy ``rows`` int64 [B] of ``source`` (None: all) into ``out`` [B, ...], and look at them on the way.

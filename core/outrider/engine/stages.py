@@ -14,10 +14,11 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata
+from outrider.device import AttentionMetadata, Stream
 from outrider.engine.buffers import Views
 from outrider.engine.features import Features
 from outrider.engine.parts import StepParts
+from outrider.engine.planning import Planned
 from outrider.model import ForwardInput
 from outrider.speculative.lengths import HostLengths
 from outrider.speculative.proposer import DraftInputs, ExtendInputs
@@ -81,6 +82,20 @@ class Stages:
             return verify
         return path.attention(call.views.inputs.tables, max_query=self._growth, max_kv=call.max_kv)
 
+    def plan_verify(self, call: Call, lengths: HostLengths | None, stream: Stream) -> AttentionMetadata:
+        """Verify's attention with its plan; ``lengths`` of the requests where planning reads them, those of padding too."""
+        attention = self.verify_attention(call)
+        return self._parts.attention.plan(Planned.VERIFY, attention, lengths, self._width, stream)
+
+    def plan_extend(
+        self, call: Call, verify: AttentionMetadata, lengths: HostLengths | None, stream: Stream
+    ) -> AttentionMetadata:
+        """Draft-extend's attention with its plan: that of ``verify``, planned already, for a chain."""
+        if call.views.extend.path is None:
+            return verify
+        along = self.extend_attention(call, verify)
+        return self._parts.attention.plan(Planned.PATH, along, lengths, self._growth, stream)
+
     def run(self, stage: Stage, call: Call, attention: AttentionMetadata | None) -> None:
         """Run a stage by its name; verify and extend have an ``attention``."""
         if stage is Stage.DRAFT:
@@ -93,17 +108,21 @@ class Stages:
 
     # -- stages ----------------------------------------------------------------------------------------------------
 
-    def gather(self, call: Call, rows: Tensor, lens: Tensor) -> None:
-        """Private copies of everything shared that the iteration reads, for ``rows`` and their ``lens`` int64 [B].
+    def gather(self, call: Call, rows: Tensor, lens: Tensor | None) -> None:
+        """Private copies of everything shared that the iteration reads, for ``rows`` and their ``lens`` int64 [B]; None: what
+        was published last.
 
         What the iteration before relayed is looked at on the way. Nothing is found yet when this begins.
         """
         parts, inputs = self._parts, call.views.inputs
         found = parts.results.found(call.views.count)
         parts.model.kernels.gather_requests(
-            (rows, lens, parts.future.last_tokens, parts.rows.seeds, parts.rows.temperature, parts.rows.tables),
+            rows,
+            parts.future.lengths if lens is None else lens,
+            (parts.future.last_tokens, parts.rows.seeds, parts.rows.temperature, parts.rows.tables),
             (inputs.rows, inputs.lens, inputs.last_tokens, inputs.seeds, inputs.temperature, inputs.tables),
             found,
+            lens_by_row=lens is None,
         )
         if inputs.deltas is not None:
             inputs.deltas.copy_(parts.rows.deltas.index_select(0, rows))
@@ -198,7 +217,7 @@ class Stages:
         """All of it, on one stream: lengths and everything else come from the device."""
         parts, views = self._parts, call.views
         rows = parts.staging.decode_rows(views.count)
-        self.gather(call, rows, parts.future.lengths.index_select(0, rows))
+        self.gather(call, rows, None)
         if self.drafts:
             self.draft(call)
         parts.plans.from_lengths(views)
@@ -251,14 +270,15 @@ class Stages:
     def _accept(self, call: Call, logits: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Tokens [B, D+1], the path through the tree [B, D+1] (None for a chain) and accepted [B]."""
         kernels, inputs, draft = self._parts.model.kernels, call.views.inputs, call.views.draft
-        after = inputs.lens + 1
-        if self._width == 1:  # nothing was drafted
-            tokens = kernels.sample(logits.squeeze(1), inputs.temperature, inputs.seeds, after).unsqueeze(1)
-            return tokens, None, torch.zeros_like(inputs.lens)
-        if draft.tree is None:
+        if draft.tree is None and self._width > 1:
+            after = call.views.verify.positions.view(call.views.count, self._width)[:, 1]
             probs = draft.probs if call.features.sampling else None
             tokens, accepted = kernels.verify_chain(logits, draft.tokens, probs, inputs.temperature, inputs.seeds, after)
             return tokens, None, accepted
+        after = inputs.lens + 1
+        if draft.tree is None:  # nothing was drafted
+            tokens = kernels.sample(logits.squeeze(1), inputs.temperature, inputs.seeds, after).unsqueeze(1)
+            return tokens, None, torch.zeros_like(inputs.lens)
         return kernels.verify_tree(
             logits,
             call.views.verify.tokens.view(logits.shape[:2]),

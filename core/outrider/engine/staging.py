@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -71,6 +72,7 @@ class PrefillInputs:
     final: Tensor
     continues: Tensor
     query_start: Tensor
+    host_query_start: tuple[int, ...]
     max_query: int
     max_kv: int
     rope_positions: Tensor
@@ -214,6 +216,7 @@ def prefill_inputs(batch: Batch, staging: Staging, segments: Mapping[str, tuple[
         final=staging.view(segments["final"]) > 0,
         continues=staging.view(segments["continues"]) > 0,
         query_start=staging.view(segments["query_start"]).to(torch.int32),
+        host_query_start=tuple(accumulate((chunk.end - chunk.start for chunk in batch.prefill), initial=0)),
         max_query=max(chunk.end - chunk.start for chunk in batch.prefill),
         max_kv=max(chunk.end for chunk in batch.prefill),
         rope_positions=positions if axes is None else staging.view(axes).view(3, -1),
@@ -230,4 +233,5 @@ def prefill_attention(inputs: PrefillInputs, tables: Tensor, lengths: HostLength
         max_query=inputs.max_query,
         max_kv=inputs.max_kv,
         host_kv_lens=None if lengths is None else lengths.param("prefill", 0),
+        host_query_start=inputs.host_query_start,
     )

@@ -41,6 +41,7 @@ class Step:
         self._launched = 0
         self._prefill = Prefill(parts)
         self._sync = parts.backend.speculative_sync
+        self._lengths_on_host = self._sync.exact_host_lengths or parts.attention.on_host
         self._growth = parts.proposer.depth + 1  # the most tokens that verify lets through
         self._capacity = parts.rows.tables.shape[1] * parts.page_size  # tokens that a block table holds
         self._signal_what_is_free()
@@ -115,8 +116,9 @@ class Step:
     def _decode(self, batch: Batch, slot: int) -> None:
         """Draft, verify, accept, publish, extend, stash; planning beside the draft."""
         parts, streams, fences = self._parts, self._parts.streams, self._parts.fences
-        backend, kernels, runner, plans = parts.backend, parts.model.kernels, self._runner, parts.plans
-        call = self._call(batch, self._exact_lengths(batch, slot))
+        backend, stages, runner, plans = parts.backend, self._stages, self._runner, parts.plans
+        lengths = self._exact_lengths(batch, slot) if self._sync.exact_host_lengths else None
+        call = self._call(batch, lengths)
         count, bucket = len(batch.decode), call.views.count
         views = parts.buffers.views(count)
 
@@ -138,12 +140,20 @@ class Step:
         with backend.on(streams.plan):
             parts.buffers.mark_over(VERIFY, bucket=bucket)
             plans.from_lengths(views)
+            parts.buffers.pad(VERIFY, count=count, bucket=bucket)
+        if parts.attention.on_host:
+            # The draft of this iteration is on its way: what the host now waits for is only the verify before it.
+            lengths = (lengths or self._exact_lengths(batch, slot)).padded(bucket)
+        tree = views.verify.mask is not None  # whose mask is one of the draft's outputs
+        if not tree:
+            with backend.on(streams.plan):
+                attention = stages.plan_verify(call, lengths, streams.plan)
         fences.draft_outputs_ready.wait(streams.plan)
         with backend.on(streams.plan):
             plans.from_draft(views)
             plans.into_graph(views, static=call.static)
-            parts.buffers.pad(VERIFY, count=count, bucket=bucket)
-            attention = kernels.plan_attention(runner.attention(call), stream=streams.plan)
+            if tree:
+                attention = stages.plan_verify(call, lengths, streams.plan)
         fences.plan_ready.signal(streams.plan)
         for name, buffer in plans.before_join(views, self._sync, static=call.static).items():
             backend.mark_over(buffer, f"{name} as they were before the join")
@@ -154,11 +164,11 @@ class Step:
         runner.run(Stage.VERIFY, call, attention)
         self._publish(slot)
         if self._stages.extends:
-            self._extend(call, views, attention)
+            self._extend(call, views, attention, lengths)
         if streams.update is not None:
             fences.params_free.signal(streams.forward)
 
-    def _extend(self, call: Call, views: Views, attention: AttentionMetadata) -> None:
+    def _extend(self, call: Call, views: Views, attention: AttentionMetadata, lengths: HostLengths | None) -> None:
         """Draft-extend: its plan always waits for verify, and it always for its plan."""
         parts, streams, fences = self._parts, self._parts.streams, self._parts.fences
         count, bucket = views.count, call.views.count
@@ -169,9 +179,7 @@ class Step:
             parts.buffers.mark_over(EXTEND, bucket=bucket)
             parts.plans.from_accepted(views)
             parts.buffers.pad(EXTEND, count=count, bucket=bucket)
-            along = self._runner.extend_attention(call, attention)
-            if along is not attention:
-                along = parts.model.kernels.plan_attention(along, stream=streams.plan)
+            along = self._stages.plan_extend(call, attention, lengths, streams.plan)
         fences.extend_plan_ready.signal(streams.plan)
 
         fences.extend_plan_ready.wait(streams.forward)
@@ -183,18 +191,16 @@ class Step:
         self._parts.fences.shared_reads_done.signal(self._parts.streams.forward)
 
     def _publish(self, slot: int) -> None:
-        """The lengths of this iteration are there; a copy goes to the host where a policy needs them exact."""
+        """The lengths of this iteration are there; a copy goes to the host where a policy or a plan needs them exact."""
         parts, streams, fences = self._parts, self._parts.streams, self._parts.fences
         fences.published.signal(streams.forward)
-        if self._sync.exact_host_lengths:
+        if self._lengths_on_host:
             fences.published.wait(streams.copy)
             parts.lengths.copy_out(slot, parts.future.lengths, streams.copy)
             fences.lengths_on_host[slot].signal(streams.copy)
 
-    def _exact_lengths(self, batch: Batch, slot: int) -> HostLengths | None:
-        """What the iteration before published, where a policy needs it: the host waits for that."""
-        if not self._sync.exact_host_lengths:
-            return None
+    def _exact_lengths(self, batch: Batch, slot: int) -> HostLengths:
+        """What the iteration before published: the host waits for that."""
         before = (slot - 1) % self._slots
         known = self._parts.lengths.read(before, self._parts.fences.lengths_on_host[before])
         return HostLengths(tuple(known[request.row] for request in batch.decode), self._capacity)

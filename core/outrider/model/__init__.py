@@ -13,7 +13,7 @@ from outrider.model.eagle3 import Eagle3Head, Eagle3Weights
 from outrider.model.head_loading import load_eagle, load_eagle3
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
-from outrider.model.layer import LayerWeights
+from outrider.model.layer import LayerWeights, attention_shapes
 from outrider.model.loading import load_decoder
 from outrider.model.media import Media, MediaProcessor, expand_placeholders
 from outrider.model.mrope import MediaGrid, prompt_positions, speculative_positions
@@ -51,6 +51,7 @@ __all__ = [
     "TransformersDecoder",
     "VisionConfig",
     "VisionTower",
+    "attention_shapes",
     "expand_placeholders",
     "load_decoder",
     "load_eagle",

@@ -38,7 +38,9 @@ class Decoder(LanguageModel):
     def __init__(self, config: ModelConfig, weights: DecoderWeights, kernels: KernelSet) -> None:
         super().__init__(config, kernels)
         self.weights = weights
-        self._rotary = rotary(config.rope, config.head_size, config.max_context, dtype=self.dtype, device=self.device)
+        self._rotary = rotary(
+            config.rope, config.head_size, config.max_context, kernels=kernels, dtype=self.dtype, device=self.device
+        )
         self._layers = tuple(
             DecoderLayer(config, layer, kernels, window=window)
             for layer, window in zip(weights.layers, config.windows, strict=True)

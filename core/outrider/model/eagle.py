@@ -45,7 +45,9 @@ class EagleHead:
         self.target = target
         self.kernels = target.kernels
         context = max(config.max_context, target.config.max_context)
-        self._rotary = rotary(config.rope, config.head_size, context, dtype=target.dtype, device=target.device)
+        self._rotary = rotary(
+            config.rope, config.head_size, context, kernels=target.kernels, dtype=target.dtype, device=target.device
+        )
         self._layers = tuple(
             DecoderLayer(config, layer, self.kernels, window=window)
             for layer, window in zip(weights.layers, config.windows, strict=True)

@@ -7,11 +7,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from outrider.device import KernelSet, Product, Turn
+from outrider.device import AttentionShape, KernelSet, Product, Turn
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
+
+
+def attention_scale(config: ModelConfig) -> float:
+    """What queries times keys are multiplied by."""
+    return float(config.head_size**-0.5)
+
+
+def attention_shapes(config: ModelConfig, dtype: torch.dtype, *, page_size: int) -> tuple[AttentionShape, ...]:
+    """The attentions of the layers of ``config``, each kind once."""
+    return tuple(
+        AttentionShape(
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            page_size=page_size,
+            dtype=dtype,
+            scale=attention_scale(config),
+            window=window,
+        )
+        for window in dict.fromkeys(config.windows)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +66,7 @@ class DecoderLayer:
         self._weights = weights
         self._kernels = kernels
         self._window = window
-        self._scale = config.head_size**-0.5
+        self._scale = attention_scale(config)
 
     def forward(
         self,

@@ -53,7 +53,9 @@ class MtpHead:
         self.ahead = ahead
         self.kernels = target.kernels
         context = max(config.max_context, target.config.max_context)
-        self._rotary = rotary(config.rope, config.head_size, context, dtype=target.dtype, device=target.device)
+        self._rotary = rotary(
+            config.rope, config.head_size, context, kernels=target.kernels, dtype=target.dtype, device=target.device
+        )
         self._layer = DecoderLayer(config, weights.layer, self.kernels, window=config.windows[0])
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:

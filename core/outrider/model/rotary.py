@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from outrider.device import KernelSet
 from outrider.model.rope import RopeConfig, inverse_frequencies
 
 # Drafts may run past the end of the context. What they compute there is never accepted, but it must be finite, and a
@@ -22,19 +23,24 @@ class Rotary(ABC):
         """Cosines and sines [T, D] of int64 ``positions`` [T] (or [3, T]); see :class:`ForwardInput`."""
 
 
-def rotary(rope: RopeConfig, head_size: int, positions: int, *, dtype: torch.dtype, device: torch.device) -> Rotary:
+def rotary(
+    rope: RopeConfig, head_size: int, positions: int, *, kernels: KernelSet, dtype: torch.dtype, device: torch.device
+) -> Rotary:
     """The angles of ``rope`` for positions below ``positions``, results in ``dtype`` on ``device``."""
     if rope.sections:
         return _Axes(rope, head_size, dtype, device)
     if rope.kind == "dynamic":
         return _Dynamic(rope, head_size, dtype, device)
-    return _Table(rope, head_size, positions, dtype, device)
+    return _Table(rope, head_size, positions, kernels, dtype, device)
 
 
 class _Table(Rotary):
     """Every position's, computed once in float32 and kept in the model's dtype."""
 
-    def __init__(self, rope: RopeConfig, head_size: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, rope: RopeConfig, head_size: int, positions: int, kernels: KernelSet, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._kernels = kernels
         angles = torch.arange(positions + DRAFT_MARGIN, dtype=torch.float32).unsqueeze(1) * inverse_frequencies(
             rope, head_size
         )
@@ -43,7 +49,7 @@ class _Table(Rotary):
 
     def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
         del prompt_lens
-        cos, sin = self._cos_sin.index_select(0, positions).chunk(2, dim=1)
+        cos, sin = self._kernels.gather_rows(self._cos_sin, positions).chunk(2, dim=1)
         return cos, sin
 
 

@@ -53,7 +53,7 @@ def _take_in(model: LanguageModel, cache: KVCache, page_size: int, inputs: Exten
         model.forward(flat, cache)
         tokens, positions = inputs.tokens[inputs.last], inputs.positions[inputs.last] + 1
         query_start = torch.arange(batch + 1, dtype=torch.int32, device=tokens.device)
-        attention = replace(attention, query_start=query_start, max_query=1, plan=None)
+        attention = replace(attention, query_start=query_start, max_query=1)
         last = torch.arange(batch, device=tokens.device)
     else:
         tokens, positions, last = inputs.tokens, inputs.positions + 1, inputs.last
@@ -65,6 +65,9 @@ def _take_in(model: LanguageModel, cache: KVCache, page_size: int, inputs: Exten
         max_kv=attention.max_kv + 1,
         uniform=True,
         host_kv_lens=inputs.host_lens.param("extend", 1) if inputs.host_lens is not None else None,
+        plan=None,  # what was planned has a token less
+        host_query_start=None,
+        shapes=(),
     )
     places = text_places(model.config.rope, positions, inputs.deltas)
     return model.forward(ForwardInput(tokens, places, slots, attention), cache)[last]

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, ConfigError
-from outrider.model import Eagle3Head, EagleHead, ForwardInput
+from outrider.device import AttentionMetadata, AttentionShape, ConfigError
+from outrider.model import Eagle3Head, EagleHead, ForwardInput, attention_shapes
 from outrider.speculative.cached import CachedProposer, TreeProposer
 from outrider.speculative.places import given_places, text_places
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw
@@ -42,6 +42,10 @@ class _HeadDrafts(CachedProposer):
     def capture_layers(self) -> tuple[int, ...]:
         """Those that the head reads."""
         return self._head.capture_layers
+
+    def attention_shapes(self, page_size: int) -> tuple[AttentionShape, ...]:
+        """Those of the head's layers."""
+        return attention_shapes(self._head.config, self._dtype, page_size=page_size)
 
     def _take_in(self, inputs: ExtendInputs) -> Tensor:
         """One pass over the accepted pairs; hidden states [B, H] behind the last ones."""

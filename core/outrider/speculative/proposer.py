@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, Backend, KernelSet
+from outrider.device import AttentionMetadata, AttentionShape, Backend, KernelSet
 from outrider.speculative.lengths import HostLengths
 from outrider.speculative.tree import Tree
 
@@ -191,6 +191,13 @@ class Proposer(ABC):
         ``ExtendInputs.attention.kv_lens``. None: its lengths are decided on the device, so that it can't run there.
         """
         return None
+
+    def attention_shapes(self, page_size: int) -> tuple[AttentionShape, ...]:
+        """The attentions that ``extend`` runs over ``ExtendInputs.attention`` as it comes, for kernels that plan (see
+        ``KernelSet.plan_attention``). The default names none: its attention isn't planned.
+        """
+        del page_size
+        return ()
 
     @property
     def caches(self) -> tuple[Tensor, ...]:

@@ -26,6 +26,7 @@ def gather_requests(
     pages,
     found_width,
     found_stride,
+    LENS_BY_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     FOUND: tl.constexpr,
     PDL: tl.constexpr,
@@ -35,7 +36,10 @@ def gather_requests(
     request = tl.program_id(0)
     row = tl.load(rows + request)
     tl.store(own_rows + request, row)
-    tl.store(own_lens + request, tl.load(lens + request))
+    if LENS_BY_ROW:
+        tl.store(own_lens + request, tl.load(lens + row))
+    else:
+        tl.store(own_lens + request, tl.load(lens + request))
     tl.store(own_last_tokens + request, tl.load(last_tokens + row))
     tl.store(own_seeds + request, tl.load(seeds + row))
     tl.store(own_temperature + request, tl.load(temperature + row))
@@ -119,13 +123,13 @@ def nan_of_shares(x, firsts, size, SHARES: tl.constexpr, BLOCK: tl.constexpr, PD
 
 
 @triton.jit
-def first_of_shares(firsts, out, SHARES: tl.constexpr, PDL: tl.constexpr):
+def first_of_shares(firsts, found, found_stride, SHARES: tl.constexpr, PDL: tl.constexpr):
     """One row: index of the first NaN or -1, and -1."""
     begin(PDL)
     row = tl.program_id(0)
     first = tl.min(tl.load(firsts + row * SHARES + tl.arange(0, SHARES)), axis=0)
-    tl.store(out + row * 2, tl.where(first < 0x7FFFFFFF, first, -1).to(tl.int64))
-    tl.store(out + row * 2 + 1, tl.full([], -1, dtype=tl.int64))
+    tl.store(found + row * found_stride, tl.where(first < 0x7FFFFFFF, first, -1).to(tl.int64))
+    tl.store(found + row * found_stride + 1, tl.full([], -1, dtype=tl.int64))
 
 
 @triton.jit

@@ -14,12 +14,17 @@ from outrider_triton.jit.dependent import ask_for_rows, begin
 
 
 @triton.jit
-def _scale(squares, tokens, shares, m, width, eps, SHARES: tl.constexpr):
-    """What each of ``tokens`` is multiplied with: one over the root mean square of its row of ``width`` numbers."""
+def _squares(squares, tokens, shares, m, SHARES: tl.constexpr):
+    """Shares of each token's sum of squares, loaded before a product and needed behind it."""
     share = tl.arange(0, SHARES)
     mask = (share[:, None] < shares) & (tokens[None, :] < m)
-    parts = tl.load(squares + share[:, None] * m + tokens[None, :], mask=mask, other=0.0)
-    return tl.rsqrt(tl.sum(parts, axis=0) / width + eps)
+    return tl.load(squares + share[:, None] * m + tokens[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _scale(parts, width, eps):
+    """What each token is multiplied with: one over the root mean square of its row of ``width`` numbers."""
+    return tl.rsqrt(tl.sum(parts, axis=0) / width + eps)[None, :]
 
 
 @triton.jit(do_not_specialize=["m", "each", "ahead"])
@@ -57,6 +62,13 @@ def linear_add(
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     if PDL:
         ask_for_rows(weight + tl.minimum(rows, n - 1).to(tl.int64) * k, ahead)
+    # Weights too, which are far away: on their way before anything else.
+    extra = tl.zeros([BLOCK_N], dtype=tl.float32)
+    if HAS_BIAS:
+        extra = tl.load(bias + rows, mask=mine, other=0.0).to(tl.float32)
+    factor = tl.zeros([BLOCK_N], dtype=tl.float32)
+    if NORM:
+        factor = tl.load(norm + rows, mask=mine, other=0.0).to(tl.float32)
     begin(PDL)
 
     real = (tokens[None, :] < m) & mine[:, None]
@@ -78,13 +90,10 @@ def linear_add(
         else:
             t = tl.load(column + at, mask=(tokens[None, :] < m) & (lane[:, None] + at < k), other=0.0)
         total = tl.dot(w, t, total)
-    if HAS_BIAS:
-        total += tl.load(bias + rows, mask=mine, other=0.0).to(tl.float32)[:, None]
-    kept = (total + old.to(tl.float32)).to(residual.dtype.element_ty)
+    kept = (total + extra[:, None] + old.to(tl.float32)).to(residual.dtype.element_ty)
     tl.store(residual + place, kept, mask=real)
     if NORM:
         wide = tl.where(real, kept.to(tl.float32), 0.0)
-        factor = tl.load(norm + rows, mask=mine, other=0.0).to(tl.float32)
         tl.store(scaled + place, (wide * factor[:, None]).to(scaled.dtype.element_ty), mask=real)
         tl.store(squares + tl.program_id(0) * m + tokens, tl.sum(wide * wide, axis=0), mask=tokens < m)
 
@@ -159,11 +168,12 @@ def scaled_silu_mul(
         ask_for_rows(asked + n.to(tl.int64) * k, ahead)
     begin(PDL)
 
+    parts = _squares(squares, tokens, shares, m, SHARES)
     gates = weight + rows.to(tl.int64) * k
     gate, up = _pair_of_products(
         x, gates, gates + n.to(tl.int64) * k, tokens, mine, m, k, x_stride, BLOCK_M, BLOCK_N, BLOCK_K, EVEN
     )
-    scale = _scale(squares, tokens, shares, m, k, eps, SHARES)[None, :]
+    scale = _scale(parts, k, eps)
     gate *= scale
     up *= scale
     if HAS_BIAS:
@@ -215,53 +225,71 @@ def linear_rope_write_cache(
     A program has ``each`` of the pairs of numbers that turn together, HALF of them a head: ``weight`` has the rows of
     queries, keys and values, heads of 2 HALF rows each. Queries go to ``q [m, heads, 2 HALF]``, the others to their slots.
     """
+    # One tile for both halves of a turn, so that it's as tall as the matrix unit takes it: lows first, then highs.
+    PAIRS: tl.constexpr = BLOCK_N // 2
     lane_n = tl.arange(0, BLOCK_N)
-    pairs = tl.program_id(0) * each + lane_n
-    mine = (lane_n < each) & (pairs < (heads + 2 * kv_heads) * HALF)
-    head = pairs // HALF
-    lane = pairs % HALF
-    rows = tl.where(mine, head * 2 * HALF + lane, 0)
+    of_row = tl.program_id(0) * each + lane_n % PAIRS
+    count = (heads + 2 * kv_heads) * HALF
+    there = (lane_n % PAIRS < each) & (of_row < count)
+    rows = tl.where(there, of_row // HALF * (2 * HALF) + of_row % HALF + lane_n // PAIRS * HALF, 0)
+    tile = weight + rows.to(tl.int64) * k
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    low = weight + rows.to(tl.int64) * k
-    high = low + HALF * k
     if PDL:
-        ask_for_rows(low, ahead)
-        ask_for_rows(high, ahead)
+        ask_for_rows(tile, ahead)
+    extra = tl.zeros([BLOCK_N], dtype=tl.float32)
+    if HAS_BIAS:
+        extra = tl.load(bias + rows, mask=there, other=0.0).to(tl.float32)
     begin(PDL)
 
+    # What is needed behind the product, on its way before it.
+    pair = tl.arange(0, PAIRS)
+    pairs = tl.program_id(0) * each + pair
+    head = pairs // HALF
+    lane = pairs % HALF
     known = tokens < m
+    real = known[None, :] & ((pair < each) & (pairs < count))[:, None]
     slot = tl.load(slots + tokens, mask=known, other=0)
-    first, second = _pair_of_products(x, low, high, tokens, mine, m, k, x_stride, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
-    if SCALED:
-        scale = _scale(squares, tokens, shares, m, k, eps, SHARES)[None, :]
-        first *= scale
-        second *= scale
-    if HAS_BIAS:
-        first += tl.load(bias + rows, mask=mine, other=0.0).to(tl.float32)[:, None]
-        second += tl.load(bias + rows + HALF, mask=mine, other=0.0).to(tl.float32)[:, None]
-    # Rounded where the reference rounds: after the product and after the turn.
-    first = first.to(q.dtype.element_ty).to(tl.float32)
-    second = second.to(q.dtype.element_ty).to(tl.float32)
-    real = known[None, :] & mine[:, None]
     angle = tokens.to(tl.int64)[None, :] * angles_token + lane[:, None]
     turns = real & (head < heads + kv_heads)[:, None]
-    cos_low = tl.load(cos + angle, mask=turns, other=1.0).to(tl.float32)
-    sin_low = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos + angle + HALF, mask=turns, other=1.0).to(tl.float32)
-    sin_high = tl.load(sin + angle + HALF, mask=turns, other=0.0).to(tl.float32)
-    turned_low = (first * cos_low - second * sin_low).to(q.dtype.element_ty)
-    turned_high = (second * cos_high + first * sin_high).to(q.dtype.element_ty)
+    cos_low = tl.load(cos + angle, mask=turns, other=1.0)
+    sin_low = tl.load(sin + angle, mask=turns, other=0.0)
+    cos_high = tl.load(cos + angle + HALF, mask=turns, other=1.0)
+    sin_high = tl.load(sin + angle + HALF, mask=turns, other=0.0)
+    if SCALED:
+        parts = _squares(squares, tokens, shares, m, SHARES)
 
-    there = (tokens.to(tl.int64)[None, :] * heads + head[:, None]) * (2 * HALF) + lane[:, None]
+    column = tl.arange(0, BLOCK_K)
+    own = x + tokens.to(tl.int64)[None, :] * x_stride + column[:, None]
+    total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for at in range(0, k, BLOCK_K):
+        if EVEN:
+            mask = there[:, None]
+            t = tl.load(own + at, mask=known[None, :], other=0.0)
+        else:
+            mask = there[:, None] & (column[None, :] + at < k)
+            t = tl.load(own + at, mask=known[None, :] & (column[:, None] + at < k), other=0.0)
+        w = tl.load(tile[:, None] + column[None, :] + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        total = tl.dot(w, t, total)
+    if SCALED:
+        total *= _scale(parts, k, eps)
+    # Rounded where the reference rounds: after the product and after the turn.
+    total = (total + extra[:, None]).to(q.dtype.element_ty)
+    first, second = tl.split(tl.permute(tl.reshape(total, [2, PAIRS, BLOCK_M]), (1, 2, 0)))
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
+    turned_low = (first * cos_low.to(tl.float32) - second * sin_low.to(tl.float32)).to(q.dtype.element_ty)
+    turned_high = (second * cos_high.to(tl.float32) + first * sin_high.to(tl.float32)).to(q.dtype.element_ty)
+
+    place = (tokens.to(tl.int64)[None, :] * heads + head[:, None]) * (2 * HALF) + lane[:, None]
     queries = real & (head < heads)[:, None]
-    tl.store(q + there, turned_low, mask=queries)
-    tl.store(q + there + HALF, turned_high, mask=queries)
+    tl.store(q + place, turned_low, mask=queries)
+    tl.store(q + place + HALF, turned_high, mask=queries)
     key = head - heads
-    there = slot[None, :] * cache_slot + key[:, None] * cache_head + lane[:, None]
+    place = slot[None, :] * cache_slot + key[:, None] * cache_head + lane[:, None]
     keys = real & ((key >= 0) & (key < kv_heads))[:, None]
-    tl.store(k_cache + there, turned_low, mask=keys)
-    tl.store(k_cache + there + HALF, turned_high, mask=keys)
-    there -= kv_heads * cache_head
+    tl.store(k_cache + place, turned_low, mask=keys)
+    tl.store(k_cache + place + HALF, turned_high, mask=keys)
+    place -= kv_heads * cache_head
     values = real & (key >= kv_heads)[:, None]
-    tl.store(v_cache + there, turned_low, mask=values)
-    tl.store(v_cache + there + HALF, turned_high, mask=values)
+    tl.store(v_cache + place, turned_low, mask=values)
+    tl.store(v_cache + place + HALF, turned_high, mask=values)

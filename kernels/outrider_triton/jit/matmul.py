@@ -86,6 +86,7 @@ def linear(
 def linear_silu_mul(
     x,
     weight,
+    descriptor,
     bias,
     out,
     m,
@@ -99,6 +100,7 @@ def linear_silu_mul(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``silu(x @ gate.T) * (x @ up.T)``: the weight's first n rows are the gate's, the next n those of up."""
@@ -125,8 +127,12 @@ def linear_silu_mul(
         else:
             mask = mine[:, None] & (lane[None, :] + at < k)
             t = tl.load(column + at, mask=(tokens[None, :] < m) & (lane[:, None] + at < k), other=0.0)
-        g = tl.load(gates + at, mask=mask, other=0.0, eviction_policy="evict_first")
-        u = tl.load(ups + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        if DESCRIPTOR:
+            g = descriptor.load([tl.program_id(0) * each, at])
+            u = descriptor.load([n + tl.program_id(0) * each, at])
+        else:
+            g = tl.load(gates + at, mask=mask, other=0.0, eviction_policy="evict_first")
+            u = tl.load(ups + at, mask=mask, other=0.0, eviction_policy="evict_first")
         gate = tl.dot(g, t, gate)
         up = tl.dot(u, t, up)
     if HAS_BIAS:

@@ -19,12 +19,12 @@ def norm(wide, weight, out_type: tl.constexpr, size, eps):
 @triton.jit(do_not_specialize=["inner"])
 def rms_norm(x, weight, out, eps, size, inner, stride_outer, stride_inner, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Row r of ``x`` is at (r // inner, r % inner); ``out`` is contiguous."""
-    begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     inside = lane < size
+    scale = tl.load(weight + lane, mask=inside, other=0.0)  # a weight: on its way while the kernel before still runs
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
     wide = tl.load(x + (row // inner) * stride_outer + (row % inner) * stride_inner + lane, mask=inside, other=0.0)
-    scale = tl.load(weight + lane, mask=inside, other=0.0)
     tl.store(out + row * size + lane, norm(wide.to(tl.float32), scale, out.dtype.element_ty, size, eps), mask=inside)
 
 
@@ -44,10 +44,11 @@ def add_rms_norm(
     PDL: tl.constexpr,
 ):
     """``residual += sum of x's parts (+ bias)``, then its norm. Parts are those of a matrix product that was split."""
-    begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     inside = lane < size
+    scale = tl.load(weight + lane, mask=inside, other=0.0)
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
     total = tl.load(x + row * size + lane, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         total += tl.load(x + part * part_stride + row * size + lane, mask=inside, other=0.0).to(tl.float32)
@@ -56,7 +57,6 @@ def add_rms_norm(
     kept = total + tl.load(residual + row * size + lane, mask=inside, other=0.0).to(tl.float32)
     kept = kept.to(residual.dtype.element_ty)
     tl.store(residual + row * size + lane, kept, mask=inside)
-    scale = tl.load(weight + lane, mask=inside, other=0.0)
     tl.store(out + row * size + lane, norm(kept.to(tl.float32), scale, out.dtype.element_ty, size, eps), mask=inside)
 
 

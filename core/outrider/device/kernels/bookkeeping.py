@@ -15,6 +15,7 @@ from outrider.device.kernels.reference import find_nan, find_outside
 def gather_requests(
     rows: Tensor,
     lens: Tensor,
+    lens_by_row: bool,
     last_tokens: Tensor,
     seeds: Tensor,
     temperature: Tensor,
@@ -29,7 +30,7 @@ def gather_requests(
 ) -> None:
     """Private copies of what an iteration reads of its requests; findings begin with none."""
     own_rows.copy_(rows)
-    own_lens.copy_(lens)
+    own_lens.copy_(lens.index_select(0, rows) if lens_by_row else lens)
     for state, own in (
         (last_tokens, own_last_tokens),
         (seeds, own_seeds),
@@ -45,7 +46,7 @@ def gather_checked(source: Tensor, rows: Tensor | None, low: int, high: int, out
     value = source if rows is None else source.index_select(0, rows)
     flat = value.reshape(value.shape[0], -1)
     if source.is_floating_point():
-        found.copy_(find_nan(flat))
+        find_nan(flat, found)
         out.copy_(value)
         return
     bad = find_outside(flat, low, high)

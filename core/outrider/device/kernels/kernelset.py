@@ -37,6 +37,11 @@ class KernelSet:
     row_invariant = False
     """Whether a token's or request's results are bit for bit the same whatever else is in the batch."""
 
+    plans_on_host = False
+    """Whether :meth:`plan_attention` reads exact lengths on the host. They're brought there before each batch is planned
+    (fence *lengths on host*), and each replay of a graph is planned anew; fused mode, where no length leaves the device, is
+    refused."""
+
     def batch_invariant(self) -> KernelSet:
         """Kernels of this device that are ``row_invariant``, slower. The default wraps these, see
         :class:`~outrider.device.kernels.invariant.InvariantKernels`; a backend that has better ones returns them.
@@ -150,8 +155,18 @@ class KernelSet:
     def plan_attention(self, metadata: AttentionMetadata, *, stream: Stream) -> AttentionMetadata:
         """Let a library that plans on the host prepare for this batch; returns the metadata with its plan.
 
-        Called on the plan stream's scope, before the tensors of ``metadata`` are used on another stream. The reference
-        plans nothing. A kernel that plans documents its workspace and which tensors it reads on the host.
+        Called on the plan stream's scope (of a prompt's chunks: on that of the stream that they run on), before the tensors
+        of ``metadata`` are used on another stream, and never in a capture. A plan is for the ``shapes`` of the metadata;
+        without any there is nothing to plan. Kernels that declare ``plans_on_host`` get ``host_kv_lens``, and
+        ``host_query_start`` of a batch that isn't uniform. The reference plans nothing.
+
+        *In place.* ``metadata.plan`` is None, and a plan is made, with room for lengths up to the whole block table; or it's
+        what this method returned for the same requests' number and ``max_query`` (for chunks of prompts: of any), and that is
+        brought up to date where it lies: a graph which was captured with it then computes this batch.
+
+        *Lifetime.* The caller keeps a plan for as long as something may use it, and has ordered ``stream`` behind the last
+        attention that used it before. What was planned on one ``stream`` runs on one stream, an attention at a time: such
+        plans may share scratch memory. What the device reads of the host's memory is the kernels' to keep until it has.
         """
         del stream
         return metadata
@@ -238,23 +253,32 @@ class KernelSet:
         return torch.cat((self.embedding(tokens, weight), hidden), dim=-1)
 
     def gather_requests(
-        self, state: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], own: tuple[Tensor, ...], found: Tensor
+        self,
+        rows: Tensor,
+        lens: Tensor,
+        state: tuple[Tensor, Tensor, Tensor, Tensor],
+        own: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+        found: Tensor,
+        *,
+        lens_by_row: bool,
     ) -> None:
         """Private copies of what an iteration reads of its B requests, and no findings yet.
 
-        ``state``: rows int64 [B], lens int64 [B], and by row last_tokens int64 [R], seeds int64 [R], temperature float32
-        [R], tables int32 [R, P]. ``own``: the same of each request, in this order. ``found`` int64 [B, F] becomes -1.
+        ``rows`` int64 [B]; ``lens`` int64 [B], or [R] ``lens_by_row``; ``state``: by row last_tokens int64 [R], seeds int64
+        [R], temperature float32 [R], tables int32 [R, P]. ``own``: rows, lens, then the same of each request, in this
+        order. ``found`` int64 [B, F] becomes -1.
         """
-        torch.ops.outrider.gather_requests(*state, *own, found)
+        torch.ops.outrider.gather_requests(rows, lens, lens_by_row, *state, *own, found)
 
     def gather_checked(
         self, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor, *, bounds: tuple[int, int] | None
     ) -> None:
         """Rows ``rows`` int64 [B] of ``source`` [R, ...] (None: all, in order) into ``out`` [B, ...], looked at on the way.
 
-        ``found`` int64 [B, 2]: what :meth:`find_nan` says of each row (``bounds`` None, numbers), or
-        :meth:`find_outside` (``bounds``: low and high, whole numbers). Whole numbers of a row with a bad one all become
-        the lower bound: an index that is out of range would take the device down before anybody could be told.
+        ``found`` int64 [B, 2]: what :meth:`find_nan` says of each row of numbers (``bounds`` None). Whole numbers must be at
+        least the first of ``bounds`` and below the second: the index of the first one that isn't, and that number; -1 and
+        -1 where there is none. Those of a row with a bad one all become the lower bound: an index that is out of range
+        would take the device down before anybody could be told.
         """
         low, high = bounds or (0, 0)
         torch.ops.outrider.gather_checked(source, rows, low, high, out, found)
@@ -398,12 +422,8 @@ class KernelSet:
 
     # -- probes ----------------------------------------------------------------------------------------------------
 
-    def find_nan(self, x: Tensor) -> Tensor:
-        """For each row of ``x`` [B, n], n at least 1: the index of its first NaN, or -1, and then -1 → int64 [B, 2]."""
-        return torch.ops.outrider.find_nan(x)  # type: ignore[no-any-return]
-
-    def find_outside(self, x: Tensor, low: int, high: int) -> Tensor:
-        """For each row of whole numbers ``x`` [B, n], n at least 1: the index of the first one below ``low`` or not below
-        ``high``, and that number; -1 and -1 where there is none → int64 [B, 2].
+    def find_nan(self, x: Tensor, found: Tensor) -> None:
+        """Look at each row of ``x`` [B, n], n at least 1. ``found`` int64 [B, 2] becomes the index of the first NaN, or -1,
+        and then -1.
         """
-        return torch.ops.outrider.find_outside(x, low, high)  # type: ignore[no-any-return]
+        torch.ops.outrider.find_nan(x, found)

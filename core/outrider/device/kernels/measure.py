@@ -6,16 +6,22 @@ For ``outrider bench kernels``, and for whoever tunes kernels by measuring them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from outrider.device.graph import HostParam
 from outrider.device.kernels.kernelset import KernelSet
-from outrider.device.kernels.metadata import AttentionMetadata, Product, Turn
+from outrider.device.kernels.metadata import AttentionMetadata, AttentionShape, Product, Turn
+
+if TYPE_CHECKING:
+    from outrider.device.stream import Stream
 
 _CACHES = 8
 _PAGE = 16
+_SCALE = 0.09
 _CONTEXT = 640
 _BATCHES = ((1, 1), (1, 4), (8, 4), (32, 4))
 """Requests, and tokens of each: plain decode, and verify of a chain of 3."""
@@ -38,13 +44,15 @@ class KernelShape:
 class KernelCase:
     """One call of ``kernel``: ``call(kernels, i)`` makes it on the i-th of a few sets of operands.
 
-    ``bytes`` are the fewest that it must move: each operand that it needs read once, each result written once.
+    ``bytes`` are the fewest that it must move: each operand that it needs read once, each result written once. ``planned``:
+    the same case once these kernels have planned it, on a stream in whose scope the caller is; None where nothing is planned.
     """
 
     kernel: str
     name: str
     bytes: int
     call: Callable[[KernelSet, int], object]
+    planned: Callable[[KernelSet, Stream], KernelCase] | None = None
 
 
 def kernel_cases(shape: KernelShape, *, dtype: torch.dtype, device: torch.device) -> Iterator[KernelCase]:
@@ -215,6 +223,7 @@ class _Maker:
                 max_query=width,
                 max_kv=_CONTEXT,
                 tree_mask=torch.ones(self._count, width, dtype=torch.bool, device=device).tril() if tree else None,
+                uniform=True,
             )
             yield self._attention(q, caches, metadata, cached + 2 * token * shape.heads)
         if width > 1:
@@ -226,12 +235,7 @@ class _Maker:
         self, q: Tensor, caches: list[tuple[Tensor, Tensor]], metadata: AttentionMetadata, moved: int
     ) -> KernelCase:
         tree = ", tree" if metadata.tree_mask is not None else ""
-        return KernelCase(
-            "paged_attention",
-            f"{self._label}{tree}, {_CONTEXT} cached",
-            moved,
-            lambda k, i: k.paged_attention(q, *caches[i % _CACHES], metadata, scale=0.09),
-        )
+        return _attend(f"{self._label}{tree}, {_CONTEXT} cached", q, caches, metadata, moved)
 
     def bookkeeping(self) -> Iterator[KernelCase]:
         """What lies between the passes: whole numbers and short rows, so that bytes say little."""
@@ -249,11 +253,15 @@ class _Maker:
         tables, found = numbers(batch, pages, dtype=torch.int32), numbers(batch, 10)
         by_row = (numbers(257), numbers(257), numbers(257, dtype=torch.float32), numbers(257, pages, dtype=torch.int32))
         own = (numbers(batch), numbers(batch), numbers(batch), numbers(batch), temperature, tables)
-        yield case("gather_requests", (*own, *own, found), lambda k, i: k.gather_requests((rows, lens, *by_row), own, found))
+        yield case(
+            "gather_requests",
+            (*own, *own, found),
+            lambda k, i: k.gather_requests(rows, by_row[0], by_row, own, found, lens_by_row=True),
+        )
         state, copy, look = self._normal(257, hidden), self._normal(batch, hidden), found[:, :2]
         yield case("gather_checked", (copy, copy), lambda k, i: k.gather_checked(state, rows, copy, look, bounds=None))
         logits = self._normal(batch, path * self._shape.vocabulary)
-        yield case("find_nan", (logits,), lambda k, i: k.find_nan(logits))
+        yield case("find_nan", (logits,), lambda k, i: k.find_nan(logits, look))
         places, slots, ends = numbers(batch, path), numbers(batch, path), numbers(batch, 1, dtype=torch.int32)
         yield case(
             "place_tokens",
@@ -321,9 +329,30 @@ def _prefill(shape: KernelShape, dtype: torch.dtype, device: torch.device) -> Ke
     size = (1 + new // _PAGE, _PAGE, shape.kv_heads, shape.head_size)
     k_cache, v_cache = (torch.randn(size, dtype=dtype, device=device) for _ in range(2))
     q = torch.randn(new, shape.heads, shape.head_size, dtype=dtype, device=device)
+    return _attend(f"prefill of {new}", q, [(k_cache, v_cache)], metadata, 2 * q.nbytes + 2 * k_cache.nbytes)
+
+
+def _attend(
+    label: str, q: Tensor, caches: list[tuple[Tensor, Tensor]], metadata: AttentionMetadata, moved: int
+) -> KernelCase:
+    def planned(kernels: KernelSet, stream: Stream) -> KernelCase:
+        _, page_size, kv_heads, head_size = caches[0][0].shape
+        shape = AttentionShape(
+            heads=q.shape[1], kv_heads=kv_heads, head_size=head_size, page_size=page_size, dtype=q.dtype, scale=_SCALE
+        )
+        count = metadata.kv_lens.shape[0]
+        batch = replace(
+            metadata,
+            shapes=(shape,),
+            host_kv_lens=HostParam("planned", (metadata.max_kv,) * count),
+            host_query_start=tuple(range(0, (count + 1) * metadata.max_query, metadata.max_query)),
+        )
+        return _attend(label, q, caches, kernels.plan_attention(batch, stream=stream), moved)
+
     return KernelCase(
         "paged_attention",
-        f"prefill of {new}",
-        2 * q.nbytes + 2 * k_cache.nbytes,
-        lambda k, i: k.paged_attention(q, k_cache, v_cache, metadata, scale=0.09),
+        label,
+        moved,
+        lambda k, i: k.paged_attention(q, *caches[i % len(caches)], metadata, scale=_SCALE),
+        planned,
     )

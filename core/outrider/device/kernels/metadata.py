@@ -5,9 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from outrider.device.graph import HostParam
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionShape:
+    """One kind of attention that a batch goes through: what of ``KernelSet.paged_attention`` is the same for all batches.
+
+    ``heads`` of queries and ``kv_heads`` of the cache, ``head_size``, tokens of a page, ``dtype`` of queries and cache,
+    ``scale`` and ``window`` as ``paged_attention`` has them.
+    """
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    page_size: int
+    dtype: torch.dtype
+    scale: float
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +45,12 @@ class AttentionMetadata:
     where that isn't known.
 
     ``host_kv_lens``: the exact lengths as a host parameter, only where the backend's policy declares
-    ``exact_host_lengths``. ``plan``: what ``KernelSet.plan_attention`` made of this batch, if the library plans.
+    ``exact_host_lengths``, and in ``KernelSet.plan_attention`` of kernels that declare ``plans_on_host``.
+    ``host_query_start``: ``query_start`` on the host, where a batch isn't uniform and the host made it.
+
+    ``shapes``: the attentions that this batch is planned for. ``plan``: what ``KernelSet.plan_attention`` made of this
+    batch, if the library plans. Whoever changes lengths or queries of a planned batch takes both away: its plan is for
+    another batch.
     """
 
     query_start: Tensor
@@ -39,6 +62,8 @@ class AttentionMetadata:
     uniform: bool = False
     host_kv_lens: HostParam | None = None
     plan: object | None = None
+    host_query_start: tuple[int, ...] | None = None
+    shapes: tuple[AttentionShape, ...] = ()
 
 
 class Product(NamedTuple):

@@ -121,15 +121,10 @@ _define(
     reference.move_cache,
     lambda k_cache, v_cache, sources, destinations: None,
 )
-_define("find_nan(Tensor x) -> Tensor", reference.find_nan, lambda x: x.new_empty((x.shape[0], 2), dtype=torch.int64))
+_define("find_nan(Tensor x, Tensor(a!) found) -> ()", reference.find_nan, lambda x, found: None)
 _define(
-    "find_outside(Tensor x, int low, int high) -> Tensor",
-    reference.find_outside,
-    lambda x, low, high: x.new_empty((x.shape[0], 2), dtype=torch.int64),
-)
-_define(
-    "gather_requests(Tensor rows, Tensor lens, Tensor last_tokens, Tensor seeds, Tensor temperature, Tensor tables, "
-    "Tensor(a!) own_rows, Tensor(b!) own_lens, Tensor(c!) own_last_tokens, Tensor(d!) own_seeds, "
+    "gather_requests(Tensor rows, Tensor lens, bool lens_by_row, Tensor last_tokens, Tensor seeds, Tensor temperature, "
+    "Tensor tables, Tensor(a!) own_rows, Tensor(b!) own_lens, Tensor(c!) own_last_tokens, Tensor(d!) own_seeds, "
     "Tensor(e!) own_temperature, Tensor(f!) own_tables, Tensor(g!) found) -> ()",
     bookkeeping.gather_requests,
     lambda *operands: None,
@@ -212,6 +207,12 @@ def _rows_of_requests(arguments: Mapping[str, Any]) -> Tensor:
     return rows.flatten()
 
 
+def _rows_of_lens(arguments: Mapping[str, Any]) -> Tensor:
+    """Rows of the lengths of some requests: by row, or in the order of the batch."""
+    rows: Tensor = arguments["rows"]
+    return rows.flatten() if arguments["lens_by_row"] else torch.arange(rows.shape[0], device=rows.device)
+
+
 def _cells_of_tables(arguments: Mapping[str, Any]) -> Tensor:
     """Cells of the block tables of some requests."""
     return _cells_of_state({"state": arguments["tables"], "rows": arguments["rows"]})
@@ -238,6 +239,7 @@ ROW_ACCESS: Mapping[str, Mapping[str, RowResolver]] = MappingProxyType(
         "outrider::scatter_rows": MappingProxyType({"state": _cells_of_state}),
         "outrider::gather_requests": MappingProxyType(
             {
+                "lens": _rows_of_lens,
                 "last_tokens": _rows_of_requests,
                 "seeds": _rows_of_requests,
                 "temperature": _rows_of_requests,

@@ -206,11 +206,11 @@ def move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: 
         cache[destinations // page_size, destinations % page_size] = rows
 
 
-def find_nan(x: Tensor) -> Tensor:
+def find_nan(x: Tensor, found: Tensor) -> None:
     """Where each row of ``x`` [B, n] has its first NaN."""
     bad = torch.isnan(x)
     index = torch.where(bad.any(dim=1), bad.to(torch.int8).argmax(dim=1), -1)
-    return torch.stack((index, torch.full_like(index, -1)), dim=1)
+    found.copy_(torch.stack((index, torch.full_like(index, -1)), dim=1))
 
 
 def find_outside(x: Tensor, low: int, high: int) -> Tensor:

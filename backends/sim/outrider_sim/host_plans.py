@@ -1,0 +1,129 @@
+"""Kernels that plan attention on the host, as libraries of a real device do: ``sim:kernels=host-plans``.
+
+They compute what the references compute, from the plan alone: which pages and how many tokens a sequence has is what the host
+said when it planned. An attention whose plan is missing, or is that of another batch, is an error and no wrong token.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from outrider.device import AttentionMetadata, AttentionShape, Backend, KernelSet, SeamError, Stream
+
+if TYPE_CHECKING:
+    _Base = KernelSet
+else:
+    _Base = object
+
+# torch unregisters an operator when its Library is collected, so this module must own it.
+_LIBRARY = torch.library.Library("outrider_sim", "FRAGMENT")
+_LIBRARY.define("check_plan(Tensor planned, Tensor kv_lens) -> ()")
+
+
+def _check_plan(planned: Tensor, kv_lens: Tensor) -> None:
+    if not torch.equal(planned, kv_lens):
+        raise RuntimeError(
+            f"attention runs with the plan of another batch: it was planned for lengths {planned.tolist()}, the batch has "
+            f"{kv_lens.tolist()}"
+        )
+
+
+_LIBRARY.impl("check_plan", _check_plan, "CompositeExplicitAutograd")
+torch.library.register_fake("outrider_sim::check_plan", lambda planned, kv_lens: None, lib=_LIBRARY)
+
+
+class HostPlan:
+    """A plan of ``batch`` sequences of up to ``pages`` pages: lengths int32 [B] and the table [B, P], on the device.
+
+    The host writes lengths to pinned memory, so it waits for the copy before this one until it writes there again.
+    """
+
+    def __init__(self, backend: Backend, batch: int, pages: int) -> None:
+        self.lens = torch.zeros(batch, dtype=torch.int32, device=backend.device)
+        self.table = torch.zeros((batch, pages), dtype=torch.int32, device=backend.device)
+        self.shapes: frozenset[AttentionShape] = frozenset()
+        self._backend = backend
+        self._pinned = backend.empty_pinned("attention plan", (batch,), torch.int32)
+        self._uploaded = backend.create_event("attention plan uploaded")
+
+    def wait(self) -> None:
+        """Block the host until the device has read what the host wrote last."""
+        if self._uploaded.generation:
+            self._uploaded.synchronize()
+
+    def fill(self, metadata: AttentionMetadata, lens: tuple[int, ...], stream: Stream) -> None:
+        """Plan for this batch, in the scope of ``stream``."""
+        self.shapes = frozenset(metadata.shapes)
+        self.wait()
+        self._pinned.renew()
+        self._pinned.tensor.copy_(torch.tensor(lens, dtype=torch.int32))
+        self._backend.copy_async(self.lens, self._pinned.tensor, stream=stream)
+        stream.record(self._uploaded)
+        starts = torch.arange(self.table.shape[1], device=self.table.device) * metadata.shapes[0].page_size
+        self.table.copy_(torch.where(starts < self.lens.unsqueeze(1), metadata.block_table, 0))
+
+
+class _HostPlans(_Base):
+    """What changes of a kernel set."""
+
+    plans_on_host = True
+    backend: Backend
+
+    def plan_attention(self, metadata: AttentionMetadata, *, stream: Stream) -> AttentionMetadata:
+        """Lengths from the host, pages from the device."""
+        if not metadata.shapes:
+            return metadata
+        batch, pages = metadata.block_table.shape
+        if metadata.host_kv_lens is None or len(metadata.host_kv_lens.value) != batch:
+            raise SeamError(f"a plan for {batch} sequences needs their lengths on the host, got {metadata.host_kv_lens}")
+        if not metadata.uniform and (metadata.host_query_start is None or len(metadata.host_query_start) != batch + 1):
+            raise SeamError(f"a plan for a ragged batch needs its offsets on the host, got {metadata.host_query_start}")
+        plan = metadata.plan
+        if not isinstance(plan, HostPlan) or plan.table.shape != metadata.block_table.shape:
+            if plan is not None and metadata.uniform:
+                raise SeamError("a plan was kept for a batch of another size: a graph would go on with the old one")
+            plan = HostPlan(self.backend, batch, pages)
+        plan.fill(metadata, metadata.host_kv_lens.value, stream)
+        return replace(metadata, plan=plan)
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int = 0,
+    ) -> Tensor:
+        """That of the kernels beneath, over what was planned."""
+        plan = metadata.plan
+        shape = AttentionShape(
+            heads=q.shape[1],
+            kv_heads=k_cache.shape[2],
+            head_size=q.shape[2],
+            page_size=k_cache.shape[1],
+            dtype=q.dtype,
+            scale=scale,
+            window=window,
+        )
+        if isinstance(plan, HostPlan) and shape in plan.shapes:
+            torch.ops.outrider_sim.check_plan(plan.lens, metadata.kv_lens)
+            metadata = replace(metadata, kv_lens=plan.lens, block_table=plan.table)
+        elif shape in metadata.shapes:
+            raise SeamError(f"attention of {shape} was to be planned, and there is no plan for it")
+        return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+
+
+def with_host_plans(kernels: KernelSet, backend: Backend) -> KernelSet:
+    """``kernels`` whose attention is planned on the host."""
+    made = copy.copy(kernels)
+    made.__class__ = type("HostPlans", (_HostPlans, type(kernels)), {})
+    made.name = "host-plans"
+    cast(_HostPlans, made).backend = backend
+    return made

@@ -1,0 +1,25 @@
+"""Entry point of the kernel set ``host-plans``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outrider.device.plugin import KernelInfo, hookimpl
+
+if TYPE_CHECKING:
+    from outrider.device.backend import Backend
+    from outrider.device.kernels import KernelSet
+
+
+@hookimpl
+def kernel_info() -> KernelInfo:
+    """For the simulated device alone: an error in a queued operation must be able to stop it."""
+    return KernelInfo(name="host-plans", description="Attention that is planned on the host, for tests", backends=("sim",))
+
+
+@hookimpl
+def create_kernels(backend: Backend) -> KernelSet:
+    """The personality's own kernels, with plans."""
+    from outrider_sim.host_plans import with_host_plans
+
+    return with_host_plans(backend.kernels, backend)

@@ -1,0 +1,1 @@
+"""FlashInfer behind the seam: attention that is planned on the host."""

@@ -1,0 +1,40 @@
+"""What a plan's kernels read, computed on the device from what the engine has there: page numbers and masks of trees."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def fill_indices(indices: Tensor, starts: Tensor, kv_lens: Tensor, block_table: Tensor, page_size: int) -> None:
+    """The pages of each sequence behind one another: row i of ``block_table`` int32 [B, P], as many entries as ``kv_lens``
+    int32 [B] tokens need, to ``indices`` int32 [B*P+1] from ``starts`` int32 [B] on. The last entry takes what isn't needed.
+    """
+    trash = indices.shape[0] - 1
+    lane = torch.arange(block_table.shape[1], dtype=torch.int32, device=indices.device)
+    used = lane * page_size < kv_lens.unsqueeze(1)
+    places = torch.where(used, starts.unsqueeze(1) + lane, trash)
+    indices.scatter_(0, places.flatten().to(torch.int64), block_table.flatten())
+
+
+def mask_bytes(queries: int, capacity: int) -> int:
+    """Bytes of one sequence's mask: a bit for each of ``queries`` and each of ``capacity`` cached tokens."""
+    return -(-queries * capacity // 8)
+
+
+def fill_mask(packed: Tensor, kv_lens: Tensor, tree_mask: Tensor) -> None:
+    """The masks of trees as bits, the lowest first: bit ``n * kv_len + k`` of a row says whether node n sees cached token k.
+
+    ``packed`` uint8 [B, M] with M of :func:`mask_bytes`, ``kv_lens`` int32 [B], ``tree_mask`` bool [B*N, N]: every node sees
+    all that was cached before the nodes, and of them those that its row names.
+    """
+    batch, nodes = packed.shape[0], tree_mask.shape[1]
+    lens = kv_lens.unsqueeze(1)
+    bit = torch.arange(packed.shape[1] * 8, dtype=torch.int32, device=packed.device)
+    node = bit // lens
+    new = bit - node * lens - (lens - nodes)
+    entry = node.clamp(max=nodes - 1) * nodes + new.clamp(min=0)
+    sees = (new < 0) | tree_mask.view(batch, nodes * nodes).gather(1, entry.to(torch.int64))
+    values = 1 << torch.arange(8, dtype=torch.int32, device=packed.device)
+    bits = (sees & (node < nodes)).view(batch, -1, 8)
+    packed.copy_((bits * values).sum(dim=-1, dtype=torch.int32).to(torch.uint8))

@@ -1,0 +1,179 @@
+"""A backend's kernels with FlashInfer's attention: what is planned is FlashInfer's, everything else as it was."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from flashinfer.jit import gen_batch_prefill_module
+from torch import Tensor
+
+from outrider.device import AttentionMetadata, AttentionShape, Backend, BackendLoadError, KernelSet, Stream
+from outrider_flashinfer.operator import OPERATOR
+from outrider_flashinfer.plan import Plan
+
+if TYPE_CHECKING:
+    _Base = KernelSet
+else:
+    _Base = object
+
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_SIZES = (64, 128, 256)
+_POSITIONS = 0
+"""FlashInfer's number for no position encoding of its own."""
+
+_log = logging.getLogger("outrider_flashinfer")
+
+
+def takes(shape: AttentionShape) -> bool:
+    """Whether FlashInfer has this attention."""
+    return shape.dtype in DTYPES and shape.head_size in HEAD_SIZES and shape.heads % shape.kv_heads == 0
+
+
+class Attention:
+    """What the plans of one backend share: scratch memory, and which modules there are."""
+
+    def __init__(self, backend: Backend, processors: int) -> None:
+        self.backend = backend
+        self.processors = processors
+        self._scratch: WeakKeyDictionary[Stream, Tensor] = WeakKeyDictionary()
+        self._built: set[tuple[torch.dtype, int, bool]] = set()
+
+    def compiled(self) -> int:
+        """Modules that were compiled or loaded."""
+        return len(self._built)
+
+    def scratch(self, stream: Stream, nbytes: int) -> Tensor:
+        """Memory for partial results, which all that is planned on ``stream`` shares: it runs one after the other."""
+        kept = self._scratch.get(stream)
+        if kept is None or kept.numel() < nbytes:
+            # Plans that have the smaller one keep it.
+            kept = self._scratch[stream] = torch.empty(nbytes, dtype=torch.uint8, device=self.backend.device)
+        return kept
+
+    def build(self, shape: AttentionShape) -> None:
+        """Compile or load the module of a shape; says so where it takes a while."""
+        key = (shape.dtype, shape.head_size, shape.window > 0)
+        if key in self._built:
+            return
+        kind = f"head size {shape.head_size}, {str(shape.dtype)[6:]}{', a window' if shape.window else ''}"
+        dtype, size = shape.dtype, shape.head_size
+        try:
+            spec = gen_batch_prefill_module(
+                "fa2", dtype, dtype, dtype, torch.int32, size, size, _POSITIONS, shape.window > 0, False, False
+            )
+            if not spec.is_compiled:
+                _log.warning("FlashInfer compiles its attention for %s with nvcc, once on this machine: about a minute", kind)
+            spec.build_and_load()
+        except Exception as error:
+            lines = [line for line in str(error).splitlines() if line.strip()] or ["no message"]
+            raise BackendLoadError(
+                f"FlashInfer couldn't compile its attention for {kind}: {type(error).__name__}: {lines[-1]}; it needs ninja, "
+                "and nvcc of the CUDA that torch is built for, on the PATH; or choose kernels=triton"
+            ) from error
+        self._built.add(key)
+
+    def plan(self, metadata: AttentionMetadata, shapes: tuple[AttentionShape, ...], stream: Stream) -> Plan:
+        """A plan for this batch: the one that it brings along, renewed, or a new one."""
+        plan = metadata.plan
+        if not (isinstance(plan, Plan) and plan.fits(metadata, shapes)):
+            for shape in shapes:
+                self.build(shape)
+            if isinstance(plan, Plan):
+                plan.wait()  # its pinned memory is given back
+            plan = Plan(self, metadata, shapes, stream)
+        plan.renew(metadata, stream)
+        return plan
+
+    def attend(
+        self, plan: Plan, shape: AttentionShape, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Attention of a batch that was planned."""
+        return OPERATOR(  # type: ignore[no-any-return]
+            q,
+            k_cache,
+            v_cache,
+            metadata.query_start,
+            metadata.kv_lens,
+            metadata.block_table,
+            metadata.tree_mask,
+            metadata.max_query,
+            metadata.max_kv,
+            shape.scale,
+            shape.window,
+            plan.indices,
+            plan.mask,
+            plan.scratch,
+            plan.tables[shape],
+        )
+
+
+class _FlashInfer(_Base):
+    """What changes of a kernel set.
+
+    Planned attention in bfloat16 or float16 with a head size of 64, 128 or 256 is FlashInfer's: verify, draft-extend and
+    prompts. Other shapes are the kernels' beneath, and so are a draft's own passes, which nobody plans.
+
+    *Workspace.* Each plan holds 1 MiB of tables on the device and as much pinned memory; plans made on one stream share
+    scratch for partial results (70 MiB for 32 heads of size 128 on 132 multiprocessors). *Read on the host*: exact lengths
+    and the offsets of queries, nothing of the device. A plan's copies go to the stream that it's planned on.
+    """
+
+    plans_on_host = True
+    attention: Attention
+
+    def plan_attention(self, metadata: AttentionMetadata, *, stream: Stream) -> AttentionMetadata:
+        """FlashInfer's plan of the shapes that it has."""
+        shapes = tuple(shape for shape in metadata.shapes if takes(shape))
+        if not shapes or (metadata.tree_mask is not None and not metadata.uniform):
+            return super().plan_attention(metadata, stream=stream)
+        return replace(metadata, plan=self.attention.plan(metadata, shapes, stream))
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int = 0,
+    ) -> Tensor:
+        """FlashInfer's where the batch was planned for this shape."""
+        plan = metadata.plan
+        if isinstance(plan, Plan):
+            shape = AttentionShape(
+                heads=q.shape[1],
+                kv_heads=k_cache.shape[2],
+                head_size=q.shape[2],
+                page_size=k_cache.shape[1],
+                dtype=q.dtype,
+                scale=scale,
+                window=window,
+            )
+            if shape in plan.wrappers and q.shape[0] == plan.tokens and k_cache.dtype is q.dtype:
+                return self.attention.attend(plan, shape, q, k_cache, v_cache, metadata)
+        return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+
+    def every_variant(self) -> AbstractContextManager[None] | None:
+        """That of the kernels beneath; FlashInfer's modules are compiled when a shape is planned for the first time."""
+        return super().every_variant() or nullcontext()
+
+    def compiled(self) -> Mapping[str, int]:
+        """Modules of FlashInfer's, and the kernels beneath."""
+        return {**super().compiled(), "flashinfer": self.attention.compiled()}
+
+
+def with_flashinfer(kernels: KernelSet, backend: Backend, *, processors: int) -> KernelSet:
+    """``kernels`` with FlashInfer's attention. ``processors``: multiprocessors of the device."""
+    mine = copy.copy(kernels)
+    mine.__class__ = type("FlashInferKernels", (_FlashInfer, type(kernels)), {})
+    mine.name = f"{kernels.name}, attention of flashinfer"
+    cast(_FlashInfer, mine).attention = Attention(backend, processors)
+    return mine

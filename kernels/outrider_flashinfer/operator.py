@@ -1,0 +1,41 @@
+"""The operator by which tools see what a call of FlashInfer's touches: an overload of the seam's, with what a plan adds.
+
+A wrapper can't be an operand, and it holds a table that is one: that tensor's object knows its wrapper.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+# torch unregisters an operator when its Library is collected, so this module must own it.
+_LIBRARY = torch.library.Library("outrider", "FRAGMENT")
+_LIBRARY.define(
+    "paged_attention.flashinfer(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor kv_lens, "
+    "Tensor block_table, Tensor? tree_mask, int max_query, int max_kv, float scale, int window, Tensor indices, "
+    "Tensor? mask, Tensor(a!) scratch, Tensor tables) -> Tensor"
+)
+
+
+def know(tables: Any, wrapper: object) -> None:
+    """``wrapper`` is the one that reads ``tables``."""
+    tables.flashinfer_wrapper = ref(wrapper)
+
+
+def _run(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> Tensor:
+    wrapper = rest[-1].flashinfer_wrapper()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    wrapper.run(q, (k_cache, v_cache), out=out)
+    return out
+
+
+_LIBRARY.impl("paged_attention.flashinfer", _run, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "outrider::paged_attention.flashinfer",
+    lambda q, *rest: torch.empty(q.shape, dtype=q.dtype, device=q.device),
+    lib=_LIBRARY,
+)
+OPERATOR = torch.ops.outrider.paged_attention.flashinfer

@@ -1,0 +1,170 @@
+"""Plans: what FlashInfer's host code prepares for a batch, and the buffers that its kernels then read.
+
+One wrapper serves decoding, verifying and prompts: ``BatchPrefillWithPagedKVCacheWrapper`` on its backend ``fa2``, which
+splits cached tokens among programs (few queries need that), takes masks, and is also what FlashInfer's decoding comes to with
+tensor cores. So one module is compiled for a dtype and head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+from torch import Tensor
+
+from outrider.device import AttentionMetadata, AttentionShape, Backend, SeamError, Stream
+from outrider_flashinfer.buffers import fill_indices, fill_mask, mask_bytes
+from outrider_flashinfer.operator import know
+
+if TYPE_CHECKING:
+    from outrider_flashinfer.kernelset import Attention
+
+_TILES = (16, 64, 128)
+"""Rows of a block that FlashInfer chooses from, a row being a query of one head of a group."""
+_PROGRAMS = 2
+"""Programs of a multiprocessor that it plans for."""
+_INT_BYTES = 1 << 20
+"""Of its own tables: a few words for each block. It raises where they don't fit."""
+
+
+def scratch_bytes(shape: AttentionShape, *, batch: int, rows: int, processors: int) -> int:
+    """Bytes of partial results, when cached tokens are split among programs: float32 for each row of each block."""
+    group = shape.heads // shape.kv_heads
+    blocks = _PROGRAMS * processors // shape.kv_heads
+    most = 0
+    for tile in _TILES:
+        tiles = max(blocks, -(-rows * group // tile) + batch - 1)
+        most = max(most, shape.heads * tiles * tile * (shape.head_size + 1) * 4)
+    return most + (1 << 20)
+
+
+class Plan:
+    """The plan of batches of one number of requests and queries; of prompts' chunks, of any up to a number of requests.
+
+    A uniform batch may be replayed from a graph, so its buffers stay where they are. The host writes into pinned memory, and
+    waits until the copies before have been made.
+    """
+
+    def __init__(
+        self, attention: Attention, metadata: AttentionMetadata, shapes: Sequence[AttentionShape], stream: Stream
+    ) -> None:
+        self._backend: Backend = attention.backend
+        self._uniform = metadata.uniform
+        self.batch, self._pages = metadata.block_table.shape
+        self._queries = metadata.max_query
+        self.tokens = 0
+        """New tokens of the batch that is planned."""
+        device, batch = self._backend.device, self.batch
+        self._pinned = self._backend.empty_pinned("FlashInfer's plan", (4 * batch + 2,), torch.int32)
+        self._copied = self._backend.create_event("FlashInfer's plan copied")
+        rows = batch * self._queries if self._uniform else 0
+        need = [scratch_bytes(s, batch=batch, rows=rows, processors=attention.processors) for s in shapes]
+        self.scratch = attention.scratch(stream, max(need))
+        capacity = self._pages * shapes[0].page_size
+        self._starts = torch.zeros(batch + 1, dtype=torch.int32, device=device)
+        self.indices = torch.zeros(batch * self._pages + 1, dtype=torch.int32, device=device)
+        self.mask: Tensor | None = None
+        fixed: dict[str, Any] = {}
+        if self._uniform:
+            fixed = {
+                "use_cuda_graph": True,
+                "qo_indptr_buf": torch.zeros(batch + 1, dtype=torch.int32, device=device),
+                "paged_kv_indptr_buf": self._starts,
+                "paged_kv_indices_buf": self.indices,
+                "paged_kv_last_page_len_buf": torch.zeros(batch, dtype=torch.int32, device=device),
+            }
+            if metadata.tree_mask is not None:
+                each = mask_bytes(self._queries, capacity)
+                self.mask = torch.zeros((batch, each), dtype=torch.uint8, device=device)
+                fixed["custom_mask_buf"] = self.mask.view(-1)
+                fixed["mask_indptr_buf"] = torch.arange(0, (batch + 1) * each, each, dtype=torch.int32, device=device)
+        self.tables = {shape: torch.zeros(_INT_BYTES, dtype=torch.uint8, device=device) for shape in shapes}
+        """What FlashInfer's own kernels read of a plan."""
+        self.wrappers: dict[AttentionShape, Any] = {}
+        for shape, tables in self.tables.items():
+            made = BatchPrefillWithPagedKVCacheWrapper(self.scratch, "NHD", backend="fa2", **fixed)
+            made.reset_workspace_buffer(self.scratch, tables)
+            know(tables, made)
+            self.wrappers[shape] = made
+
+    def fits(self, metadata: AttentionMetadata, shapes: Sequence[AttentionShape]) -> bool:
+        """Whether this plan can be renewed for the batch."""
+        batch, pages = metadata.block_table.shape
+        if metadata.uniform != self._uniform or pages != self._pages or set(shapes) != set(self.wrappers):
+            return False
+        return batch == self.batch and metadata.max_query == self._queries if self._uniform else batch <= self.batch
+
+    def wait(self) -> None:
+        """Block the host until the device has read what the host wrote last."""
+        if self._copied.generation:
+            self._copied.synchronize()
+
+    def renew(self, metadata: AttentionMetadata, stream: Stream) -> None:
+        """Plan for this batch, in the scope of ``stream``."""
+        batch = metadata.block_table.shape[0]
+        lens = _lengths(metadata, batch)
+        page_size = next(iter(self.wrappers)).page_size
+        pages = [-(-length // page_size) for length in lens]
+        if min(lens) < 1 or max(pages) > self._pages:
+            raise SeamError(
+                f"a plan was asked for lengths {lens}: the block table holds 1 to {self._pages * page_size} tokens"
+            )
+        starts, total = [0], 0
+        for count in pages:
+            total += count
+            starts.append(total)
+        queries = _query_starts(metadata, batch)
+        self.tokens = queries[-1]
+        last = [length - (count - 1) * page_size for length, count in zip(lens, pages, strict=True)]
+        self.wait()
+        self._pinned.renew()
+        packed = torch.tensor((*queries, *starts, *last, *lens), dtype=torch.int32)
+        host = self._pinned.tensor[: packed.shape[0]]
+        host.copy_(packed)
+        host_queries, host_starts, host_last, host_lens = host.split((batch + 1, batch + 1, batch, batch))
+        if not self._uniform:
+            tables = metadata.block_table
+            indices = torch.cat([tables[i, :count] for i, count in enumerate(pages)])
+        else:
+            indices = self.indices[:total]
+        for shape, wrapper in self.wrappers.items():
+            wrapper.plan(
+                host_queries,
+                host_starts,
+                indices,
+                host_last,
+                shape.heads,
+                shape.kv_heads,
+                shape.head_size,
+                shape.page_size,
+                causal=True,
+                sm_scale=shape.scale,
+                window_left=shape.window - 1 if shape.window else -1,
+                q_data_type=shape.dtype,
+                kv_data_type=shape.dtype,
+                non_blocking=True,
+                seq_lens=host_lens,
+                max_token_per_sequence=metadata.max_query,
+            )
+        stream.record(self._copied)
+        if self._uniform:
+            fill_indices(self.indices, self._starts[:-1], metadata.kv_lens, metadata.block_table, page_size)
+        if self.mask is not None:
+            assert metadata.tree_mask is not None
+            fill_mask(self.mask, metadata.kv_lens, metadata.tree_mask)
+
+
+def _lengths(metadata: AttentionMetadata, batch: int) -> tuple[int, ...]:
+    if metadata.host_kv_lens is None or len(metadata.host_kv_lens.value) != batch:
+        raise SeamError(f"a plan for {batch} sequences needs their lengths on the host, got {metadata.host_kv_lens}")
+    return metadata.host_kv_lens.value
+
+
+def _query_starts(metadata: AttentionMetadata, batch: int) -> tuple[int, ...]:
+    if metadata.uniform:
+        return tuple(range(0, (batch + 1) * metadata.max_query, metadata.max_query))
+    if metadata.host_query_start is None or len(metadata.host_query_start) != batch + 1:
+        raise SeamError(f"a plan for a ragged batch needs its offsets on the host, got {metadata.host_query_start}")
+    return metadata.host_query_start

@@ -1,0 +1,45 @@
+"""The kit's tests of plans, on kernels that plan: they pass; a plan that isn't renewed, or is of other lengths, is found."""
+
+from dataclasses import replace
+
+import pytest
+
+from outrider.conformance.lab import Lab
+from outrider.conformance.planned import check_in_graph, check_renewed, check_unplanned
+from outrider.device import HostParam
+from outrider.registry import get_backend
+from outrider_sim.host_plans import HostPlan
+
+
+def run(lab):
+    for new in ((1, 1, 1), (4, 4, 4), (5, 1, 30)):
+        check_renewed(lab, new, 0)
+    check_renewed(lab, (4, 4, 4), 8)
+    check_in_graph(lab)
+    check_unplanned(lab)
+
+
+@pytest.mark.parametrize("name", ["cpu", "sim", "sim:kernels=host-plans"])
+def test_right_kernels_pass(name):
+    run(Lab(get_backend(name)))
+
+
+def once(inner):
+    return lambda plan, batch, lens, stream: None if plan.shapes else inner(plan, batch, lens, stream)
+
+
+def shorter(inner):
+    def fill(plan, batch, lens, stream):
+        lens = tuple(length - 1 for length in lens)
+        inner(plan, replace(batch, host_kv_lens=HostParam("lengths", lens)), lens, stream)
+
+    return fill
+
+
+@pytest.mark.parametrize("fault", [once, shorter])
+@pytest.mark.parametrize("test", [lambda lab: check_renewed(lab, (4, 4, 4), 0), check_in_graph], ids=["called", "graph"])
+def test_wrong_plans_are_found(fault, test, monkeypatch):
+    monkeypatch.setattr(HostPlan, "fill", fault(HostPlan.fill))
+    monkeypatch.setattr("outrider_sim.host_plans._check_plan", lambda planned, kv_lens: None)
+    with pytest.raises(Exception, match=r"off by|plan of another batch"):
+        test(Lab(get_backend("sim:kernels=host-plans")))
