@@ -26,7 +26,7 @@ def test_a_fence_left_out_is_named(outrider, fence):
     assert shown.json["implied"] == [fence]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "sim"])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("sim", marks=pytest.mark.slow)])
 def test_every_fence_in_turn(outrider, monkeypatch, backend):
     monkeypatch.setattr("outrider.engine.fences.FENCES", some("inputs_ready", "params_free"))
     shown = outrider("explore", "decode", "--backend", backend, "--drop-fence", "every", "--iterations", "1", "--json")
