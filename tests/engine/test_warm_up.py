@@ -152,7 +152,8 @@ def test_the_engine_forgets_its_own_requests(bundle, bundled_dir, prompt_tokens)
 
 def test_a_small_engine_warms_up_too(bundle, bundled_dir, prompt_tokens):
     target = Decoder(bundle.target.config, bundle.target.weights, Compiling())
-    engine = Engine(target, bundle.backend, config=EngineConfig(max_requests=1, max_context=2, page_size=1))
+    config = EngineConfig(max_requests=1, max_context=2, page_size=1, penalties=False, max_logprobs=0, prefix_cache=False)
+    engine = Engine(target, bundle.backend, config=config)
     assert engine.warm_up.compiled
     assert len(engine.generate([[5]], SamplingParams(max_tokens=1))[0].token_ids) == 1
 
