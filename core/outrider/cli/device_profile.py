@@ -89,7 +89,7 @@ def of_timeline(timeline: Timeline) -> DeviceProfile | None:
 
 
 def _of_device(events: list[Any]) -> DeviceProfile | None:
-    ran = [event for event in events if event.device_type.name != "CPU" and not event.is_user_annotation]
+    ran = [each for each in events if each.device_type.name != "CPU" and not getattr(each, "is_user_annotation", False)]
     launches: dict[int, Interval] = {}
     for number, event in enumerate(ran):
         # What one launch enqueued, a graph's kernels among it, has one number; 0 says that it isn't known.
