@@ -15,6 +15,7 @@ import torch
 
 from outrider.device import KernelSet, Product, Turn
 from outrider.device.kernels.measure import KernelShape
+from outrider_triton import company
 from outrider_triton.chain import AHEAD, Chain, Key, as_json, deep_attention_candidates, with_choice
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import MatmulConfig, Table, parse
@@ -216,6 +217,8 @@ def tune_pairs(
             table = chain.tune_attention(table, deep_attention_candidates(chain.groups), measured=True)
             chosen = table.attention_config(chain.groups, chain.context)
             report(f"m {m}: attention {chosen}: {chain.attempt(table):.2f} us a layer, {before:.2f} before")
+        if m <= 32:
+            table = company.better(chain, table, m, report)
         search = Search(chain, table, m, report)
         search.run()
         table = search.table
