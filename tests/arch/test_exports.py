@@ -10,7 +10,7 @@ import outrider.device
 TOP = {"Engine", "EngineConfig", "OutriderError", "SamplingParams", "StepOutput", "get_backend"}
 SEAM = """
     ENTRY_POINT_GROUP KERNELS_GROUP LANE_ACCEPT LANE_DRAFT LANE_RESIDUAL LANE_SAMPLE ROW_ACCESS SEAM_VERSION
-    Access ActiveCapture AmbiguousBackend AttentionMetadata Backend BackendError BackendHooks BackendInfo
+    Access ActiveCapture AmbiguousBackend AttentionMetadata AttentionShape Backend BackendError BackendHooks BackendInfo
     BackendLoadError BackendNotFound Capabilities CapabilityError CaptureContext CaptureError CheckpointError
     CiDeclaration ConfigError ControllableDevice DeadlockError DeviceError DeviceFault DeviceLost DeviceStuck
     EagerGraph EngineStopped Event EventFence ExplorationResult Fence Flag Graph GraphCallable GraphPool HostParam

@@ -13,7 +13,7 @@ from outrider.model import Decoder
 from outrider.registry import get_backend
 from outrider.sanitizer import watch
 from speculative import tiny
-from speculative.test_on_sim import MAKERS
+from speculative.on_sim import MAKERS
 
 MODES = {"graphs": {"graphs": True}, "fused": {"mode": "fused"}}
 

@@ -14,15 +14,14 @@ from outrider import Engine, EngineConfig, SamplingParams
 from outrider.cli.decode_program import Arrival, HostProgram, Serving
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider.speculative.ngram import NgramProposer
-from outrider.speculative.proposer import PlainProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_sim.plugin import create_backend
 from speculative import tiny
-from speculative.test_on_sim import MAKERS, decoder
+from speculative.on_sim import MAKERS, decoder
 
 CONTEXT, TEXT, LONGEST = 96, 400, 14
 VISION = "ngram, images"
-PROPOSERS = ("none", *MAKERS, VISION)
+PROPOSERS = ("none", *(name for name in MAKERS if name != "none"), VISION)
 MODES = ("staged", "graphs", "fused")
 PERSONALITIES = ("cuda", "rocm", "npu")
 PLUGINS = {"outrider_npu": "emulation", "outrider_rocm": "emulation_hip"}
@@ -123,8 +122,6 @@ class Models:
 
     def make(self):
         """A proposer, with caches that no engine has yet."""
-        if self.proposer == "none":
-            return PlainProposer()
         if self.proposer == VISION:
             return NgramProposer(vocab_size=self.target.config.vocab_size, draft_tokens=3)
         stream = self.backend.create_stream("load")
