@@ -225,9 +225,10 @@ def tune_pairs(
         report(f"m {m}: relative error {check(kernels, shape, m, device):.2g}")
         layers.append({"m": m, "width": width, "context": 640, "before_us": search.before_us, "us": search.us})
     data["attention"] = as_json(table)
-    data["pairs"] = [{**layer, **{name: round(layer[name], 2) for name in ("before_us", "us")}} for layer in layers]
+    kept = [layer for layer in data.get("pairs", ()) if layer["m"] not in sizes]
+    data["pairs"] = [*kept, *({**layer, **{name: round(layer[name], 2) for name in ("before_us", "us")}} for layer in layers)]
     operators = {"linear_add_scaled", "scaled_silu_mul", "linear_rope", "linear_add"}
-    rows = [row for row in data["matmul"] if row["operator"] not in operators]
+    rows = [row for row in data["matmul"] if row["operator"] not in operators or row["m"] not in sizes]
     for row in rows:
         entry = table.entry(row["operator"], row["dtype"], n=row["n"], k=row["k"], m=row["m"])
         row["config"] = None if entry is None or entry.config is None else entry.config.as_list()
