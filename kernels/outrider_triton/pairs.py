@@ -15,6 +15,7 @@ import torch
 
 from outrider.device import KernelSet, Product, Turn
 from outrider.device.kernels.measure import KernelShape
+from outrider_triton import company
 from outrider_triton.chain import AHEAD, Chain, Key, as_json, deep_attention_candidates, with_choice
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import MatmulConfig, Table, parse
@@ -216,15 +217,18 @@ def tune_pairs(
             table = chain.tune_attention(table, deep_attention_candidates(chain.groups), measured=True)
             chosen = table.attention_config(chain.groups, chain.context)
             report(f"m {m}: attention {chosen}: {chain.attempt(table):.2f} us a layer, {before:.2f} before")
+        if m <= 32:
+            table = company.better(chain, table, m, report)
         search = Search(chain, table, m, report)
         search.run()
         table = search.table
         report(f"m {m}: relative error {check(kernels, shape, m, device):.2g}")
         layers.append({"m": m, "width": width, "context": 640, "before_us": search.before_us, "us": search.us})
     data["attention"] = as_json(table)
-    data["pairs"] = [{**layer, **{name: round(layer[name], 2) for name in ("before_us", "us")}} for layer in layers]
+    kept = [layer for layer in data.get("pairs", ()) if layer["m"] not in sizes]
+    data["pairs"] = [*kept, *({**layer, **{name: round(layer[name], 2) for name in ("before_us", "us")}} for layer in layers)]
     operators = {"linear_add_scaled", "scaled_silu_mul", "linear_rope", "linear_add"}
-    rows = [row for row in data["matmul"] if row["operator"] not in operators]
+    rows = [row for row in data["matmul"] if row["operator"] not in operators or row["m"] not in sizes]
     for row in rows:
         entry = table.entry(row["operator"], row["dtype"], n=row["n"], k=row["k"], m=row["m"])
         row["config"] = None if entry is None or entry.config is None else entry.config.as_list()

@@ -6,7 +6,7 @@ Nothing that serves requests knows of it: a model is made with such kernels by h
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,8 +21,19 @@ else:
 _MULTIPLIER = 2654435761  # Knuth's, for hashing positions
 
 
+class _Verdicts(NamedTuple):
+    """What is decided beforehand: ``accepted`` int64 [2**16] by a hash; ``sources`` int64 [K+1, K+1], where each token of a
+    result comes from by how many are accepted: a draft, the real token behind them, or the -1 behind that; ``none`` [B, 1].
+    """
+
+    accepted: Tensor
+    sources: Tensor
+    none: Tensor
+
+
 class _Synthetic(_Base):
     accept_length: float
+    verdicts: dict[tuple[int, int, torch.device], _Verdicts]
 
     def verify_chain(
         self,
@@ -33,22 +44,27 @@ class _Synthetic(_Base):
         seeds: Tensor,
         positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The real verification, whose cost so remains, and then another verdict."""
+        """The real verification, whose cost so remains, and then another verdict, by a few launches."""
         tokens, _ = super().verify_chain(target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
-        drafted = draft_tokens.shape[1]
-        whole, rest = divmod(min(self.accept_length - 1, drafted), 1)
-        if not rest:  # the same for all: a few launches less in what is measured
-            count = int(whole)
-            nothing = tokens.new_full((tokens.shape[0], drafted - count), -1)
-            passed = torch.cat((draft_tokens[:, :count], tokens[:, :1], nothing), dim=1)
-            return passed, torch.full_like(positions, count)
-        luck = ((positions + seeds) * _MULTIPLIER >> 16) & 0xFFFF
-        accepted = (luck < round(rest * 65536)).to(torch.int64) + int(whole)
-        lane = torch.arange(drafted + 1, device=tokens.device)
-        real = tokens[:, :1]  # of the real verdict the first token alone is certain to be one
-        passed = torch.cat((draft_tokens, real), dim=1)
-        after = torch.where(lane == accepted.unsqueeze(1), real, -1)
-        return torch.where(lane < accepted.unsqueeze(1), passed, after), accepted
+        batch, drafted = draft_tokens.shape
+        key = (batch, drafted, tokens.device)
+        if key not in self.verdicts:
+            self.verdicts[key] = _decide(self.accept_length, *key)
+        decided = self.verdicts[key]
+        accepted = decided.accepted.index_select(0, (positions + seeds) & 0xFFFF)
+        # Of the real verdict the first token alone is certain to be one.
+        known = torch.cat((draft_tokens, tokens[:, :1], decided.none), dim=1)
+        return known.gather(1, decided.sources.index_select(0, accepted)), accepted
+
+
+def _decide(length: float, batch: int, drafted: int, device: torch.device) -> _Verdicts:
+    """Lengths are the two whole numbers around ``length``."""
+    whole, rest = divmod(min(length - 1, drafted), 1)
+    luck = (torch.arange(1 << 16, device=device) * _MULTIPLIER >> 16) & 0xFFFF
+    accepted = (luck < round(rest * 65536)).to(torch.int64) + int(whole)
+    lane, count = torch.arange(drafted + 1, device=device), torch.arange(drafted + 1, device=device).unsqueeze(1)
+    sources = torch.where(lane < count, lane, torch.where(lane == count, drafted, drafted + 1))
+    return _Verdicts(accepted, sources, torch.full((batch, 1), -1, device=device))
 
 
 def with_synthetic_acceptance(kernels: KernelSet, accept_length: float) -> KernelSet:
@@ -62,5 +78,6 @@ def with_synthetic_acceptance(kernels: KernelSet, accept_length: float) -> Kerne
     made = copy.copy(kernels)
     made.__class__ = type("SyntheticAcceptance", (_Synthetic, type(kernels)), {})
     made.name = f"{kernels.name}, synthetic acceptance of {accept_length:g}"
-    cast(_Synthetic, made).accept_length = accept_length
+    synthetic = cast(_Synthetic, made)
+    synthetic.accept_length, synthetic.verdicts = accept_length, {}
     return made
