@@ -1,6 +1,6 @@
 """A few overlapped iterations of the bundled model, to be drawn:
 
-outrider trace --backend sim --out trace.json --picture overlap.svg --from US --to US -- benchmarks/overlap_trace.py
+outrider trace --backend sim:kernels=host-plans --out trace.json --picture overlap.svg --from US --to US -- benchmarks/overlap_trace.py
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ REQUESTS = 4
 
 engine = Engine.from_checkpoint(
     BUNDLED / "target",
-    get_backend("sim"),
+    get_backend("sim:kernels=host-plans"),
     draft_dir=BUNDLED / "eagle",
     speculate="eagle",
     config=EngineConfig(max_requests=REQUESTS, max_context=128, overlap=True, graphs=True, buckets=(REQUESTS,)),
