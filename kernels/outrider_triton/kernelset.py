@@ -60,9 +60,7 @@ class TritonKernels(BookkeepingKernels):
         return variants.compiled()
 
     def _products(self, operator: str, x: Tensor, weight: Tensor, *, scaled: bool = False) -> Iterator[list[int]]:
-        """The configurations to be run beforehand for such a weight, and for an ``x`` that is ``scaled`` only there; none
-        outside of the scope, or a second time.
-        """
+        """What is to be run beforehand for such a weight, and an ``x`` that is ``scaled`` there; once, in the scope alone."""
         if x.dtype not in (torch.bfloat16, torch.float16) or x.dtype is not weight.dtype or not weight.is_contiguous():
             return
         n, k = weight.shape

@@ -152,7 +152,7 @@ def test_bandwidth_is_of_this_world():
         (["--batch", "0"], "--batch is '0'"),
         (["--batch", ""], "--batch is ''"),
         (["--new-tokens", "0"], "--new-tokens is 0"),
-        (["--prompt-tokens", "-1"], "--prompt-tokens is -1"),
+        (["--prompt-tokens", "-1"], "--prompt-tokens is '-1'"),
         (["--new-tokens", "1"], "--new-tokens 1 is too few"),
         (["--backend", "no-such-chip"], "no backend named"),
     ],

@@ -8,6 +8,7 @@ from tests.engine.conftest import Bundle
 
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import KernelSet
+from outrider.engine.staging import Packer
 from outrider.model import Decoder, load_eagle
 from outrider.registry import get_backend
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
@@ -152,7 +153,8 @@ def test_the_engine_forgets_its_own_requests(bundle, bundled_dir, prompt_tokens)
 
 def test_a_small_engine_warms_up_too(bundle, bundled_dir, prompt_tokens):
     target = Decoder(bundle.target.config, bundle.target.weights, Compiling())
-    engine = Engine(target, bundle.backend, config=EngineConfig(max_requests=1, max_context=2, page_size=1))
+    config = EngineConfig(max_requests=1, max_context=2, page_size=1, penalties=False, max_logprobs=0, prefix_cache=False)
+    engine = Engine(target, bundle.backend, config=config)
     assert engine.warm_up.compiled
     assert len(engine.generate([[5]], SamplingParams(max_tokens=1))[0].token_ids) == 1
 
@@ -161,3 +163,19 @@ def test_it_says_what_it_compiled(bundle, bundled_dir):
     engine = engine_with(bundle, bundled_dir, Compiling())
     assert str(engine.warm_up).startswith(f"{sum(engine.warm_up.compiled.values())} kernels compiled or loaded in ")
     assert "attention" in str(engine.warm_up)
+
+
+def test_what_is_packed_begins_at_multiples_of_16_bytes(bundle, bundled_dir, prompt_tokens, monkeypatch):
+    """Kernels are compiled apart for such addresses: an offset that changes with the batch would compile them again."""
+    starts = []
+    add = Packer.add
+
+    def noted(packer, name, values):
+        add(packer, name, values)
+        starts.append(packer.segments[name][0])
+
+    monkeypatch.setattr(Packer, "add", noted)
+    engine = engine_with(bundle, bundled_dir, KernelSet())
+    serve(engine, prompt_tokens)
+    assert len(set(starts)) > 20
+    assert all(start * 8 % 16 == 0 for start in starts)

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from outrider.device import Capabilities, Graph
-from outrider.sanitizer import Kind, watch
+from outrider.sanitizer import Kind, watch, watching
 from outrider.sanitizer.races import RACES, Race
 from outrider_cpu.backend import CpuBackend
 
@@ -140,3 +140,58 @@ def test_captured_work_is_known_at_each_replay(name: str) -> None:
     with watch(backend) as report:
         race.wrong(backend)
     assert {finding.kind for finding in report} == {race.kind}, str(report)
+
+
+@pytest.mark.parametrize("rows_apart", [True, False])
+def test_rows_picked_by_data_may_be_taken_to_overlap(backend: CpuBackend, rows_apart: bool) -> None:
+    """One stream writes rows, another reads some, unordered: only the device knows whether they're the same."""
+    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
+    with backend.on(forward):
+        lengths, rows = torch.zeros(8), torch.tensor([1, 2])
+    backend.synchronize()
+    with watch(backend, rows_apart=rows_apart) as report:
+        with backend.on(forward):
+            lengths[rows] = torch.ones(2)
+        with backend.on(plan):
+            lengths.index_select(0, rows)
+    assert report.clean is rows_apart, str(report)
+    if not rows_apart:
+        (finding,) = report
+        assert (finding.kind, finding.second.operation) == (Kind.READ_AFTER_WRITE, "aten::index_select")
+    assert any("disjoint" in spot for spot in report.blind_spots) is rows_apart
+
+
+def test_the_shape_of_memory_is_no_read(backend: CpuBackend) -> None:
+    stream = backend.create_stream("s")
+    with watch(backend) as report, backend.on(stream):
+        torch.empty_like(torch.empty(4)).fill_(1.0)
+    assert report.clean, str(report)
+
+
+def test_a_stream_counts_operations_records_waits_and_replays() -> None:
+    backend = Capturing()
+    stream, other = backend.create_stream("s"), backend.create_stream("other")
+    done = backend.create_event("done")
+    with backend.on(stream):
+        cell = torch.zeros(4)
+    stream.synchronize()
+    with watching(backend) as sanitizer:
+        graph = backend.capture(
+            "two", lambda context: context.inputs["cell"].add_(1).mul_(2), stream=stream, inputs={"cell": cell}, outputs={}
+        )
+        assert sanitizer.position(stream) == 0  # what is captured belongs to the graph
+        with backend.on(stream):
+            cell.add_(1)
+        stream.record(done)
+        assert sanitizer.position(stream) == 2
+        graph.replay(stream)
+        assert sanitizer.position(stream) == 2 + 1 + 2
+        assert sanitizer.position(other) == 0
+        other.wait(done)
+        assert sanitizer.position(other) == 1
+        with backend.on(other):
+            cell.add_(1)
+    (finding,) = sanitizer.report
+    assert finding.first is not None
+    # Launched at 2; of several accesses to the same bytes a graph's first one is told.
+    assert (finding.first.operation, finding.first.position, finding.second.position) == ("aten::add_", 3, 1)

@@ -55,6 +55,19 @@ def test_drafts_are_really_accepted(name):
     assert found >= (1.5 if name == "mtp-one" else 2)
 
 
+@pytest.mark.parametrize("mode", ["staged", "fused"])
+def test_a_lookup_that_finds_nothing_drafts_nothing_of_other_requests(mode):
+    """What lies behind a request's text is left from whoever had the pages before: no draft may come from there."""
+    found = set()
+    for left_behind in range(tiny.VOCABULARY):
+        proposer = PROPOSERS["ngram"]()
+        engine = tiny.engine(proposer, max_requests=1, mode=mode)
+        proposer._history.fill_(left_behind)
+        engine.generate([(3,)], SamplingParams(max_tokens=6))
+        found.add(engine.stats.iterations)
+    assert len(found) == 1
+
+
 TREES = [name for name in PROPOSERS if PROPOSERS[name]().is_tree]
 CHAINS = [name for name in PROPOSERS if name not in TREES]
 

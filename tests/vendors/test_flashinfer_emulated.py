@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from outrider import Engine, EngineConfig, SamplingParams
 from outrider.conformance.lab import Lab
 from outrider.conformance.planned import PlannedBatch, check_in_graph, check_renewed, check_unplanned
 from outrider.device import AttentionShape, BackendLoadError, KernelSet
@@ -179,6 +180,19 @@ def test_starting_says_what_is_compiled(make, caplog):
         said == "FlashInfer compiles its attention for head size 64, bfloat16 with nvcc, once on this machine: about a minute"
     )
     assert backend.kernels_in_use.compiled() == {"flashinfer": 1}
+
+
+def test_an_engine_compiles_before_any_request(make, kernelset):
+    """Without graphs too, which plan when they're captured: the warm-up does."""
+    backend = make("cpu")
+    model = random_model(backend, torch.float32, 64)
+    importlib.import_module("flashinfer.jit").BUILT.clear()
+    engine = Engine(model, backend, config=EngineConfig(max_requests=2, max_context=64))
+    assert engine.warm_up.compiled == {"flashinfer": 1}
+    compiled = list(importlib.import_module("flashinfer.jit").BUILT)
+    assert compiled
+    engine.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=4))
+    assert compiled == importlib.import_module("flashinfer.jit").BUILT
 
 
 def test_a_failed_compilation_is_an_error_with_advice(make, monkeypatch):

@@ -74,7 +74,7 @@ def profiled(backend: Backend, steps: Callable[[], object], *, warm_up: Callable
         return None
     # The first tracing of a process sets its machinery up in the middle of the work: it is thrown away.
     for work in (warm_up, steps):
-        with torch.profiler.profile(activities=activities) as profiler:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
             work()
             backend.synchronize()
     events = list(profiler.events() or ())
@@ -89,7 +89,7 @@ def of_timeline(timeline: Timeline) -> DeviceProfile | None:
 
 
 def _of_device(events: list[Any]) -> DeviceProfile | None:
-    ran = [event for event in events if event.device_type.name != "CPU" and not event.is_user_annotation]
+    ran = [each for each in events if each.device_type.name != "CPU" and not getattr(each, "is_user_annotation", False)]
     launches: dict[int, Interval] = {}
     for number, event in enumerate(ran):
         # What one launch enqueued, a graph's kernels among it, has one number; 0 says that it isn't known.

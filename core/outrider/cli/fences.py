@@ -32,6 +32,7 @@ def fences(backend: BackendOption = None, json_output: JsonOption = False) -> Re
     policy = {
         "published_waiter": sync.published_waiter.value,
         "exact_host_lengths": sync.exact_host_lengths,
+        "plans_on_host": device.kernels_in_use.plans_on_host,
         "results_on_forward": sync.results_on_forward,
         "recompute_after_join": sorted(what.value for what in sync.recompute_after_join),
         "refresh_before_replay": sorted(sync.refresh_before_replay),

@@ -32,7 +32,7 @@ from outrider.device.graph import (
     Scalar,
 )
 from outrider.device.memory import KeepAlive, MemoryInfo, PinnedBuffer
-from outrider.device.scopes import Guard, Scope
+from outrider.device.scopes import Guard, Scope, uncollected
 from outrider.device.stream import Event, Flag, Stream
 from outrider.device.sync import SpeculativeSync
 from outrider.device.tools import Access, ControllableDevice, Observer
@@ -254,7 +254,8 @@ class Backend(ABC):
         ``captures_graphs`` the result runs ``fn`` eagerly at each replay.
 
         *Ordering.* The caller has ordered ``stream`` after the allocation of inputs and outputs. Other streams of the
-        device may be busy: capture is thread-local, and a query by another thread doesn't break it.
+        device may be busy: capture is thread-local, and a query by another thread doesn't break it. What is unreachable
+        isn't collected until the capture is over.
 
         Raises :class:`CaptureError`, with the cause, when ``fn`` or the device fails; streams, pools and the ambient
         stream are then as they were. A :class:`DeviceError` passes through unchanged.
@@ -277,7 +278,7 @@ class Backend(ABC):
         if not self.capabilities.captures_graphs:
             return EagerGraph(self, name, context, fn)
         try:
-            with self.guard(f"capturing graph {name!r}"):
+            with self.guard(f"capturing graph {name!r}"), uncollected():
                 return self._capture(name, fn, context, stream, pool)
         except (DeviceError, CaptureError):
             raise

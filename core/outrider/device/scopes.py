@@ -5,6 +5,9 @@ Classes of their own rather than generators, which cost twice as much: a step op
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -71,3 +74,15 @@ class Guard:
         translated = self._backend.translate_error(error, self._doing)
         if translated is not None:
             raise translated from error
+
+
+@contextmanager
+def uncollected() -> Generator[None]:
+    """Garbage stays. A driver takes the end of an unreachable graph for a fault of the capture that is open meanwhile."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

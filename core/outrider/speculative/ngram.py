@@ -22,7 +22,7 @@ class NgramProposer(Proposer):
     The history is paged like the target's cache, the slot of position i holding token i+1; so shared prefixes, chunks and
     preemption need nothing of their own, and nothing is relayed. The token at position 0 isn't in it. Continuations differ
     in their first token. One that reaches the end of the text goes on periodically. Where nothing is found, a chain
-    drafts some tokens all the same, and a tree leaves its nodes unused.
+    repeats the last token, and a tree leaves its nodes unused.
 
     ``longest``: tokens of a suffix that are compared at most; ``shortest``: that must agree at least.
     """
@@ -103,9 +103,10 @@ class NgramProposer(Proposer):
         score = torch.where(agreement >= self._shortest, agreement * text.shape[1] + index, -1)
         for _ in range(self._branches):
             best = score.max(dim=1, keepdim=True)
-            place = best.indices
+            # Found nowhere, the last token is repeated: what lies behind it is some other request's.
+            place = torch.where(best.values >= 0, best.indices, lens - 2)
             period = (lens - 1 - place).clamp(min=1)
-            tokens.append(text.gather(1, place + 1 + (ahead - 1) % period))
+            tokens.append(text.gather(1, (place + 1).clamp(min=0) + (ahead - 1) % period))
             found.append(best.values >= 0)
             first = tokens[-1][:, :1]
             score = torch.where(following == first, -1, score)

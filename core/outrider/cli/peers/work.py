@@ -133,6 +133,4 @@ def check_lengths(lengths: Sequence[int], wanted: int) -> None:
 
     short = [length for length in lengths if length != wanted]
     if short:
-        raise ChildFailed(
-            f"asked for {wanted} new tokens, a request got {short[0]}: the figures wouldn't be of the same work"
-        )
+        raise ChildFailed(f"asked for {wanted} new tokens, a request got {short[0]}: that isn't the same work")

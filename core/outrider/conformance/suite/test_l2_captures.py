@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -287,3 +289,32 @@ def test_another_thread_may_query_during_a_capture(lab: Lab) -> None:
     graph.replay(stream)
     expect(lab.read(stream, y), 8.0, "the output of the graph that was captured meanwhile")
     expect(lab.read(other, z), 5.0, "work of the other thread, which a replay must not do again")
+
+
+@needs("captures_graphs")
+@promise("Backend.capture", "What is unreachable isn't collected until the capture is over.")
+def test_garbage_isnt_collected_in_a_capture(lab: Lab) -> None:
+    """A graph that nobody can reach any more, whose end a driver may take for a fault of the capture that is open."""
+
+    def program(backend: Backend) -> None:
+        (stream,) = lab.streams("s")
+        x, y = lab.full(stream, 2), lab.full(stream, -1)
+        unreachable = [triple(lab, stream, "unreachable")]
+        unreachable.append(unreachable)  # type: ignore[arg-type]  # only a collection finds it
+        ended = weakref.ref(unreachable[0])
+        del unreachable
+        alive = []
+
+        def fn(context: CaptureContext) -> None:
+            for _ in range(3 * sum(gc.get_threshold())):  # more than enough to start one
+                garbage: list[object] = []
+                garbage.append(garbage)
+            context.outputs["y"].copy_(context.inputs["x"] * 2)
+            alive.append(ended() is not None)
+
+        graph = backend.capture("fresh", fn, stream=stream, inputs={"x": x}, outputs={"y": y})
+        expect(all(alive), True, "the unreachable graph is there until the capture is over")
+        graph.replay(stream)
+        expect(lab.read(stream, y), 4.0, "a graph captured while there was garbage")
+
+    lab.always(program, schedules=1)

@@ -1,0 +1,60 @@
+"""``outrider explore decode`` on a device that decides its schedules itself: in the order of the program, every fence."""
+
+import pytest
+
+from outrider.engine.fences import FENCES
+
+
+def some(*names):
+    return tuple(fence for fence in FENCES if fence.name in names)
+
+
+def test_silence_with_every_fence(outrider):
+    shown = outrider("explore", "decode", "--backend", "cpu", "--iterations", "2", "--json")
+    assert (shown.code, shown.json["failed"], shown.json["runs"], shown.json["strategy"]) == (0, False, 2, "program")
+    assert (
+        "in the order of the program: all right" in outrider("explore", "decode", "--backend", "cpu", "--iterations", "1").out
+    )
+
+
+@pytest.mark.parametrize("fence", ["published", "plan_ready"])
+def test_a_fence_left_out_is_named(outrider, fence):
+    """Also the one that orders rows which are picked by data."""
+    shown = outrider("explore", "decode", "--backend", "cpu", "--drop-fence", fence, "--iterations", "3", "--json")
+    assert shown.code == 1
+    assert shown.json["error"]["type"] == "RaceError"
+    assert shown.json["implied"] == [fence]
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("sim", marks=pytest.mark.slow)])
+def test_every_fence_in_turn(outrider, monkeypatch, backend):
+    monkeypatch.setattr("outrider.engine.fences.FENCES", some("inputs_ready", "params_free"))
+    shown = outrider("explore", "decode", "--backend", backend, "--drop-fence", "every", "--iterations", "1", "--json")
+    assert shown.code == 0
+    rows = {row["dropped"]: row for row in shown.json["fences"]}
+    assert (rows[None]["found"], rows[None]["error"]) == (False, None)
+    assert (rows["inputs_ready"]["found"], rows["inputs_ready"]["implied"]) == (True, ["inputs_ready"])
+    assert (rows["params_free"]["used"], rows["params_free"]["found"]) == (False, False)
+
+
+def test_a_fence_that_nobody_misses_is_told(outrider, monkeypatch):
+    """The net: a fence that is used and whose loss isn't found fails the command."""
+    monkeypatch.setattr("outrider.engine.fences.FENCES", some("inputs_ready"))
+    monkeypatch.setattr("outrider.sanitizer.Report.raise_if_any", lambda self: None)
+    shown = outrider("explore", "decode", "--backend", "cpu", "--drop-fence", "every", "--iterations", "1")
+    assert shown.code == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [("--graphs",), ("--mode", "fused")])
+@pytest.mark.parametrize("backend", ["cpu", "sim"])
+def test_every_fence_of_the_table(outrider, backend, mode):
+    shown = outrider("explore", "decode", "--backend", backend, "--drop-fence", "every", "--iterations", "3", *mode, "--json")
+    assert shown.code == 0, shown.json["fences"]
+    assert sum(row["found"] for row in shown.json["fences"]) >= 5
+
+
+def test_schedules_cannot_be_asked_for(outrider):
+    shown = outrider("explore", "decode", "--backend", "cpu", "--strategy", "random")
+    assert shown.code == 1
+    assert "order of the program alone" in shown.err
