@@ -49,15 +49,6 @@ def attention_candidates(groups: int, context: int) -> list[AttentionConfig]:
     ]
 
 
-def deep_attention_candidates(groups: int) -> list[AttentionConfig]:
-    """More loads in flight, for batches that keep the memory busy: a page's number must be there before its keys."""
-    if groups < 128:
-        every = itertools.product((32, 64), (4, 8), (4, 8), (3, 4))
-    else:
-        every = itertools.product((32, 64, 128), (1, 2), (4, 8), (2, 3, 4, 5))
-    return [AttentionConfig(*each) for each in every if each[0] * each[3] <= 320]
-
-
 class Chain:
     """Layers with random weights for ``batch`` sequences of ``context`` tokens, of which ``width`` are new."""
 
@@ -136,18 +127,6 @@ class Chain:
         except TritonError:
             return float("inf")
 
-    def tune_attention(self, table: Table, configs: list[AttentionConfig], *, measured: bool) -> Table:
-        """The best of ``configs``; ``measured``: what ``table`` has was measured here, and stays unless beaten."""
-        kept, best, best_us = table, table, self.attempt(table)
-        for config in configs:
-            entry = AttentionEntry(groups=self.groups, max_kv=self.context, config=config)
-            others = tuple(e for e in kept.attention if (e.groups, e.max_kv) != (self.groups, self.context))
-            trial = replace(kept, attention=(*others, entry))
-            us = self.attempt(trial)
-            if us < best_us or (best is kept and not measured):  # measured is better than guessed, though no faster
-                best_us, best = us, trial
-        return best
-
     def tune(
         self,
         table: Table,
@@ -156,9 +135,17 @@ class Chain:
         report: Callable[[str], None],
     ) -> Table:
         """Better each choice in turn while the others stay, attention first; ``m`` is the entries' number of tokens."""
-        table = self.tune_attention(table, attention_candidates(self.groups, self.context), measured=False)
         best_us = self.attempt(table)
-        report(f"m {m}: {best_us:.2f} us a layer after attention")
+        report(f"m {m}: {best_us:.2f} us a layer at the start")
+        kept, best = table, table
+        for config in attention_candidates(self.groups, self.context):
+            entry = AttentionEntry(groups=self.groups, max_kv=self.context, config=config)
+            others = tuple(e for e in kept.attention if (e.groups, e.max_kv) != (self.groups, self.context))
+            trial = replace(kept, attention=(*others, entry))
+            us = self.attempt(trial)
+            if us < best_us or best is kept:  # measured is better than guessed, even where it isn't faster
+                best_us, best = us, trial
+        table = best
         for _ in range(2):
             before = best_us
             for key, configs in choices.items():

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from outrider.device import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE, AttentionMetadata, KernelSet, Product, Turn
-from outrider_triton import bookkeeping_ops as _bookkeeping_ops  # noqa: F401  (these register the operators)
-from outrider_triton import choice_ops as _choice_ops  # noqa: F401
+from outrider.device import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE, AttentionMetadata, Product, Turn
+from outrider_triton import choice_ops as _choice_ops  # noqa: F401  (these register the operators)
 from outrider_triton import fused_ops as _fused_ops  # noqa: F401
 from outrider_triton import ops as _ops  # noqa: F401
 from outrider_triton import variants
+from outrider_triton.bookkeeping import BookkeepingKernels
 from outrider_triton.launch import power_of_two, shares, splits
 from outrider_triton.table import UNTUNED, MatmulConfig, Table
 
@@ -22,13 +22,11 @@ if TYPE_CHECKING:
 
 _TRITON = torch.ops.outrider
 _MOVES = 256
-_LONG = 1 << 14
-"""More numbers than this are too many for one program to look at."""
 _SKINNY = 128
 """More tokens than this are a matrix product for the library."""
 
 
-class TritonKernels(KernelSet):
+class TritonKernels(BookkeepingKernels):
     """Kernels in Triton.
 
     ``table``: what was measured on this device; None: nothing. ``everywhere``: use them all, measured or not. ``processors``:
@@ -267,86 +265,6 @@ class TritonKernels(KernelSet):
         if tokens.dim() != 1 or not self._uses("gather_rows", weight) or not weight.is_contiguous():
             return super().embedding(tokens, weight)
         return _TRITON.gather_rows.triton(weight, tokens, self.pdl)  # type: ignore[no-any-return]
-
-    # -- bookkeeping -----------------------------------------------------------------------------------------------
-
-    def embed_beside(self, tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
-        """A program a token and stretch of columns."""
-        if not self._uses("embed_beside", weight, hidden) or weight.dtype is not hidden.dtype or hidden.stride(-1) != 1:
-            return super().embed_beside(tokens, weight, hidden)
-        return _TRITON.embed_beside.triton(tokens, weight, hidden, self.pdl)  # type: ignore[no-any-return]
-
-    def gather_requests(
-        self,
-        rows: Tensor,
-        lens: Tensor,
-        state: tuple[Tensor, Tensor, Tensor, Tensor],
-        own: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-        found: Tensor,
-        *,
-        lens_by_row: bool,
-    ) -> None:
-        """A program a request."""
-        if not self._uses("gather_requests"):
-            super().gather_requests(rows, lens, state, own, found, lens_by_row=lens_by_row)
-            return
-        _TRITON.gather_requests.triton(rows, lens, lens_by_row, *state, *own, found, self.pdl)
-
-    def gather_checked(
-        self, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor, *, bounds: tuple[int, int] | None
-    ) -> None:
-        """A program a row; distributions over a vocabulary, which are long, in two steps."""
-        if not self._uses("gather_checked", source) or not source.is_contiguous():
-            super().gather_checked(source, rows, out, found, bounds=bounds)
-        elif bounds is None and source[0].numel() > _LONG:
-            value = source if rows is None else source.index_select(0, rows)
-            self.find_nan(value.flatten(1), found)
-            out.copy_(value)
-        else:
-            low, high = bounds or (0, 0)
-            _TRITON.gather_checked.triton(source, rows, low, high, out, found, self.pdl)
-
-    def place_tokens(
-        self, lens: Tensor, tables: Tensor, page_size: int, last: int, positions: Tensor, slots: Tensor, kv_lens: Tensor
-    ) -> None:
-        """A program a request."""
-        if not self._uses("place_tokens"):
-            super().place_tokens(lens, tables, page_size, last, positions, slots, kv_lens)
-            return
-        _TRITON.place_tokens.triton(lens, tables, page_size, last, positions, slots, kv_lens, self.pdl)
-
-    def publish_accepted(
-        self,
-        rows: Tensor,
-        lens: Tensor,
-        decided: tuple[Tensor, Tensor],
-        lengths: Tensor,
-        last_tokens: Tensor,
-        results: Tensor,
-        own: tuple[Tensor, Tensor],
-    ) -> None:
-        """A program a request."""
-        if not self._uses("publish_accepted"):
-            super().publish_accepted(rows, lens, decided, lengths, last_tokens, results, own)
-            return
-        _TRITON.publish_accepted.triton(rows, lens, *decided, lengths, last_tokens, results, *own, self.pdl)
-
-    def place_accepted(
-        self, lens: Tensor, tokens: Tensor, accepted: Tensor, following: Tensor, last: Tensor, positions: Tensor
-    ) -> None:
-        """A program a request."""
-        if not self._uses("place_accepted"):
-            super().place_accepted(lens, tokens, accepted, following, last, positions)
-            return
-        _TRITON.place_accepted.triton(lens, tokens, accepted, following, last, positions, self.pdl)
-
-    def find_nan(self, x: Tensor, found: Tensor) -> None:
-        """A row shared out among programs."""
-        if not self._uses("find_nan", x) or not x.is_contiguous():
-            super().find_nan(x, found)
-            return
-        for count in self._shares(x.shape):
-            _TRITON.find_nan.triton(x, found, count, self.pdl)
 
     # -- attention -------------------------------------------------------------------------------------------------
 

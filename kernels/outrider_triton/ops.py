@@ -269,7 +269,7 @@ define(
 
 
 def _linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int], pdl: bool) -> Tensor:
-    block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
+    block_m, block_n, block_k, split, warps, stages, ahead, _, each = config
     torch._check(split == 1, lambda: "a gated product isn't split: the activation needs the whole sum")
     flat = flat_product(x, weight)
     (m, k), n = flat.shape, weight.shape[0] // 2
@@ -279,14 +279,12 @@ def _linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, config: lis
     launch(
         matmul.linear_silu_mul,
         grid,
-        *(flat, weight, TensorDescriptor.from_tensor(weight, [block_n, block_k]) if descriptor else None, bias, out),
-        *(m, n, k, flat.stride(0), each, ahead if k % 8 == 0 else 0),
+        *(flat, weight, bias, out, m, n, k, flat.stride(0), each, ahead if k % 8 == 0 else 0),
         HAS_BIAS=bias is not None,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         EVEN=k % block_k == 0,
-        DESCRIPTOR=bool(descriptor),
         num_stages=stages,
         pdl=pdl,
         warps=warps,

@@ -16,7 +16,7 @@ import torch
 from outrider.device import KernelSet, Product, Turn
 from outrider.device.kernels.measure import KernelShape
 from outrider_triton import company
-from outrider_triton.chain import AHEAD, Chain, Key, as_json, deep_attention_candidates, with_choice
+from outrider_triton.chain import AHEAD, Chain, Key, with_choice
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import MatmulConfig, Table, parse
 from outrider_triton.timing import microseconds
@@ -56,13 +56,6 @@ def gates(m: int) -> list[MatmulConfig]:
     return _pairs_of_rows(block_m, tiles)
 
 
-def gates_by_copies(m: int) -> list[MatmulConfig]:
-    """For gate and up apart from the norm, through the copy engine, which takes whole blocks: programs overlap a little."""
-    block_m = _block_m(m)
-    tiles = [(64, 128, 56), (64, 128, 0), (64, 64, 56), (32, 256, 0)] if m <= 32 else [(64, 64, 56), (128, 64, 0)]
-    return [replace(config, descriptor=1) for config in _pairs_of_rows(block_m, tiles)]
-
-
 def _pairs_of_rows(block_m: int, tiles: list[tuple[int, int, int]]) -> list[MatmulConfig]:
     made = []
     for (block_n, block_k, each), stages in itertools.product(tiles, (3, 5)):
@@ -85,7 +78,6 @@ class Keys:
     down: Key
     qkv: Key
     alone: Key
-    apart: Key
 
     @classmethod
     def of(cls, shape: KernelShape) -> Keys:
@@ -98,7 +90,6 @@ class Keys:
             down=("linear_add_scaled", "bfloat16", shape.hidden, shape.inner),
             qkv=("linear_rope", "bfloat16", rows, shape.hidden),
             alone=("linear_add", "bfloat16", shape.hidden, shape.inner),
-            apart=("linear_silu_mul", "bfloat16", 2 * shape.inner, shape.hidden),
         )
 
 
@@ -144,8 +135,6 @@ class Search:
     def run(self) -> None:
         """Rope with qkv; then down with it; then output with the gates."""
         keys, m = self._keys, self._m
-        copied, us = self._best(self.table, float("inf"), keys.apart, gates_by_copies(m))
-        self._keep("gates through the copy engine", copied, us)
         alone, us = self._best(self.table, float("inf"), keys.qkv, turns(m))
         self._keep("qkv, rope and the cache's write in one", alone, us)
         both, us = self._best(alone, float("inf"), keys.down, ends(m))
@@ -171,7 +160,6 @@ def jobs(sizes: list[int]) -> list[Job]:
             ("linear_add_scaled", ends(m)),
             ("linear_rope", turns(m)),
             ("scaled_silu_mul", gates(m)),
-            ("linear_silu_mul", gates_by_copies(m)),
         )
         for config in configs
     ]
@@ -187,9 +175,6 @@ def compile_one(operator: str, config: MatmulConfig, shape: KernelShape, device:
     block = config.as_list()
     if operator == "linear_add_scaled":
         ops.linear_add_scaled.triton(made(m, hidden), made(512, hidden), None, made(m, 512), made(512), block, pdl)
-        return
-    if operator == "linear_silu_mul":
-        ops.linear_silu_mul.triton(made(m, hidden), made(1024, hidden), None, block, pdl)
         return
     for shares in (64, 128):
         squares = torch.ones((shares, m), dtype=torch.float32, device=device)
@@ -212,11 +197,6 @@ def tune_pairs(
     for m in sizes:
         width = 1 if m == 16 else 4
         chain.prepare(m // width, width, 640)
-        if width > 1 and m > 4:
-            before = chain.attempt(table)
-            table = chain.tune_attention(table, deep_attention_candidates(chain.groups), measured=True)
-            chosen = table.attention_config(chain.groups, chain.context)
-            report(f"m {m}: attention {chosen}: {chain.attempt(table):.2f} us a layer, {before:.2f} before")
         if m <= 32:
             table = company.better(chain, table, m, report)
         search = Search(chain, table, m, report)
@@ -224,7 +204,6 @@ def tune_pairs(
         table = search.table
         report(f"m {m}: relative error {check(kernels, shape, m, device):.2g}")
         layers.append({"m": m, "width": width, "context": 640, "before_us": search.before_us, "us": search.us})
-    data["attention"] = as_json(table)
     kept = [layer for layer in data.get("pairs", ()) if layer["m"] not in sizes]
     data["pairs"] = [*kept, *({**layer, **{name: round(layer[name], 2) for name in ("before_us", "us")}} for layer in layers)]
     operators = {"linear_add_scaled", "scaled_silu_mul", "linear_rope", "linear_add"}

@@ -27,7 +27,7 @@ from triton.errors import TritonError
 from outrider.device import KernelSet
 from outrider.device.kernels.measure import KernelCase, KernelShape, kernel_cases
 from outrider_triton import company, pairs
-from outrider_triton.chain import AHEAD, Chain, Key, as_json, attention_candidates, deep_attention_candidates
+from outrider_triton.chain import AHEAD, Chain, Key, as_json, attention_candidates
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import AttentionConfig, MatmulConfig, parse, slug
 from outrider_triton.timing import bandwidth, microseconds
@@ -285,12 +285,11 @@ def main() -> None:
     name, began = module.get_device_name(device), time.perf_counter()
     in_chain = [int(m) for m in arguments.in_place.split(",")]
     fused, small = pairs.jobs(in_chain), company.jobs([m for m in in_chain if m <= 32])
-    deep = [config for groups in (64, 256) for config in deep_attention_candidates(groups)]
     if arguments.again:
-        compile_in_parallel(small, deep, fused, shape, device, kernels.pdl)
+        compile_in_parallel(small, [], fused, shape, device, kernels.pdl)
         data = json.loads(_home(name).read_text(encoding="utf-8"))
     else:
-        data = from_scratch(shape, sizes, in_chain, [*attention_candidates(1, 1 << 20), *deep], fused, kernels, device)
+        data = from_scratch(shape, sizes, in_chain, attention_candidates(1, 1 << 20), fused, kernels, device)
     print(f"compiled and tuned alone after {time.perf_counter() - began:.0f} s", flush=True)
     pairs.tune_pairs(data, shape, in_chain, kernels, device, lambda line: print(line, flush=True))
     data["software"] = {"torch": torch.__version__, "triton": triton.__version__}

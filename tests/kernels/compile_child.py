@@ -59,7 +59,7 @@ KERNELS = [
         {"k": "i32", "out": WIDE},
         {**PRODUCT, "descriptor": None, "SPLIT": 2, "DESCRIPTOR": False, "EVEN": False},
     ),
-    (matmul.linear_silu_mul, {"k": "i32"}, {**PRODUCT, "descriptor": None, "DESCRIPTOR": False}),
+    (matmul.linear_silu_mul, {"k": "i32"}, PRODUCT),
     (
         fused.linear_add,
         {"k": "i32", "norm": HALF, "scaled": HALF},

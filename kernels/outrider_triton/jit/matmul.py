@@ -86,7 +86,6 @@ def linear(
 def linear_silu_mul(
     x,
     weight,
-    descriptor,
     bias,
     out,
     m,
@@ -100,7 +99,6 @@ def linear_silu_mul(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``silu(x @ gate.T) * (x @ up.T)``: the weight's first n rows are the gate's, the next n those of up."""
@@ -127,12 +125,8 @@ def linear_silu_mul(
         else:
             mask = mine[:, None] & (lane[None, :] + at < k)
             t = tl.load(column + at, mask=(tokens[None, :] < m) & (lane[:, None] + at < k), other=0.0)
-        if DESCRIPTOR:
-            g = descriptor.load([tl.program_id(0) * each, at])
-            u = descriptor.load([n + tl.program_id(0) * each, at])
-        else:
-            g = tl.load(gates + at, mask=mask, other=0.0, eviction_policy="evict_first")
-            u = tl.load(ups + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        g = tl.load(gates + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        u = tl.load(ups + at, mask=mask, other=0.0, eviction_policy="evict_first")
         gate = tl.dot(g, t, gate)
         up = tl.dot(u, t, up)
     if HAS_BIAS:
