@@ -1,6 +1,7 @@
-"""A few overlapped iterations of the bundled model, to be drawn:
+r"""A few overlapped iterations of the bundled model, to be drawn:
 
-outrider trace --backend sim:kernels=host-plans --out trace.json --picture overlap.svg --from US --to US -- benchmarks/overlap_trace.py
+outrider trace --backend sim:kernels=host-plans --out trace.json --picture overlap.svg --from US --to US \
+    -- benchmarks/overlap_trace.py
 """
 
 from pathlib import Path

@@ -14,6 +14,7 @@ from outrider import Engine, EngineConfig, SamplingParams
 from outrider.cli.decode_program import Arrival, HostProgram, Serving
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.proposer import PlainProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_sim.plugin import create_backend
 from speculative import tiny
@@ -122,6 +123,8 @@ class Models:
 
     def make(self):
         """A proposer, with caches that no engine has yet."""
+        if self.proposer == "none":
+            return PlainProposer()
         if self.proposer == VISION:
             return NgramProposer(vocab_size=self.target.config.vocab_size, draft_tokens=3)
         stream = self.backend.create_stream("load")
