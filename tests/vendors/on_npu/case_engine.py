@@ -4,7 +4,6 @@ from pathlib import Path
 
 import emulation
 import pytest
-import torch_npu
 
 import outrider
 from outrider import Engine, EngineConfig
@@ -38,22 +37,6 @@ def plain():
     """Plain greedy decoding on the reference."""
     found = engines.run(engine_on(CpuBackend(), speculate="none"), max_tokens=TOKENS)
     return found.tokens
-
-
-@pytest.fixture
-def fused_calls(monkeypatch):
-    """How often CANN's operator was issued."""
-    issued = []
-    packet = torch_npu.npu_fused_infer_attention_score
-
-    class Packet:
-        @staticmethod
-        def out(*args, **kwargs):
-            issued.append(kwargs["actual_seq_lengths_kv"])
-            return packet.out(*args, **kwargs)
-
-    monkeypatch.setattr(torch_npu, "npu_fused_infer_attention_score", Packet)
-    return issued
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["called", "graphs"])
