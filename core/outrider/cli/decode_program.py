@@ -294,8 +294,8 @@ def implied_by(findings: Iterable[Finding], log: FenceLog) -> tuple[str, ...]:
     names: dict[str, None] = {}
     for finding in findings:
         if finding.first is not None:
-            sites = [("host" if site.host else site.actor, site.position) for site in (finding.first, finding.second)]
-            names.update(dict.fromkeys(log.implied(sites[0], sites[1])))
+            first, second = ("host" if site.host else site.actor for site in (finding.first, finding.second))
+            names.update(dict.fromkeys(log.implied((first, finding.first.last), (second, finding.second.position))))
     return tuple(names)
 
 

@@ -84,7 +84,19 @@ class Replay:
 class Point:
     """One operation, or one access of the host, with what it knew: shared by all its accesses."""
 
-    __slots__ = ("actor", "clock", "epoch", "location", "name", "number", "operation", "replay", "sequence", "step")
+    __slots__ = (
+        "actor",
+        "between",
+        "clock",
+        "epoch",
+        "location",
+        "name",
+        "number",
+        "operation",
+        "replay",
+        "sequence",
+        "step",
+    )
 
     def __init__(
         self,
@@ -106,6 +118,7 @@ class Point:
         self.operation = operation
         self.replay: Replay | None = None
         self.step: tuple[str, int] | None = None
+        self.between = False  # before ``step``, and no step itself
 
     def before(self, other: Point) -> bool:
         """Whether this point happened before ``other``."""

@@ -37,6 +37,7 @@ class Diagnosis:
             argument=access.argument if access else "",
             start=access.start if access else 0,
             end=access.end if access else 0,
+            between=point.between,
         )
 
     # -- ordering --------------------------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ class Site:
     argument: str = ""
     start: int = 0
     end: int = 0
+    between: bool = False
 
     def __str__(self) -> str:
         where = f" at {self.location}" if self.location else ""
@@ -83,6 +84,11 @@ class Site:
     def position(self) -> int:
         """Where it is among everything that its stream or thread was given: behind the launch, in a replay; -1: not known."""
         return self.index if self.launch < 0 else self.launch + 1 + self.index
+
+    @property
+    def last(self) -> int:
+        """The last step of its stream or thread that is over when it is."""
+        return self.position - self.between
 
     @property
     def brief(self) -> str:

@@ -169,13 +169,13 @@ class Ordering(StreamOrdering):
             return  # it runs eagerly and reads them on the host
         lane = self.lane(stream)
         location = here()
-        after = self.steps(stream)  # it was enqueued before it is told
+        after = self.steps(stream)  # it was enqueued before it is told, in however many steps
         history = self._param_history(graph)
         order = list(graph.context.params)
 
         def step() -> bool:
             point = self._point(lane, f"rebinding of graph {graph.name!r}", location)
-            point.step = (after[0], after[1] - 1) if after is not None else None
+            point.step, point.between = after, True
             for name in names:
                 at = order.index(name)
                 history.touch(point, Access(0, at, at + 1, True, argument=name), self._params_sink)
