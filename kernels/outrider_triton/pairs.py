@@ -15,7 +15,6 @@ import torch
 
 from outrider.device import KernelSet, Product, Turn
 from outrider.device.kernels.measure import KernelShape
-from outrider_triton import company
 from outrider_triton.chain import AHEAD, Chain, Key, with_choice
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import MatmulConfig, Table, parse
@@ -197,8 +196,6 @@ def tune_pairs(
     for m in sizes:
         width = 1 if m == 16 else 4
         chain.prepare(m // width, width, 640)
-        if m <= 32:
-            table = company.better(chain, table, m, report)
         search = Search(chain, table, m, report)
         search.run()
         table = search.table

@@ -26,7 +26,7 @@ from triton.errors import TritonError
 
 from outrider.device import KernelSet
 from outrider.device.kernels.measure import KernelCase, KernelShape, kernel_cases
-from outrider_triton import company, pairs
+from outrider_triton import pairs
 from outrider_triton.chain import AHEAD, Chain, Key, as_json, attention_candidates
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import AttentionConfig, MatmulConfig, parse, slug
@@ -284,9 +284,9 @@ def main() -> None:
     shape, sizes = SHAPES[arguments.shape], [int(size) for size in arguments.tokens.split(",")]
     name, began = module.get_device_name(device), time.perf_counter()
     in_chain = [int(m) for m in arguments.in_place.split(",")]
-    fused, small = pairs.jobs(in_chain), company.jobs([m for m in in_chain if m <= 32])
+    fused = pairs.jobs(in_chain)
     if arguments.again:
-        compile_in_parallel(small, [], fused, shape, device, kernels.pdl)
+        compile_in_parallel([], [], fused, shape, device, kernels.pdl)
         data = json.loads(_home(name).read_text(encoding="utf-8"))
     else:
         data = from_scratch(shape, sizes, in_chain, attention_candidates(1, 1 << 20), fused, kernels, device)
@@ -327,7 +327,7 @@ def from_scratch(
         (op, replace(c, each=0)) for op, n, _ in products for m in sizes for c in candidates(op, m, n, kernels.processors)
     ]
     compile_in_parallel(
-        [*alone, *company.jobs([m for m in in_chain if m <= 32])],
+        alone,
         attention,
         fused,
         shape,
