@@ -49,7 +49,7 @@ def test_a_soak_crosses_buckets_up_and_down(bundle, prompt_tokens, mode, specula
     assert downs >= 2
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["graphs", pytest.param("fused", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", sorted(MAKERS))
 def test_every_proposer_runs_in_a_bucket_that_isnt_full(name, mode):
     prompts = [(3,), (1, 2, 3, 4, 5), (7, 8, 9)]

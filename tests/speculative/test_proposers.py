@@ -59,7 +59,7 @@ def test_drafts_are_really_accepted(name):
 def test_a_lookup_that_finds_nothing_drafts_nothing_of_other_requests(mode):
     """What lies behind a request's text is left from whoever had the pages before: no draft may come from there."""
     found = set()
-    for left_behind in range(tiny.VOCABULARY):
+    for left_behind in {0, *tiny.plain((3,), 6)}:  # a token that the target will choose would be accepted
         proposer = PROPOSERS["ngram"]()
         engine = tiny.engine(proposer, max_requests=1, mode=mode)
         proposer._history.fill_(left_behind)
