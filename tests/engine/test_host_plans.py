@@ -8,7 +8,7 @@ from tests.engine.conftest import Bundle
 from outrider import EngineConfig, SamplingParams
 from outrider.cli.decode_program import DecodeExplorer
 from outrider.device import CapabilityError, SeamError
-from outrider.engine.planning import AttentionPlans, Planned
+from outrider.engine.attention_plans import AttentionPlans, Planned
 from outrider.registry import get_backend
 from outrider.sanitizer import RaceError, watch
 from outrider_sim.explore import run_once

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outrider.device import Backend, Fence, StepMode
+from outrider.engine.attention_plans import AttentionPlans
 from outrider.engine.buffers import StaticBuffers, step_buffers
 from outrider.engine.config import EngineConfig
 from outrider.engine.features import Features
@@ -12,7 +13,6 @@ from outrider.engine.fences import FenceSet
 from outrider.engine.graphs import Caller, CaptureProgress, GraphRunner, Runner, buckets_up_to
 from outrider.engine.options import OptionTable
 from outrider.engine.parts import StepParts, Streams
-from outrider.engine.planning import AttentionPlans
 from outrider.engine.plans import Plans
 from outrider.engine.probes import Probes
 from outrider.engine.results import Results

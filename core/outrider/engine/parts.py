@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.device import Backend, Stream
+from outrider.engine.attention_plans import AttentionPlans
 from outrider.engine.buffers import StaticBuffers
 from outrider.engine.fences import FenceSet
 from outrider.engine.options import OptionTable
-from outrider.engine.planning import AttentionPlans
 from outrider.engine.plans import Plans
 from outrider.engine.probes import Probes
 from outrider.engine.results import Results

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from outrider.engine.attention_plans import Planned
 from outrider.engine.features import Features
 from outrider.engine.parts import StepParts
-from outrider.engine.planning import Planned
 from outrider.engine.staging import Batch, Packer, prefill_attention, prefill_inputs
 from outrider.model import ForwardInput
 from outrider.speculative.lengths import HostLengths

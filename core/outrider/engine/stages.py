@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, Stream
+from outrider.engine.attention_plans import Planned
 from outrider.engine.buffers import Views
 from outrider.engine.features import Features
 from outrider.engine.parts import StepParts
-from outrider.engine.planning import Planned
 from outrider.model import ForwardInput
 from outrider.speculative.lengths import HostLengths
 from outrider.speculative.proposer import DraftInputs, ExtendInputs
