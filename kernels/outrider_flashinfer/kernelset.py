@@ -148,15 +148,7 @@ class _FlashInfer(_Base):
         """FlashInfer's where the batch was planned for this shape."""
         plan = metadata.plan
         if isinstance(plan, Plan):
-            shape = AttentionShape(
-                heads=q.shape[1],
-                kv_heads=k_cache.shape[2],
-                head_size=q.shape[2],
-                page_size=k_cache.shape[1],
-                dtype=q.dtype,
-                scale=scale,
-                window=window,
-            )
+            shape = AttentionShape.of(q, k_cache, scale=scale, window=window)
             if shape in plan.wrappers and q.shape[0] == plan.tokens and k_cache.dtype is q.dtype:
                 return self.attention.attend(plan, shape, q, k_cache, v_cache, metadata)
         return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)

@@ -103,15 +103,7 @@ class _HostPlans(_Base):
     ) -> Tensor:
         """That of the kernels beneath, over what was planned."""
         plan = metadata.plan
-        shape = AttentionShape(
-            heads=q.shape[1],
-            kv_heads=k_cache.shape[2],
-            head_size=q.shape[2],
-            page_size=k_cache.shape[1],
-            dtype=q.dtype,
-            scale=scale,
-            window=window,
-        )
+        shape = AttentionShape.of(q, k_cache, scale=scale, window=window)
         if isinstance(plan, HostPlan) and shape in plan.shapes:
             torch.ops.outrider_sim.check_plan(plan.lens, metadata.kv_lens)
             metadata = replace(metadata, kv_lens=plan.lens, block_table=plan.table)

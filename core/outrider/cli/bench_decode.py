@@ -27,7 +27,7 @@ from outrider.cli.models import (
     Speculation,
     load,
 )
-from outrider.cli.random_model import RandomModel
+from outrider.cli.random_model import RandomModel, check_acceptance
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import CapabilityError, ConfigError
 
@@ -109,8 +109,7 @@ def decode(
     require_torch()
     from outrider.cli.limits import measure_bandwidth
 
-    if accept_length is not None and shape is None:
-        raise ConfigError("--accept-length is synthetic and goes with --shape alone: a real model accepts what it accepts")
+    check_acceptance(accept_length, shape)
     if shape is not None:
         given = {"--model": model, "--draft": draft, "--through-transformers": through_transformers or None}
         for option, unwanted in given.items():

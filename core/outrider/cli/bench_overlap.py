@@ -17,7 +17,7 @@ from rich.table import Table
 from outrider.cli.decoding import prompts_for
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.models import DraftTokensOption, GraphsOption, bundled
-from outrider.cli.random_model import RandomModel
+from outrider.cli.random_model import RandomModel, check_acceptance
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
@@ -96,8 +96,7 @@ def overlap(
     require_torch()
     if speculate != "eagle":
         raise ConfigError(f"--speculate is {speculate!r}; the columns that speculate draft with eagle")
-    if accept_length is not None and shape is None:
-        raise ConfigError("--accept-length is synthetic and goes with --shape alone: a real model accepts what it accepts")
+    check_acceptance(accept_length, shape)
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
     device = registry.create(spec)

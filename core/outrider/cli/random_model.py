@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from outrider.speculative.proposer import Proposer
 
 
+def check_acceptance(accept_length: float | None, shape: str | None) -> None:
+    """Raise where acceptance by decree is asked of a real model."""
+    if accept_length is not None and shape is None:
+        raise ConfigError("--accept-length is synthetic and goes with --shape alone: a real model accepts what it accepts")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomModel:
     """A shape, who drafts for it (eagle or none), and the synthetic acceptance, if any."""

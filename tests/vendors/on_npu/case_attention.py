@@ -25,22 +25,6 @@ def stream(backend):
     return backend.create_stream("s")
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """The operator's sparse modes and lengths, as they are when it runs."""
-    seen = []
-    packet = torch_npu.npu_fused_infer_attention_score
-
-    class Packet:
-        @staticmethod
-        def out(*args, **kwargs):
-            seen.append((kwargs["sparse_mode"], kwargs["actual_seq_lengths_kv"]))
-            return packet.out(*args, **kwargs)
-
-    monkeypatch.setattr(torch_npu, "npu_fused_infer_attention_score", Packet)
-    return seen
-
-
 def batch(new, context, dtype, *, tree=False, padding=0, seed=0, spare=0):
     """Host operands of sequences with ``new`` tokens behind ``context`` cached ones. What is ``spare`` tokens behind a
     sequence, and further, is NaN.
@@ -115,7 +99,7 @@ CASES = {
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_attention_equals_the_reference(backend, stream, calls, case, dtype):
+def test_attention_equals_the_reference(backend, stream, fused_calls, case, dtype):
     new, context, options, window, uniform, mode = case
     host = batch(new, context, dtype, **options)
     o = upload(backend, stream, host)
@@ -127,7 +111,7 @@ def test_attention_equals_the_reference(backend, stream, calls, case, dtype):
     stream.synchronize()
     off = (out.cpu()[: sum(new)].double() - reference(host, new, window)).abs().max()
     assert off < TOLERANCE[dtype], off
-    assert calls == [(mode, host["lens"].tolist())]
+    assert fused_calls == [(mode, host["lens"].tolist())]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +124,7 @@ def test_attention_equals_the_reference(backend, stream, calls, case, dtype):
     ],
     ids=["lengths", "dtype", "head size", "page size"],
 )
-def test_what_the_operator_can_not_do_is_computed_by_the_reference(backend, stream, calls, change, says):
+def test_what_the_operator_can_not_do_is_computed_by_the_reference(backend, stream, fused_calls, change, says):
     new = (2, 2)
     host = change({"exact": HostParam("lens", [5, 11])} | batch(new, (3, 9), torch.float16))
     exact = host.pop("exact")
@@ -151,7 +135,7 @@ def test_what_the_operator_can_not_do_is_computed_by_the_reference(backend, stre
     with backend.on(stream):
         out = backend.kernels.paged_attention(o["q"], o["k"], o["v"], told, scale=0.2)
     stream.synchronize()
-    assert calls == []
+    assert fused_calls == []
     assert out.cpu().isfinite().all()
 
 

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture
 def fused_calls(monkeypatch):
-    """The host lengths of each call of CANN's attention."""
+    """Sparse mode and host lengths of each call of CANN's attention, as they are when it runs."""
     import torch_npu
 
     issued = []
@@ -14,7 +14,7 @@ def fused_calls(monkeypatch):
     class Packet:
         @staticmethod
         def out(*args, **kwargs):
-            issued.append(kwargs["actual_seq_lengths_kv"])
+            issued.append((kwargs["sparse_mode"], kwargs["actual_seq_lengths_kv"]))
             return packet.out(*args, **kwargs)
 
     monkeypatch.setattr(torch_npu, "npu_fused_infer_attention_score", Packet)

@@ -27,6 +27,19 @@ class AttentionShape:
     scale: float
     window: int = 0
 
+    @classmethod
+    def of(cls, q: Tensor, k_cache: Tensor, *, scale: float, window: int) -> AttentionShape:
+        """That of a call of ``KernelSet.paged_attention`` with these operands."""
+        return cls(
+            heads=q.shape[1],
+            kv_heads=k_cache.shape[2],
+            head_size=q.shape[2],
+            page_size=k_cache.shape[1],
+            dtype=q.dtype,
+            scale=scale,
+            window=window,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
