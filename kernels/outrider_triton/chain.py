@@ -41,7 +41,7 @@ class _Layer:
 
 def attention_candidates(groups: int, context: int) -> list[AttentionConfig]:
     """Configurations worth trying."""
-    every = itertools.product((16, 32, 64, 128), (1, 2, 4, 8, 16, 32), (2, 4, 8), (2, 3))
+    every = itertools.product((32, 64, 128), (1, 2, 4, 8, 16, 32), (4, 8), (1, 2, 3))
     return [
         AttentionConfig(block_kv, split, warps, stages)
         for block_kv, split, warps, stages in every
@@ -84,6 +84,7 @@ class Chain:
             block_table=table,
             max_query=width,
             max_kv=context,
+            settled=True,
         )
         size = (1 + batch * per, _PAGE, shape.kv_heads, shape.head_size)
         self._layers = [
@@ -127,6 +128,18 @@ class Chain:
         except TritonError:
             return float("inf")
 
+    def tune_attention(self, table: Table) -> tuple[Table, float]:
+        """The best configuration of attention while the rest stays, and what a layer takes with it."""
+        others = tuple(e for e in table.attention if (e.groups, e.max_kv) != (self.groups, self.context))
+        best, best_us = table, float("inf")  # measured is better than guessed, even where it isn't faster
+        for config in attention_candidates(self.groups, self.context):
+            entry = AttentionEntry(groups=self.groups, max_kv=self.context, config=config)
+            trial = replace(table, attention=(*others, entry))
+            us = self.attempt(trial)
+            if us < best_us:
+                best, best_us = trial, us
+        return best, best_us
+
     def tune(
         self,
         table: Table,
@@ -135,17 +148,8 @@ class Chain:
         report: Callable[[str], None],
     ) -> Table:
         """Better each choice in turn while the others stay, attention first; ``m`` is the entries' number of tokens."""
-        best_us = self.attempt(table)
-        report(f"m {m}: {best_us:.2f} us a layer at the start")
-        kept, best = table, table
-        for config in attention_candidates(self.groups, self.context):
-            entry = AttentionEntry(groups=self.groups, max_kv=self.context, config=config)
-            others = tuple(e for e in kept.attention if (e.groups, e.max_kv) != (self.groups, self.context))
-            trial = replace(kept, attention=(*others, entry))
-            us = self.attempt(trial)
-            if us < best_us or best is kept:  # measured is better than guessed, even where it isn't faster
-                best_us, best = us, trial
-        table = best
+        report(f"m {m}: {self.attempt(table):.2f} us a layer at the start")
+        table, best_us = self.tune_attention(table)
         for _ in range(2):
             before = best_us
             for key, configs in choices.items():

@@ -312,12 +312,14 @@ class TritonKernels(BookkeepingKernels):
                 metadata.max_kv,
                 scale,
                 window,
+                # What isn't split has many blocks, of which only the first would come earlier.
+                self.pdl and metadata.settled and config[2] > 1,
                 config,
                 self.pdl,
             )
 
-        tree = metadata.tree_mask is not None
-        if self._scope.first(("attention", q.dtype, *q.shape[1:], k_cache.shape[1:], metadata.max_query, tree, window)):
+        variant = metadata.max_query, metadata.tree_mask is not None, metadata.settled, window
+        if self._scope.first(("attention", q.dtype, *q.shape[1:], k_cache.shape[1:], *variant)):
             for each in variants.attention_configs(
                 lambda *sizes: self._attention_config(q, k_cache, *sizes),
                 max_query=metadata.max_query,

@@ -313,6 +313,7 @@ def _paged_attention(
     max_kv: int,
     scale: float,
     window: int,
+    settled: bool,
     config: list[int],
     pdl: bool,
 ) -> Tensor:
@@ -343,6 +344,7 @@ def _paged_attention(
         GROUP=group,
         WINDOW=window,
         TREE=tree_mask is not None,
+        SETTLED=settled,
         SPLITS=split,
         BLOCK_ROWS=block_rows,
         BLOCK_KV=block_kv,
@@ -367,7 +369,7 @@ def _paged_attention(
 define(
     "paged_attention.triton(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor kv_lens, "
     "Tensor block_table, Tensor? tree_mask, int max_query, int max_kv, float scale, int window, "
-    "int[] config, bool pdl) "
+    "bool settled, int[] config, bool pdl) "
     "-> Tensor",
     _paged_attention,
     lambda q, *rest: q.new_empty(q.shape),

@@ -15,10 +15,9 @@ import torch
 
 from outrider.device import KernelSet, Product, Turn
 from outrider.device.kernels.measure import KernelShape
-from outrider_triton.chain import AHEAD, Chain, Key, with_choice
+from outrider_triton.chain import AHEAD, Chain, Key, as_json, with_choice
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import MatmulConfig, Table, parse
-from outrider_triton.timing import microseconds
 
 Report = Callable[[str], None]
 _SHARED_BYTES = 220 << 10
@@ -42,16 +41,16 @@ def turns(m: int) -> list[MatmulConfig]:
     """For queries, keys and values: 3072 pairs of rows in 128 or 256 shares, both rows of a pair in a block."""
     block_m = _block_m(m)
     made = []
-    for (block_n, block_k, each), stages in itertools.product([(64, 64, 24), (64, 128, 24), (64, 256, 24)], (3, 4, 5)):
+    for (block_n, block_k, each), stages in itertools.product([(64, 64, 24), (64, 128, 24), (64, 256, 24)], (3, 4, 5, 8)):
         if stages * (block_n + block_m) * block_k * 2 <= _SHARED_BYTES:
             made.append(MatmulConfig(block_m, block_n, block_k, 1, 4 if m <= 64 else 8, stages, 256, 0, each))
     return made
 
 
 def gates(m: int) -> list[MatmulConfig]:
-    """For gate and up: 14336 pairs of rows in 256 shares, or in blocks."""
+    """For gate and up: 14336 pairs of rows in 261 shares, almost two for each of 132 multiprocessors, or in blocks."""
     block_m = _block_m(m)
-    tiles = [(64, 64, 56), (64, 128, 56)] if m <= 32 else [(64, 64, 56), (128, 64, 0)]
+    tiles = [(64, 64, 55), (64, 128, 55)] if m <= 32 else [(64, 64, 55), (128, 64, 0)]
     return _pairs_of_rows(block_m, tiles)
 
 
@@ -76,7 +75,6 @@ class Keys:
     gates: Key
     down: Key
     qkv: Key
-    alone: Key
 
     @classmethod
     def of(cls, shape: KernelShape) -> Keys:
@@ -88,7 +86,6 @@ class Keys:
             gates=("scaled_silu_mul", "bfloat16", 2 * shape.inner, shape.hidden),
             down=("linear_add_scaled", "bfloat16", shape.hidden, shape.inner),
             qkv=("linear_rope", "bfloat16", rows, shape.hidden),
-            alone=("linear_add", "bfloat16", shape.hidden, shape.inner),
         )
 
 
@@ -198,12 +195,14 @@ def tune_pairs(
         chain.prepare(m // width, width, 640)
         search = Search(chain, table, m, report)
         search.run()
-        table = search.table
+        table, us = chain.tune_attention(search.table)
+        report(f"m {m}: attention once more: {us:.2f} us a layer, {search.us:.2f} before")
         report(f"m {m}: relative error {check(kernels, shape, m, device):.2g}")
-        layers.append({"m": m, "width": width, "context": 640, "before_us": search.before_us, "us": search.us})
+        layers.append({"m": m, "width": width, "context": 640, "before_us": search.before_us, "us": us})
+    data["attention"] = as_json(table)
     kept = [layer for layer in data.get("pairs", ()) if layer["m"] not in sizes]
     data["pairs"] = [*kept, *({**layer, **{name: round(layer[name], 2) for name in ("before_us", "us")}} for layer in layers)]
-    operators = {"linear_add_scaled", "scaled_silu_mul", "linear_rope", "linear_add"}
+    operators = {"linear_add_scaled", "scaled_silu_mul", "linear_rope"}
     rows = [row for row in data["matmul"] if row["operator"] not in operators or row["m"] not in sizes]
     for row in rows:
         entry = table.entry(row["operator"], row["dtype"], n=row["n"], k=row["k"], m=row["m"])
@@ -212,8 +211,8 @@ def tune_pairs(
         for layer in layers:
             entry = table.entry(*key[:2], n=key[2], k=key[3], m=layer["m"])
             config = None if entry is None or entry.config is None else entry.config.as_list()
-            rows.append(_row(key, layer["m"], config, layer["us"], layer["before_us"]))
-    data["matmul"] = rows + [_alone(keys.alone, m, kernels, device, report) for m in sizes]
+            rows.append(row_of(key, layer["m"], config, layer["us"], layer["before_us"]))
+    data["matmul"] = rows
 
 
 def check(kernels: TritonKernels, shape: KernelShape, m: int, device: torch.device) -> float:
@@ -253,29 +252,8 @@ def check(kernels: TritonKernels, shape: KernelShape, m: int, device: torch.devi
     return worst
 
 
-def _row(key: Key, m: int, config: list[int] | None, us: float, torch_us: float) -> dict[str, Any]:
+def row_of(key: Key, m: int, config: list[int] | None, us: float, torch_us: float) -> dict[str, Any]:
+    """A choice as the table's file has it."""
     operator, dtype, n, k = key
     times = {"us": round(us, 2), "torch_us": round(torch_us, 2)}
     return {"operator": operator, "dtype": dtype, "n": n, "k": k, "m": m, "config": config, **times}
-
-
-def _alone(key: Key, m: int, kernels: TritonKernels, device: torch.device, report: Report) -> dict[str, Any]:
-    """The product that is added to the residual without a norm behind it, by itself, beside torch's."""
-    _, _, n, k = key
-    weights = [torch.randn(n, k, dtype=torch.bfloat16, device=device) * k**-0.5 for _ in range(4)]
-    x = torch.randn(m, k, dtype=torch.bfloat16, device=device)
-    residual = torch.randn(m, n, dtype=torch.bfloat16, device=device)
-    module = torch.get_device_module(device)
-    plain, best, best_us = KernelSet(), None, float("inf")
-    torch_us = microseconds(module, lambda i: plain.linear_add(x, weights[i % 4], None, residual), calls=8)
-    for config in ends(m):
-        block = config.as_list()
-
-        def call(i: int, block: list[int] = block) -> None:
-            torch.ops.outrider.linear_add.triton(x, weights[i % 4], None, residual, block, kernels.pdl)
-
-        us = microseconds(module, call, calls=8)
-        if us < best_us:
-            best, best_us = block, us
-    report(f"m {m}: linear_add {n}x{k}: {best_us:.2f} us, torch {torch_us:.2f}, {best}")
-    return _row(key, m, best if best_us < torch_us else None, best_us, torch_us)

@@ -26,7 +26,7 @@ from triton.errors import TritonError
 
 from outrider.device import KernelSet
 from outrider.device.kernels.measure import KernelCase, KernelShape, kernel_cases
-from outrider_triton import pairs
+from outrider_triton import behind, pairs
 from outrider_triton.chain import AHEAD, Chain, Key, as_json, attention_candidates
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import AttentionConfig, MatmulConfig, parse, slug
@@ -62,7 +62,8 @@ def candidates(operator: str, m: int, n: int, processors: int) -> list[MatmulCon
     found = []
     for (block_n, block_k), split, (stages, ahead) in itertools.product(dict.fromkeys(tall + wide), splits, depths):
         # So many rows a program that every multiprocessor has one, two or four programs, and as much to do as any other.
-        even = {-(-rows * split // (processors * waves * 8)) * 8 for waves in (1, 2, 4)}
+        even = {-(-rows * split // (processors * waves)) for waves in (1, 2, 4)}
+        even |= {-(-each // 8) * 8 for each in even}
         layouts = [(0, 0), *((0, each) for each in sorted(even) if block_n // 2 < each < block_n)]
         if operator != "linear_silu_mul":
             layouts.append((1, 0))
@@ -136,7 +137,10 @@ def compile_all(
     torch.get_device_module(device).set_device(device)
     for operator, config in fused:
         try:
-            pairs.compile_one(operator, config, shape, device, pdl)
+            if operator in ("linear", "linear_add"):
+                behind.compile_one(operator, config, device, pdl)
+            else:
+                pairs.compile_one(operator, config, shape, device, pdl)
         except TritonError as failure:
             print(f"left out: {failure}", flush=True)
     for operator, config in jobs:
@@ -151,8 +155,11 @@ def compile_all(
     lens, table = starts[1:] + 28, torch.tensor([[1, 2]], dtype=torch.int32, device=device)
     for each in attention:
         block = [16, each.block_kv, each.split, each.warps, each.stages]
+        settled = pdl and each.split > 1  # as in a layer behind the first
         try:
-            torch.ops.outrider.paged_attention.triton(q, cache, cache, starts, lens, table, None, 4, 32, 0.1, 0, block, pdl)
+            torch.ops.outrider.paged_attention.triton(
+                q, cache, cache, starts, lens, table, None, 4, 32, 0.1, 0, settled, block, pdl
+            )
         except TritonError as failure:
             print(f"left out: {failure}", flush=True)
 
@@ -272,7 +279,11 @@ def main() -> None:
     parser.add_argument("--tokens", default="4,16,32,64,128", help="numbers of tokens, by commas")
     parser.add_argument("--in-place", default="4,16,32,128", help="those that are also tuned in a chain of layers")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--again", action="store_true", help="keep the device's table; only pairs and small kernels")
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="keep the device's table but for pairs, attention, what stands alone and small kernels",
+    )
     parser.add_argument("--out", type=Path, help="file to write; default: this package's table of the device")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
@@ -284,14 +295,15 @@ def main() -> None:
     shape, sizes = SHAPES[arguments.shape], [int(size) for size in arguments.tokens.split(",")]
     name, began = module.get_device_name(device), time.perf_counter()
     in_chain = [int(m) for m in arguments.in_place.split(",")]
-    fused = pairs.jobs(in_chain)
+    fused, attention = pairs.jobs(in_chain) + behind.jobs(sizes), attention_candidates(1, 640)
     if arguments.again:
-        compile_in_parallel([], [], fused, shape, device, kernels.pdl)
+        compile_in_parallel([], attention, fused, shape, device, kernels.pdl)
         data = json.loads(_home(name).read_text(encoding="utf-8"))
     else:
-        data = from_scratch(shape, sizes, in_chain, attention_candidates(1, 1 << 20), fused, kernels, device)
+        data = from_scratch(shape, sizes, in_chain, attention, fused, kernels, device)
     print(f"compiled and tuned alone after {time.perf_counter() - began:.0f} s", flush=True)
-    pairs.tune_pairs(data, shape, in_chain, kernels, device, lambda line: print(line, flush=True))
+    for tune in (pairs.tune_pairs, behind.tune_behind):
+        tune(data, shape, in_chain, kernels, device, lambda line: print(line, flush=True))
     data["software"] = {"torch": torch.__version__, "triton": triton.__version__}
     data["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
     data["cases"] = [

@@ -16,7 +16,7 @@ JIT = Path(__file__).resolve().parents[2] / "kernels" / "outrider_triton" / "jit
 
 def kernels():
     """Kernels by their decorators; those whose name begins with an underscore, or that a kernel calls, are helpers."""
-    helpers = {"begin", "ask_for_rows", "norm", "uniforms", "gumbel"}
+    helpers = {"begin", "begin_late", "let_next_start", "wait_for_last", "ask_for_rows", "norm", "uniforms", "gumbel"}
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in JIT.glob("*.py")]
     made = {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list}
     return {name for name in made if not name.startswith("_")} - helpers

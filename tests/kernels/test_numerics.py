@@ -99,8 +99,11 @@ def test_a_gated_product(m, n, k, with_bias, device, pdl):
 @pytest.mark.parametrize("split", [1, 4])
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 32), (7, 1, 24), (4, 4, 16)])
-def test_attention_over_long_contexts(heads, kv_heads, size, tree, split, device, pdl):
-    """Several blocks of queries and of cached tokens, splits with nothing in them, and padding behind the last sequence."""
+@pytest.mark.parametrize("settled", [False, True])
+def test_attention_over_long_contexts(heads, kv_heads, size, tree, split, settled, device, pdl):
+    """Several blocks of queries and of cached tokens, splits with nothing in them, and padding behind the last sequence;
+    with the first block of the context read early, and without.
+    """
     new, context, page = (3, 20, 1), (150, 9, 0), 16
     tokens, width = sum(new) + 2, 12
     generator = torch.Generator().manual_seed(5)
@@ -117,7 +120,7 @@ def test_attention_over_long_contexts(heads, kv_heads, size, tree, split, device
     made = torch.ops.outrider.paged_attention.triton(
         *(x.to(device) for x in (q, k_cache, v_cache)),
         *(None if x is None else x.to(device) for x in metadata),
-        *(max(new), width * page, 0.3, 0, [16 if heads == 4 else 32, 32, split, 4, 2], pdl),
+        *(max(new), width * page, 0.3, 0, settled, [16 if heads == 4 else 32, 32, split, 4, 2], pdl),
     )
     wanted = REFERENCE.paged_attention(
         q.double(),

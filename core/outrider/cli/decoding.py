@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _PROFILED = 12
 _PROFILE_WARM_UP = 2
+_PROFILE_LEAD = 2
+"""Iterations that are profiled and left out: the host isn't ahead of the device yet, which waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +74,20 @@ def profile_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: in
     growth = engine.proposer.depth + 1
     most = (new_tokens - 2) // growth
     warm_up = max(0, min(_PROFILE_WARM_UP, most - 1))
-    count = min(_PROFILED, most - warm_up)
+    traced = engine.backend.control is None
+    beside = traced and engine.backend.capabilities.asynchronous
+    lead = max(0, min(_PROFILE_LEAD, most - warm_up - 1)) if beside else 0
+    count = min(_PROFILED, most - warm_up - lead)
     if count < 1:
         return None
-    if engine.backend.control is None:
+    if traced:
         decoding = _Decoding(engine, batch, prompt_tokens, new_tokens)
-        profile = profiled(engine.backend, lambda: decoding.steps(count), warm_up=lambda: decoding.steps(warm_up))
+        profile = profiled(
+            engine.backend,
+            lambda: decoding.steps(lead + count),
+            warm_up=lambda: decoding.steps(warm_up),
+            lead=lead / (lead + count),
+        )
         decoding.end()
         return (profile, count) if profile is not None else None
     # What a graph holds is known by name only where its capture was watched.

@@ -28,9 +28,10 @@ class Kernel:
 class DeviceProfile:
     """A stretch of work on one device, in microseconds of ``clock`` (``device``, ``host`` or ``virtual``).
 
-    ``window_us``: from the first launch's begin to the last one's end. ``idle_us``: of that, while nothing that was launched
-    was under way on any stream; a graph is under way from its first kernel to its last. ``gap_us``: between the kernels of
-    what was under way. ``kernels``: the dearest first; those of several streams may overlap, so they may add up to more.
+    ``window_us``: from the first launch's begin, or from the end of those that were left out, to the last one's end.
+    ``idle_us``: of that, while nothing that was launched was under way on any stream; a graph is under way from its first
+    kernel to its last. ``gap_us``: between the kernels of what was under way. ``kernels``: the dearest first; those of
+    several streams may overlap, so they may add up to more.
     """
 
     clock: str
@@ -57,11 +58,14 @@ class DeviceProfile:
         return {"kernel": name, "calls": calls, "us": us / iterations, "share": us / self.window_us}
 
 
-def profiled(backend: Backend, steps: Callable[[], object], *, warm_up: Callable[[], object]) -> DeviceProfile | None:
+def profiled(
+    backend: Backend, steps: Callable[[], object], *, warm_up: Callable[[], object], lead: float = 0.0
+) -> DeviceProfile | None:
     """Run ``warm_up``, then ``steps`` to their end on the device, and tell what it did; None where it can't say.
 
     A device that works beside the host is asked through torch's profiler, for whatever activities this build of torch can
-    observe. Tracing costs each kernel a little, so time iterations without it.
+    observe. Tracing costs each kernel a little, so time iterations without it. ``lead``: the share of its launches, the first
+    ones, that is left out; what comes before the host is ahead of the device says nothing about the work.
     """
     import torch
 
@@ -78,7 +82,7 @@ def profiled(backend: Backend, steps: Callable[[], object], *, warm_up: Callable
             work()
             backend.synchronize()
     events = list(profiler.events() or ())
-    return _of_device(events) if beside else _of_host(events)
+    return _of_device(events, lead) if beside else _of_host(events)
 
 
 def of_timeline(timeline: Timeline) -> DeviceProfile | None:
@@ -88,7 +92,7 @@ def of_timeline(timeline: Timeline) -> DeviceProfile | None:
     return _profile("virtual", whole, whole, ((span.name, span.end - span.start) for span in spans))
 
 
-def _of_device(events: list[Any]) -> DeviceProfile | None:
+def _of_device(events: list[Any], lead: float = 0.0) -> DeviceProfile | None:
     ran = [each for each in events if each.device_type.name != "CPU" and not getattr(each, "is_user_annotation", False)]
     launches: dict[int, Interval] = {}
     for number, event in enumerate(ran):
@@ -96,10 +100,14 @@ def _of_device(events: list[Any]) -> DeviceProfile | None:
         launch = event.id or -1 - number
         start, end = launches.get(launch, (event.time_range.start, event.time_range.end))
         launches[launch] = min(start, event.time_range.start), max(end, event.time_range.end)
+    whole = sorted(launches.values())
+    skipped = int(lead * len(whole))
+    # Idle time ahead of the first launch that counts does count: it comes behind one that ran at full speed.
+    begin = max((end for _, end in whole[:skipped]), default=float("-inf"))
+    whole = whole[skipped:]
+    ran = [each for each in ran if each.time_range.start >= whole[0][0]] if whole else []
     intervals = [(event.time_range.start, event.time_range.end) for event in ran]
-    return _profile(
-        "device", intervals, list(launches.values()), ((event.name, event.time_range.elapsed_us()) for event in ran)
-    )
+    return _profile("device", intervals, whole, ((event.name, event.time_range.elapsed_us()) for event in ran), begin=begin)
 
 
 def _of_host(events: list[Any]) -> DeviceProfile | None:
@@ -108,11 +116,17 @@ def _of_host(events: list[Any]) -> DeviceProfile | None:
 
 
 def _profile(
-    clock: str, kernels: list[Interval], launches: list[Interval], times: Iterable[tuple[str, float]]
+    clock: str,
+    kernels: list[Interval],
+    launches: list[Interval],
+    times: Iterable[tuple[str, float]],
+    *,
+    begin: float = float("-inf"),
 ) -> DeviceProfile | None:
     if not launches:
         return None
-    window = max(end for _, end in launches) - min(start for start, _ in launches)
+    first = min(start for start, _ in launches)
+    window = max(end for _, end in launches) - (first if begin == float("-inf") else min(begin, first))
     if window <= 0:
         return None
     under_way = _covered(launches)

@@ -23,9 +23,10 @@ _REPEATS = 7
 
 
 def measure_bandwidth(backend: Backend) -> float:
-    """Bytes a second, the better of a copy (read and written) and a reduction (read), each the median of a few runs.
+    """Bytes a second, the best of a copy (read and written) and two reductions (read), each the median of a few runs.
 
-    The buffers are larger than any cache, and at most a quarter of the memory that is free.
+    The buffers are larger than any cache, and at most a quarter of the memory that is free. Which of torch's operators comes
+    nearest to what the memory can do differs from device to device: on an H200 sums of 64-bit integers do, by 4 %.
     """
     import torch
 
@@ -33,10 +34,10 @@ def measure_bandwidth(backend: Backend) -> float:
     size = min(_DEVICE_BYTES, memory.free // 4) if memory.total else _HOST_BYTES
     stream = backend.create_stream("bandwidth")
     with backend.on(stream):
-        source = torch.ones(size // 4, dtype=torch.float32, device=backend.device)
+        source = torch.ones(size // 8 * 2, dtype=torch.float32, device=backend.device)
         target = torch.empty_like(source)
     copy = _median_seconds(backend, stream, lambda: target.copy_(source))
-    read = _median_seconds(backend, stream, lambda: source.sum())
+    read = min(_median_seconds(backend, stream, each.sum) for each in (source, source.view(torch.int64)))
     return max(2 * source.nbytes / copy, source.nbytes / read)
 
 

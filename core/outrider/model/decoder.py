@@ -5,7 +5,7 @@ Letters: T new tokens, N rows of logits, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -71,6 +71,8 @@ class Decoder(LanguageModel):
                 # Made twice, here and for the norm: a few layers of a head that asks for it.
                 entering[index] = residual.clone() if pending is None else residual + self.kernels.linear(*pending)
             pending = layer.forward(pending, residual, inputs, cos_sin, pages)
+            if index == 0:
+                inputs = replace(inputs, attention=replace(inputs.attention, settled=True))
         assert pending is not None  # there is at least one layer
         final = self.kernels.linear_add_rms_norm(*pending, residual, self.weights.norm, self.config.rms_eps)
         return final, tuple(entering[layer] for layer in layers)

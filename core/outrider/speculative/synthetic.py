@@ -22,12 +22,12 @@ _MULTIPLIER = 2654435761  # Knuth's, for hashing positions
 
 
 class _Verdicts(NamedTuple):
-    """What is decided beforehand: ``accepted`` int64 [2**16] by a hash; ``sources`` int64 [K+1, K+1], where each token of a
-    result comes from by how many are accepted: a draft, the real token behind them, or the -1 behind that; ``none`` [B, 1].
+    """What is decided beforehand, int64: ``by_place`` [K+2, 2**16], by a hash of the position how many are accepted, and
+    where each token of the result then comes from: a draft, the real token behind them, or the -1 behind that; ``none``
+    [B, 1].
     """
 
-    accepted: Tensor
-    sources: Tensor
+    by_place: Tensor
     none: Tensor
 
 
@@ -51,10 +51,10 @@ class _Synthetic(_Base):
         if key not in self.verdicts:
             self.verdicts[key] = _decide(self.accept_length, *key)
         decided = self.verdicts[key]
-        accepted = decided.accepted.index_select(0, (positions + seeds) & 0xFFFF)
+        verdicts = decided.by_place.index_select(1, positions & 0xFFFF)
         # Of the real verdict the first token alone is certain to be one.
         known = torch.cat((draft_tokens, tokens[:, :1], decided.none), dim=1)
-        return known.gather(1, decided.sources.index_select(0, accepted)), accepted
+        return known.gather(1, verdicts[1:].t()), verdicts[0]
 
 
 def _decide(length: float, batch: int, drafted: int, device: torch.device) -> _Verdicts:
@@ -64,14 +64,15 @@ def _decide(length: float, batch: int, drafted: int, device: torch.device) -> _V
     accepted = (luck < round(rest * 65536)).to(torch.int64) + int(whole)
     lane, count = torch.arange(drafted + 1, device=device), torch.arange(drafted + 1, device=device).unsqueeze(1)
     sources = torch.where(lane < count, lane, torch.where(lane == count, drafted, drafted + 1))
-    return _Verdicts(accepted, sources, torch.full((batch, 1), -1, device=device))
+    by_place = torch.cat((accepted.unsqueeze(0), sources[accepted].t()))
+    return _Verdicts(by_place, torch.full((batch, 1), -1, device=device))
 
 
 def with_synthetic_acceptance(kernels: KernelSet, accept_length: float) -> KernelSet:
     """``kernels`` whose ``verify_chain`` lets ``accept_length`` tokens through on average, the decided one included.
 
-    The lengths are the two whole numbers around it, by a hash of position and seed; more than a chain has is cut off. Trees
-    are verified as ever. Raises :class:`ConfigError` for less than 1.
+    The lengths are the two whole numbers around it, by a hash of the position; more than a chain has is cut off. Trees are
+    verified as ever. Raises :class:`ConfigError` for less than 1.
     """
     if not accept_length >= 1:
         raise ConfigError(f"an acceptance length of {accept_length} can't be: an iteration yields at least 1 token")

@@ -9,7 +9,59 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider_triton.jit.dependent import begin
+from outrider_triton.jit.dependent import begin, let_next_start, wait_for_last
+
+
+@triton.jit
+def _places(table, at, high, kv_head, cache_slot, cache_head, PAGE: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Positions from ``at`` below ``high``, which of them there are, and where their keys and values begin in the cache."""
+    position = at + tl.arange(0, BLOCK_KV)
+    inside = position < high
+    page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
+    return position, inside, (page * PAGE + position % PAGE) * cache_slot + kv_head * cache_head
+
+
+@triton.jit
+def _attend(
+    queries,
+    keys,
+    values,
+    position,
+    inside,
+    context,
+    own,
+    real,
+    token,
+    tree_mask,
+    mask_width,
+    scale,
+    best,
+    total,
+    made,
+    WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
+):
+    """A block of keys [size, BLOCK_KV] and values [BLOCK_KV, size]: the new maximum, sum and weighed values of each row."""
+    scores = tl.dot(queries, keys, input_precision="ieee") * (scale * 1.4426950408889634)
+    new = position - context  # index among the new tokens; negative in the context
+    if TREE:
+        among = (new[None, :] >= 0) & real[:, None] & inside[None, :]
+        bits = tl.load(tree_mask + token[:, None] * mask_width + new[None, :], mask=among, other=0)
+        visible = (new[None, :] < 0) | (bits != 0)
+    else:
+        visible = new[None, :] <= own[:, None]
+    visible = visible & inside[None, :]
+    if WINDOW > 0:
+        visible = visible & (new[None, :] > own[:, None] - WINDOW)
+    scores = tl.where(visible, scores, -float("inf"))
+    higher = tl.maximum(best, tl.max(scores, axis=1))
+    # A row that has seen nothing yet keeps its maximum at -inf; 0 in its place keeps the exponents from NaN.
+    floor = tl.where(higher == -float("inf"), 0.0, higher)
+    weights = tl.exp2(scores - floor[:, None])
+    shrink = tl.exp2(best - floor)
+    total = total * shrink + tl.sum(weights, axis=1)
+    made = tl.dot(weights.to(values.dtype), values, made * shrink[:, None], input_precision="ieee")
+    return higher, total, made
 
 
 @triton.jit(do_not_specialize=["tokens", "batch"])
@@ -39,6 +91,7 @@ def paged_attention(
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     TREE: tl.constexpr,
+    SETTLED: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -49,8 +102,14 @@ def paged_attention(
 
     With splits, what a program made goes to ``parts [token, head, split, size]`` and its maximum and sum to
     ``stats [token, head, split, 2]``, all float32.
+
+    SETTLED: whatever wrote the lengths, the block table and the cache up to the new tokens has ended (not only begun), so
+    that a program reads its first block of that while the kernel before it, which makes the queries, still runs.
     """
-    begin(PDL)
+    if SETTLED:
+        let_next_start(PDL)
+    else:
+        begin(PDL)
     kv_heads = heads // GROUP
     sequence = tl.program_id(1) // kv_heads
     kv_head = tl.program_id(1) % kv_heads
@@ -62,6 +121,27 @@ def paged_attention(
     QUERIES: tl.constexpr = BLOCK_ROWS // GROUP
     begin_query = tl.program_id(0) * QUERIES
     lane = tl.arange(0, BLOCK_SIZE)
+    low = 0
+    high = length
+    if not TREE:
+        high = tl.minimum(length, context + begin_query + QUERIES)
+    if WINDOW > 0:
+        low = tl.maximum(0, context + begin_query - WINDOW + 1) // BLOCK_KV * BLOCK_KV
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(high - low, BLOCK_KV), SPLITS) * BLOCK_KV
+        low = low + split * share
+        high = tl.minimum(low + share, high)
+    if begin_query >= count:
+        high = low
+    table = block_table + sequence.to(tl.int64) * table_width
+    if SETTLED:
+        position, inside, slot = _places(table, low, high, kv_head, cache_slot, cache_head, PAGE, BLOCK_KV)
+        keys_at = k_cache + slot[None, :] + lane[:, None]
+        values_at = v_cache + slot[:, None] + lane[None, :]
+        old = inside & (position < context)
+        old_keys = tl.load(keys_at, mask=old[None, :] & (lane[:, None] < size), other=0.0)
+        old_values = tl.load(values_at, mask=old[:, None] & (lane[None, :] < size), other=0.0)
+        wait_for_last(PDL)
 
     if (sequence == batch - 1) & (tl.program_id(0) == 0):
         # Tokens past the last sequence are padding: zeros, so that nobody meets what was in this memory.
@@ -82,51 +162,60 @@ def paged_attention(
             mask=real[:, None] & (lane[None, :] < size),
             other=0.0,
         )
-        low = 0
-        high = length
-        if not TREE:
-            high = tl.minimum(length, context + begin_query + QUERIES)
-        if WINDOW > 0:
-            low = tl.maximum(0, context + begin_query - WINDOW + 1) // BLOCK_KV * BLOCK_KV
-        if SPLITS > 1:
-            share = tl.cdiv(tl.cdiv(high - low, BLOCK_KV), SPLITS) * BLOCK_KV
-            low = low + split * share
-            high = tl.minimum(low + share, high)
-
         best = tl.full([BLOCK_ROWS], -float("inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
         made = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], dtype=tl.float32)
-        table = block_table + sequence.to(tl.int64) * table_width
-        step = tl.arange(0, BLOCK_KV)
+        if SETTLED:
+            fresh = inside & (position >= context)
+            keys = tl.load(keys_at, mask=fresh[None, :] & (lane[:, None] < size), other=0.0)
+            values = tl.load(values_at, mask=fresh[:, None] & (lane[None, :] < size), other=0.0)
+            keys = tl.where(old[None, :], old_keys, keys)
+            values = tl.where(old[:, None], old_values, values)
+            best, total, made = _attend(
+                queries,
+                keys,
+                values,
+                position,
+                inside,
+                context,
+                own,
+                real,
+                token,
+                tree_mask,
+                mask_width,
+                scale,
+                best,
+                total,
+                made,
+                WINDOW,
+                TREE,
+            )
+            low += BLOCK_KV
         for at in range(low, high, BLOCK_KV):
-            position = at + step
-            inside = position < high
-            page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
-            slot = (page * PAGE + position % PAGE) * cache_slot + kv_head * cache_head
+            position, inside, slot = _places(table, at, high, kv_head, cache_slot, cache_head, PAGE, BLOCK_KV)
             keys = tl.load(k_cache + slot[None, :] + lane[:, None], mask=inside[None, :] & (lane[:, None] < size), other=0.0)
-            scores = tl.dot(queries, keys, input_precision="ieee") * (scale * 1.4426950408889634)
-            new = position - context  # index among the new tokens; negative in the context
-            if TREE:
-                among = (new[None, :] >= 0) & real[:, None] & inside[None, :]
-                bits = tl.load(tree_mask + token[:, None] * mask_width + new[None, :], mask=among, other=0)
-                visible = (new[None, :] < 0) | (bits != 0)
-            else:
-                visible = new[None, :] <= own[:, None]
-            visible = visible & inside[None, :]
-            if WINDOW > 0:
-                visible = visible & (new[None, :] > own[:, None] - WINDOW)
-            scores = tl.where(visible, scores, -float("inf"))
-            higher = tl.maximum(best, tl.max(scores, axis=1))
-            # A row that has seen nothing yet keeps its maximum at -inf; 0 in its place keeps the exponents from NaN.
-            floor = tl.where(higher == -float("inf"), 0.0, higher)
-            weights = tl.exp2(scores - floor[:, None])
-            shrink = tl.exp2(best - floor)
-            total = total * shrink + tl.sum(weights, axis=1)
             values = tl.load(
                 v_cache + slot[:, None] + lane[None, :], mask=inside[:, None] & (lane[None, :] < size), other=0.0
             )
-            made = tl.dot(weights.to(values.dtype), values, made * shrink[:, None], input_precision="ieee")
-            best = higher
+            best, total, made = _attend(
+                queries,
+                keys,
+                values,
+                position,
+                inside,
+                context,
+                own,
+                real,
+                token,
+                tree_mask,
+                mask_width,
+                scale,
+                best,
+                total,
+                made,
+                WINDOW,
+                TREE,
+            )
 
         place = token * heads + head
         if SPLITS == 1:

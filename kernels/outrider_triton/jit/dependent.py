@@ -7,11 +7,36 @@ import triton.language as tl
 
 
 @triton.jit
-def begin(PDL: tl.constexpr):
-    """Let the next kernel start and wait for the one before."""
+def let_next_start(PDL: tl.constexpr):
+    """The next kernel may start once every program has said so; what this one writes isn't there for it before it waits."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_last(PDL: tl.constexpr):
+    """Wait until the kernel before has ended and what it wrote is there."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Let the next kernel start and wait for the one before."""
+    let_next_start(PDL)
+    wait_for_last(PDL)
+
+
+@triton.jit
+def begin_late(PDL: tl.constexpr):
+    """Wait, and only then let the next kernel start: when that runs, every kernel before this one has ended.
+
+    After :func:`begin` alone a kernel that hasn't waited yet knows of nothing that it has ended: it and all that were
+    enqueued behind it may have begun while one far ahead still runs. One kernel a layer that begins late bounds this, and
+    one that runs for long doesn't become slower by it.
+    """
+    wait_for_last(PDL)
+    let_next_start(PDL)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider_triton.jit.dependent import ask_for_rows, begin
+from outrider_triton.jit.dependent import ask_for_rows, begin, begin_late
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def scaled_silu_mul(
         asked = weight + tl.minimum(rows, n - 1).to(tl.int64) * k
         ask_for_rows(asked, ahead)
         ask_for_rows(asked + n.to(tl.int64) * k, ahead)
-    begin(PDL)
+    begin_late(PDL)
 
     parts = _squares(squares, tokens, shares, m, SHARES)
     gates = weight + rows.to(tl.int64) * k

@@ -11,14 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider_triton.jit.dependent import ask_for_rows
-
-
-@triton.jit
-def _dependent(PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+from outrider_triton.jit.dependent import ask_for_rows, begin, begin_late
 
 
 @triton.jit(do_not_specialize=["m", "each", "ahead"])
@@ -58,7 +51,7 @@ def linear(
     if PDL:
         # Rows of others ask for the last row: harmless.
         ask_for_rows(weight + tl.minimum(rows, n - 1).to(tl.int64) * k + start, tl.minimum(ahead, end - start))
-    _dependent(PDL)
+    begin(PDL)
 
     lane = tl.arange(0, BLOCK_K)
     tile = weight + rows.to(tl.int64)[:, None] * k + lane[None, :]
@@ -110,7 +103,7 @@ def linear_silu_mul(
         first = weight + tl.minimum(rows, n - 1).to(tl.int64) * k
         ask_for_rows(first, ahead)
         ask_for_rows(first + n.to(tl.int64) * k, ahead)
-    _dependent(PDL)
+    begin_late(PDL)
 
     lane = tl.arange(0, BLOCK_K)
     gates = weight + rows.to(tl.int64)[:, None] * k + lane[None, :]

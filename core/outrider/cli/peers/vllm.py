@@ -29,9 +29,9 @@ def measure(given: Mapping[str, Any]) -> dict[str, object]:
             "max_num_seqs": max(work.batches),
             "gpu_memory_utilization": _MEMORY,
             "enable_prefix_caching": False,
-            "disable_log_stats": False,
         }
         if speculative:
+            options["disable_log_stats"] = False  # they say what was accepted
             options["speculative_config"] = {
                 "method": "eagle",
                 "model": str(draft),
@@ -61,7 +61,7 @@ def _row(vllm: Any, engine: Any, work: Work, batch: int, speculative: bool) -> d
     prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts(batch)]
 
     def generate(count: int) -> None:
-        params = vllm.SamplingParams(temperature=0.0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False)
+        params = vllm.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
         made = engine.generate(prompts, params, use_tqdm=False)
         check_lengths([len(each.outputs[0].token_ids) for each in made], count)
 

@@ -61,6 +61,11 @@ class AttentionMetadata:
     ``exact_host_lengths``, and in ``KernelSet.plan_attention`` of kernels that declare ``plans_on_host``.
     ``host_query_start``: ``query_start`` on the host, where a batch isn't uniform and the host made it.
 
+    ``settled``: a whole decoder layer has been enqueued since anything here was written, and since anything was written to
+    the cache but the new tokens of the layer that asks. On one stream that says nothing new, unless kernels begin before the
+    ones ahead of them have ended (programmatic dependent launch): then they may read all this at once. A kernel set that
+    makes use of it sees to it that one kernel of each layer waits for all before it.
+
     ``shapes``: the attentions that this batch is planned for. ``plan``: what ``KernelSet.plan_attention`` made of this
     batch, if the library plans. Whoever changes lengths or queries of a planned batch takes both away: its plan is for
     another batch.
@@ -77,6 +82,7 @@ class AttentionMetadata:
     plan: object | None = None
     host_query_start: tuple[int, ...] | None = None
     shapes: tuple[AttentionShape, ...] = ()
+    settled: bool = False
 
 
 class Product(NamedTuple):
