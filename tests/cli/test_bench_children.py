@@ -84,7 +84,7 @@ class SpeculativeConfig:
 
 class SamplingParams:
     def __init__(self, **given):
-        assert given["ignore_eos"] and given["min_tokens"] == given["max_tokens"] and given["temperature"] == 0.0
+        assert given["ignore_eos"] and given["temperature"] == 0.0
         self.count = given["max_tokens"]
 
 class Metric:
