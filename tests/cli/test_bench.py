@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from outrider.cli.decoding import Iterations, run_batch
 from outrider.cli.device_profile import _of_device
 from outrider.cli.limits import iteration_bytes, measure_bandwidth
 from outrider.cli.models import Speculation, load
@@ -145,6 +146,29 @@ def test_bytes_of_an_iteration_counted_by_hand():
 
 def slots(layer):
     return [value for name in layer.__slots__ if isinstance(value := getattr(layer, name), torch.Tensor)]
+
+
+def test_a_batch_that_is_never_whole_is_not_timed():
+    """The first requests end while the last prompts are still read: what decodes then is a smaller batch."""
+    speculation = Speculation.choose("none", model=None, draft=None, draft_tokens=1)
+    engine = load("cpu", speculation, max_requests=8, dtype="float32")
+    found = run_batch(engine, batch=4, prompt_tokens=700, new_tokens=6)
+    assert (found.seconds, found.tokens) == ([], 0)
+    assert len(run_batch(engine, batch=2, prompt_tokens=20, new_tokens=6).seconds) > 2
+
+
+def test_what_was_not_timed_is_listed_and_the_rest_measured(outrider, monkeypatch):
+    def timed(engine, batch, prompt_tokens, new_tokens):
+        return Iterations([], [], 0, 0.0) if batch == 2 else run_batch(engine, batch, prompt_tokens, new_tokens)
+
+    monkeypatch.setattr("outrider.cli.bench_decode.run_batch", timed)
+    few = "bench", "decode", "--backend", "cpu", "--prompt-tokens", "20", "--new-tokens", "16"
+    made = outrider(*few, "--batch", "1,2", "--json").json
+    assert [row["batch"] for row in made["results"]] == [1]
+    assert made["not_measured"] == [{"batch": 2, "prompt_tokens": 20}]
+    shown = " ".join(outrider(*few, "--batch", "1,2").out.split())
+    assert "too few for batch 2 with prompts of 20: no iteration had the whole batch decoding: not measured" in shown
+    assert outrider(*few, "--batch", "2").code == 1
 
 
 def test_bandwidth_is_of_this_world():

@@ -152,9 +152,14 @@ def decode(
     bandwidth = measure_bandwidth(engine.backend)
     run_batch(engine, max(sizes), max(lengths), _WARM_UP_TOKENS)
     cases = [(size, length) for length in lengths for size in sizes]
-    rows = [_measure(engine, size, length, new_tokens, bandwidth) for size, length in cases]
-    for row, (size, length) in zip(rows, cases, strict=True):
+    measured = {case: _measure(engine, *case, new_tokens, bandwidth) for case in cases}
+    missing = [case for case, row in measured.items() if row is None]
+    rows = [row for row in measured.values() if row is not None]
+    if not rows:
+        raise ConfigError(f"{_too_few(new_tokens, *missing[0])}; ask for more")
+    for row, (size, length) in zip(rows, (case for case in cases if case not in missing), strict=True):
         row |= _profiled(engine, size, length, new_tokens, by_kernel)
+    started += [f"{_too_few(new_tokens, *case)}: not measured" for case in missing]
     data: dict[str, object] = {
         "backend": engine.backend.name,
         "device": str(engine.backend.device),
@@ -169,6 +174,7 @@ def decode(
         "bandwidth_gb_per_s": bandwidth / 1e9,
         "graphs_captured": asdict(engine.captured) if engine.captured is not None else None,
         "results": rows,
+        "not_measured": [{"batch": size, "prompt_tokens": length} for size, length in missing],
     }
     if engine.warm_up is not None:
         later = sum(engine.model.kernels.compiled().values()) - known
@@ -182,15 +188,21 @@ def decode(
     return Report(data=data, render=lambda console: _render(console, data, rows, started))
 
 
-def _measure(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, bandwidth: float) -> dict[str, object]:
+def _too_few(new_tokens: int, batch: int, prompt_tokens: int) -> str:
+    return (
+        f"--new-tokens {new_tokens} is too few for batch {batch} with prompts of {prompt_tokens}: no iteration had the whole "
+        "batch decoding"
+    )
+
+
+def _measure(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, bandwidth: float) -> dict[str, object] | None:
+    """One line of the table; None where no iteration had the whole batch decoding."""
     from outrider.cli.limits import iteration_bytes
 
     found = run_batch(engine, batch, prompt_tokens, new_tokens)
     seconds, tokens = found.seconds, found.tokens
     if not seconds:
-        raise ConfigError(
-            f"--new-tokens {new_tokens} is too few for batch {batch}: no iteration had the whole batch decoding; ask for more"
-        )
+        return None
     needed = iteration_bytes(engine, batch=batch, context=found.context)
     iteration_ms = 1e3 * statistics.median(seconds)
     limit_ms = 1e3 * needed / bandwidth

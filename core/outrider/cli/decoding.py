@@ -34,7 +34,9 @@ class Iterations:
 
 
 def run_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> Iterations:
-    """Decode ``batch`` requests to their ends, timing the iterations in which all of them decode."""
+    """Decode ``batch`` requests to their ends, timing the iterations in which all of them decode: behind the last prompt and
+    before the first end. None are where the first request ends before the last prompt does.
+    """
     from outrider.engine.request import SamplingParams
 
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
@@ -43,7 +45,7 @@ def run_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -
     seconds: list[float] = []
     host_seconds: list[float] = []
     contexts: list[float] = []
-    counted, full = 0, True
+    counted, none_ended = 0, True
     while engine.has_unfinished:
         decoding = len(started) == batch
         context = sum(lengths.values()) / batch
@@ -51,11 +53,11 @@ def run_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -
         began = time.perf_counter()
         outputs = engine.step()
         elapsed = time.perf_counter() - began
-        full = full and not (decoding and any(output.finish_reason for output in outputs))
+        none_ended = none_ended and not any(output.finish_reason for output in outputs)
         for output in outputs:
             started.add(output.request_id)
             lengths[output.request_id] += len(output.tokens)
-        if decoding and full:
+        if decoding and none_ended:
             seconds.append(elapsed)
             host_seconds.append(elapsed - (engine.stats.blocked_s - blocked))
             contexts.append(context)
@@ -66,7 +68,8 @@ def run_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -
 def profile_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[DeviceProfile, int] | None:
     """What the device did over a few iterations of such a batch, and how many those were; None where it can't say.
 
-    They are decoded apart from timed ones, since observing slows them down; as many as ``new_tokens`` leave room for.
+    They are decoded apart from timed ones, since observing slows them down; as many as ``new_tokens`` leave room for. None
+    too where a request ends before all of them have been decoded.
     """
     from outrider.cli.device_profile import of_timeline, profiled
     from outrider.sanitizer.timeline import record
@@ -88,18 +91,19 @@ def profile_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: in
             warm_up=lambda: decoding.steps(warm_up),
             lead=lead / (lead + count),
         )
+        whole = decoding.whole
         decoding.end()
-        return (profile, count) if profile is not None else None
+        return (profile, count) if profile is not None and whole else None
     # What a graph holds is known by name only where its capture was watched.
     with record(engine.backend) as timeline:
         decoding = _Decoding(_again(engine), batch, prompt_tokens, new_tokens)
         decoding.steps(warm_up)
         begin = timeline.end
         decoding.steps(count)
-        end = timeline.end
+        end, whole = timeline.end, decoding.whole
         decoding.end()
     profile = of_timeline(timeline.between(begin, end))
-    return (profile, count) if profile is not None else None
+    return (profile, count) if profile is not None and whole else None
 
 
 class _Decoding:
@@ -112,9 +116,14 @@ class _Decoding:
         params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
         self._ids = [engine.add_request(prompt, params) for prompt in prompts_for(engine, batch, prompt_tokens)]
         started: set[int] = set()
-        while len(started) < batch:
+        while engine.has_unfinished and len(started) < batch:
             started |= {output.request_id for output in engine.step()}
         engine.drain()
+
+    @property
+    def whole(self) -> bool:
+        """Whether every request still decodes."""
+        return all(request in self._engine.open_requests for request in self._ids)
 
     def steps(self, count: int) -> None:
         """Run so many iterations to their ends."""
