@@ -91,7 +91,7 @@ def test_idle_time_counted_by_hand():
     assert _of_device([note]) is None
     # Without its first launch, which ends at 20 while the second is under way.
     later = _of_device([*event, note], lead=1 / 3)
-    assert (later.window_us, later.idle_us) == (32, 20)
+    assert (later.window_us, later.idle_us, later.share) == (32, 20, 12 / 28)
     assert [(k.name, k.calls, k.us) for k in later.kernels] == [("copy", 1, 7), ("matmul", 1, 5)]
     # A wait between what is left out and what counts is idle time.
     assert _of_device([Ran("a", 0, 10, 1), Ran("b", 30, 40, 2)], lead=0.5).idle_us == 20

@@ -26,7 +26,7 @@ def test_tokens_are_compared_and_timed(outrider):
 
 
 def test_a_difference_is_shown_with_its_gap(outrider, monkeypatch, tmp_path):
-    """Speculation that puts out another token: where, and how far apart the model's two likeliest are there."""
+    """Speculation that puts out another token: where, and how far below the likeliest one it is."""
     file = tmp_path / "prompts.json"
     file.write_text(json.dumps({"prompts": [{"text": "import os\n\n\ndef "}, {"text": "class Reader:\n"}]}))
     decode, calls = bench_tokens._decode, []
@@ -46,7 +46,7 @@ def test_a_difference_is_shown_with_its_gap(outrider, monkeypatch, tmp_path):
     assert "1 of 2 prompts differ from plain greedy decoding (50.0 %)" in shown.out
     (line,) = (line for line in shown.out.splitlines() if line.startswith("1  "))
     assert line.split()[:2] == ["1", "4"]
-    assert line.split()[-1] == "no"  # what was put in isn't among the two likeliest
+    assert float(line.split()[-1]) > 1000  # what was put in is nobody's rounding
 
 
 def test_the_gap_is_that_of_the_logits():
@@ -60,8 +60,9 @@ def test_the_gap_is_that_of_the_logits():
     ours = (*done.token_ids[:at], two, 0, 0)
     found = _closer(engine, "float32")(7, prompt, ours, done.token_ids)
     assert (found.prompt, found.position, found.speculative, found.plain) == (7, at, two, one)
-    assert found.likeliest
     assert found.gap == pytest.approx(first - second, abs=1e-4)
+    both_lower = _closer(engine, "float32")(7, prompt, ours, (*done.token_ids[:at], two + 1, 0, 0))
+    assert both_lower.gap >= found.gap > 0  # it's the distance to the likeliest, not between the two
     unit = 2.0 ** torch.tensor(found.top_logit).abs().log2().floor().item() * torch.finfo(torch.float32).eps
     assert found.gap_roundings == pytest.approx(found.gap / unit)
 

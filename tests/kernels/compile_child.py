@@ -99,6 +99,10 @@ KERNELS = [
     (bookkeeping.embed_beside, {"hidden": HALF}, {"BLOCK": 1024}),
     (choose.accept_sampling, {"rows": "i32"}, {**SHARED, "LANE": 1, "DRAFTED": 3}),
 ]
+LATE = {"linear_silu_mul", "scaled_silu_mul"}
+"""One of them is in each layer: what starts behind it may read what was written before it (docs/kernels.md)."""
+READS_WEIGHTS = {"rms_norm", "add_rms_norm", "linear_add"}
+"""Before the wait: weights, which no kernel writes."""
 
 
 def main() -> None:
@@ -108,8 +112,22 @@ def main() -> None:
         given = {**constants, "PDL": pdl == "True"}
         signature = {n: "constexpr" if n in given else {**TYPES, **types}.get(n, "i32") for n in kernel.arg_names}
         places = {(kernel.arg_names.index(name),): value for name, value in given.items()}
-        triton.compile(ASTSource(kernel, signature, places), target=target, options={"num_warps": 4})
+        made = triton.compile(ASTSource(kernel, signature, places), target=target, options={"num_warps": 4})
+        if given["PDL"]:
+            check_order(kernel.__name__, made.asm["ptx"], settled=given.get("SETTLED", False))
         print(kernel.__name__, flush=True)
+
+
+def check_order(name: str, ptx: str, *, settled: bool) -> None:
+    """What a kernel does before it waits for the one ahead: nothing is written, and only what is settled is read."""
+    wait, launch = ptx.index("griddepcontrol.wait"), ptx.index("griddepcontrol.launch_dependents")
+    before = ptx[:wait]
+    assert (wait < launch) is (name in LATE), f"{name}: waits and lets the next one start in the wrong order"
+    written = [access for access in ("st.global", "red.global", "atom.global") if access in before]
+    assert not written, f"{name}: {written} before the wait"
+    read = "ld.global" in before or "cp.async.ca" in before or "cp.async.cg" in before
+    assert not read or settled or name in READS_WEIGHTS, f"{name}: reads before the wait"
+    assert read or not settled, f"{name}: reads nothing before the wait, though it could"
 
 
 main()

@@ -106,6 +106,25 @@ def test_captured_states_are_the_residual_stream(tmp_path, backend):
         driver.model.forward_captured(inputs, driver.cache, (3,))
 
 
+def test_metadata_is_settled_behind_the_first_layer(tmp_path, backend, monkeypatch):
+    """What was written right before the forward may still be under way in the first layer, and in none behind it."""
+    write_checkpoint(tmp_path, "llama")
+    driver = Driver(load_decoder(tmp_path, backend=backend, dtype=torch.float32))
+    attend, seen = driver.model.kernels.paged_attention, []
+
+    def watched(q, k_cache, v_cache, metadata, **more):
+        seen.append(metadata.settled)
+        return attend(q, k_cache, v_cache, metadata, **more)
+
+    monkeypatch.setattr(driver.model.kernels, "paged_attention", watched)
+    inputs = driver.inputs([(driver.sequence(), PROMPT)])
+    for _ in range(2):
+        driver.model.forward(inputs, driver.cache)
+    layers = driver.model.config.num_layers
+    assert seen == 2 * [False, *[True] * (layers - 1)]
+    assert not inputs.attention.settled
+
+
 def test_embeddings_replace_tokens(tmp_path, backend):
     write_checkpoint(tmp_path, "llama")
     driver = Driver(load_decoder(tmp_path, backend=backend, dtype=torch.float32))

@@ -237,7 +237,7 @@ def _profiled(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, b
     row: dict[str, object] = {
         "device_idle_fraction": profile.idle_fraction,
         "profile_clock": profile.clock,
-        "profiled_iterations": iterations,
+        "profiled_iterations": round(iterations, 2),
         "profiled_iteration_ms": profile.window_us / iterations / 1e3,
     }
     return row | ({"by_kernel": profile.by_kernel(iterations)} if by_kernel else {})
@@ -279,7 +279,7 @@ def _render_kernels(console: Console, row: dict[str, Any]) -> None:
     kernels: list[dict[str, Any]] = row["by_kernel"]
     console.print(
         f"\nbatch {row['batch']}: one iteration of {row['profiled_iteration_ms']:.3f} ms under the profiler "
-        f"({row['profiled_iterations']} of them, {row['profile_clock']} time)"
+        f"({row['profiled_iterations']:g} of them, {row['profile_clock']} time)"
     )
     table = Table("kernel", "calls", "us", "share", box=None, pad_edge=False)
     *named, between, idle = kernels

@@ -42,8 +42,8 @@ _SHOWN = 20
 class Difference:
     """Where the tokens of one prompt part, and what the model says there about the text that both have so far.
 
-    ``gap``: between the two likeliest logits, computed once more by a prefill. ``gap_roundings``: the same in units of the
-    last place of ``dtype`` at that size. ``likeliest``: whether both decodings took one of these two tokens.
+    ``gap``: how far the lower of both tokens' logits is below the largest of all, computed once more by a prefill.
+    ``gap_roundings``: the same in units of the last place of ``dtype`` at that size.
     """
 
     prompt: int
@@ -53,7 +53,6 @@ class Difference:
     top_logit: float
     gap: float
     gap_roundings: float
-    likeliest: bool
 
 
 def tokens(
@@ -159,19 +158,19 @@ def _closer(plain: Engine, dtype: str) -> Callable[[int, Sequence[int], tuple[in
 
     def look(index: int, prompt: Sequence[int], ours: tuple[int, ...], theirs: tuple[int, ...]) -> Difference:
         at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
-        engine.generate([[*prompt, *ours[:at]]], SamplingParams(max_tokens=1, logprobs=2, ignore_eos=True))
-        top = notes.last()
-        gap = top.logits[0] - top.logits[1]
-        unit = torch.finfo(DTYPES[dtype]).eps * 2.0 ** math.floor(math.log2(max(abs(top.logits[0]), 2.0**-20)))
+        engine.generate([[*prompt, *ours[:at]]], SamplingParams(max_tokens=1, logprobs=0, ignore_eos=True))
+        logits = notes.last()
+        top = max(logits)
+        gap = top - min(logits[ours[at]], logits[theirs[at]])
+        unit = torch.finfo(DTYPES[dtype]).eps * 2.0 ** math.floor(math.log2(max(abs(top), 2.0**-20)))
         return Difference(
             prompt=index,
             position=at,
             speculative=ours[at],
             plain=theirs[at],
-            top_logit=top.logits[0],
+            top_logit=top,
             gap=gap,
             gap_roundings=gap / unit,
-            likeliest={ours[at], theirs[at]} == set(top.tokens),
         )
 
     return look
@@ -243,7 +242,7 @@ def _render(
     share = 100 * data["differ_fraction"]
     console.print(f"{data['differ']} of {data['prompts']} prompts differ from plain greedy decoding ({share:.1f} %)\n")
     if differences:
-        names = ("prompt", "position", "with drafts", "plain", "top logit", "gap", "gap, roundings", "both likeliest")
+        names = ("prompt", "position", "with drafts", "plain", "top logit", "gap", "gap, roundings")
         table = Table(*names, box=None, pad_edge=False)
         for each in differences[:_SHOWN]:
             table.add_row(
@@ -251,7 +250,6 @@ def _render(
                 f"{each.top_logit:.3f}",
                 f"{each.gap:.3g}",
                 f"{each.gap_roundings:.1f}",
-                "yes" if each.likeliest else "no",
             )
         console.print(table)
         widest = max(each.gap_roundings for each in differences)

@@ -65,7 +65,7 @@ def run_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -
     return Iterations(seconds, host_seconds, counted, statistics.fmean(contexts) if contexts else 0.0)
 
 
-def profile_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[DeviceProfile, int] | None:
+def profile_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[DeviceProfile, float] | None:
     """What the device did over a few iterations of such a batch, and how many those were; None where it can't say.
 
     They are decoded apart from timed ones, since observing slows them down; as many as ``new_tokens`` leave room for. None
@@ -93,7 +93,7 @@ def profile_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: in
         )
         whole = decoding.whole
         decoding.end()
-        return (profile, count) if profile is not None and whole else None
+        return (profile, profile.share * (lead + count)) if profile is not None and whole else None
     # What a graph holds is known by name only where its capture was watched.
     with record(engine.backend) as timeline:
         decoding = _Decoding(_again(engine), batch, prompt_tokens, new_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from outrider.cli.environment import quiet_profiler
@@ -31,7 +31,7 @@ class DeviceProfile:
     ``window_us``: from the first launch's begin, or from the end of those that were left out, to the last one's end.
     ``idle_us``: of that, while nothing that was launched was under way on any stream; a graph is under way from its first
     kernel to its last. ``gap_us``: between the kernels of what was under way. ``kernels``: the dearest first; those of
-    several streams may overlap, so they may add up to more.
+    several streams may overlap, so they may add up to more. ``share``: of all the work that was observed, what counts here.
     """
 
     clock: str
@@ -39,13 +39,14 @@ class DeviceProfile:
     idle_us: float
     gap_us: float
     kernels: tuple[Kernel, ...]
+    share: float = 1.0
 
     @property
     def idle_fraction(self) -> float:
         """Share of the window in which nothing was under way."""
         return self.idle_us / self.window_us
 
-    def by_kernel(self, iterations: int) -> list[dict[str, object]]:
+    def by_kernel(self, iterations: float) -> list[dict[str, object]]:
         """For each kernel its calls and microseconds an iteration, and its share of the window; then the rest."""
         rows: list[dict[str, object]] = [
             self._row(each.name, each.calls / iterations, each.us, iterations) for each in self.kernels
@@ -54,7 +55,7 @@ class DeviceProfile:
         rows.append(self._row("(idle: nothing is under way)", None, self.idle_us, iterations))
         return rows
 
-    def _row(self, name: str, calls: float | None, us: float, iterations: int) -> dict[str, object]:
+    def _row(self, name: str, calls: float | None, us: float, iterations: float) -> dict[str, object]:
         return {"kernel": name, "calls": calls, "us": us / iterations, "share": us / self.window_us}
 
 
@@ -105,9 +106,13 @@ def _of_device(events: list[Any], lead: float = 0.0) -> DeviceProfile | None:
     # Idle time ahead of the first launch that counts does count: it comes behind one that ran at full speed.
     begin = max((end for _, end in whole[:skipped]), default=float("-inf"))
     whole = whole[skipped:]
-    ran = [each for each in ran if each.time_range.start >= whole[0][0]] if whole else []
-    intervals = [(event.time_range.start, event.time_range.end) for event in ran]
-    return _profile("device", intervals, whole, ((event.name, event.time_range.elapsed_us()) for event in ran), begin=begin)
+    counted = [each for each in ran if each.time_range.start >= whole[0][0]] if whole else []
+    intervals = [(event.time_range.start, event.time_range.end) for event in counted]
+    times = [(event.name, event.time_range.elapsed_us()) for event in counted]
+    profile = _profile("device", intervals, whole, times, begin=begin)
+    if profile is None:
+        return None
+    return replace(profile, share=sum(us for _, us in times) / sum(event.time_range.elapsed_us() for event in ran))
 
 
 def _of_host(events: list[Any]) -> DeviceProfile | None:

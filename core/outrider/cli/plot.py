@@ -30,7 +30,7 @@ def limits_svg(rows: Sequence[Mapping[str, Any]], *, title: str) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
-        _text(_LEFT, 24, title, size=14),
+        _text(_LEFT, 16, title, size=14),
     ]
     for step in range(_TICKS + 1):
         ms = top * step / _TICKS
@@ -38,7 +38,7 @@ def limits_svg(rows: Sequence[Mapping[str, Any]], *, title: str) -> str:
         parts.append(_text(_LEFT - 8, y(ms) + 4, f"{ms:g}", anchor="end"))
     parts += [_text(x(batch), _HEIGHT - _BOTTOM + 18, str(batch), anchor="middle") for batch in batches]
     parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 12, "batch size", anchor="middle"))
-    parts.append(_text(_LEFT - 48, _TOP - 12, "ms an iteration"))
+    parts.append(_text(_LEFT - 48, _TOP - 10, "ms an iteration"))
     for number, prompt in enumerate(prompts):
         colour = _COLOURS[number % len(_COLOURS)]
         of_prompt = sorted((row for row in rows if row["prompt_tokens"] == prompt), key=lambda row: int(row["batch"]))

@@ -1,4 +1,4 @@
-"""Kernels that also note the two likeliest logits of each row that is reported on, for ``outrider bench tokens``."""
+"""Kernels that also note the logits that log-probabilities are reported of, for ``outrider bench tokens``."""
 
 from __future__ import annotations
 
@@ -16,26 +16,16 @@ else:
     _Base = object
 
 
-@dataclass(frozen=True, slots=True)
-class TopTwo:
-    """The two likeliest tokens of a row and their logits, as the kernels got them."""
-
-    tokens: tuple[int, int]
-    logits: tuple[float, float]
-
-
 @dataclass(slots=True)
 class Notes:
     """What was seen, call by call; tensors that are read when all is over."""
 
-    seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    seen: list[Tensor] = field(default_factory=list)
 
-    def last(self) -> TopTwo:
-        """Of the first row of the last call."""
-        values, ids = self.seen[-1]
-        first, second = values[0].tolist()
-        one, two = ids[0].tolist()
-        return TopTwo((one, two), (first, second))
+    def last(self) -> list[float]:
+        """The logits [V] of the first row of the last call, as the kernels got them."""
+        row: list[float] = self.seen[-1].tolist()
+        return row
 
 
 class _Witness(_Base):
@@ -43,8 +33,7 @@ class _Witness(_Base):
 
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Note, then report as ever."""
-        top = logits.flatten(0, -2).topk(2)
-        self.notes.seen.append((top.values.double(), top.indices))
+        self.notes.seen.append(logits.flatten(0, -2)[0].double())
         return super().logprobs(logits, tokens, count)
 
 
