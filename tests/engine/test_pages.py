@@ -1,12 +1,14 @@
 """Rows, pages, shared prefixes and preemption: who owns what, on drawn histories."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
 from outrider.device import SeamError
 from outrider.engine.pages import FreeList, PagePool
+from outrider.engine.request import FinishReason, Request
+from outrider.engine.scheduler import Scheduler, SchedulerLimits
 
 
 def test_a_row_is_never_free_twice():
@@ -71,6 +73,45 @@ def test_a_hit_always_has_the_contents_that_its_tokens_say(history, page_size, a
     for holder in holders:
         pool.give_back(holder.pages)
     assert pool.available == count - 1
+
+
+@given(
+    st.lists(st.tuples(sequences, st.integers(0, 3)), min_size=2, max_size=12),
+    st.sampled_from([1, 2, 3]),
+    st.integers(1, 7),
+)
+@settings(max_examples=200, deadline=None)
+def test_no_context_is_written_by_the_batch_that_reads_it(arrivals, page_size, prefill_chunk):
+    """``AttentionMetadata.settled`` stands on it: what a sequence looks back at, no other one of its batch is writing."""
+    scheduler = Scheduler(
+        rows=FreeList("request row", 8),
+        pages=PagePool(count=60, page_size=page_size, ahead=0, share=True),
+        limits=SchedulerLimits(growth=1, slots=1, spare=0, prefill_chunk=prefill_chunk),
+    )
+    hits = 0
+    for number, (tokens, batches) in enumerate(arrivals):
+        # Twice, so that the second finds the first one's pages as soon as they may be taken over.
+        for twin in range(2):
+            scheduler.add(Request(2 * number + twin, tokens, SamplingParams(max_tokens=2), frozenset()))
+        for _ in range(batches if number < len(arrivals) - 1 else 99):
+            batch = scheduler.next_batch()
+            if batch is None:
+                break
+            written = {
+                chunk.request.id: set(chunk.request.pages[chunk.start // page_size : -(-chunk.end // page_size)])
+                for chunk in batch.prefill
+            }
+            for chunk in batch.prefill:
+                context = set(chunk.request.pages[: -(-chunk.start // page_size)])
+                hits += chunk.request.prefill_start > 0
+                assert not any(context & pages for other, pages in written.items() if other != chunk.request.id)
+            for request in batch.requests:
+                request.in_flight -= 1
+            for request in batch.decode:
+                request.decodes_in_flight -= 1
+                request.finish_reason = FinishReason.LENGTH
+            scheduler.retire()
+    event("a prefix was shared" if hits else "nothing was shared")
 
 
 def test_a_draft_needs_one_token_more_than_the_page():

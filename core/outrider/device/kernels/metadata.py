@@ -62,9 +62,10 @@ class AttentionMetadata:
     ``host_query_start``: ``query_start`` on the host, where a batch isn't uniform and the host made it.
 
     ``settled``: a whole decoder layer has been enqueued since anything here was written, and since anything was written to
-    the cache but the new tokens of the layer that asks. On one stream that says nothing new, unless kernels begin before the
-    ones ahead of them have ended (programmatic dependent launch): then they may read all this at once. A kernel set that
-    makes use of it sees to it that one kernel of each layer waits for all before it.
+    the cache but each sequence's own new tokens in the layer that asks; no sequence's context is among another's new tokens.
+    On one stream that says nothing new, unless kernels begin before the ones ahead of them have ended (programmatic dependent
+    launch): then they may read all this at once. A kernel set that makes use of it sees to it that one kernel of each layer
+    waits for all before it.
 
     ``shapes``: the attentions that this batch is planned for. ``plan``: what ``KernelSet.plan_attention`` made of this
     batch, if the library plans. Whoever changes lengths or queries of a planned batch takes both away: its plan is for
