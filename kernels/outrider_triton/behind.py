@@ -17,6 +17,7 @@ from triton.errors import TritonError
 
 from outrider.device import KernelSet
 from outrider.device.kernels.measure import KernelShape
+from outrider_triton.chain import normal
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.pairs import Job, Report, ends, row_of
 from outrider_triton.table import MatmulConfig, parse
@@ -31,27 +32,21 @@ def jobs(sizes: list[int]) -> list[Job]:
     return [(operator, config) for m in sizes for operator in _OPERATORS for config in ends(m)]
 
 
-def compile_one(operator: str, config: MatmulConfig, device: torch.device, pdl: bool) -> None:
-    """Compile for operands that are like those of a model in all that a compiler sees."""
-    x, weight = _normal(device, config.block_m, 512), _normal(device, 512, 512)
-    _enqueue(operator, x, x.clone(), config, pdl, weight)
-
-
 def tune_behind(
     data: dict[str, Any], shape: KernelShape, sizes: list[int], kernels: TritonKernels, device: torch.device, report: Report
 ) -> None:
     """Choose for each number of tokens; changes ``data``, the table's JSON."""
     kernels.table = parse(data)  # the gated product ahead is the one that will be there
     columns = {"linear": shape.fused, "linear_add": shape.inner}
-    gates = [_normal(device, 2 * shape.inner, shape.hidden) for _ in range(_WEIGHTS)]
+    gates = [normal(device, 2 * shape.inner, shape.hidden) for _ in range(_WEIGHTS)]
     for operator in _OPERATORS:
         k = columns[operator]
-        weights = [_normal(device, shape.hidden, k) for _ in range(_WEIGHTS)]
+        weights = [normal(device, shape.hidden, k) for _ in range(_WEIGHTS)]
         for m in sizes:
             row = _measure(operator, k, m, weights, gates, kernels, device)
             report(f"m {m}: {operator} {shape.hidden}x{k}: {row['us']} us, torch {row['torch_us']}, {row['config']}")
-            same = [all(row[name] == old[name] for name in ("operator", "n", "k", "m")) for old in data["matmul"]]
-            data["matmul"] = [old for old, gone in zip(data["matmul"], same, strict=True) if not gone] + [row]
+            others = [old for old in data["matmul"] if any(old[name] != row[name] for name in ("operator", "n", "k", "m"))]
+            data["matmul"] = [*others, row]
 
 
 def _measure(
@@ -64,8 +59,8 @@ def _measure(
     device: torch.device,
 ) -> dict[str, Any]:
     n, module = weights[0].shape[0], torch.get_device_module(device)
-    x, before = _normal(device, m, k), _normal(device, m, gates[0].shape[1])
-    residual = _normal(device, m, n)
+    x, before = normal(device, m, k), normal(device, m, gates[0].shape[1])
+    residual = normal(device, m, n)
 
     def timed(product: Callable[[torch.Tensor], object]) -> float:
         def call(number: int) -> None:
@@ -74,9 +69,7 @@ def _measure(
 
         return microseconds(module, call, calls=2 * _WEIGHTS, replays=9)
 
-    alone = microseconds(
-        module, lambda i: kernels.linear_silu_mul(before, gates[i % _WEIGHTS]), calls=2 * _WEIGHTS, replays=9
-    )
+    alone = timed(lambda weight: None)
     plain = KernelSet()
 
     def of_torch(weight: torch.Tensor) -> object:
@@ -100,8 +93,3 @@ def _enqueue(
         ops.linear.triton(x, weight, None, config.as_list(), pdl)
     else:
         ops.linear_add.triton(x, weight, None, residual, config.as_list(), pdl)
-
-
-def _normal(device: torch.device, *size: int) -> torch.Tensor:
-    made: torch.Tensor = torch.randn(size, dtype=torch.bfloat16, device=device) * size[-1] ** -0.5
-    return made

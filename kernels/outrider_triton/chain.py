@@ -29,6 +29,12 @@ AHEAD = (0, 256, 1024)
 Key = tuple[str, str, int, int]
 
 
+def normal(device: torch.device, *size: int) -> Tensor:
+    """Random numbers in bfloat16, of a variance of one over the last dimension."""
+    made: Tensor = torch.randn(size, dtype=torch.bfloat16, device=device) * size[-1] ** -0.5
+    return made
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     qkv: Tensor
@@ -58,7 +64,7 @@ class Chain:
         attention = shape.heads * shape.head_size
         self._weights = [
             tuple(
-                torch.randn(n, k, dtype=torch.bfloat16, device=device) * k**-0.5
+                normal(device, n, k)
                 for n, k in (
                     (attention + 2 * shape.kv_heads * shape.head_size, shape.hidden),
                     (shape.hidden, attention),

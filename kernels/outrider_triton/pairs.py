@@ -15,7 +15,7 @@ import torch
 
 from outrider.device import KernelSet, Product, Turn
 from outrider.device.kernels.measure import KernelShape
-from outrider_triton.chain import AHEAD, Chain, Key, as_json, with_choice
+from outrider_triton.chain import AHEAD, Chain, Key, as_json, normal, with_choice
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import MatmulConfig, Table, parse
 
@@ -172,6 +172,12 @@ def compile_one(operator: str, config: MatmulConfig, shape: KernelShape, device:
     if operator == "linear_add_scaled":
         ops.linear_add_scaled.triton(made(m, hidden), made(512, hidden), None, made(m, 512), made(512), block, pdl)
         return
+    if operator == "linear_add":
+        ops.linear_add.triton(made(m, hidden), made(512, hidden), None, made(m, 512), block, pdl)
+        return
+    if operator == "linear":
+        ops.linear.triton(made(m, hidden), made(512, hidden), None, block, pdl)
+        return
     for shares in (64, 128):
         squares = torch.ones((shares, m), dtype=torch.float32, device=device)
         if operator == "scaled_silu_mul":
@@ -219,10 +225,6 @@ def check(kernels: TritonKernels, shape: KernelShape, m: int, device: torch.devi
     """The largest relative error of a pair against float64; exits where it is more than bfloat16 accounts for."""
     attention, hidden = shape.heads * shape.head_size, shape.hidden
 
-    def normal(*size: int) -> torch.Tensor:
-        made: torch.Tensor = torch.randn(size, dtype=torch.bfloat16, device=device) * size[-1] ** -0.5
-        return made
-
     def turn(dtype: torch.dtype) -> Turn:
         empty = [torch.zeros(m, 1, shape.kv_heads, shape.head_size, dtype=dtype, device=device) for _ in range(2)]
         return Turn(cos.to(dtype), sin.to(dtype), empty[0], empty[1], torch.arange(m, device=device))
@@ -232,9 +234,9 @@ def check(kernels: TritonKernels, shape: KernelShape, m: int, device: torch.devi
     worst = 0.0
     rows = attention + 2 * shape.kv_heads * shape.head_size
     for width, count in ((attention, 2 * shape.inner), (shape.inner, rows)):
-        taking = normal(count, hidden)
-        added, norm = Product(normal(m, width), normal(hidden, width), None), normal(1, hidden)[0] + 1
-        residual = normal(m, hidden)
+        taking = normal(device, count, hidden)
+        added, norm = Product(normal(device, m, width), normal(device, hidden, width), None), normal(device, 1, hidden)[0] + 1
+        residual = normal(device, m, hidden)
         exact = residual.double()
         wide = Product(added.x.double(), added.weight.double(), None)
         if width == attention:

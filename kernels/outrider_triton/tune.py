@@ -137,10 +137,7 @@ def compile_all(
     torch.get_device_module(device).set_device(device)
     for operator, config in fused:
         try:
-            if operator in ("linear", "linear_add"):
-                behind.compile_one(operator, config, device, pdl)
-            else:
-                pairs.compile_one(operator, config, shape, device, pdl)
+            pairs.compile_one(operator, config, shape, device, pdl)
         except TritonError as failure:
             print(f"left out: {failure}", flush=True)
     for operator, config in jobs:

@@ -169,6 +169,8 @@ def test_what_was_not_timed_is_listed_and_the_rest_measured(outrider, monkeypatc
     shown = " ".join(outrider(*few, "--batch", "1,2").out.split())
     assert "too few for batch 2 with prompts of 20: no iteration had the whole batch decoding: not measured" in shown
     assert outrider(*few, "--batch", "2").code == 1
+    twice = outrider(*few, "--batch", "1,2,1", "--json").json
+    assert [row["batch"] for row in twice["results"]] == [1, 1]
 
 
 def test_bandwidth_is_of_this_world():

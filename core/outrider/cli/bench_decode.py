@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.decoding import profile_batch, run_batch
+from outrider.cli.decoding import profile_batch, run_batch, too_few
 from outrider.cli.models import (
     DoorOption,
     DraftNodesOption,
@@ -152,14 +152,15 @@ def decode(
     bandwidth = measure_bandwidth(engine.backend)
     run_batch(engine, max(sizes), max(lengths), _WARM_UP_TOKENS)
     cases = [(size, length) for length in lengths for size in sizes]
-    measured = {case: _measure(engine, *case, new_tokens, bandwidth) for case in cases}
-    missing = [case for case, row in measured.items() if row is None]
-    rows = [row for row in measured.values() if row is not None]
+    measured = [(case, _measure(engine, *case, new_tokens, bandwidth)) for case in cases]
+    missing = [case for case, row in measured if row is None]
+    rows = [row for _, row in measured if row is not None]
     if not rows:
-        raise ConfigError(f"{_too_few(new_tokens, *missing[0])}; ask for more")
-    for row, (size, length) in zip(rows, (case for case in cases if case not in missing), strict=True):
-        row |= _profiled(engine, size, length, new_tokens, by_kernel)
-    started += [f"{_too_few(new_tokens, *case)}: not measured" for case in missing]
+        raise ConfigError(f"{too_few(new_tokens, *missing[0])}; ask for more")
+    for case, row in measured:
+        if row is not None:
+            row |= _profiled(engine, *case, new_tokens, by_kernel)
+    started += [f"{too_few(new_tokens, *case)}: not measured" for case in missing]
     data: dict[str, object] = {
         "backend": engine.backend.name,
         "device": str(engine.backend.device),
@@ -186,13 +187,6 @@ def decode(
         plot.write_text(limits_svg(rows, title=f"{data['model']}, {data['speculate']}, {data['dtype']}"), encoding="utf-8")
         started.append(f"plot: {plot}")
     return Report(data=data, render=lambda console: _render(console, data, rows, started))
-
-
-def _too_few(new_tokens: int, batch: int, prompt_tokens: int) -> str:
-    return (
-        f"--new-tokens {new_tokens} is too few for batch {batch} with prompts of {prompt_tokens}: no iteration had the whole "
-        "batch decoding"
-    )
 
 
 def _measure(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, bandwidth: float) -> dict[str, object] | None:

@@ -93,7 +93,7 @@ def _row(
 
 def measure(given: Mapping[str, Any]) -> dict[str, object]:
     """One engine of its own: milliseconds of an iteration, and what the sanitizer found if it watched."""
-    from outrider.cli.decoding import run_batch
+    from outrider.cli.decoding import run_batch, too_few
     from outrider.cli.models import bundled
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
@@ -119,7 +119,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, object]:
         found = run_batch(engine, batch, prompt, new)
         device.synchronize()
     if not found.seconds:
-        raise ConfigError(f"--new-tokens {new} is too few: no iteration had the whole batch decoding")
+        raise ConfigError(too_few(new, batch, prompt))
     return {
         "iteration_ms": 1e3 * statistics.median(found.seconds),
         "operations": report.operations if report is not None else None,

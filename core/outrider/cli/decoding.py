@@ -65,6 +65,14 @@ def run_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -
     return Iterations(seconds, host_seconds, counted, statistics.fmean(contexts) if contexts else 0.0)
 
 
+def too_few(new_tokens: int, batch: int, prompt_tokens: int) -> str:
+    """What to say where :func:`run_batch` timed nothing."""
+    return (
+        f"--new-tokens {new_tokens} is too few for batch {batch} with prompts of {prompt_tokens}: no iteration had the whole "
+        "batch decoding"
+    )
+
+
 def profile_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[DeviceProfile, float] | None:
     """What the device did over a few iterations of such a batch, and how many those were; None where it can't say.
 

@@ -104,7 +104,7 @@ def _of_device(events: list[Any], lead: float = 0.0) -> DeviceProfile | None:
     whole = sorted(launches.values())
     skipped = int(lead * len(whole))
     # Idle time ahead of the first launch that counts does count: it comes behind one that ran at full speed.
-    begin = max((end for _, end in whole[:skipped]), default=float("-inf"))
+    begin = max((end for _, end in whole[:skipped]), default=None)
     whole = whole[skipped:]
     counted = [each for each in ran if each.time_range.start >= whole[0][0]] if whole else []
     intervals = [(event.time_range.start, event.time_range.end) for event in counted]
@@ -126,12 +126,12 @@ def _profile(
     launches: list[Interval],
     times: Iterable[tuple[str, float]],
     *,
-    begin: float = float("-inf"),
+    begin: float | None = None,
 ) -> DeviceProfile | None:
     if not launches:
         return None
     first = min(start for start, _ in launches)
-    window = max(end for _, end in launches) - (first if begin == float("-inf") else min(begin, first))
+    window = max(end for _, end in launches) - (first if begin is None else min(begin, first))
     if window <= 0:
         return None
     under_way = _covered(launches)

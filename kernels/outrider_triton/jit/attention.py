@@ -13,37 +13,27 @@ from outrider_triton.jit.dependent import begin, let_next_start, wait_for_last
 
 
 @triton.jit
-def _places(table, at, high, kv_head, cache_slot, cache_head, PAGE: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """Positions from ``at`` below ``high``, which of them there are, and where their keys and values begin in the cache."""
+def _places(table, at, high, context, kv_head, cache_slot, cache_head, PAGE: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Positions from ``at`` below ``high``: their indices among the new tokens (negative in the context), which of them there
+    are, and where their keys and values begin in the cache.
+    """
     position = at + tl.arange(0, BLOCK_KV)
     inside = position < high
     page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
-    return position, inside, (page * PAGE + position % PAGE) * cache_slot + kv_head * cache_head
+    return position - context, inside, (page * PAGE + position % PAGE) * cache_slot + kv_head * cache_head
 
 
 @triton.jit
-def _attend(
-    queries,
-    keys,
-    values,
-    position,
-    inside,
-    context,
-    own,
-    real,
-    token,
-    tree_mask,
-    mask_width,
-    scale,
-    best,
-    total,
-    made,
-    WINDOW: tl.constexpr,
-    TREE: tl.constexpr,
-):
-    """A block of keys [size, BLOCK_KV] and values [BLOCK_KV, size]: the new maximum, sum and weighed values of each row."""
-    scores = tl.dot(queries, keys, input_precision="ieee") * (scale * 1.4426950408889634)
-    new = position - context  # index among the new tokens; negative in the context
+def _keys_and_values(k_cache, v_cache, slot, lane, size, which):
+    """Keys [size, BLOCK_KV] and values [BLOCK_KV, size] of the slots that ``which`` says, zeros elsewhere."""
+    keys = tl.load(k_cache + slot[None, :] + lane[:, None], mask=which[None, :] & (lane[:, None] < size), other=0.0)
+    values = tl.load(v_cache + slot[:, None] + lane[None, :], mask=which[:, None] & (lane[None, :] < size), other=0.0)
+    return keys, values
+
+
+@triton.jit
+def _visible(new, inside, own, real, token, tree_mask, mask_width, WINDOW: tl.constexpr, TREE: tl.constexpr):
+    """Which positions of a block each row sees, [BLOCK_ROWS, BLOCK_KV]; ``new``: see :func:`_places`."""
     if TREE:
         among = (new[None, :] >= 0) & real[:, None] & inside[None, :]
         bits = tl.load(tree_mask + token[:, None] * mask_width + new[None, :], mask=among, other=0)
@@ -53,6 +43,13 @@ def _attend(
     visible = visible & inside[None, :]
     if WINDOW > 0:
         visible = visible & (new[None, :] > own[:, None] - WINDOW)
+    return visible
+
+
+@triton.jit
+def _attend(queries, keys, values, visible, scale, best, total, made):
+    """A block of keys [size, BLOCK_KV] and values [BLOCK_KV, size]: the new maximum, sum and weighed values of each row."""
+    scores = tl.dot(queries, keys, input_precision="ieee") * (scale * 1.4426950408889634)
     scores = tl.where(visible, scores, -float("inf"))
     higher = tl.maximum(best, tl.max(scores, axis=1))
     # A row that has seen nothing yet keeps its maximum at -inf; 0 in its place keeps the exponents from NaN.
@@ -131,16 +128,11 @@ def paged_attention(
         share = tl.cdiv(tl.cdiv(high - low, BLOCK_KV), SPLITS) * BLOCK_KV
         low = low + split * share
         high = tl.minimum(low + share, high)
-    if begin_query >= count:
-        high = low
     table = block_table + sequence.to(tl.int64) * table_width
     if SETTLED:
-        position, inside, slot = _places(table, low, high, kv_head, cache_slot, cache_head, PAGE, BLOCK_KV)
-        keys_at = k_cache + slot[None, :] + lane[:, None]
-        values_at = v_cache + slot[:, None] + lane[None, :]
-        old = inside & (position < context)
-        old_keys = tl.load(keys_at, mask=old[None, :] & (lane[:, None] < size), other=0.0)
-        old_values = tl.load(values_at, mask=old[:, None] & (lane[None, :] < size), other=0.0)
+        new, inside, slot = _places(table, low, high, context, kv_head, cache_slot, cache_head, PAGE, BLOCK_KV)
+        old = inside & (new < 0)
+        old_keys, old_values = _keys_and_values(k_cache, v_cache, slot, lane, size, old)
         wait_for_last(PDL)
 
     if (sequence == batch - 1) & (tl.program_id(0) == 0):
@@ -166,56 +158,17 @@ def paged_attention(
         total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
         made = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], dtype=tl.float32)
         if SETTLED:
-            fresh = inside & (position >= context)
-            keys = tl.load(keys_at, mask=fresh[None, :] & (lane[:, None] < size), other=0.0)
-            values = tl.load(values_at, mask=fresh[:, None] & (lane[None, :] < size), other=0.0)
+            keys, values = _keys_and_values(k_cache, v_cache, slot, lane, size, inside & (new >= 0))
             keys = tl.where(old[None, :], old_keys, keys)
             values = tl.where(old[:, None], old_values, values)
-            best, total, made = _attend(
-                queries,
-                keys,
-                values,
-                position,
-                inside,
-                context,
-                own,
-                real,
-                token,
-                tree_mask,
-                mask_width,
-                scale,
-                best,
-                total,
-                made,
-                WINDOW,
-                TREE,
-            )
+            visible = _visible(new, inside, own, real, token, tree_mask, mask_width, WINDOW, TREE)
+            best, total, made = _attend(queries, keys, values, visible, scale, best, total, made)
             low += BLOCK_KV
         for at in range(low, high, BLOCK_KV):
-            position, inside, slot = _places(table, at, high, kv_head, cache_slot, cache_head, PAGE, BLOCK_KV)
-            keys = tl.load(k_cache + slot[None, :] + lane[:, None], mask=inside[None, :] & (lane[:, None] < size), other=0.0)
-            values = tl.load(
-                v_cache + slot[:, None] + lane[None, :], mask=inside[:, None] & (lane[None, :] < size), other=0.0
-            )
-            best, total, made = _attend(
-                queries,
-                keys,
-                values,
-                position,
-                inside,
-                context,
-                own,
-                real,
-                token,
-                tree_mask,
-                mask_width,
-                scale,
-                best,
-                total,
-                made,
-                WINDOW,
-                TREE,
-            )
+            new, inside, slot = _places(table, at, high, context, kv_head, cache_slot, cache_head, PAGE, BLOCK_KV)
+            keys, values = _keys_and_values(k_cache, v_cache, slot, lane, size, inside)
+            visible = _visible(new, inside, own, real, token, tree_mask, mask_width, WINDOW, TREE)
+            best, total, made = _attend(queries, keys, values, visible, scale, best, total, made)
 
         place = token * heads + head
         if SPLITS == 1:
