@@ -20,6 +20,7 @@ from outrider.device.kernels.measure import KernelShape
 from outrider_triton.chain import normal
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.pairs import Job, Report, ends, row_of
+from outrider_triton.streams import MOST, folded
 from outrider_triton.table import MatmulConfig, parse
 from outrider_triton.timing import microseconds
 
@@ -77,7 +78,8 @@ def _measure(
 
     torch_us = timed(of_torch)
     found: list[tuple[float, MatmulConfig]] = []
-    for config in ends(m):
+    streamable = kernels.pdl and m <= MOST
+    for config in ends(m) + (folded(m, n, k, kernels.processors) if streamable else []):
         with suppress(TritonError):
             found.append((timed(partial(_enqueue, operator, x, residual, config, kernels.pdl)), config))
     us, best = min(found, key=lambda pair: pair[0])

@@ -7,10 +7,12 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from outrider_triton import streamed
 from outrider_triton.define import define
 from outrider_triton.jit import fused
 from outrider_triton.launch import launch, power_of_two
 from outrider_triton.ops import flat_product
+from outrider_triton.table import STREAMED, MatmulConfig
 
 
 def _shares(weight: Tensor, config: list[int]) -> int:
@@ -33,6 +35,9 @@ def _add(
     scaled, squares = residual, residual
     if norm is not None:
         scaled, squares = _made(residual, weight, config)
+    if descriptor == STREAMED:
+        streamed.add(flat, weight, bias, residual, norm, (scaled, squares), MatmulConfig(*config), pdl)
+        return scaled, squares
     launch(
         fused.linear_add,
         (shares, triton.cdiv(m, block_m)),
@@ -78,10 +83,13 @@ def _scaled_silu_mul(
     x: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, config: list[int], pdl: bool
 ) -> Tensor:
     """``x`` and ``squares`` are what ``linear_add_scaled`` left."""
-    block_m, block_n, block_k, _, warps, stages, ahead, _, each = config
+    block_m, block_n, block_k, _, warps, stages, ahead, descriptor, each = config
     flat = flat_product(x, weight)
     (m, k), n = flat.shape, weight.shape[0] // 2
     out = x.new_empty((*x.shape[:-1], n))
+    if descriptor == STREAMED:
+        streamed.silu_mul(flat, squares, weight, bias, out, eps, MatmulConfig(*config), pdl)
+        return out
     launch(
         fused.scaled_silu_mul,
         (triton.cdiv(n, each or block_n), triton.cdiv(m, block_m)),
@@ -127,15 +135,19 @@ def _linear_rope_write_cache(
     config: list[int],
     pdl: bool,
 ) -> Tensor:
-    block_m, block_n, block_k, _, warps, stages, ahead, _, each = config  # a block has both rows of its pairs
+    block_m, block_n, block_k, _, warps, stages, ahead, descriptor, each = config  # a block has both rows of its pairs
     flat = flat_product(x, weight)
     torch._check(
         k_cache.is_contiguous() and v_cache.is_contiguous() and cos.stride() == sin.stride() and cos.stride(1) == 1,
         lambda: "rope_write_cache: caches must be contiguous, and cos and sin laid out alike",
     )
-    torch._check(2 * each <= block_n, lambda: f"{each} pairs of rows don't fit into a block of {block_n}")
     (m, k), (kv_heads, size) = flat.shape, k_cache.shape[2:]
     q = _queries(flat, weight, k_cache)
+    if descriptor == STREAMED:
+        turn = cos, sin, k_cache, v_cache, slots
+        streamed.rope_write_cache(flat, squares, weight, bias, eps, turn, q, MatmulConfig(*config), pdl)
+        return q
+    torch._check(2 * each <= block_n, lambda: f"{each} pairs of rows don't fit into a block of {block_n}")
     shares = 1 if squares is None else squares.shape[0]
     launch(
         fused.linear_rope_write_cache,

@@ -14,7 +14,7 @@ from outrider_triton import ops as _ops  # noqa: F401
 from outrider_triton import variants
 from outrider_triton.bookkeeping import BookkeepingKernels
 from outrider_triton.launch import power_of_two, shares, splits
-from outrider_triton.table import UNTUNED, MatmulConfig, Table
+from outrider_triton.table import STREAMED, UNTUNED, MatmulConfig, Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -159,10 +159,12 @@ class TritonKernels(BookkeepingKernels):
     def linear_rope_write_cache(self, product: Product, turn: Turn) -> Tensor:
         """One kernel where it was faster."""
         for each in self._products("linear_rope", product.x, product.weight) if _turns(turn, product.x) else ():
+            if not _cuts_heads(each, turn):
+                continue
             few = _few(product.x), None, product.weight, product.bias
             _TRITON.rope_write_cache.triton_linear(*few, 0.0, *_few_turns(turn), each, self.pdl)
         config = self.matmul_config("linear_rope", product.x, product.weight)
-        if config is None or not _turns(turn, product.x):
+        if config is None or not _turns(turn, product.x) or not _cuts_heads(config.as_list(), turn):
             return super().linear_rope_write_cache(product, turn)
         return _TRITON.rope_write_cache.triton_linear(  # type: ignore[no-any-return]
             product.x, None, product.weight, product.bias, 0.0, *turn, config.as_list(), self.pdl
@@ -188,9 +190,11 @@ class TritonKernels(BookkeepingKernels):
         """Two kernels, where they were faster than four."""
         for first in self._scaled(added, residual, norm) if _turns(turn, residual) else ():
             for each in self._products("linear_rope", first[0], weight, scaled=True):
+                if not _cuts_heads(each, turn):
+                    continue
                 _TRITON.rope_write_cache.triton_linear(*first, weight, bias, eps, *_few_turns(turn), each, self.pdl)
         pair = self._pair(added, residual, norm, "linear_rope", weight)
-        if pair is None or not _turns(turn, residual):
+        if pair is None or not _turns(turn, residual) or not _cuts_heads(pair[1].as_list(), turn):
             return super().norm_linear_rope_write_cache(added, residual, norm, eps, weight, bias, turn)
         adding, taking = (config.as_list() for config in pair)
         scaled, squares = _TRITON.linear_add_scaled.triton(*added, residual, norm, adding, self.pdl)
@@ -411,6 +415,11 @@ def _turns(turn: Turn, x: Tensor) -> bool:
     """Whether keys and values of ``x``'s dtype can be turned and written by a product."""
     straight = turn.cos.stride() == turn.sin.stride() and turn.cos.stride(1) == 1 and turn.slots.is_contiguous()
     return straight and turn.k_cache.dtype is x.dtype and turn.k_cache.shape[3] % 2 == 0
+
+
+def _cuts_heads(config: list[int], turn: Turn) -> bool:
+    """Whether boxes of rows don't straddle the halves of a head; others turn row by row."""
+    return config[7] != STREAMED or turn.k_cache.shape[3] // 2 % config[1] == 0
 
 
 def _few_turns(turn: Turn) -> Turn:

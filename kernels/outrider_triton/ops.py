@@ -11,9 +11,11 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from outrider_triton import streamed
 from outrider_triton.define import define
 from outrider_triton.jit import attention, matmul, rows
 from outrider_triton.launch import launch, power_of_two, warps_for
+from outrider_triton.table import STREAMED, MatmulConfig
 
 _MOVES = 256
 """The most rows that a program of ``move_cache`` holds at once."""
@@ -216,6 +218,9 @@ def flat_product(x: Tensor, weight: Tensor) -> Tensor:
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: list[int], pdl: bool) -> None:
     block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
     flat = flat_product(x, weight)
+    if descriptor == STREAMED:
+        streamed.multiply(flat, weight, bias, out, MatmulConfig(*config), pdl)
+        return
     (m, k), n = flat.shape, weight.shape[0]
     each = each or block_n
     grid = triton.cdiv(n, each), split, triton.cdiv(m, block_m)
@@ -269,11 +274,14 @@ define(
 
 
 def _linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int], pdl: bool) -> Tensor:
-    block_m, block_n, block_k, split, warps, stages, ahead, _, each = config
+    block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
     torch._check(split == 1, lambda: "a gated product isn't split: the activation needs the whole sum")
     flat = flat_product(x, weight)
     (m, k), n = flat.shape, weight.shape[0] // 2
     out = x.new_empty((*x.shape[:-1], n))
+    if descriptor == STREAMED:
+        streamed.silu_mul(flat, None, weight, bias, out, 0.0, MatmulConfig(*config), pdl)
+        return out
     each = each or block_n
     grid = triton.cdiv(n, each), triton.cdiv(m, block_m)
     launch(

@@ -17,6 +17,9 @@ from typing import Any
 
 from outrider.device import BackendLoadError
 
+STREAMED = 2
+"""``descriptor`` of products whose operands a warp of its own brings."""
+
 
 @dataclass(frozen=True, slots=True)
 class MatmulConfig:
@@ -26,6 +29,10 @@ class MatmulConfig:
     programs; ``warps`` a program and ``stages`` of loads in flight; ``ahead`` columns (a multiple of 256) of the
     weight are asked for ahead of the kernel before; ``descriptor``: 1 where the copy engine loads the weight.
     ``each``: rows of the weight a program has, 0 for all of a block.
+
+    ``descriptor`` STREAMED: a kernel of :mod:`outrider_triton.jit.streamed`. Then ``block_n`` is the rows of a box, ``each``
+    the *pairs* of rows a program has (in a product that isn't split, those that are one row, folded), and ``ahead`` 0: what
+    is asked for ahead is as much as the stages hold.
     """
 
     block_m: int

@@ -26,7 +26,7 @@ from triton.errors import TritonError
 
 from outrider.device import KernelSet
 from outrider.device.kernels.measure import KernelCase, KernelShape, kernel_cases
-from outrider_triton import behind, pairs
+from outrider_triton import behind, pairs, streams
 from outrider_triton.chain import AHEAD, Chain, Key, as_json, attention_candidates
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import AttentionConfig, MatmulConfig, parse, slug
@@ -129,15 +129,17 @@ def compile_all(
     jobs: list[tuple[str, MatmulConfig]],
     attention: list[AttentionConfig],
     fused: list[pairs.Job],
+    streamed: list[streams.Job],
     shape: KernelShape,
     device: torch.device,
     pdl: bool,
 ) -> None:
     """Compile candidates on small operands; what doesn't fit is met again, and left out, when it's measured."""
     torch.get_device_module(device).set_device(device)
-    for operator, config in fused:
+    calls = [partial(pairs.compile_one, *job) for job in fused] + [partial(streams.compile_one, *job) for job in streamed]
+    for call in calls:
         try:
-            pairs.compile_one(operator, config, shape, device, pdl)
+            call(shape, device, pdl)
         except TritonError as failure:
             print(f"left out: {failure}", flush=True)
     for operator, config in jobs:
@@ -165,12 +167,13 @@ def compile_in_parallel(
     jobs: Iterable[tuple[str, MatmulConfig]],
     attention: Iterable[AttentionConfig],
     fused: Iterable[pairs.Job],
+    streamed: Iterable[streams.Job],
     shape: KernelShape,
     device: torch.device,
     pdl: bool,
 ) -> None:
     """Share the jobs out among processes, one a core."""
-    every = [list(dict.fromkeys(each)) for each in (jobs, attention, fused)]
+    every = [list(dict.fromkeys(each)) for each in (jobs, attention, fused, streamed)]
     workers = min(os.cpu_count() or 1, 14)
     context = multiprocessing.get_context("spawn")
     processes = [
@@ -292,15 +295,18 @@ def main() -> None:
     shape, sizes = SHAPES[arguments.shape], [int(size) for size in arguments.tokens.split(",")]
     name, began = module.get_device_name(device), time.perf_counter()
     in_chain = [int(m) for m in arguments.in_place.split(",")]
+    streamable = [m for m in in_chain if m <= streams.MOST] if pdl else []
     fused, attention = pairs.jobs(in_chain) + behind.jobs(sizes), attention_candidates(1, 640)
+    streaming = streams.jobs(shape, streamable, kernels.processors)
     if arguments.again:
-        compile_in_parallel([], attention, fused, shape, device, kernels.pdl)
+        compile_in_parallel([], attention, fused, streaming, shape, device, kernels.pdl)
         data = json.loads(_home(name).read_text(encoding="utf-8"))
     else:
-        data = from_scratch(shape, sizes, in_chain, attention, fused, kernels, device)
+        data = from_scratch(shape, sizes, in_chain, attention, fused, streaming, kernels, device)
     print(f"compiled and tuned alone after {time.perf_counter() - began:.0f} s", flush=True)
-    for tune in (pairs.tune_pairs, behind.tune_behind):
-        tune(data, shape, in_chain, kernels, device, lambda line: print(line, flush=True))
+    steps = [(pairs.tune_pairs, in_chain), (streams.tune_streams, streamable), (behind.tune_behind, in_chain)]
+    for tune, tokens in steps:
+        tune(data, shape, tokens, kernels, device, lambda line: print(line, flush=True))
     data["software"] = {"torch": torch.__version__, "triton": triton.__version__}
     data["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
     data["cases"] = [
@@ -327,6 +333,7 @@ def from_scratch(
     in_chain: list[int],
     attention: list[AttentionConfig],
     fused: list[pairs.Job],
+    streaming: list[streams.Job],
     kernels: TritonKernels,
     device: torch.device,
 ) -> dict[str, Any]:
@@ -339,6 +346,7 @@ def from_scratch(
         alone,
         attention,
         fused,
+        streaming,
         shape,
         device,
         kernels.pdl,

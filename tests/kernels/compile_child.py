@@ -1,12 +1,15 @@
 """Compile every kernel for a device that isn't here: ``compile_child.py BACKEND ARCHITECTURE WARP PDL``; prints names."""
 
+import re
 import sys
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from outrider_triton.jit import attention, bookkeeping, choose, fused, matmul, rows
+from outrider_triton.jit import attention, bookkeeping, choose, fused, matmul, rows, streamed
 
 HALF, WIDE, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
 HALVES = (
@@ -99,9 +102,23 @@ KERNELS = [
     (bookkeeping.embed_beside, {"hidden": HALF}, {"BLOCK": 1024}),
     (choose.accept_sampling, {"rows": "i32"}, {**SHARED, "LANE": 1, "DRAFTED": 3}),
 ]
-LATE = {"linear_silu_mul", "scaled_silu_mul"}
+RING = {"bias": None, "HAS_BIAS": False, "STEPS": 8, "BLOCK_M": 8, "BLOCK_K": 128, "STAGES": 4}
+SCALED = {**RING, "SCALED": True, "SHARES": 128}
+PLAIN = {**RING, "squares": None, "SCALED": False, "SHARES": 1}
+STREAMED = [
+    (streamed.streamed_linear, {}, {**RING, "FOLD": True}),
+    (streamed.streamed_linear, {"out": WIDE}, {**RING, "FOLD": False}),
+    (streamed.streamed_linear_add, {"norm": HALF, "scaled": HALF}, {**RING, "NORM": True}),
+    (streamed.streamed_linear_add, {"scaled": HALF}, {**RING, "norm": None, "NORM": False}),
+    (streamed.streamed_silu_mul, {"k": "i32"}, SCALED),
+    (streamed.streamed_silu_mul, {"k": "i32"}, PLAIN),
+    (streamed.streamed_rope_write_cache, {"k": "i32"}, {**SCALED, "HALF": 64}),
+    (streamed.streamed_rope_write_cache, {"k": "i32"}, {**PLAIN, "HALF": 64}),
+]
+"""For devices with a copy engine alone."""
+LATE = {"linear_silu_mul", "scaled_silu_mul", "streamed_silu_mul"}
 """One of them is in each layer: what starts behind it may read what was written before it (docs/kernels.md)."""
-READS_WEIGHTS = {"rms_norm", "add_rms_norm", "linear_add"}
+READS_WEIGHTS = {"rms_norm", "add_rms_norm", "linear_add", "streamed_linear_add"}
 """Before the wait: weights, which no kernel writes."""
 
 
@@ -109,13 +126,27 @@ def main() -> None:
     backend, architecture, warp, pdl = sys.argv[1:]
     target = GPUTarget(backend, int(architecture) if architecture.isdigit() else architecture, int(warp))
     for kernel, types, constants in KERNELS:
-        given = {**constants, "PDL": pdl == "True"}
-        signature = {n: "constexpr" if n in given else {**TYPES, **types}.get(n, "i32") for n in kernel.arg_names}
-        places = {(kernel.arg_names.index(name),): value for name, value in given.items()}
-        made = triton.compile(ASTSource(kernel, signature, places), target=target, options={"num_warps": 4})
-        if given["PDL"]:
-            check_order(kernel.__name__, made.asm["ptx"], settled=given.get("SETTLED", False))
+        made = compiled(ASTSource, kernel, types, {**constants, "PDL": pdl == "True"}, target)
+        if pdl == "True":
+            check_order(kernel.__name__, made.asm["ptx"], settled=constants.get("SETTLED", False))
         print(kernel.__name__, flush=True)
+    if (backend, architecture) == ("cuda", "90"):
+        for kernel, types, constants in STREAMED:
+            ends = {"x": descriptor(8, 128), "w": descriptor(16, 128)}
+            made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
+            check_order_of_both(kernel.__name__, made.asm["ptx"])
+            print(kernel.__name__, flush=True)
+
+
+def compiled(source, kernel, types, given, target):
+    signature = {n: "constexpr" if n in given else {**TYPES, **types}.get(n, "i32") for n in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in given.items()}
+    return triton.compile(source(kernel, signature, places), target=target, options={"num_warps": 4})
+
+
+def descriptor(rows, columns):
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
+    return f"tensordesc<bf16[{rows},{columns}],{getattr(layout, 'value', layout)!r}>"
 
 
 def check_order(name: str, ptx: str, *, settled: bool) -> None:
@@ -128,6 +159,21 @@ def check_order(name: str, ptx: str, *, settled: bool) -> None:
     read = "ld.global" in before or "cp.async.ca" in before or "cp.async.cg" in before
     assert not read or settled or name in READS_WEIGHTS, f"{name}: reads before the wait"
     assert read or not settled, f"{name}: reads nothing before the wait, though it could"
+
+
+def check_order_of_both(name: str, ptx: str) -> None:
+    """The same of a kernel one warp of which brings what the others, whose code comes first, multiply."""
+    others, brings = ptx[: ptx.index("cp.async.bulk.tensor")], ptx[ptx.index("cp.async.bulk.tensor") :]
+    before = others[: others.index("griddepcontrol.wait")]
+    assert "st.global" not in before, f"{name}: writes before the wait"
+    assert ("ld.global" in before) <= (name in READS_WEIGHTS), f"{name}: reads before the wait"
+    assert "launch_dependents" not in others, f"{name}: lets the next one start where others still wait"
+    assert "st.global" not in brings, f"{name}: the warp that brings writes"
+    assert "ld.global" not in brings, f"{name}: the warp that brings reads"
+    order = re.findall("griddepcontrol.(wait|launch_dependents)", brings)
+    expected = ["wait", "launch_dependents"] if name in LATE else ["launch_dependents", "wait"]
+    assert order, f"{name}: the warp that brings doesn't wait"
+    assert order == expected * (len(order) // 2), f"{name}: waits and lets the next one start in the wrong order"
 
 
 main()

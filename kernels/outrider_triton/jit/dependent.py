@@ -58,3 +58,16 @@ def ask_for_rows(pointers, columns):
     if columns > 0:
         address = pointers.to(tl.int64, bitcast=True)
         _ask(address, (address * 0 + columns * 2).to(tl.int32))
+
+
+@triton.jit
+def fetch(pointers):
+    """Have what is at ``pointers`` brought into L2. May precede the wait: who writes it yet writes it there, too."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64, bitcast=True)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

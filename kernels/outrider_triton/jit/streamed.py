@@ -1,0 +1,403 @@
+"""Skinny matrix products whose operands come through a ring (:mod:`outrider_triton.jit.ring`), with their neighbours.
+
+As in :mod:`outrider_triton.jit.matmul` and :mod:`outrider_triton.jit.fused`, whose twins they are, the weights are the wide
+operand, and what counts is how fast they come.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from outrider_triton.jit.ring import (
+    PAIRS,
+    bring,
+    fetch,
+    halves_of,
+    make_buffer,
+    make_ring,
+    scale_of,
+    squares_of,
+    wait_for_last,
+)
+
+
+@gluon.jit
+def _store(
+    bias, out, m, n, each, ring, buffer, HAS_BIAS: gl.constexpr, FOLD: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr
+):
+    BLOCK_M: gl.constexpr = buffer.shape[1] // (2 if FOLD else 1)
+    layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
+    lane = gl.arange(0, PAIRS, gl.SliceLayout(1, layout))
+    token = gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+    known = (token < m)[None, :]
+    place = out + gl.program_id(1).to(gl.int64) * m * n + token.to(gl.int64)[None, :] * n
+    wait_for_last(PDL)
+    for tile in range(gl.cdiv(each, PAIRS)):
+        low, high = halves_of(ring, tile, buffer, FOLD, STEPS, layout)
+        own = tile * PAIRS + lane
+        row = gl.program_id(0) * each + own
+        if FOLD:
+            mine = (own < each) & (row < n)
+            total = low + high
+            if HAS_BIAS:
+                total += gl.load(bias + row, mask=mine, other=0.0).to(gl.float32)[:, None]
+            gl.store(place + row[:, None], total.to(out.dtype.element_ty), mask=known & mine[:, None])
+        else:
+            row += row // PAIRS * PAIRS
+            gl.store(place + row[:, None], low.to(out.dtype.element_ty), mask=known & ((own < each) & (row < n))[:, None])
+            row += PAIRS
+            gl.store(place + row[:, None], high.to(out.dtype.element_ty), mask=known & ((own < each) & (row < n))[:, None])
+
+
+@gluon.jit(do_not_specialize=["m", "each"])
+def streamed_linear(
+    x,
+    w,
+    bias,
+    out,
+    m,
+    n,
+    each,
+    HAS_BIAS: gl.constexpr,
+    FOLD: gl.constexpr,
+    STEPS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """:func:`outrider_triton.jit.matmul.linear`; program (share of rows, part of the columns, block of tokens).
+
+    A product in parts isn't folded, and has no bias.
+    """
+    ring = make_ring(x, w, FOLD, BLOCK_M, BLOCK_K, STAGES)
+    buffer = make_buffer(ring)
+    gl.warp_specialize(
+        [
+            (_store, (bias, out, m, n, each, ring, buffer, HAS_BIAS, FOLD, STEPS, PDL)),
+            (bring, (x, w, ring, each, PAIRS, FOLD, STEPS, False, PDL)),
+        ],
+        [1],
+        [40],
+    )
+
+
+@gluon.jit
+def _add(
+    bias,
+    residual,
+    norm,
+    scaled,
+    squares,
+    m,
+    n,
+    each,
+    ring,
+    buffer,
+    HAS_BIAS: gl.constexpr,
+    NORM: gl.constexpr,
+    STEPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    BLOCK_M: gl.constexpr = buffer.shape[1] // 2
+    layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
+    lane = gl.arange(0, PAIRS, gl.SliceLayout(1, layout))
+    token = gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+    row = gl.program_id(0) * each + lane
+    mine = (lane < each) & (row < n)
+    real = (token < m)[None, :] & mine[:, None]
+    place = token.to(gl.int64)[None, :] * n + row[:, None]
+    # Weights, which are far away and which no kernel writes; and where the residual is, so that it isn't far away either.
+    extra = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, layout))
+    if HAS_BIAS:
+        extra = gl.load(bias + row, mask=mine, other=0.0).to(gl.float32)
+    factor = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, layout))
+    if NORM:
+        factor = gl.load(norm + row, mask=mine, other=0.0).to(gl.float32)
+    fetch(residual + gl.where(real, place, 0))
+    wait_for_last(PDL)
+    old = gl.load(residual + place, mask=real, other=0.0)
+    low, high = halves_of(ring, 0, buffer, True, STEPS, layout)
+    kept = (low + high + extra[:, None] + old.to(gl.float32)).to(residual.dtype.element_ty)
+    gl.store(residual + place, kept, mask=real)
+    if NORM:
+        numbers = gl.where(real, kept.to(gl.float32), 0.0)
+        gl.store(scaled + place, (numbers * factor[:, None]).to(scaled.dtype.element_ty), mask=real)
+        gl.store(squares + gl.program_id(0) * m + token, gl.sum(numbers * numbers, axis=0), mask=token < m)
+
+
+@gluon.jit(do_not_specialize=["m", "each"])
+def streamed_linear_add(
+    x,
+    w,
+    bias,
+    residual,
+    norm,
+    scaled,
+    squares,
+    m,
+    n,
+    each,
+    HAS_BIAS: gl.constexpr,
+    NORM: gl.constexpr,
+    STEPS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """:func:`outrider_triton.jit.fused.linear_add`; folded, and a program has one tile at most."""
+    ring = make_ring(x, w, True, BLOCK_M, BLOCK_K, STAGES)
+    buffer = make_buffer(ring)
+    gl.warp_specialize(
+        [
+            (
+                _add,
+                (bias, residual, norm, scaled, squares, m, n, each, ring, buffer, HAS_BIAS, NORM, STEPS, PDL),
+            ),
+            (bring, (x, w, ring, each, PAIRS, True, STEPS, False, PDL)),
+        ],
+        [1],
+        [40],
+    )
+
+
+@gluon.jit
+def _gate(
+    squares,
+    bias,
+    out,
+    eps,
+    m,
+    n,
+    k,
+    shares,
+    each,
+    ring,
+    buffer,
+    HAS_BIAS: gl.constexpr,
+    SCALED: gl.constexpr,
+    SHARES: gl.constexpr,
+    STEPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    BLOCK_M: gl.constexpr = buffer.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
+    lane = gl.arange(0, PAIRS, gl.SliceLayout(1, layout))
+    token = gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+    wait_for_last(PDL)
+    if SCALED:
+        parts = squares_of(squares, shares, m, SHARES, BLOCK_M)
+    for tile in range(gl.cdiv(each, PAIRS)):
+        gate, up = halves_of(ring, tile, buffer, False, STEPS, layout)
+        own = tile * PAIRS + lane
+        row = gl.program_id(0) * each + own
+        mine = (own < each) & (row < n)
+        if SCALED:
+            scale = scale_of(parts, k, eps, layout)
+            gate *= scale
+            up *= scale
+        if HAS_BIAS:
+            gate += gl.load(bias + row, mask=mine, other=0.0).to(gl.float32)[:, None]
+            up += gl.load(bias + n + row, mask=mine, other=0.0).to(gl.float32)[:, None]
+        # Rounded where the reference rounds: after each product and after the activation.
+        gate = gate.to(out.dtype.element_ty).to(gl.float32)
+        gate = (gate / (1.0 + gl.exp(-gate))).to(out.dtype.element_ty).to(gl.float32)
+        up = up.to(out.dtype.element_ty).to(gl.float32)
+        place = out + token.to(gl.int64)[None, :] * n + row[:, None]
+        gl.store(place, (gate * up).to(out.dtype.element_ty), mask=(token < m)[None, :] & mine[:, None])
+
+
+@gluon.jit(do_not_specialize=["m", "each", "shares"])
+def streamed_silu_mul(
+    x,
+    w,
+    squares,
+    bias,
+    out,
+    eps,
+    m,
+    n,
+    k,
+    shares,
+    each,
+    HAS_BIAS: gl.constexpr,
+    SCALED: gl.constexpr,
+    SHARES: gl.constexpr,
+    STEPS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """:func:`outrider_triton.jit.matmul.linear_silu_mul`, SCALED: :func:`outrider_triton.jit.fused.scaled_silu_mul`."""
+    ring = make_ring(x, w, False, BLOCK_M, BLOCK_K, STAGES)
+    buffer = make_buffer(ring)
+    gl.warp_specialize(
+        [
+            (
+                _gate,
+                (squares, bias, out, eps, m, n, k, shares, each, ring, buffer, HAS_BIAS, SCALED, SHARES, STEPS, PDL),
+            ),
+            (bring, (x, w, ring, each, n, False, STEPS, True, PDL)),
+        ],
+        [1],
+        [40],
+    )
+
+
+@gluon.jit
+def _turn(
+    squares,
+    bias,
+    cos,
+    sin,
+    q,
+    k_cache,
+    v_cache,
+    slots,
+    eps,
+    m,
+    k,
+    shares,
+    heads,
+    kv_heads,
+    angles_token,
+    cache_slot,
+    cache_head,
+    each,
+    ring,
+    buffer,
+    HAS_BIAS: gl.constexpr,
+    SCALED: gl.constexpr,
+    SHARES: gl.constexpr,
+    HALF: gl.constexpr,
+    STEPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    BLOCK_M: gl.constexpr = buffer.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
+    token = gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+    known = token < m
+    wait_for_last(PDL)
+    if SCALED:
+        parts = squares_of(squares, shares, m, SHARES, BLOCK_M)
+    slot = gl.load(slots + token, mask=known, other=0)
+    for tile in range(gl.cdiv(each, PAIRS)):
+        own = tile * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(1, layout))
+        pair = gl.program_id(0) * each + own
+        head = pair // HALF
+        lane = pair % HALF
+        mine = (own < each) & (head < heads + 2 * kv_heads)
+        real = known[None, :] & mine[:, None]
+        # What is needed behind the product, on its way before it.
+        angle = token.to(gl.int64)[None, :] * angles_token + lane[:, None]
+        turns = real & (head < heads + kv_heads)[:, None]
+        cos_low = gl.load(cos + angle, mask=turns, other=1.0)
+        sin_low = gl.load(sin + angle, mask=turns, other=0.0)
+        cos_high = gl.load(cos + angle + HALF, mask=turns, other=1.0)
+        sin_high = gl.load(sin + angle + HALF, mask=turns, other=0.0)
+        first, second = halves_of(ring, tile, buffer, False, STEPS, layout)
+        if SCALED:
+            scale = scale_of(parts, k, eps, layout)
+            first *= scale
+            second *= scale
+        if HAS_BIAS:
+            row = head * (2 * HALF) + lane
+            first += gl.load(bias + row, mask=mine, other=0.0).to(gl.float32)[:, None]
+            second += gl.load(bias + row + HALF, mask=mine, other=0.0).to(gl.float32)[:, None]
+        # Rounded where the reference rounds: after the product and after the turn.
+        first = first.to(q.dtype.element_ty).to(gl.float32)
+        second = second.to(q.dtype.element_ty).to(gl.float32)
+        low = (first * cos_low.to(gl.float32) - second * sin_low.to(gl.float32)).to(q.dtype.element_ty)
+        high = (second * cos_high.to(gl.float32) + first * sin_high.to(gl.float32)).to(q.dtype.element_ty)
+
+        place = (token.to(gl.int64)[None, :] * heads + head[:, None]) * (2 * HALF) + lane[:, None]
+        queries = real & (head < heads)[:, None]
+        gl.store(q + place, low, mask=queries)
+        gl.store(q + place + HALF, high, mask=queries)
+        key = head - heads
+        place = slot[None, :] * cache_slot + key[:, None] * cache_head + lane[:, None]
+        keys = real & ((key >= 0) & (key < kv_heads))[:, None]
+        gl.store(k_cache + place, low, mask=keys)
+        gl.store(k_cache + place + HALF, high, mask=keys)
+        place -= kv_heads * cache_head
+        values = real & (key >= kv_heads)[:, None]
+        gl.store(v_cache + place, low, mask=values)
+        gl.store(v_cache + place + HALF, high, mask=values)
+
+
+@gluon.jit(do_not_specialize=["m", "each", "shares"])
+def streamed_rope_write_cache(
+    x,
+    w,
+    squares,
+    bias,
+    cos,
+    sin,
+    q,
+    k_cache,
+    v_cache,
+    slots,
+    eps,
+    m,
+    k,
+    shares,
+    heads,
+    kv_heads,
+    angles_token,
+    cache_slot,
+    cache_head,
+    each,
+    HAS_BIAS: gl.constexpr,
+    SCALED: gl.constexpr,
+    SHARES: gl.constexpr,
+    HALF: gl.constexpr,
+    STEPS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """:func:`outrider_triton.jit.fused.linear_rope_write_cache`."""
+    ring = make_ring(x, w, False, BLOCK_M, BLOCK_K, STAGES)
+    buffer = make_buffer(ring)
+    gl.warp_specialize(
+        [
+            (
+                _turn,
+                (
+                    squares,
+                    bias,
+                    cos,
+                    sin,
+                    q,
+                    k_cache,
+                    v_cache,
+                    slots,
+                    eps,
+                    m,
+                    k,
+                    shares,
+                    heads,
+                    kv_heads,
+                    angles_token,
+                    cache_slot,
+                    cache_head,
+                    each,
+                    ring,
+                    buffer,
+                    HAS_BIAS,
+                    SCALED,
+                    SHARES,
+                    HALF,
+                    STEPS,
+                    PDL,
+                ),
+            ),
+            (bring, (x, w, ring, each, HALF, False, STEPS, False, PDL)),
+        ],
+        [1],
+        [40],
+    )

@@ -1,0 +1,131 @@
+"""Launching the products of :mod:`outrider_triton.jit.streamed`: the same work as their twins in Triton, by another route."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from outrider_triton.jit import streamed
+from outrider_triton.jit.ring import PAIRS
+from outrider_triton.launch import launch, power_of_two
+from outrider_triton.table import MatmulConfig
+
+_PAIRS: int = PAIRS.value
+_LAYOUTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: MatmulConfig, pdl: bool) -> None:
+    """``out [m, n]``, or its parts ``[split, m, n]``, from ``x [m, k]``."""
+    m, n, fold = x.shape[0], weight.shape[0], config.split == 1
+    torch._check(fold or bias is None, lambda: "parts of a product have no bias")
+    own, flags = (bias, out, m, n, config.each), {"HAS_BIAS": bias is not None, "FOLD": fold}
+    pairs = n if fold else -(-n // (2 * _PAIRS)) * _PAIRS
+    _launch(streamed.streamed_linear, x, weight, config, own, pairs=pairs, half=_PAIRS, pdl=pdl, fold=fold, **flags)
+
+
+def add(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm: Tensor | None,
+    made: tuple[Tensor, Tensor],
+    config: MatmulConfig,
+    pdl: bool,
+) -> None:
+    """Adds to ``residual [m, n]``; with a norm, ``made`` is where the scaled row and its squares go."""
+    torch._check(config.each <= _PAIRS, lambda: f"{config.each} rows: a product that is added has {_PAIRS} at most")
+    own = bias, residual, norm, *made, x.shape[0], weight.shape[0], config.each
+    flags = {"HAS_BIAS": bias is not None, "NORM": norm is not None}
+    pairs = weight.shape[0]
+    _launch(streamed.streamed_linear_add, x, weight, config, own, pairs=pairs, half=_PAIRS, pdl=pdl, fold=True, **flags)
+
+
+def silu_mul(
+    x: Tensor,
+    squares: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    eps: float,
+    config: MatmulConfig,
+    pdl: bool,
+) -> None:
+    """``out [m, n]`` of the gate's n rows and up's n rows; with ``squares``, of ``x`` divided by its root mean square."""
+    (m, k), n = x.shape, weight.shape[0] // 2
+    shares, flags = _scaled(squares, bias)
+    own = squares, bias, out, eps, m, n, k, shares, config.each
+    _launch(streamed.streamed_silu_mul, x, weight, config, own, pairs=n, half=n, pdl=pdl, **flags)
+
+
+def rope_write_cache(
+    x: Tensor,
+    squares: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    turn: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    q: Tensor,
+    config: MatmulConfig,
+    pdl: bool,
+) -> None:
+    """Queries to ``q``, keys and values to the slots; ``turn``: cos, sin, both caches, slots."""
+    cos, sin, k_cache, v_cache, slots = turn
+    (m, k), (kv_heads, size) = x.shape, k_cache.shape[2:]
+    shares, flags = _scaled(squares, bias)
+    own = squares, bias, cos, sin, q, k_cache, v_cache, slots, eps, m, k, shares, q.shape[1], kv_heads
+    strides = cos.stride(0), k_cache.stride(1), k_cache.stride(2), config.each
+    pairs, half = weight.shape[0] // 2, size // 2
+    flags["HALF"] = half
+    _launch(streamed.streamed_rope_write_cache, x, weight, config, own + strides, pairs=pairs, half=half, pdl=pdl, **flags)
+
+
+def _scaled(squares: Tensor | None, bias: Tensor | None) -> tuple[int, dict[str, Any]]:
+    shares = 1 if squares is None else squares.shape[0]
+    return shares, {"HAS_BIAS": bias is not None, "SCALED": squares is not None, "SHARES": power_of_two(shares)}
+
+
+def _descriptor(rows: Tensor, count: int, columns: int) -> TensorDescriptor:
+    made = gl.NVMMASharedLayout.get_default_for([count, columns], _LAYOUTS[rows.dtype])
+    return TensorDescriptor.from_tensor(rows, [count, columns], getattr(made, "value", made))  # a constexpr in some releases
+
+
+def _launch(
+    kernel: Any,
+    x: Tensor,
+    weight: Tensor,
+    config: MatmulConfig,
+    own: tuple[Any, ...],
+    *,
+    pairs: int,
+    half: int,
+    pdl: bool,
+    fold: bool = False,
+    **flags: Any,
+) -> None:
+    (m, k), box, span = x.shape, config.block_n, config.split * config.block_k * (2 if fold else 1)
+    torch._check(
+        k % span == 0 and half % box == 0 and _PAIRS % box == 0 and config.each % box == 0 and config.stages > 1,
+        lambda: (
+            f"a streamed product of {tuple(weight.shape)} can't be cut up as {config}: expected columns in multiples of "
+            f"{span}, boxes of rows that divide {half}, {_PAIRS} and {config.each}, and two stages or more"
+        ),
+    )
+    launch(
+        kernel,
+        (-(-pairs // config.each), config.split, -(-m // config.block_m)),
+        *(_descriptor(x, config.block_m, config.block_k), _descriptor(weight, box, config.block_k), *own),
+        **flags,
+        STEPS=k // span,
+        BLOCK_M=config.block_m,
+        BLOCK_K=config.block_k,
+        STAGES=config.stages,
+        # So few that programs of the next kernel, and of small ones between, fit in beside.
+        maxnreg=64 if config.block_m <= 16 else 96 if config.block_m <= 32 else 128,
+        pdl=pdl,
+        warps=config.warps,
+    )

@@ -1,0 +1,218 @@
+"""Products whose operands come through a ring: right on a device that has one; how they are cut up, anywhere.
+
+The interpreter knows Triton, not Gluon, in which these are written. They are compiled in ``test_compile.py``.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
+
+from kernels.test_numerics import close
+from outrider.device import KernelSet, Product, Turn
+from outrider_triton import streams
+from outrider_triton.kernelset import TritonKernels, _cuts_heads
+from outrider_triton.table import STREAMED, MatmulConfig, load
+from outrider_triton.tune import SHAPES
+
+REFERENCE = KernelSet()
+HALF = torch.bfloat16
+SHARED_BYTES = 227 << 10  # of a program, on the device that these are for
+HEADS, KV_HEADS, SIZE = 5, 2, 128
+# Boxes of 8 to 32 rows; shares of a tile, of part of one, of several; two and more stages; one block of tokens and more.
+CONFIGS = [
+    [8, 8, 128, 1, 4, 4, 0, STREAMED, 24],
+    [16, 16, 64, 1, 4, 2, 0, STREAMED, 112],
+    [32, 32, 128, 1, 4, 3, 0, STREAMED, 32],
+    [8, 8, 256, 1, 4, 3, 0, STREAMED, 56],
+]
+TOKENS = [1, 4, 16, 37]
+
+
+@pytest.fixture(scope="module")
+def hopper(device):
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("not run: it takes a device of compute capability 9, and TRITON_INTERPRET=0")
+    return device
+
+
+@pytest.fixture(scope="module")
+def ops():
+    return torch.ops.outrider
+
+
+def normal(device, *shape, scale=1.0, seed=0):
+    made = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(shape, generator=made) * scale).to(HALF).to(device)
+
+
+def product(device, m, n, k):
+    return normal(device, m, k), normal(device, n, k, scale=k**-0.5), normal(device, n)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("m", TOKENS)
+@pytest.mark.parametrize("n", [64, 200, 4096])
+def test_a_product(m, n, config, hopper, ops):
+    x, weight, bias = product(hopper, m, n, 1024)
+    wanted = x.double() @ weight.double().T
+    close(ops.linear.triton(x, weight, None, config, True), wanted.cpu(), HALF)
+    close(ops.linear.triton(x, weight, bias, config, True), (wanted + bias.double()).cpu(), HALF)
+
+
+@pytest.mark.parametrize("split", [2, 4])
+@pytest.mark.parametrize("m", TOKENS)
+@pytest.mark.parametrize("n", [64, 200, 4096])
+def test_a_product_in_parts(m, n, split, hopper, ops):
+    x, weight, _ = product(hopper, m, n, 2048)
+    parts = ops.linear_parts.triton(x, weight, [8, 32, 128, split, 4, 4, 0, STREAMED, 32], True)
+    assert parts.shape == (split, m, n)
+    span = 2048 // split
+    for part in range(split):
+        columns = slice(part * span, (part + 1) * span)
+        close(parts[part], (x[:, columns].double() @ weight[:, columns].double().T).cpu(), torch.float32)
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c[8] <= 32], ids=str)
+@pytest.mark.parametrize("m", TOKENS)
+@pytest.mark.parametrize("n", [64, 200, 4096])
+def test_a_product_is_added_to_the_residual(m, n, config, hopper, ops):
+    x, weight, bias = product(hopper, m, n, 1024)
+    residual, norm = normal(hopper, m, n, seed=1), normal(hopper, n, seed=2)
+    wanted = residual.double() + x.double() @ weight.double().T + bias.double()
+    alone, kept = residual.clone(), residual.clone()
+    ops.linear_add.triton(x, weight, bias, alone, config, True)
+    close(alone, wanted.cpu(), HALF)
+    scaled, squares = ops.linear_add_scaled.triton(x, weight, bias, kept, norm, config, True)
+    assert torch.equal(kept, alone)
+    close(scaled, (kept.double() * norm.double()).cpu(), HALF)
+    assert squares.shape == (-(-n // config[8]), m)
+    close(squares.sum(0), kept.double().square().sum(1).cpu(), torch.float32)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("m", TOKENS)
+@pytest.mark.parametrize("inner", [64, 208, 3584])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_gates(m, inner, config, with_norm, hopper, ops):
+    if inner % config[1]:
+        pytest.skip("boxes would straddle gate and up; refused, see below")
+    x, weight, bias = product(hopper, m, 2 * inner, 1024)
+    if with_norm:
+        residual, norm = normal(hopper, m, 1024, seed=3), normal(hopper, 1024, seed=4)
+        added = Product(*product(hopper, m, 1024, 512))
+        wanted = REFERENCE.norm_linear_silu_mul(
+            Product(*(t.double() for t in added)), residual.double(), norm.double(), 1e-5, weight.double(), bias.double()
+        )
+        scaled = ops.linear_add_scaled.triton(*added, residual, norm, CONFIGS[2], True)
+        made = ops.scaled_silu_mul.triton(*scaled, weight, bias, 1e-5, config, True)
+    else:
+        wanted = REFERENCE.linear_silu_mul(x.double(), weight.double(), bias.double())
+        made = ops.linear_silu_mul.triton(x, weight, bias, config, True)
+    close(made, wanted.cpu(), HALF)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("m", TOKENS)
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_queries_turn_and_keys_and_values_go_to_their_slots(m, config, with_norm, hopper, ops):
+    rows = (HEADS + 2 * KV_HEADS) * SIZE
+    x, weight, bias = product(hopper, m, rows, 1024)
+    angle = torch.rand(m, SIZE // 2, generator=torch.Generator().manual_seed(5)).repeat(1, 2).to(hopper) * 6
+    caches = [normal(hopper, m + 1, 4, KV_HEADS, SIZE, seed=seed) for seed in (6, 7)]
+    slots = (torch.randperm(4 * m, generator=torch.Generator().manual_seed(8))[:m] + 4).to(hopper)
+    own = Turn(angle.cos().to(HALF), angle.sin().to(HALF), *caches, slots)
+    exact = Turn(*(t.double() for t in own[:4]), slots)
+    if with_norm:
+        residual, norm = normal(hopper, m, 1024, seed=3), normal(hopper, 1024, seed=4)
+        added = Product(*product(hopper, m, 1024, 512))
+        wanted = REFERENCE.norm_linear_rope_write_cache(
+            Product(*(t.double() for t in added)),
+            residual.double(),
+            norm.double(),
+            1e-5,
+            weight.double(),
+            bias.double(),
+            exact,
+        )
+        x, squares = ops.linear_add_scaled.triton(*added, residual, norm, CONFIGS[2], True)
+    else:
+        wanted, squares = REFERENCE.linear_rope_write_cache(Product(x.double(), weight.double(), bias.double()), exact), None
+    made = ops.rope_write_cache.triton_linear(x, squares, weight, bias, 1e-5, *own, config, True)
+    for one, two in zip((made, *own[2:4]), (wanted, *exact[2:4]), strict=True):
+        close(one, two.cpu(), HALF)
+
+
+@pytest.mark.parametrize("m", [4, 32])
+def test_many_products_one_after_another(m, hopper):
+    """Each starts while the one before still runs, and asks for its weights then; the results are those of one at a time."""
+    kernels = TritonKernels(table=load("NVIDIA H200"), everywhere=False, processors=132, pdl=True)
+    layers = [
+        (normal(hopper, 28672, 4096, scale=1 / 64, seed=i), normal(hopper, 4096, 14336, scale=1 / 120, seed=i))
+        for i in range(4)
+    ]
+    norm, start = torch.ones(4096, dtype=HALF, device=hopper), normal(hopper, m, 4096)
+
+    def run(pause):
+        x, residual = start, start.clone()
+        for gates, down in layers:
+            x = kernels.linear_add_rms_norm(kernels.linear_silu_mul(x, gates), down, None, residual, norm, 1e-5)
+            if pause:
+                torch.cuda.synchronize()
+        return x, residual
+
+    for one, two in zip(run(pause=True), run(pause=False), strict=True):
+        assert torch.equal(one, two)
+
+
+# -- how products are cut up: on any machine -----------------------------------------------------------------------
+
+
+def test_every_candidate_fits():
+    shape = SHAPES["llama-3.1-8b"]
+    jobs = streams.jobs(shape, [1, 4, 16, 32], 132)
+    assert len({key[0] for key, _ in jobs}) == 7
+    for (operator, _, n, k), config in jobs:
+        folded = operator.startswith("linear_add") or (operator == "linear" and config.split == 1)
+        width = config.block_m * (2 if folded else 1)
+        ring = config.stages * (64 + width) * config.block_k * 2
+        assert ring + 4 * 64 * width + 1024 <= SHARED_BYTES, (operator, config)
+        assert k % (config.split * config.block_k * (2 if folded else 1)) == 0
+        assert config.stages > 1, "a ring of one place waits for itself"
+        assert config.each % config.block_n == 0
+        programs = -(-(n if folded else n // 2) // config.each) * config.split
+        assert 48 <= programs <= 2 * 132, (operator, config)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"stages": 1}, "two stages"), ({"block_k": 384}, "multiples of"), ({"each": 20}, "boxes"), ({"block_n": 64}, "boxes")],
+)
+def test_what_cannot_be_cut_up_is_refused(change, named, ops):
+    fields = dict(zip(MatmulConfig.__dataclass_fields__, CONFIGS[0], strict=True))
+    config = list({**fields, **change}.values())
+    x, weight = torch.zeros(4, 1024, dtype=HALF), torch.zeros(64, 1024, dtype=HALF)
+    with pytest.raises(RuntimeError, match=named):
+        ops.linear.triton(x, weight, None, config, True)
+
+
+def test_boxes_that_straddle_halves_are_refused(ops):
+    x, weight = torch.zeros(4, 1024, dtype=HALF), torch.zeros(2 * 72, 1024, dtype=HALF)
+    with pytest.raises(RuntimeError, match="divide 72"):
+        ops.linear_silu_mul.triton(x, weight, None, CONFIGS[2], True)
+
+
+def test_more_than_a_tile_is_refused_where_squares_are_left(ops):
+    x, weight = torch.zeros(4, 1024, dtype=HALF), torch.zeros(256, 1024, dtype=HALF)
+    with pytest.raises(RuntimeError, match="32 at most"):
+        ops.linear_add.triton(x, weight, None, torch.zeros(4, 256, dtype=HALF), CONFIGS[3], True)
+
+
+@pytest.mark.parametrize(("size", "box"), list(itertools.product((64, 80, 96, 128), (8, 16, 32))))
+def test_heads_that_no_box_fits_turn_otherwise(size, box):
+    cache = torch.zeros(1, 16, 2, size)
+    turn = Turn(torch.zeros(1, size), torch.zeros(1, size), cache, cache, torch.zeros(1, dtype=torch.int64))
+    assert _cuts_heads([8, box, 128, 1, 4, 4, 0, STREAMED, 2 * box], turn) is (size // 2 % box == 0)
+    assert _cuts_heads([16, 64, 128, 1, 4, 4, 0, 0, 24], turn)
