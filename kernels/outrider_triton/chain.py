@@ -101,7 +101,8 @@ class Chain:
         angle = torch.rand(rows, shape.head_size, device=device)
         self._angles = angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16)
 
-    def _run(self, _: int) -> None:
+    def run(self, _: int) -> Tensor:
+        """All layers once; the last one's sum and norm."""
         kernels, shape = self.kernels, self.shape
         size = shape.head_size
         residual = self._residual.clone()
@@ -118,11 +119,11 @@ class Chain:
             gated = kernels.norm_linear_silu_mul(added, residual, norm, eps, layer.gate_up, None)
             pending = Product(gated, layer.down, None)
         assert pending is not None  # there are layers
-        kernels.linear_add_rms_norm(*pending, residual, norm, eps)
+        return kernels.linear_add_rms_norm(*pending, residual, norm, eps)
 
     def layer_us(self) -> float:
         """Microseconds of a layer, with the table that the kernels have now."""
-        return microseconds(self._module, self._run, calls=1, replays=7) / _LAYERS
+        return microseconds(self._module, self.run, calls=1, replays=7) / _LAYERS
 
     # -- search ----------------------------------------------------------------------------------------------------
 

@@ -19,12 +19,14 @@ from outrider_triton.kernelset import TritonKernels
 from outrider_triton.pairs import Keys, Report, check, row_of
 from outrider_triton.table import STREAMED, MatmulConfig, Table, parse
 
-MOST = 32
-"""The most tokens: with more, a multiprocessor would read the tokens again for each tile of weights, and they aren't few."""
+MOST = 64
+"""The most tokens: with more, what a multiprocessor reads again for each tile, the tokens, outweighs the tile."""
 _TILE = 32
 _FEW = 512
 _RINGS = (108 << 10, 150 << 10, 180 << 10, 208 << 10)
 """Bytes of shared memory: with the first, two programs fit into a multiprocessor."""
+_SHARED_BYTES = 226 << 10
+"""What a program may have, and also holds a tile of results."""
 
 
 def _shares(pairs: int, processors: int) -> list[tuple[int, int, int]]:
@@ -39,8 +41,9 @@ def _shares(pairs: int, processors: int) -> list[tuple[int, int, int]]:
 def _rings(m: int, waves: int, fold: int) -> Iterator[tuple[int, int, int]]:
     """(tokens of a block, columns of a tile, stages)."""
     block_m = max(8, 1 << (m - 1).bit_length())
+    width = fold * block_m
     for block_k, size in itertools.product((128, 256), _RINGS[:1] if waves > 1 else _RINGS):
-        stages = size // ((2 * _TILE + fold * block_m) * block_k * 2)
+        stages = min(size, _SHARED_BYTES - 2 * _TILE * width * 4) // ((2 * _TILE + width) * block_k * 2)
         if stages > 1:
             yield block_m, block_k, stages
 

@@ -277,7 +277,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
     parser.add_argument("--tokens", default="4,16,32,64,128", help="numbers of tokens, by commas")
-    parser.add_argument("--in-place", default="4,16,32,128", help="those that are also tuned in a chain of layers")
+    parser.add_argument("--in-place", default="4,16,32,64,128", help="those that are also tuned in a chain of layers")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument(
         "--again",
