@@ -63,7 +63,7 @@ def parts(m: int, n: int, k: int, processors: int) -> list[MatmulConfig]:
     ]
 
 
-def shared(m: int, pairs: int, k: int, processors: int) -> list[MatmulConfig]:
+def shared_out(m: int, pairs: int, k: int, processors: int) -> list[MatmulConfig]:
     """For a product whose pairs of rows are shared out."""
     return [c for each, box, waves in _shares(pairs, processors) for c in _made(m, k, each, box, waves)]
 
@@ -79,9 +79,9 @@ def choices(shape: KernelShape, m: int, processors: int) -> dict[Key, list[Matmu
     keys, gates = Keys.of(shape), 2 * shape.inner
     kinds = {key: ("linear_parts", *key[1:]) for key in (keys.output, keys.down)}
     found: dict[Key, list[MatmulConfig]] = {
-        keys.qkv: shared(m, keys.qkv[2] // 2, keys.qkv[3], processors),
-        ("linear_silu_mul", "bfloat16", gates, shape.hidden): shared(m, shape.inner, shape.hidden, processors),
-        keys.gates: shared(m, shape.inner, shape.hidden, processors),
+        keys.qkv: shared_out(m, keys.qkv[2] // 2, keys.qkv[3], processors),
+        ("linear_silu_mul", "bfloat16", gates, shape.hidden): shared_out(m, shape.inner, shape.hidden, processors),
+        keys.gates: shared_out(m, shape.inner, shape.hidden, processors),
     }
     for add, part in kinds.items():
         found[add] = folded(m, add[2], add[3], processors)

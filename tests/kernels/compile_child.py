@@ -170,6 +170,11 @@ def check_order_of_both(name: str, ptx: str) -> None:
     assert "launch_dependents" not in others, f"{name}: lets the next one start where others still wait"
     assert "st.global" not in brings, f"{name}: the warp that brings writes"
     assert "ld.global" not in brings, f"{name}: the warp that brings reads"
+    arrivals = list(re.finditer(r"mbarrier\.arrive\.shared", others))
+    assert arrivals, f"{name}: nobody says that a tile is used up"
+    for arrival in arrivals:
+        since = others[others.rindex("wgmma.wait_group", 0, arrival.start()) : arrival.start()]
+        assert "bar.sync" in since, f"{name}: one warp says that a tile is used up while others may still multiply it"
     order = re.findall("griddepcontrol.(wait|launch_dependents)", brings)
     expected = ["wait", "launch_dependents"] if name in LATE else ["launch_dependents", "wait"]
     assert order, f"{name}: the warp that brings doesn't wait"
