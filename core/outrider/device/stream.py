@@ -22,7 +22,8 @@ class Stream(ABC):
     *Ordering.* Work on one stream runs in order. Nothing orders two streams but a record on one and a wait on the
     other. A new stream is not ordered after work that other streams hold.
 
-    *Lifetime.* A stream lives as long as its backend; dropping the object neither cancels nor waits for its work.
+    *Lifetime.* A stream lives as long as its backend; dropping the object neither cancels nor waits for its work. Where a
+    device has only so many, one that nobody refers to and that is empty makes room for another.
 
     *Threads.* Any thread may use any stream; enqueueing on one stream from two threads at a time needs a lock of the
     caller's, or the order of the two is undefined.

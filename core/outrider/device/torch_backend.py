@@ -6,6 +6,8 @@ little more than its capabilities: the device type arrives as data. Plugins over
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
@@ -148,15 +150,32 @@ class TorchDeviceBackend(Backend):
             yield
 
     def _create_stream(self, name: str, priority: int) -> Stream:
-        # torch hands streams out of a small pool in turn: draw until this one aliases none of ours.
+        native = self._distinct_stream(priority)
+        if native is None:
+            self._forget_finished_streams()
+            native = self._distinct_stream(priority)
+        if native is None:
+            raise CapabilityError(f"{self.label} has no stream left that is distinct from the {len(self._streams)} in use")
+        return TorchStream(self, name, priority, native)
+
+    def _distinct_stream(self, priority: int) -> Any:
+        """One that aliases none of ours, or None: torch hands streams out of a small pool in turn."""
         taken = {stream.native for stream in self._streams}
-        drawn = []
+        drawn = []  # kept until the end, so that none of them is handed out twice
         for _ in range(_POOL_DRAWS):
-            native = self.module.Stream(device=self.device, priority=priority)
-            if native not in taken:
-                return TorchStream(self, name, priority, native)
-            drawn.append(native)
-        raise CapabilityError(f"{self.label} has no stream left that is distinct from the {len(taken)} in use")
+            drawn.append(self.module.Stream(device=self.device, priority=priority))
+            if drawn[-1] not in taken:
+                return drawn[-1]
+        return None
+
+    def _forget_finished_streams(self) -> None:
+        """Those that nobody refers to any more, such as an engine's that is gone, and that are empty."""
+        gc.collect()
+        busy = [stream for stream in self._streams if not stream.query()]
+        listed = [weakref.ref(stream) for stream in self._streams]
+        self._streams.clear()
+        self._streams.extend(stream for stream in (each() for each in listed) if stream is not None)
+        del busy  # until here, these were referred to
 
     def _create_event(self, name: str, timing: bool) -> Event:
         return TorchEvent(self, name, timing, self.module.Event(enable_timing=timing))
