@@ -1,6 +1,10 @@
 """Benchmarks that run in processes of their own: start-up, other engines, sanitizers."""
 
+import os
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -143,6 +147,60 @@ def installed(tmp_path, name, source):
 
 
 WORK = (*SMALL, "--batch", "1,2", "--prompt-tokens", "8", "--new-tokens", "11", "--accept-length", "2.5", "--json")
+
+
+def test_what_a_child_has_started_ends_with_it(tmp_path):
+    """An engine's own processes would hold the device, and the next engine would be measured beside them."""
+    (tmp_path / "lingering.py").write_text(
+        "import json, pathlib, subprocess, sys, time\n"
+        "more = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], stdout=subprocess.DEVNULL)\n"
+        "work = json.loads(sys.argv[1])\n"
+        "pathlib.Path(work['file']).write_text(str(more.pid))\n"
+        "time.sleep(work['seconds'])\n"
+        "print('{}')\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    for seconds, limit_s in ((60, 5), (0, 60)):
+        work = {"file": str(tmp_path / "pid"), "seconds": seconds}
+        if seconds:
+            with pytest.raises(ChildFailed, match="its processes were ended"):
+                run_child("lingering", work, variables={"PYTHONPATH": path}, limit_s=limit_s)
+        else:
+            run_child("lingering", work, variables={"PYTHONPATH": path}, limit_s=limit_s)
+        pid, patience = int((tmp_path / "pid").read_text()), time.monotonic() + 10
+        while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+            assert time.monotonic() < patience, "a process of the child's still runs"
+            time.sleep(0.05)
+
+
+def interrupted_at_the_second(monkeypatch):
+    calls = []
+
+    def child(module, work, *, variables, limit_s):
+        calls.append(module)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        row = {"batch": 1, "iteration_ms": 4.5, "tokens_per_s": 600.0, "acceptance_length": 2.5}
+        return {"results": [row | {"limit_ms": 4.0, "ratio_to_limit": 1.125}], "kernels": "torch"}
+
+    monkeypatch.setattr("outrider.cli.bench_peers.run_child", child)
+
+
+def test_what_was_measured_before_ctrl_c_is_shown(outrider, monkeypatch):
+    interrupted_at_the_second(monkeypatch)
+    result = outrider("bench", "peers", "--backend", "cpu", "--engines", "outrider,transformers")
+    assert result.code == 130
+    assert "4.500" in result.out
+    assert "interrupted at outrider, none, after 1 of 3 measurements" in result.err
+
+
+def test_what_was_measured_before_ctrl_c_is_in_the_json(outrider, monkeypatch):
+    interrupted_at_the_second(monkeypatch)
+    result = outrider("bench", "peers", "--backend", "cpu", "--engines", "outrider,transformers", "--json")
+    assert result.code == 130
+    assert result.json["error"]["type"] == "Interrupted"
+    (measured,) = result.json["engines"]
+    assert measured["results"][0]["iteration_ms"] == 4.5
 
 
 def test_other_engines_get_the_same_work(child, tmp_path):

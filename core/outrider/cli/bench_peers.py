@@ -18,7 +18,8 @@ from outrider.cli.environment import backend_from_environment
 from outrider.cli.models import DraftTokensOption, ModeOption
 from outrider.cli.peers.sglang import variables as _sglang_variables
 from outrider.cli.peers.work import Work
-from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
+from outrider.cli.starting import progress_shown
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 
@@ -74,19 +75,28 @@ def peers(
         accept_length=accept_length,
         device=str(registry.create(spec).device),
     )
-    found = [
-        _measured(name, kind, work, spec, mode=mode, limit_s=limit)
-        for name in _ORDER
-        for kind in kinds
-        if name in chosen and (name == OURS or kind in PEERS[name])
-    ]
+    jobs = [(name, kind) for name in _ORDER for kind in kinds if name in chosen and (name == OURS or kind in PEERS[name])]
+    found: list[dict[str, Any]] = []
     data: dict[str, object] = {
         **asdict(work),
         "backend": str(spec),
         "acceptance": f"synthetic, mean {accept_length:g}",
         "engines": found,
     }
-    return Report(data=data, render=lambda console: _render(console, data, found))
+
+    def render(console: Console) -> None:
+        _render(console, data, found)
+
+    with progress_shown() as tell:
+        for name, kind in jobs:
+            tell(f"{name}, {kind}", 0, 1)
+            try:
+                found.append(_measured(name, kind, work, spec, mode=mode, limit_s=limit))
+            except KeyboardInterrupt:
+                done = f"interrupted at {name}, {kind}, after {len(found)} of {len(jobs)} measurements"
+                raise Interrupted(done, data, render if found else None) from None
+            tell(f"{name}, {kind}", 1, 1)
+    return Report(data=data, render=render)
 
 
 def _measured(name: str, kind: str, work: Work, spec: BackendSpec, *, mode: str, limit_s: float) -> dict[str, Any]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import suppress
+from typing import IO, Any
 
 from outrider.cli.environment import with_variables
 from outrider.device.errors import OutriderError
@@ -22,27 +26,39 @@ class ChildFailed(OutriderError):
 def run_child(module: str, work: Mapping[str, object], *, variables: Mapping[str, str], limit_s: float) -> dict[str, Any]:
     """Run ``python -m module`` on ``work`` and return what it hands back. Raises :class:`ChildFailed`.
 
-    ``work`` reaches it as JSON, with ``started``: the time of the call, in seconds since the epoch.
+    ``work`` reaches it as JSON, with ``started``: the time of the call, in seconds since the epoch. Whatever processes it
+    has started are ended with it, so that they don't hold the device when the next one is measured.
     """
     given = json.dumps({**work, "started": time.time()})
     command = [sys.executable, "-m", module, given]
-    try:
-        done = subprocess.run(
-            command, env=with_variables(variables), capture_output=True, text=True, timeout=limit_s, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise ChildFailed(f"{module} wasn't done within {limit_s:g} s; its process was ended") from None
-    lines = done.stdout.strip().splitlines()
+    # Into files: what the child leaves running would keep pipes open.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        with subprocess.Popen(
+            command, env=with_variables(variables), stdout=out, stderr=err, start_new_session=True
+        ) as child:
+            try:
+                child.wait(timeout=limit_s)
+            except subprocess.TimeoutExpired:
+                raise ChildFailed(f"{module} wasn't done within {limit_s:g} s; its processes were ended") from None
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+        lines, told = _lines(out), _lines(err)
     try:
         found = json.loads(lines[-1]) if lines else None
     except ValueError:
         found = None
     if isinstance(found, dict) and "failed" in found:
         raise ChildFailed(str(found["failed"]))
-    if done.returncode or not isinstance(found, dict):
-        told = " | ".join(line.strip() for line in done.stderr.strip().splitlines()[-_LINES:])
-        raise ChildFailed(f"{module} ended with exit code {done.returncode}: {told or 'it said nothing'}")
+    if child.returncode or not isinstance(found, dict):
+        last = " | ".join(line.strip() for line in told[-_LINES:])
+        raise ChildFailed(f"{module} ended with exit code {child.returncode}: {last or 'it said nothing'}")
     return found
+
+
+def _lines(file: IO[bytes]) -> list[str]:
+    file.seek(0)
+    return file.read().decode(errors="replace").strip().splitlines()
 
 
 def answer(work: Callable[[Mapping[str, Any]], Mapping[str, object]]) -> None:

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from typing import Any, TextIO
 
@@ -91,9 +91,13 @@ def _run(arguments: Sequence[str], as_json: bool) -> int:
         if as_json:
             _write(stdout, to_json(report.data) + "\n")
         else:
-            report.render(_Console(file=stdout, highlight=False, markup=False, emoji=False, soft_wrap=True))
+            _show(report.render, stdout)
     stdout.flush()
     return report.exit_code if isinstance(report, Report) else 0
+
+
+def _show(render: Callable[[Console], None], stdout: TextIO) -> None:
+    render(_Console(file=stdout, highlight=False, markup=False, emoji=False, soft_wrap=True))
 
 
 def _report_failure(error: BaseException, as_json: bool) -> int:
@@ -127,6 +131,10 @@ def _report_failure(error: BaseException, as_json: bool) -> int:
             return _finish(code)
         except OSError:
             pass  # nowhere to write it: standard error must do
+    if isinstance(error, Interrupted) and error.render is not None and not as_json:
+        with suppress(OSError):
+            _show(error.render, sys.stdout)
+            sys.stdout.flush()
     _write_quietly(sys.stderr, f"outrider: {message}\n")
     return _finish(code)
 

@@ -33,11 +33,12 @@ class Report:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with what had been made by then."""
+    """Ctrl-C, with what had been made by then; ``render`` shows it to people, where they haven't seen it yet."""
 
-    def __init__(self, message: str, data: Mapping[str, object]) -> None:
+    def __init__(self, message: str, data: Mapping[str, object], render: Callable[[Console], None] | None = None) -> None:
         super().__init__(message)
         self.data = data
+        self.render = render
 
 
 def to_json(data: Mapping[str, object]) -> str:
