@@ -20,17 +20,29 @@ from outrider.device.kernels.measure import KernelShape
 from outrider_triton.chain import normal
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.pairs import Job, Report, ends, row_of
-from outrider_triton.streams import MOST, folded
+from outrider_triton.rings import MOST, folded
 from outrider_triton.table import MatmulConfig, parse
 from outrider_triton.timing import microseconds
 
-_OPERATORS = ("linear", "linear_add")
 _WEIGHTS = 4
 
 
-def jobs(sizes: list[int]) -> list[Job]:
-    """What is to be compiled: operators and configurations."""
-    return [(operator, config) for m in sizes for operator in _OPERATORS for config in ends(m)]
+def jobs(shape: KernelShape, sizes: list[int], processors: int, *, rings: bool) -> list[Job]:
+    """What is to be compiled: products of the shape, and configurations."""
+    return [
+        ((operator, "bfloat16", shape.hidden, k), config)
+        for operator, k in _columns(shape).items()
+        for m in sizes
+        for config in _candidates(m, shape.hidden, k, processors, rings=rings)
+    ]
+
+
+def _columns(shape: KernelShape) -> dict[str, int]:
+    return {"linear": shape.fused, "linear_add": shape.inner}
+
+
+def _candidates(m: int, n: int, k: int, processors: int, *, rings: bool) -> list[MatmulConfig]:
+    return ends(m) + (folded(m, n, k, processors) if rings and m <= MOST else [])
 
 
 def tune_behind(
@@ -38,10 +50,8 @@ def tune_behind(
 ) -> None:
     """Choose for each number of tokens; changes ``data``, the table's JSON."""
     kernels.table = parse(data)  # the gated product ahead is the one that will be there
-    columns = {"linear": shape.fused, "linear_add": shape.inner}
     gates = [normal(device, 2 * shape.inner, shape.hidden) for _ in range(_WEIGHTS)]
-    for operator in _OPERATORS:
-        k = columns[operator]
+    for operator, k in _columns(shape).items():
         weights = [normal(device, shape.hidden, k) for _ in range(_WEIGHTS)]
         for m in sizes:
             row = _measure(operator, k, m, weights, gates, kernels, device)
@@ -78,8 +88,7 @@ def _measure(
 
     torch_us = timed(of_torch)
     found: list[tuple[float, MatmulConfig]] = []
-    streamable = kernels.pdl and m <= MOST
-    for config in ends(m) + (folded(m, n, k, kernels.processors) if streamable else []):
+    for config in _candidates(m, n, k, kernels.processors, rings=kernels.pdl):
         with suppress(TritonError):
             found.append((timed(partial(_enqueue, operator, x, residual, config, kernels.pdl)), config))
     us, best = min(found, key=lambda pair: pair[0])

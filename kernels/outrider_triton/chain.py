@@ -23,6 +23,7 @@ from outrider_triton.timing import microseconds
 
 _LAYERS = 8
 _PAGE = 16
+_CONTEXT = 640
 AHEAD = (0, 256, 1024)
 """Columns of a weight that may be asked for early."""
 
@@ -76,10 +77,15 @@ class Chain:
         ]
         self._norm = torch.ones(shape.hidden, dtype=torch.bfloat16, device=device)
 
+    def prepare_for(self, m: int) -> None:
+        """Prepare for a table's entries of ``m`` tokens: four of each sequence, or one where they're 16."""
+        width = 1 if m == 16 else 4
+        self.prepare(m // width, width, _CONTEXT)
+
     def prepare(self, batch: int, width: int, context: int) -> None:
         """Inputs and caches for what is measured next."""
         shape, device, rows = self.shape, self.device, batch * width
-        self.rows, self.groups, self.context = rows, batch * shape.kv_heads, context
+        self.rows, self.groups, self.width, self.context = rows, batch * shape.kv_heads, width, context
         per = -(-context // _PAGE)
         table = (torch.randperm(batch * per, device=device) + 1).view(batch, per).to(torch.int32)
         lane = torch.arange(context - width, context, device=device)
@@ -183,6 +189,12 @@ def with_choice(table: Table, key: Key, m: int, config: MatmulConfig | None) -> 
     old[m] = Entry(m=m, config=config, us=0.0, torch_us=0.0) if found is None else replace(found, config=config)
     entries[key] = tuple(old[each] for each in sorted(old))
     return replace(table, entries=entries)
+
+
+def chosen(table: Table, key: Key, m: int) -> list[int] | None:
+    """The configuration for ``m`` tokens as a table's file has it; None: without that kernel."""
+    entry = table.entry(*key[:2], n=key[2], k=key[3], m=m)
+    return None if entry is None or entry.config is None else entry.config.as_list()
 
 
 def as_json(table: Table) -> list[dict[str, Any]]:

@@ -15,13 +15,15 @@ import torch
 
 from outrider.device import KernelSet, Product, Turn
 from outrider.device.kernels.measure import KernelShape
-from outrider_triton.chain import AHEAD, Chain, Key, as_json, normal, with_choice
+from outrider_triton.chain import AHEAD, Chain, Key, as_json, chosen, normal, with_choice
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.table import MatmulConfig, Table, parse
+from outrider_triton.launch import power_of_two
+from outrider_triton.table import STREAMED, MatmulConfig, Table, parse
 
 Report = Callable[[str], None]
 _SHARED_BYTES = 220 << 10
 _BETTER = 0.999
+_FEW = 512  # rows of a weight that is only compiled for
 
 
 def ends(m: int) -> list[MatmulConfig]:
@@ -64,7 +66,7 @@ def _pairs_of_rows(block_m: int, tiles: list[tuple[int, int, int]]) -> list[Matm
 
 
 def _block_m(m: int) -> int:
-    return max(16, 1 << (m - 1).bit_length())
+    return max(16, power_of_two(m))
 
 
 @dataclass(frozen=True)
@@ -144,50 +146,46 @@ class Search:
 
 # -- the whole of it -----------------------------------------------------------------------------------------------
 
-Job = tuple[str, MatmulConfig]
+Job = tuple[Key, MatmulConfig]
 
 
-def jobs(sizes: list[int]) -> list[Job]:
-    """What is to be compiled: operators and configurations."""
+def jobs(shape: KernelShape, sizes: list[int]) -> list[Job]:
+    """What is to be compiled: products of the shape, and configurations."""
+    keys = Keys.of(shape)
     return [
-        (operator, config)
+        (key, config)
         for m in sizes
-        for operator, configs in (
-            ("linear_add_scaled", ends(m)),
-            ("linear_rope", turns(m)),
-            ("scaled_silu_mul", gates(m)),
-        )
+        for key, configs in ((keys.output, ends(m)), (keys.qkv, turns(m)), (keys.gates, gates(m)))
         for config in configs
     ]
 
 
-def compile_one(operator: str, config: MatmulConfig, shape: KernelShape, device: torch.device, pdl: bool) -> None:
+def compile_one(key: Key, config: MatmulConfig, shape: KernelShape, device: torch.device, pdl: bool) -> None:
     """Compile for operands that are like those of ``shape`` in all that a compiler sees."""
-    ops, m, hidden = torch.ops.outrider, config.block_m, shape.hidden
-
-    def made(*size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.bfloat16, device=device)
-
-    block = config.as_list()
-    if operator == "linear_add_scaled":
-        ops.linear_add_scaled.triton(made(m, hidden), made(512, hidden), None, made(m, 512), made(512), block, pdl)
-        return
-    if operator == "linear_add":
-        ops.linear_add.triton(made(m, hidden), made(512, hidden), None, made(m, 512), block, pdl)
-        return
+    ops, m, (operator, _, n, k), block = torch.ops.outrider, config.block_m, key, config.as_list()
+    x, weight, two = normal(device, m, k), normal(device, _FEW, k), normal(device, 2 * _FEW, k)
+    residual, norm = normal(device, m, _FEW), normal(device, _FEW)
     if operator == "linear":
-        ops.linear.triton(made(m, hidden), made(512, hidden), None, block, pdl)
-        return
-    for shares in (64, 128):
-        squares = torch.ones((shares, m), dtype=torch.float32, device=device)
+        ops.linear.triton(x, weight, None, block, pdl)
+    elif operator == "linear_parts":
+        ops.linear_parts.triton(x, weight, block, pdl)
+    elif operator == "linear_add":
+        ops.linear_add.triton(x, weight, None, residual, block, pdl)
+    elif operator == "linear_add_scaled":
+        ops.linear_add_scaled.triton(x, weight, None, residual, norm, block, pdl)
+    elif operator == "linear_silu_mul":
+        ops.linear_silu_mul.triton(x, two, None, block, pdl)
+    # As many shares of a row's squares as a product that adds may leave.
+    for rows in (16, 32) if config.descriptor == STREAMED else (32, 64):
+        squares = torch.ones((shape.hidden // rows, m), dtype=torch.float32, device=device)
         if operator == "scaled_silu_mul":
-            ops.scaled_silu_mul.triton(made(m, hidden), squares, made(1024, hidden), None, 1e-5, block, pdl)
-            continue
-        rows = (shape.heads + 2 * shape.kv_heads) * shape.head_size
-        cache = made(m, 16, shape.kv_heads, shape.head_size)
-        turn = (made(m, shape.head_size), made(m, shape.head_size), cache, cache, torch.arange(m, device=device))
-        for each in (squares, None):
-            ops.rope_write_cache.triton_linear(made(m, hidden), each, made(rows, hidden), None, 1e-5, *turn, block, pdl)
+            ops.scaled_silu_mul.triton(x, squares, two, None, 1e-5, block, pdl)
+        elif operator == "linear_rope":
+            cache = torch.zeros(m, 16, shape.kv_heads, shape.head_size, dtype=x.dtype, device=device)
+            angle = normal(device, m, shape.head_size)
+            turn = angle, angle, cache, cache, torch.arange(m, device=device)
+            for each in (squares, None):
+                ops.rope_write_cache.triton_linear(x, each, normal(device, n, k), None, 1e-5, *turn, block, pdl)
 
 
 def tune_pairs(
@@ -197,27 +195,22 @@ def tune_pairs(
     table, chain, keys = without_pairs(parse(data), shape, sizes), Chain(shape, kernels, device), Keys.of(shape)
     layers: list[dict[str, Any]] = []
     for m in sizes:
-        width = 1 if m == 16 else 4
-        chain.prepare(m // width, width, 640)
+        chain.prepare_for(m)
         search = Search(chain, table, m, report)
         search.run()
         table, us = chain.tune_attention(search.table)
         report(f"m {m}: attention once more: {us:.2f} us a layer, {search.us:.2f} before")
         report(f"m {m}: relative error {check(kernels, shape, m, device):.2g}")
-        layers.append({"m": m, "width": width, "context": 640, "before_us": search.before_us, "us": us})
+        layers.append({"m": m, "width": chain.width, "context": chain.context, "before_us": search.before_us, "us": us})
     data["attention"] = as_json(table)
     kept = [layer for layer in data.get("pairs", ()) if layer["m"] not in sizes]
     data["pairs"] = [*kept, *({**layer, **{name: round(layer[name], 2) for name in ("before_us", "us")}} for layer in layers)]
     operators = {"linear_add_scaled", "scaled_silu_mul", "linear_rope"}
     rows = [row for row in data["matmul"] if row["operator"] not in operators or row["m"] not in sizes]
     for row in rows:
-        entry = table.entry(row["operator"], row["dtype"], n=row["n"], k=row["k"], m=row["m"])
-        row["config"] = None if entry is None or entry.config is None else entry.config.as_list()
+        row["config"] = chosen(table, (row["operator"], row["dtype"], row["n"], row["k"]), row["m"])
     for key in (keys.output, keys.gates, keys.down, keys.qkv):
-        for layer in layers:
-            entry = table.entry(*key[:2], n=key[2], k=key[3], m=layer["m"])
-            config = None if entry is None or entry.config is None else entry.config.as_list()
-            rows.append(row_of(key, layer["m"], config, layer["us"], layer["before_us"]))
+        rows += [row_of(key, layer["m"], chosen(table, key, layer["m"]), layer["us"], layer["before_us"]) for layer in layers]
     data["matmul"] = rows
 
 

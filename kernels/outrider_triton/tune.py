@@ -26,7 +26,7 @@ from triton.errors import TritonError
 
 from outrider.device import KernelSet
 from outrider.device.kernels.measure import KernelCase, KernelShape, kernel_cases
-from outrider_triton import behind, pairs, streams
+from outrider_triton import behind, pairs, rings
 from outrider_triton.chain import AHEAD, Chain, Key, as_json, attention_candidates
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import AttentionConfig, MatmulConfig, parse, slug
@@ -129,17 +129,15 @@ def compile_all(
     jobs: list[tuple[str, MatmulConfig]],
     attention: list[AttentionConfig],
     fused: list[pairs.Job],
-    streamed: list[streams.Job],
     shape: KernelShape,
     device: torch.device,
     pdl: bool,
 ) -> None:
     """Compile candidates on small operands; what doesn't fit is met again, and left out, when it's measured."""
     torch.get_device_module(device).set_device(device)
-    calls = [partial(pairs.compile_one, *job) for job in fused] + [partial(streams.compile_one, *job) for job in streamed]
-    for call in calls:
+    for key, config in fused:
         try:
-            call(shape, device, pdl)
+            pairs.compile_one(key, config, shape, device, pdl)
         except TritonError as failure:
             print(f"left out: {failure}", flush=True)
     for operator, config in jobs:
@@ -167,13 +165,12 @@ def compile_in_parallel(
     jobs: Iterable[tuple[str, MatmulConfig]],
     attention: Iterable[AttentionConfig],
     fused: Iterable[pairs.Job],
-    streamed: Iterable[streams.Job],
     shape: KernelShape,
     device: torch.device,
     pdl: bool,
 ) -> None:
     """Share the jobs out among processes, one a core."""
-    every = [list(dict.fromkeys(each)) for each in (jobs, attention, fused, streamed)]
+    every = [list(dict.fromkeys(each)) for each in (jobs, attention, fused)]
     workers = min(os.cpu_count() or 1, 14)
     context = multiprocessing.get_context("spawn")
     processes = [
@@ -250,8 +247,7 @@ def in_place(
     layers = []
     products = [(op, "bfloat16", n, k) for op, n, k in list(matmuls(shape))[:4]]
     for m in sizes:
-        width = 1 if m == 16 else 4
-        chain.prepare(m // width, width, 640)
+        chain.prepare_for(m)
         choices: dict[Key, list[MatmulConfig | None]] = {}
         for key in products:
             row = next(r for r in data["matmul"] if (r["operator"], r["n"], r["k"], r["m"]) == (key[0], key[2], key[3], m))
@@ -262,7 +258,13 @@ def in_place(
         before = chain.layer_us()
         table = chain.tune(table, m, choices, lambda line: print(line, flush=True))
         layers.append(
-            {"m": m, "width": width, "context": 640, "before_us": round(before, 2), "us": round(chain.layer_us(), 2)}
+            {
+                "m": m,
+                "width": chain.width,
+                "context": chain.context,
+                "before_us": round(before, 2),
+                "us": round(chain.layer_us(), 2),
+            }
         )
     for row in data["matmul"]:
         entry = table.entry(row["operator"], row["dtype"], n=row["n"], k=row["k"], m=row["m"])
@@ -295,16 +297,17 @@ def main() -> None:
     shape, sizes = SHAPES[arguments.shape], [int(size) for size in arguments.tokens.split(",")]
     name, began = module.get_device_name(device), time.perf_counter()
     in_chain = [int(m) for m in arguments.in_place.split(",")]
-    streamable = [m for m in in_chain if m <= streams.MOST] if pdl else []
-    fused, attention = pairs.jobs(in_chain) + behind.jobs(sizes), attention_candidates(1, 640)
-    streaming = streams.jobs(shape, streamable, kernels.processors)
+    ringed = [m for m in in_chain if m <= rings.MOST] if pdl else []
+    fused = pairs.jobs(shape, in_chain) + behind.jobs(shape, in_chain, kernels.processors, rings=pdl)
+    fused += rings.jobs(shape, ringed, kernels.processors)
+    attention = attention_candidates(1, 640)
     if arguments.again:
-        compile_in_parallel([], attention, fused, streaming, shape, device, kernels.pdl)
+        compile_in_parallel([], attention, fused, shape, device, kernels.pdl)
         data = json.loads(_home(name).read_text(encoding="utf-8"))
     else:
-        data = from_scratch(shape, sizes, in_chain, attention, fused, streaming, kernels, device)
+        data = from_scratch(shape, sizes, in_chain, attention, fused, kernels, device)
     print(f"compiled and tuned alone after {time.perf_counter() - began:.0f} s", flush=True)
-    steps = [(pairs.tune_pairs, in_chain), (streams.tune_streams, streamable), (behind.tune_behind, in_chain)]
+    steps = [(pairs.tune_pairs, in_chain), (rings.tune_rings, ringed), (behind.tune_behind, in_chain)]
     for tune, tokens in steps:
         tune(data, shape, tokens, kernels, device, lambda line: print(line, flush=True))
     data["software"] = {"torch": torch.__version__, "triton": triton.__version__}
@@ -333,7 +336,6 @@ def from_scratch(
     in_chain: list[int],
     attention: list[AttentionConfig],
     fused: list[pairs.Job],
-    streaming: list[streams.Job],
     kernels: TritonKernels,
     device: torch.device,
 ) -> dict[str, Any]:
@@ -346,7 +348,6 @@ def from_scratch(
         alone,
         attention,
         fused,
-        streaming,
         shape,
         device,
         kernels.pdl,

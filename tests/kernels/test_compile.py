@@ -24,6 +24,8 @@ def kernels(streamed):
         "ask_for_rows",
         "fetch",
         "norm",
+        "gated",
+        "put_away",
         "uniforms",
         "gumbel",
     }

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.test_numerics import close
 from outrider.device import KernelSet, Product, Turn
-from outrider_triton import streams
+from outrider_triton import behind, rings
 from outrider_triton.chain import Chain
 from outrider_triton.kernelset import TritonKernels, _cuts_heads
 from outrider_triton.table import STREAMED, MatmulConfig, load, parse
@@ -95,13 +95,11 @@ def test_a_product_is_added_to_the_residual(m, n, config, hopper, ops):
     close(squares.sum(0), kept.double().square().sum(1).cpu(), torch.float32)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+# Boxes that would straddle gate and up are refused, see below.
+@pytest.mark.parametrize(("inner", "config"), [(n, c) for n in (64, 208, 3584) for c in CONFIGS if n % c[1] == 0], ids=str)
 @pytest.mark.parametrize("m", TOKENS)
-@pytest.mark.parametrize("inner", [64, 208, 3584])
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_gates(m, inner, config, with_norm, hopper, ops):
-    if inner % config[1]:
-        pytest.skip("boxes would straddle gate and up; refused, see below")
     x, weight, bias = product(hopper, m, 2 * inner, 1024)
     if with_norm:
         residual, norm = normal(hopper, m, 1024, seed=3), normal(hopper, 1024, seed=4)
@@ -172,7 +170,9 @@ def test_layers_one_after_another(batch, width, hopper):
 
 def test_every_candidate_fits():
     shape = SHAPES["llama-3.1-8b"]
-    jobs = streams.jobs(shape, [1, 4, 16, 32, streams.MOST], 132)
+    sizes = [1, 4, 16, 32, rings.MOST]
+    alone = [job for job in behind.jobs(shape, sizes, 132, rings=True) if job[1].descriptor == STREAMED]
+    jobs = rings.jobs(shape, sizes, 132) + alone
     assert len({key[0] for key, _ in jobs}) == 7
     for (operator, _, n, k), config in jobs:
         folded = operator.startswith("linear_add") or (operator == "linear" and config.split == 1)
@@ -224,8 +224,8 @@ class Ruler:
     def __init__(self, shape, kernels, _device, *, gain):
         self.shape, self.kernels, self._gain = shape, kernels, gain
 
-    def prepare(self, batch, width, _context):
-        self._m = batch * width
+    def prepare_for(self, m):
+        self._m = m
 
     def attempt(self, table):
         us = 100.0
@@ -256,13 +256,13 @@ def test_tuning_takes_what_is_faster_in_a_layer_and_nothing_else(gain, kept, mon
     ]
     rows[0]["best"] = []
     data = {"device": "made up", "software": {}, "matmul": rows, "kernels": {}, "attention": []}
-    monkeypatch.setattr(streams, "Chain", partial(Ruler, gain=gain))
-    monkeypatch.setattr(streams, "check", lambda *_: 0.0)
+    monkeypatch.setattr(rings, "Chain", partial(Ruler, gain=gain))
+    monkeypatch.setattr(rings, "check", lambda *_: 0.0)
     said = []
-    streams.tune_streams(data, shape, [4, 16], kernels, torch.device("cpu"), said.append)
+    rings.tune_rings(data, shape, [4, 16], kernels, torch.device("cpu"), said.append)
     table = parse(data)
     assert sum("kept" in line for line in said) == (2 if kept else 0)
-    chosen = {key: table.entry(*key[:2], n=key[2], k=key[3], m=4) for key in streams.choices(shape, 4, 132)}
+    chosen = {key: table.entry(*key[:2], n=key[2], k=key[3], m=4) for key in rings.choices(shape, 4, 132)}
     streamed = {key[0] for key, entry in chosen.items() if entry.config is not None and entry.config.descriptor == STREAMED}
     assert streamed >= {"linear_add_scaled", "scaled_silu_mul", "linear_rope"} if kept else not streamed
     alone = next(row for row in data["matmul"] if row["operator"] == "linear_parts" and row["k"] == 4096 and row["m"] == 4)
@@ -271,5 +271,5 @@ def test_tuning_takes_what_is_faster_in_a_layer_and_nothing_else(gain, kept, mon
     assert turned["torch_us"] == 100.0
     assert (turned["us"] < 100.0) is kept
     if kept:
-        most = max(config.stages for config in streams.choices(shape, 4, 132)["linear_rope", "bfloat16", 6144, 4096])
+        most = max(config.stages for config in rings.choices(shape, 4, 132)["linear_rope", "bfloat16", 6144, 4096])
         assert turned["config"][5] == most

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from outrider_triton.jit.dependent import ask_for_rows, begin, begin_late
+from outrider_triton.jit.matmul import gated
 
 
 @triton.jit
@@ -179,11 +180,52 @@ def scaled_silu_mul(
     if HAS_BIAS:
         gate += tl.load(bias + rows, mask=mine, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias + n + rows, mask=mine, other=0.0).to(tl.float32)[:, None]
-    gate = gate.to(out.dtype.element_ty).to(tl.float32)
-    gate = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
-    up = up.to(out.dtype.element_ty).to(tl.float32)
+    made = gated(gate, up, out.dtype.element_ty)
     there = out + tokens.to(tl.int64)[None, :] * n + rows[:, None]
-    tl.store(there, (gate * up).to(out.dtype.element_ty), mask=(tokens[None, :] < m) & mine[:, None])
+    tl.store(there, made, mask=(tokens[None, :] < m) & mine[:, None])
+
+
+@triton.jit
+def put_away(
+    first,
+    second,
+    cos_low,
+    sin_low,
+    cos_high,
+    sin_high,
+    q,
+    k_cache,
+    v_cache,
+    slot,
+    tokens,
+    head,
+    lane,
+    heads,
+    kv_heads,
+    cache_slot,
+    cache_head,
+    real,
+    HALF: tl.constexpr,
+):
+    """Turns pairs, ``first`` and ``second`` [pairs, tokens] in q's dtype, and stores queries, keys and values."""
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
+    turned_low = (first * cos_low.to(tl.float32) - second * sin_low.to(tl.float32)).to(q.dtype.element_ty)
+    turned_high = (second * cos_high.to(tl.float32) + first * sin_high.to(tl.float32)).to(q.dtype.element_ty)
+
+    place = (tokens.to(tl.int64)[None, :] * heads + head[:, None]) * (2 * HALF) + lane[:, None]
+    queries = real & (head < heads)[:, None]
+    tl.store(q + place, turned_low, mask=queries)
+    tl.store(q + place + HALF, turned_high, mask=queries)
+    key = head - heads
+    place = slot[None, :] * cache_slot + key[:, None] * cache_head + lane[:, None]
+    keys = real & ((key >= 0) & (key < kv_heads))[:, None]
+    tl.store(k_cache + place, turned_low, mask=keys)
+    tl.store(k_cache + place + HALF, turned_high, mask=keys)
+    place -= kv_heads * cache_head
+    values = real & (key >= kv_heads)[:, None]
+    tl.store(v_cache + place, turned_low, mask=values)
+    tl.store(v_cache + place + HALF, turned_high, mask=values)
 
 
 @triton.jit(do_not_specialize=["m", "each", "ahead", "shares"])
@@ -275,21 +317,24 @@ def linear_rope_write_cache(
     # Rounded where the reference rounds: after the product and after the turn.
     total = (total + extra[:, None]).to(q.dtype.element_ty)
     first, second = tl.split(tl.permute(tl.reshape(total, [2, PAIRS, BLOCK_M]), (1, 2, 0)))
-    first = first.to(tl.float32)
-    second = second.to(tl.float32)
-    turned_low = (first * cos_low.to(tl.float32) - second * sin_low.to(tl.float32)).to(q.dtype.element_ty)
-    turned_high = (second * cos_high.to(tl.float32) + first * sin_high.to(tl.float32)).to(q.dtype.element_ty)
-
-    place = (tokens.to(tl.int64)[None, :] * heads + head[:, None]) * (2 * HALF) + lane[:, None]
-    queries = real & (head < heads)[:, None]
-    tl.store(q + place, turned_low, mask=queries)
-    tl.store(q + place + HALF, turned_high, mask=queries)
-    key = head - heads
-    place = slot[None, :] * cache_slot + key[:, None] * cache_head + lane[:, None]
-    keys = real & ((key >= 0) & (key < kv_heads))[:, None]
-    tl.store(k_cache + place, turned_low, mask=keys)
-    tl.store(k_cache + place + HALF, turned_high, mask=keys)
-    place -= kv_heads * cache_head
-    values = real & (key >= kv_heads)[:, None]
-    tl.store(v_cache + place, turned_low, mask=values)
-    tl.store(v_cache + place + HALF, turned_high, mask=values)
+    put_away(
+        first,
+        second,
+        cos_low,
+        sin_low,
+        cos_high,
+        sin_high,
+        q,
+        k_cache,
+        v_cache,
+        slot,
+        tokens,
+        head,
+        lane,
+        heads,
+        kv_heads,
+        cache_slot,
+        cache_head,
+        real,
+        HALF,
+    )

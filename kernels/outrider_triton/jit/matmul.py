@@ -75,6 +75,14 @@ def linear(
     tl.store(there, total.to(out.dtype.element_ty), mask=(tokens[None, :] < m) & mine[:, None])
 
 
+@triton.jit
+def gated(gate, up, out_type: tl.constexpr):
+    """``silu(gate) * up``, rounded where the reference rounds: after each product and after the activation."""
+    gate = gate.to(out_type).to(tl.float32)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(out_type).to(tl.float32)
+    return (gate * up.to(out_type).to(tl.float32)).to(out_type)
+
+
 @triton.jit(do_not_specialize=["m", "each", "ahead"])
 def linear_silu_mul(
     x,
@@ -125,9 +133,6 @@ def linear_silu_mul(
     if HAS_BIAS:
         gate += tl.load(bias + rows, mask=mine, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias + n + rows, mask=mine, other=0.0).to(tl.float32)[:, None]
-    # Rounded where the reference rounds: after each product and after the activation.
-    gate = gate.to(out.dtype.element_ty).to(tl.float32)
-    gate = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
-    up = up.to(out.dtype.element_ty).to(tl.float32)
+    made = gated(gate, up, out.dtype.element_ty)
     there = out + tokens.to(tl.int64)[None, :] * n + rows[:, None]
-    tl.store(there, (gate * up).to(out.dtype.element_ty), mask=(tokens[None, :] < m) & mine[:, None])
+    tl.store(there, made, mask=(tokens[None, :] < m) & mine[:, None])

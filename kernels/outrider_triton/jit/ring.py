@@ -18,35 +18,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from outrider_triton.jit.dependent import let_next_start, wait_for_last
+
 PAIRS = gl.constexpr(32)
 """Pairs of rows of a tile."""
-
-
-@gluon.jit
-def let_next_start(PDL: gl.constexpr):
-    """:func:`outrider_triton.jit.dependent.let_next_start`."""
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def wait_for_last(PDL: gl.constexpr):
-    """:func:`outrider_triton.jit.dependent.wait_for_last`."""
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def fetch(pointers):
-    """:func:`outrider_triton.jit.dependent.fetch`."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(gl.int64, bitcast=True)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 # -- the ring ------------------------------------------------------------------------------------------------------

@@ -9,17 +9,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from outrider_triton.jit.ring import (
-    PAIRS,
-    bring,
-    fetch,
-    halves_of,
-    make_buffer,
-    make_ring,
-    scale_of,
-    squares_of,
-    wait_for_last,
-)
+from outrider_triton.jit.dependent import fetch, wait_for_last
+from outrider_triton.jit.fused import put_away
+from outrider_triton.jit.matmul import gated
+from outrider_triton.jit.ring import PAIRS, bring, halves_of, make_buffer, make_ring, scale_of, squares_of
 
 
 @gluon.jit
@@ -201,12 +194,8 @@ def _gate(
         if HAS_BIAS:
             gate += gl.load(bias + row, mask=mine, other=0.0).to(gl.float32)[:, None]
             up += gl.load(bias + n + row, mask=mine, other=0.0).to(gl.float32)[:, None]
-        # Rounded where the reference rounds: after each product and after the activation.
-        gate = gate.to(out.dtype.element_ty).to(gl.float32)
-        gate = (gate / (1.0 + gl.exp(-gate))).to(out.dtype.element_ty).to(gl.float32)
-        up = up.to(out.dtype.element_ty).to(gl.float32)
         place = out + token.to(gl.int64)[None, :] * n + row[:, None]
-        gl.store(place, (gate * up).to(out.dtype.element_ty), mask=(token < m)[None, :] & mine[:, None])
+        gl.store(place, gated(gate, up, out.dtype.element_ty), mask=(token < m)[None, :] & mine[:, None])
 
 
 @gluon.jit(do_not_specialize=["m", "each", "shares"])
@@ -308,24 +297,27 @@ def _turn(
             first += gl.load(bias + row, mask=mine, other=0.0).to(gl.float32)[:, None]
             second += gl.load(bias + row + HALF, mask=mine, other=0.0).to(gl.float32)[:, None]
         # Rounded where the reference rounds: after the product and after the turn.
-        first = first.to(q.dtype.element_ty).to(gl.float32)
-        second = second.to(q.dtype.element_ty).to(gl.float32)
-        low = (first * cos_low.to(gl.float32) - second * sin_low.to(gl.float32)).to(q.dtype.element_ty)
-        high = (second * cos_high.to(gl.float32) + first * sin_high.to(gl.float32)).to(q.dtype.element_ty)
-
-        place = (token.to(gl.int64)[None, :] * heads + head[:, None]) * (2 * HALF) + lane[:, None]
-        queries = real & (head < heads)[:, None]
-        gl.store(q + place, low, mask=queries)
-        gl.store(q + place + HALF, high, mask=queries)
-        key = head - heads
-        place = slot[None, :] * cache_slot + key[:, None] * cache_head + lane[:, None]
-        keys = real & ((key >= 0) & (key < kv_heads))[:, None]
-        gl.store(k_cache + place, low, mask=keys)
-        gl.store(k_cache + place + HALF, high, mask=keys)
-        place -= kv_heads * cache_head
-        values = real & (key >= kv_heads)[:, None]
-        gl.store(v_cache + place, low, mask=values)
-        gl.store(v_cache + place + HALF, high, mask=values)
+        put_away(
+            first.to(q.dtype.element_ty),
+            second.to(q.dtype.element_ty),
+            cos_low,
+            sin_low,
+            cos_high,
+            sin_high,
+            q,
+            k_cache,
+            v_cache,
+            slot,
+            token,
+            head,
+            lane,
+            heads,
+            kv_heads,
+            cache_slot,
+            cache_head,
+            real,
+            HALF,
+        )
 
 
 @gluon.jit(do_not_specialize=["m", "each", "shares"])

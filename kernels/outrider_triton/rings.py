@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 from outrider.device.kernels.measure import KernelShape
-from outrider_triton.chain import Chain, Key, as_json, normal, with_choice
+from outrider_triton.chain import Chain, Key, as_json, chosen, with_choice
+from outrider_triton.jit.ring import PAIRS
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.pairs import Keys, Report, check, row_of
+from outrider_triton.launch import power_of_two
+from outrider_triton.pairs import Job, Keys, Report, check, row_of
 from outrider_triton.table import STREAMED, MatmulConfig, Table, parse
 
 MOST = 64
 """The most tokens: with more, what a multiprocessor reads again for each tile, the tokens, outweighs the tile."""
-_TILE = 32
-_FEW = 512
+_TILE: int = PAIRS.value
 _RINGS = (108 << 10, 150 << 10, 180 << 10, 208 << 10)
 """Bytes of shared memory: with the first, two programs fit into a multiprocessor."""
 _SHARED_BYTES = 226 << 10
@@ -40,7 +41,7 @@ def _shares(pairs: int, processors: int) -> list[tuple[int, int, int]]:
 
 def _rings(m: int, waves: int, fold: int) -> Iterator[tuple[int, int, int]]:
     """(tokens of a block, columns of a tile, stages)."""
-    block_m = max(8, 1 << (m - 1).bit_length())
+    block_m = max(8, power_of_two(m))
     width = fold * block_m
     for block_k, size in itertools.product((128, 256), _RINGS[:1] if waves > 1 else _RINGS):
         stages = min(size, _SHARED_BYTES - 2 * _TILE * width * 4) // ((2 * _TILE + width) * block_k * 2)
@@ -76,58 +77,27 @@ def folded(m: int, n: int, k: int, processors: int) -> list[MatmulConfig]:
 
 def choices(shape: KernelShape, m: int, processors: int) -> dict[Key, list[MatmulConfig]]:
     """Every candidate of a layer's products."""
-    keys, gates = Keys.of(shape), 2 * shape.inner
-    kinds = {key: ("linear_parts", *key[1:]) for key in (keys.output, keys.down)}
-    found: dict[Key, list[MatmulConfig]] = {
-        keys.qkv: shared_out(m, keys.qkv[2] // 2, keys.qkv[3], processors),
-        ("linear_silu_mul", "bfloat16", gates, shape.hidden): shared_out(m, shape.inner, shape.hidden, processors),
-        keys.gates: shared_out(m, shape.inner, shape.hidden, processors),
-    }
-    for add, part in kinds.items():
-        found[add] = folded(m, add[2], add[3], processors)
-        found[part] = parts(m, part[2], part[3], processors)
+    keys = Keys.of(shape)
+    found = {key: shared_out(m, key[2] // 2, key[3], processors) for key in (keys.qkv, _gates_apart(keys), keys.gates)}
+    for key in (keys.output, keys.down):
+        found[key] = folded(m, key[2], key[3], processors)
+        found[_in_parts(key)] = parts(m, key[2], key[3], processors)
     return found
 
 
-Job = tuple[Key, MatmulConfig]
+def _in_parts(key: Key) -> Key:
+    """The product of ``key`` where a norm adds up its parts."""
+    return ("linear_parts", *key[1:])
+
+
+def _gates_apart(keys: Keys) -> Key:
+    """The gated product behind a norm of its own."""
+    return ("linear_silu_mul", *keys.gates[1:])
 
 
 def jobs(shape: KernelShape, sizes: list[int], processors: int) -> list[Job]:
-    """What is to be compiled: products of the shape, and configurations; those too that stand alone in a draft's pass."""
-    alone = [("linear", shape.fused), ("linear_add", shape.inner)]
-    layers = [(key, c) for m in sizes for key, configs in choices(shape, m, processors).items() for c in configs]
-    return layers + [
-        ((operator, "bfloat16", shape.hidden, k), config)
-        for operator, k in alone
-        for m in sizes
-        for config in folded(m, shape.hidden, k, processors)
-    ]
-
-
-def compile_one(key: Key, config: MatmulConfig, shape: KernelShape, device: torch.device, pdl: bool) -> None:
-    """Compile for operands that are like those of ``shape`` in all that a compiler sees."""
-    ops, m, (operator, _, n, k), block = torch.ops.outrider, config.block_m, key, config.as_list()
-    x, residual, norm = normal(device, m, k), normal(device, m, _FEW), normal(device, _FEW)
-    if operator == "linear_parts":
-        ops.linear_parts.triton(x, normal(device, _FEW, k), block, pdl)
-    elif operator == "linear_add_scaled":
-        ops.linear_add_scaled.triton(x, normal(device, _FEW, k), None, residual, norm, block, pdl)
-    elif operator == "linear":
-        ops.linear.triton(x, normal(device, _FEW, k), None, block, pdl)
-    elif operator == "linear_add":
-        ops.linear_add.triton(x, normal(device, _FEW, k), None, residual, block, pdl)
-    elif operator == "linear_silu_mul":
-        ops.linear_silu_mul.triton(x, normal(device, 2 * _FEW, k), None, block, pdl)
-    for shares in (shape.hidden // 32, shape.hidden // 16):  # as many as a product that adds may leave
-        squares = torch.ones((shares, m), dtype=torch.float32, device=device)
-        if operator == "scaled_silu_mul":
-            ops.scaled_silu_mul.triton(x, squares, normal(device, 2 * _FEW, k), None, 1e-5, block, pdl)
-        elif operator == "linear_rope":
-            cache = torch.zeros(m, 16, shape.kv_heads, shape.head_size, dtype=x.dtype, device=device)
-            angle = normal(device, m, shape.head_size)
-            turn = angle, angle, cache, cache, torch.arange(m, device=device)
-            for each in (squares, None):
-                ops.rope_write_cache.triton_linear(x, each, normal(device, n, k), None, 1e-5, *turn, block, pdl)
+    """What is to be compiled: products of the shape, and configurations."""
+    return [(key, config) for m in sizes for key, configs in choices(shape, m, processors).items() for config in configs]
 
 
 class Search:
@@ -135,9 +105,7 @@ class Search:
 
     def __init__(self, chain: Chain, table: Table, m: int, report: Report) -> None:
         self._chain, self._m, self._report = chain, m, report
-        self._keys = keys = Keys.of(chain.shape)
-        self._gates = ("linear_silu_mul", "bfloat16", keys.gates[2], keys.gates[3])
-        self._parts = {key: ("linear_parts", *key[1:]) for key in (keys.output, keys.down)}
+        self._keys = Keys.of(chain.shape)
         self._choices = choices(chain.shape, m, chain.kernels.processors)
         self.table, self.before_us = table, chain.attempt(table)
         self.us = self.before_us
@@ -145,8 +113,8 @@ class Search:
     def _start(self, output: bool, down: bool) -> tuple[Table, list[Key]]:
         """A table with streamed products throughout, and what is to be chosen; each end of a block added or in parts."""
         keys, table = self._keys, self.table
-        order = [keys.output if output else self._parts[keys.output], keys.gates if output else self._gates]
-        order += [keys.down if down else self._parts[keys.down], keys.qkv]
+        order = [keys.output, keys.gates] if output else [_in_parts(keys.output), _gates_apart(keys)]
+        order += [keys.down if down else _in_parts(keys.down), keys.qkv]
         for key, added in ((keys.output, output), (keys.down, down), (keys.gates, output)):
             if not added:
                 table = with_choice(table, key, self._m, None)
@@ -165,17 +133,13 @@ class Search:
             self._report(
                 f"m {self._m}: streamed, output {'added' if output else 'in parts'}, down {'added' if down else 'in parts'}: "
                 f"{us:.2f} us a layer, {self.before_us:.2f} before; "
-                + "; ".join(f"{key[0]} {self._config(table, key)}" for key in order)
+                + "; ".join(f"{key[0]} {chosen(table, key, self._m)}" for key in order)
             )
             if us < self.us * 0.999:
                 self.table, self.us = table, us
 
-    def _config(self, table: Table, key: Key) -> list[int] | None:
-        entry = table.entry(*key[:2], n=key[2], k=key[3], m=self._m)
-        return None if entry is None or entry.config is None else entry.config.as_list()
 
-
-def tune_streams(
+def tune_rings(
     data: dict[str, Any],
     shape: KernelShape,
     sizes: list[int],
@@ -187,8 +151,7 @@ def tune_streams(
     table, chain = parse(data), Chain(shape, kernels, device)
     times: dict[int, tuple[float, float]] = {}
     for m in sizes:
-        width = 1 if m == 16 else 4
-        chain.prepare(m // width, width, 640)
+        chain.prepare_for(m)
         search = Search(chain, table, m, report)
         search.run()
         tuned, _ = chain.tune_attention(search.table)
@@ -203,11 +166,10 @@ def tune_streams(
         report(f"m {m}: relative error {check(kernels, shape, m, device):.2g}")
         times[m] = before, min(before, after)
     data["attention"] = as_json(table)
-    data["streams"] = [{"m": m, "before_us": round(before, 2), "us": round(us, 2)} for m, (before, us) in times.items()]
+    data["rings"] = [{"m": m, "before_us": round(before, 2), "us": round(us, 2)} for m, (before, us) in times.items()]
     rows = {(row["operator"], row["dtype"], row["n"], row["k"], row["m"]): row for row in data["matmul"]}
     for key, m in itertools.product(choices(shape, sizes[0], kernels.processors), sizes):
-        entry = table.entry(*key[:2], n=key[2], k=key[3], m=m)
-        config = None if entry is None or entry.config is None else entry.config.as_list()
+        config = chosen(table, key, m)
         if "best" in rows.get((*key, m), ()):
             rows[*key, m]["config"] = config  # its times are those alone
         else:
