@@ -43,7 +43,7 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.ready
-	$(BIN)/mypy core $(BACKENDS) kernels
+	$(BIN)/mypy core $(BACKENDS) kernels tools
 
 imports: $(VENV)/.ready
 	$(BIN)/lint-imports --no-cache    # its cache misses a package that is new

@@ -7,20 +7,24 @@ on first use (PEP 562), so that ``outrider doctor`` still runs where ``import to
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from outrider._moved import install
+
 if TYPE_CHECKING:
     from outrider.device.errors import OutriderError
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
-    from outrider.engine.request import StepOutput
-    from outrider.engine.sampling import SamplingParams
+    from outrider.engine.requests.request import StepOutput
+    from outrider.engine.requests.sampling import SamplingParams
     from outrider.registry import get_backend
+
+install()
 
 _HOMES = {
     "Engine": "outrider.engine.engine",
     "EngineConfig": "outrider.engine.config",
     "OutriderError": "outrider.device.errors",
-    "SamplingParams": "outrider.engine.sampling",
-    "StepOutput": "outrider.engine.request",
+    "SamplingParams": "outrider.engine.requests.sampling",
+    "StepOutput": "outrider.engine.requests.request",
     "get_backend": "outrider.registry",
 }
 

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 
-def fill_indices(indices: Tensor, starts: Tensor, kv_lens: Tensor, block_table: Tensor, page_size: int) -> None:
-    """The pages of each sequence behind one another: row i of ``block_table`` int32 [B, P], as many entries as ``kv_lens``
+def fill_indices(indices: Tensor, starts: Tensor, seq_lens: Tensor, block_table: Tensor, page_size: int) -> None:
+    """The pages of each sequence behind one another: row i of ``block_table`` int32 [B, P], as many entries as ``seq_lens``
     int32 [B] tokens need, to ``indices`` int32 [B*P+1] from ``starts`` int32 [B] on. The last entry takes what isn't needed.
     """
     trash = indices.shape[0] - 1
     lane = torch.arange(block_table.shape[1], dtype=torch.int32, device=indices.device)
-    used = lane * page_size < kv_lens.unsqueeze(1)
+    used = lane * page_size < seq_lens.unsqueeze(1)
     places = torch.where(used, starts.unsqueeze(1) + lane, trash)
     indices.scatter_(0, places.flatten().to(torch.int64), block_table.flatten())
 
@@ -22,14 +22,14 @@ def mask_bytes(queries: int, capacity: int) -> int:
     return -(-queries * capacity // 8)
 
 
-def fill_mask(packed: Tensor, kv_lens: Tensor, tree_mask: Tensor) -> None:
+def fill_mask(packed: Tensor, seq_lens: Tensor, tree_mask: Tensor) -> None:
     """The masks of trees as bits, the lowest first: bit ``n * kv_len + k`` of a row says whether node n sees cached token k.
 
-    ``packed`` uint8 [B, M] with M of :func:`mask_bytes`, ``kv_lens`` int32 [B], ``tree_mask`` bool [B*N, N]: every node sees
+    ``packed`` uint8 [B, M] with M of :func:`mask_bytes`, ``seq_lens`` int32 [B], ``tree_mask`` bool [B*N, N]: every node sees
     all that was cached before the nodes, and of them those that its row names.
     """
     batch, nodes = packed.shape[0], tree_mask.shape[1]
-    lens = kv_lens.unsqueeze(1)
+    lens = seq_lens.unsqueeze(1)
     bit = torch.arange(packed.shape[1] * 8, dtype=torch.int32, device=packed.device)
     node = bit // lens
     new = bit - node * lens - (lens - nodes)

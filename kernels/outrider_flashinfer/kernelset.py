@@ -100,7 +100,7 @@ class Attention:
             k_cache,
             v_cache,
             metadata.query_start,
-            metadata.kv_lens,
+            metadata.seq_lens,
             metadata.block_table,
             metadata.tree_mask,
             metadata.max_query,

@@ -14,7 +14,7 @@ from torch import Tensor
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
 _LIBRARY.define(
-    "paged_attention.flashinfer(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor kv_lens, "
+    "paged_attention.flashinfer(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor seq_lens, "
     "Tensor block_table, Tensor? tree_mask, int max_query, int max_kv, float scale, int window, Tensor indices, "
     "Tensor? mask, Tensor(a!) scratch, Tensor tables) -> Tensor"
 )

@@ -150,16 +150,16 @@ class Plan:
             )
         stream.record(self._copied)
         if self._uniform:
-            fill_indices(self.indices, self._starts[:-1], metadata.kv_lens, metadata.block_table, page_size)
+            fill_indices(self.indices, self._starts[:-1], metadata.seq_lens, metadata.block_table, page_size)
         if self.mask is not None:
             assert metadata.tree_mask is not None
-            fill_mask(self.mask, metadata.kv_lens, metadata.tree_mask)
+            fill_mask(self.mask, metadata.seq_lens, metadata.tree_mask)
 
 
 def _lengths(metadata: AttentionMetadata, batch: int) -> tuple[int, ...]:
-    if metadata.host_kv_lens is None or len(metadata.host_kv_lens.value) != batch:
-        raise SeamError(f"a plan for {batch} sequences needs their lengths on the host, got {metadata.host_kv_lens}")
-    return metadata.host_kv_lens.value
+    if metadata.seq_lens_host is None or len(metadata.seq_lens_host.value) != batch:
+        raise SeamError(f"a plan for {batch} sequences needs their lengths on the host, got {metadata.seq_lens_host}")
+    return metadata.seq_lens_host.value
 
 
 def _query_starts(metadata: AttentionMetadata, batch: int) -> tuple[int, ...]:

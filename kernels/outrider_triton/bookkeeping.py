@@ -70,13 +70,13 @@ class BookkeepingKernels(KernelSet):
             _TRITON.gather_checked.triton(source, rows, low, high, out, found, self.pdl)
 
     def place_tokens(
-        self, lens: Tensor, tables: Tensor, page_size: int, last: int, positions: Tensor, slots: Tensor, kv_lens: Tensor
+        self, lens: Tensor, tables: Tensor, page_size: int, last: int, positions: Tensor, slots: Tensor, seq_lens: Tensor
     ) -> None:
         """A program a request."""
         if not self._uses("place_tokens"):
-            super().place_tokens(lens, tables, page_size, last, positions, slots, kv_lens)
+            super().place_tokens(lens, tables, page_size, last, positions, slots, seq_lens)
             return
-        _TRITON.place_tokens.triton(lens, tables, page_size, last, positions, slots, kv_lens, self.pdl)
+        _TRITON.place_tokens.triton(lens, tables, page_size, last, positions, slots, seq_lens, self.pdl)
 
     def publish_accepted(
         self,

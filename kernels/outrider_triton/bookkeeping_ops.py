@@ -114,16 +114,16 @@ def _place_tokens(
     last: int,
     positions: Tensor,
     slots: Tensor,
-    kv_lens: Tensor,
+    seq_lens: Tensor,
     pdl: bool,
 ) -> None:
     _straight("place_tokens", lens, tables)
-    count, ends = positions.shape[1], kv_lens.shape[1]
+    count, ends = positions.shape[1], seq_lens.shape[1]
     launch(
         bookkeeping.place_tokens,
         (lens.shape[0],),
-        *(lens, tables, positions, slots, kv_lens, count, ends, tables.shape[1], page_size, last),
-        *(*positions.stride(), *slots.stride(), *kv_lens.stride()),
+        *(lens, tables, positions, slots, seq_lens, count, ends, tables.shape[1], page_size, last),
+        *(*positions.stride(), *slots.stride(), *seq_lens.stride()),
         BLOCK=power_of_two(count),
         pdl=pdl,
         warps=1,
@@ -132,7 +132,7 @@ def _place_tokens(
 
 define(
     "place_tokens.triton(Tensor lens, Tensor tables, int page_size, int last, Tensor(a!) positions, Tensor(b!) slots, "
-    "Tensor(c!) kv_lens, bool pdl) -> ()",
+    "Tensor(c!) seq_lens, bool pdl) -> ()",
     _place_tokens,
     lambda *operands: None,
 )

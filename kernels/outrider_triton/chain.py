@@ -16,10 +16,10 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from outrider.device import AttentionMetadata, Product, Turn
-from outrider.device.kernels.measure import KernelShape
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import AttentionConfig, AttentionEntry, Entry, MatmulConfig, Table
-from outrider_triton.timing import microseconds
+from outrider_tune.measure import KernelShape
+from outrider_tune.timing import microseconds
 
 _LAYERS = 8
 _PAGE = 16
@@ -92,7 +92,7 @@ class Chain:
         self._slots = (table[:, lane // _PAGE].to(torch.int64) * _PAGE + lane % _PAGE).flatten()
         self._metadata = AttentionMetadata(
             query_start=torch.arange(0, rows + 1, width, dtype=torch.int32, device=device),
-            kv_lens=torch.full((batch,), context, dtype=torch.int32, device=device),
+            seq_lens=torch.full((batch,), context, dtype=torch.int32, device=device),
             block_table=table,
             max_query=width,
             max_kv=context,

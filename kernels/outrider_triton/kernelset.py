@@ -274,7 +274,7 @@ class TritonKernels(BookkeepingKernels):
 
     def attention_config(self, q: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> list[int]:
         """Rows and cached tokens of a block, splits, warps and stages, from what the host knows."""
-        return self._attention_config(q, k_cache, metadata.kv_lens.shape[0], metadata.max_query, metadata.max_kv)
+        return self._attention_config(q, k_cache, metadata.seq_lens.shape[0], metadata.max_query, metadata.max_kv)
 
     def _attention_config(self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int) -> list[int]:
         group = q.shape[1] // k_cache.shape[2]
@@ -309,7 +309,7 @@ class TritonKernels(BookkeepingKernels):
                 k_cache,
                 v_cache,
                 metadata.query_start,
-                metadata.kv_lens,
+                metadata.seq_lens,
                 metadata.block_table,
                 metadata.tree_mask,
                 metadata.max_query,

@@ -314,7 +314,7 @@ def _paged_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     query_start: Tensor,
-    kv_lens: Tensor,
+    seq_lens: Tensor,
     block_table: Tensor,
     tree_mask: Tensor | None,
     max_query: int,
@@ -329,7 +329,7 @@ def _paged_attention(
     block_rows, block_kv, split, warps, stages = config
     tokens, heads, size = q.shape
     page, kv_heads = k_cache.shape[1], k_cache.shape[2]
-    group, batch = heads // kv_heads, kv_lens.shape[0]
+    group, batch = heads // kv_heads, seq_lens.shape[0]
     torch._check(
         k_cache.is_contiguous() and v_cache.is_contiguous() and q.stride(-1) == 1 and block_table.stride(-1) == 1,
         lambda: "paged_attention: caches must be contiguous, and the last dimension of q and of the block table",
@@ -345,7 +345,7 @@ def _paged_attention(
     launch(
         attention.paged_attention,
         grid,
-        *(q, k_cache, v_cache, query_start, kv_lens, block_table, mask, out, parts, stats),
+        *(q, k_cache, v_cache, query_start, seq_lens, block_table, mask, out, parts, stats),
         *(tokens, batch, heads, scale, size, q.stride(0), q.stride(1), block_table.stride(0)),
         *(mask.stride(0), k_cache.stride(1), k_cache.stride(2)),
         PAGE=page,
@@ -375,7 +375,7 @@ def _paged_attention(
 
 
 define(
-    "paged_attention.triton(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor kv_lens, "
+    "paged_attention.triton(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor seq_lens, "
     "Tensor block_table, Tensor? tree_mask, int max_query, int max_kv, float scale, int window, "
     "bool settled, int[] config, bool pdl) "
     "-> Tensor",

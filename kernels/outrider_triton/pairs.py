@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from outrider.device import KernelSet, Product, Turn
-from outrider.device.kernels.measure import KernelShape
 from outrider_triton.chain import AHEAD, Chain, Key, as_json, chosen, normal, with_choice
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import power_of_two
 from outrider_triton.table import STREAMED, MatmulConfig, Table, parse
+from outrider_tune.measure import KernelShape
 
 Report = Callable[[str], None]
 _SHARED_BYTES = 220 << 10

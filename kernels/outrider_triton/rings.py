@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from outrider.device.kernels.measure import KernelShape
 from outrider_triton.chain import Chain, Key, as_json, chosen, with_choice
 from outrider_triton.jit.ring import PAIRS
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import power_of_two
 from outrider_triton.pairs import Job, Keys, Report, check, row_of
 from outrider_triton.table import STREAMED, MatmulConfig, Table, parse
+from outrider_tune.measure import KernelShape
 
 MOST = 64
 """The most tokens: with more, what a multiprocessor reads again for each tile, the tokens, outweighs the tile."""

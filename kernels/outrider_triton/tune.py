@@ -25,12 +25,12 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from outrider.device import KernelSet
-from outrider.device.kernels.measure import KernelCase, KernelShape, kernel_cases
 from outrider_triton import behind, pairs, rings
 from outrider_triton.chain import AHEAD, Chain, Key, as_json, attention_candidates
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import AttentionConfig, MatmulConfig, parse, slug
-from outrider_triton.timing import bandwidth, microseconds
+from outrider_tune.measure import KernelCase, KernelShape, kernel_cases
+from outrider_tune.timing import bandwidth, microseconds
 
 _SHARED_BYTES = 220 << 10  # of a multiprocessor's shared memory, a little less than there is
 _ROTATE_BYTES = 256 << 20  # several times the second-level cache

@@ -13,7 +13,12 @@ LINT = "import sys; from importlinter.cli import lint_imports_command as lint; s
 
 
 def lint(root: Path) -> subprocess.CompletedProcess[str]:
-    packages = [root / "core", root / "kernels", *(path for path in (root / "backends").iterdir() if path.is_dir())]
+    packages = [
+        root / "core",
+        root / "kernels",
+        root / "tools",
+        *(path for path in (root / "backends").iterdir() if path.is_dir()),
+    ]
     return subprocess.run(
         [sys.executable, "-c", LINT],
         cwd=root,
@@ -27,7 +32,7 @@ def lint(root: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def tree(tmp_path):
-    for name in ("core", "backends", "kernels"):
+    for name in ("core", "backends", "kernels", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "bundled"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
@@ -39,17 +44,20 @@ def tree(tmp_path):
         ("core/outrider/device/memory.py", "import outrider.registry", "Imports point downward only BROKEN"),
         ("core/outrider/registry/plugins.py", "import outrider.cli.report", "Imports point downward only BROKEN"),
         ("core/outrider/model/cache.py", "import outrider.engine.engine", "Imports point downward only BROKEN"),
-        ("core/outrider/engine/step.py", "import outrider.registry", "Imports point downward only BROKEN"),
-        ("core/outrider/engine/step.py", "from outrider import get_backend", "Imports point downward only BROKEN"),
-        ("core/outrider/registry/plugins.py", "import outrider.model.cache", "know the seam alone BROKEN"),
-        ("core/outrider/sanitizer/__init__.py", "import outrider.speculative.slots", "know the seam alone BROKEN"),
-        ("core/outrider/engine/step.py", "import outrider.sanitizer", "Imports point downward only BROKEN"),
+        ("core/outrider/speculative/slots.py", "import outrider.registry", "Imports point downward only BROKEN"),
+        ("core/outrider/speculative/slots.py", "from outrider import get_backend", "Imports point downward only BROKEN"),
+        ("core/outrider/registry/plugins.py", "import outrider.model.cache", "knows the seam alone BROKEN"),
+        ("tools/outrider_sanitizer/__init__.py", "import outrider.speculative.slots", "knows the seam alone BROKEN"),
+        ("tools/outrider_trace/timeline.py", "import outrider.engine.step", "knows the seam alone BROKEN"),
+        ("tools/outrider_sanitizer/clocks.py", "import outrider_trace.timeline", "Tools stand on top BROKEN"),
+        ("core/outrider/engine/requests/pages.py", "import outrider.engine.state.rows", "no device state BROKEN"),
+        ("core/outrider/engine/step.py", "import outrider_sanitizer", "no vendor package and no tool BROKEN"),
         ("backends/cuda/outrider_cuda/backend.py", "import outrider_cpu.backend", "don't know each other BROKEN"),
         ("kernels/outrider_triton/table.py", "import outrider_cuda.backend", "belong to no backend BROKEN"),
         ("kernels/outrider_triton/table.py", "import outrider.registry", "outrider.device and nothing else BROKEN"),
         ("core/outrider/stray.py", "", "must be declared as a layer"),
-        ("core/outrider/registry/plugins.py", "import triton", "imports no vendor package BROKEN"),
-        ("core/outrider/registry/plugins.py", "import outrider_cpu.backend", "imports no vendor package BROKEN"),
+        ("core/outrider/registry/plugins.py", "import triton", "imports no vendor package and no tool BROKEN"),
+        ("core/outrider/registry/plugins.py", "import outrider_cpu.backend", "imports no vendor package and no tool BROKEN"),
         ("backends/cpu/outrider_cpu/plugin.py", "import outrider.registry", "outrider.device and nothing else BROKEN"),
         ("backends/cpu/outrider_cpu/plugin.py", "import outrider.new.part", "outrider.device and nothing else BROKEN"),
         ("backends/cpu/outrider_cpu/plugin.py", "from outrider import Engine", "outrider.device and nothing else BROKEN"),

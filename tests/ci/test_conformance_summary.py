@@ -76,7 +76,7 @@ def test_waivers_show(summary):
 
 
 def test_a_real_report(summary, tmp_path):
-    from outrider.conformance.run import conform
+    from outrider_conformance.run import conform
 
     found = conform("cpu", level="L0")
     done = summary([row("cpu", level="L0")], {"cpu": found})

@@ -83,8 +83,8 @@ def test_the_gate_asks_at_run_time_and_is_the_base_branchs_own():
 
 def test_a_row_of_the_matrix_fits_the_workflow_that_takes_it():
     """Each input comes from a key that a row has, and only a row that says "runs" takes a machine."""
-    from outrider.cli.ci_matrix import row
     from outrider.registry import Registry
+    from outrider_conformance.commands.ci_matrix import row
 
     given = read("ci.yml")["jobs"]["conformance"]["with"]
     called = read("conformance.yml")

@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from outrider.cli.decoding import Iterations, run_batch
-from outrider.cli.device_profile import _of_device
-from outrider.cli.limits import iteration_bytes, measure_bandwidth
 from outrider.cli.models import Speculation, load
 from outrider.registry import get_backend
+from outrider_bench.decoding import Iterations, run_batch
+from outrider_bench.device_profile import _of_device
+from outrider_bench.limits import iteration_bytes, measure_bandwidth
 
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch):
-    monkeypatch.setattr("outrider.cli.limits._HOST_BYTES", 1 << 20)
-    monkeypatch.setattr("outrider.cli.limits._DEVICE_BYTES", 1 << 20)
+    monkeypatch.setattr("outrider_bench.limits._HOST_BYTES", 1 << 20)
+    monkeypatch.setattr("outrider_bench.limits._DEVICE_BYTES", 1 << 20)
 
 
 def test_figures(outrider):
@@ -70,7 +70,7 @@ def test_by_kernel(outrider, arguments, clock, product):
 
 
 def test_what_says_nothing_is_absent(outrider, monkeypatch):
-    monkeypatch.setattr("outrider.cli.device_profile.profiled", lambda *of, **more: None)
+    monkeypatch.setattr("outrider_bench.device_profile.profiled", lambda *of, **more: None)
     result = outrider("bench", "decode", "--backend", "cpu", "--new-tokens", "16", "--json").json
     assert result["results"][0]["device_idle_fraction"] is None
     assert "n/a" in outrider("bench", "decode", "--backend", "cpu", "--new-tokens", "16").out
@@ -161,7 +161,7 @@ def test_what_was_not_timed_is_listed_and_the_rest_measured(outrider, monkeypatc
     def timed(engine, batch, prompt_tokens, new_tokens):
         return Iterations([], [], 0, 0.0) if batch == 2 else run_batch(engine, batch, prompt_tokens, new_tokens)
 
-    monkeypatch.setattr("outrider.cli.bench_decode.run_batch", timed)
+    monkeypatch.setattr("outrider_bench.commands.decode.run_batch", timed)
     few = "bench", "decode", "--backend", "cpu", "--prompt-tokens", "20", "--new-tokens", "16"
     made = outrider(*few, "--batch", "1,2", "--json").json
     assert [row["batch"] for row in made["results"]] == [1]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli import bench_sanitizer
-from outrider.cli.child import ChildFailed, run_child
 from outrider.registry import Registry
+from outrider_bench.child import ChildFailed, run_child
+from outrider_bench.commands import sanitizer as bench_sanitizer
 
 SMALL = ("--shape", "tiny", "--dtype", "float32")
 
@@ -45,7 +45,7 @@ def test_a_backend_that_compiles_starts_cold_and_warm(outrider, monkeypatch):
 
     info = Registry.info
     monkeypatch.setattr(Registry, "info", lambda self, name: replace(info(self, name), cache_variables=("SOME_CACHE",)))
-    monkeypatch.setattr("outrider.cli.bench_startup.run_child", child)
+    monkeypatch.setattr("outrider_bench.commands.startup.run_child", child)
     shown = outrider("bench", "startup", "--backend", "cpu")
     lines = {line.split("  ")[0]: line.split()[-2:] for line in shown.out.splitlines() if line}
     assert lines["stage"] == ["cold", "warm"]
@@ -79,7 +79,7 @@ def test_a_child_that_dies_says_how():
 
 def test_a_child_that_takes_too_long_is_ended():
     with pytest.raises(ChildFailed, match="within 0.01 s"):
-        run_child("outrider.cli.startup_child", {}, variables={}, limit_s=0.01)
+        run_child("outrider_bench.startup_child", {}, variables={}, limit_s=0.01)
 
 
 VLLM = """
@@ -183,7 +183,7 @@ def interrupted_at_the_second(monkeypatch):
         row = {"batch": 1, "iteration_ms": 4.5, "tokens_per_s": 600.0, "acceptance_length": 2.5}
         return {"results": [row | {"limit_ms": 4.0, "ratio_to_limit": 1.125}], "kernels": "torch"}
 
-    monkeypatch.setattr("outrider.cli.bench_peers.run_child", child)
+    monkeypatch.setattr("outrider_bench.commands.peers.run_child", child)
 
 
 def test_what_was_measured_before_ctrl_c_is_shown(outrider, monkeypatch):
@@ -275,7 +275,7 @@ def test_torchs_own_sanitizer_runs_under_the_variables_that_the_backend_names(ou
     info = Registry.info
     variables = {"SOME_SANITIZER": "1"}
     monkeypatch.setattr(Registry, "info", lambda self, name: replace(info(self, name), sanitizer_variables=variables))
-    monkeypatch.setattr("outrider.cli.bench_sanitizer.run_child", child)
+    monkeypatch.setattr("outrider_bench.commands.sanitizer.run_child", child)
     shown = outrider("bench", "sanitizer", "--backend", "cpu", "--modes", "graphs,fused")
     assert shown.code == 0
     rows = [line.split() for line in shown.out.splitlines()]
@@ -288,7 +288,7 @@ def test_a_finding_in_the_engine_fails_the_command(outrider, monkeypatch):
     def child(module, work, *, variables, limit_s):
         return {"iteration_ms": 1.0 + work["watched"], "operations": 5, "findings": ["a race"] if work["watched"] else []}
 
-    monkeypatch.setattr("outrider.cli.bench_sanitizer.run_child", child)
+    monkeypatch.setattr("outrider_bench.commands.sanitizer.run_child", child)
     shown = outrider("bench", "sanitizer", "--backend", "cpu", "--modes", "staged")
     assert shown.code == 1
     assert "staged: a race" in shown.out

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from outrider.device import KernelSet
-from outrider.device.kernels.measure import KernelShape, kernel_cases, product_cases
 from outrider.registry import get_backend
-from outrider.speculative.synthetic import with_synthetic_acceptance
+from outrider_bench.synthetic import with_synthetic_acceptance
+from outrider_tune.measure import KernelShape, kernel_cases, product_cases
 
 SHAPE = KernelShape(hidden=32, heads=4, kv_heads=2, head_size=8, inner=48, vocabulary=64, fused=64)
 HOST = torch.device("cpu")
@@ -14,7 +14,7 @@ HOST = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch):
-    monkeypatch.setattr("outrider.cli.limits._HOST_BYTES", 1 << 20)
+    monkeypatch.setattr("outrider_bench.limits._HOST_BYTES", 1 << 20)
 
 
 def test_every_kernel_is_measured_and_every_case_runs():
@@ -54,8 +54,8 @@ def test_attention_is_measured_with_its_plan(outrider, monkeypatch):
     planned = []
     fill = HostPlan.fill
     monkeypatch.setattr(HostPlan, "fill", lambda plan, batch, *a: (planned.append(batch.max_query), fill(plan, batch, *a))[1])
-    monkeypatch.setattr("outrider.cli.bench_kernels._CALLS", 1)
-    monkeypatch.setattr("outrider.cli.bench_kernels._REPLAYS", 1)
+    monkeypatch.setattr("outrider_bench.commands.kernels._CALLS", 1)
+    monkeypatch.setattr("outrider_bench.commands.kernels._REPLAYS", 1)
     result = outrider(
         *("bench", "kernels", "--backend", "sim:kernels=host-plans", "--shape", "tiny", "--dtype", "float32"),
         *("--tokens", "1", "--only", "attention", "--json"),

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from outrider import SamplingParams
-from outrider.cli import bench_tokens
-from outrider.cli.bench_tokens import _closer
 from outrider.cli.models import Speculation, load
-from outrider.cli.plot import limits_svg
+from outrider_bench.commands import tokens as bench_tokens
+from outrider_bench.commands.tokens import _closer
+from outrider_bench.plot import limits_svg
 
 
 def test_tokens_are_compared_and_timed(outrider):
@@ -40,7 +40,7 @@ def test_a_difference_is_shown_with_its_gap(outrider, monkeypatch, tmp_path):
             object.__setattr__(found[1], "token_ids", tuple(ids))
         return found
 
-    monkeypatch.setattr("outrider.cli.bench_tokens._decode", wrong)
+    monkeypatch.setattr("outrider_bench.commands.tokens._decode", wrong)
     arguments = ("--prompt-file", str(file), "--new-tokens", "8", "--timed", "0")
     shown = outrider("bench", "tokens", "--backend", "cpu", *arguments)
     assert "1 of 2 prompts differ from plain greedy decoding (50.0 %)" in shown.out
@@ -76,7 +76,7 @@ def test_a_prompt_file_that_is_none(outrider, tmp_path):
 
 
 def test_a_plot_of_iterations_against_the_limit(outrider, monkeypatch, tmp_path):
-    monkeypatch.setattr("outrider.cli.limits._HOST_BYTES", 1 << 20)
+    monkeypatch.setattr("outrider_bench.limits._HOST_BYTES", 1 << 20)
     file = tmp_path / "limits.svg"
     arguments = ("--batch", "1,2", "--prompt-tokens", "8,16", "--new-tokens", "12", "--plot", str(file), "--json")
     result = outrider("bench", "decode", "--backend", "cpu", *arguments).json

@@ -40,7 +40,7 @@ def test_every_fence_in_turn(outrider, monkeypatch, backend):
 def test_a_fence_that_nobody_misses_is_told(outrider, monkeypatch):
     """The net: a fence that is used and whose loss isn't found fails the command."""
     monkeypatch.setattr("outrider.engine.fences.FENCES", some("inputs_ready"))
-    monkeypatch.setattr("outrider.sanitizer.Report.raise_if_any", lambda self: None)
+    monkeypatch.setattr("outrider_sanitizer.Report.raise_if_any", lambda self: None)
     shown = outrider("explore", "decode", "--backend", "cpu", "--drop-fence", "every", "--iterations", "1")
     assert shown.code == 1
 

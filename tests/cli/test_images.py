@@ -6,8 +6,8 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from model.test_vision import IMAGE, picture, reference_inputs
-from model.tiny import VISION_TOKENS, write_vision_checkpoint
 from outrider.model import MediaProcessor, ModelConfig, expand_placeholders
+from outrider_proof.checkpoints import VISION_TOKENS, write_vision_checkpoint
 
 NAMES = {
     "vision_start_token_id": "<|vision_start|>",

@@ -22,7 +22,7 @@ def command(monkeypatch):
             return action() or Report(data={"done": True}, render=lambda console: console.print("done"))
 
         monkeypatch.setattr(sys.modules[__name__], "x", x, raising=False)
-        monkeypatch.setattr(cli, "COMMANDS", {"x": f"{__name__}:x"})
+        monkeypatch.setattr(cli, "commands", lambda: {"x": f"{__name__}:x"})
         monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
 
     return add
@@ -50,7 +50,7 @@ def test_result_for_people_and_for_scripts(outrider, command):
 def test_without_arguments_it_helps(outrider):
     result = outrider()
     assert result.code == 0
-    for name in cli.COMMANDS:
+    for name in cli.commands():
         assert name in result.out
 
 

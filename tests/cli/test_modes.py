@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.engine.request import FinishReason
+from outrider.engine.requests.request import FinishReason
 
 
 @pytest.mark.parametrize("options", [("--graphs",), ("--mode", "fused"), ("--overlap",), ("--mode", "fused", "--overlap")])
@@ -26,7 +26,7 @@ def test_a_backend_that_does_not_run_fused(outrider):
 
 
 def test_a_request_that_ends_with_an_error_is_exit_1(outrider, monkeypatch):
-    from outrider.engine.results import Results
+    from outrider.engine.state.results import Results
 
     redeem = Results.redeem
 

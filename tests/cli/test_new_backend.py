@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import outrider.cli.new_backend as command
+import outrider_conformance.commands.new_backend as command
 from vendor import Workbench
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.proposers import OWN
+from outrider.registry.proposers import OWN
 from outrider.speculative.build import BUILDERS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -126,7 +126,7 @@ def test_the_example_kernels_and_proposer_together(child, site):
 
 
 def test_the_example_kernels_pass_the_kits_kernel_tests(site, monkeypatch):
-    from outrider.conformance.run import conform
+    from outrider_conformance.run import conform
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.syspath_prepend(str(site))
@@ -139,7 +139,7 @@ def test_the_example_kernels_pass_the_kits_kernel_tests(site, monkeypatch):
 
 def test_the_kit_finds_kernels_that_are_wrong(install):
     """The same tests, over a set whose norm forgets the weight."""
-    from outrider.conformance.run import conform
+    from outrider_conformance.run import conform
 
     wrong = """
     from outrider.device.plugin import KernelInfo, hookimpl

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.conformance.support import Record, Tier, from_report, load_records, parse_record, render
 from outrider.device import Capabilities, ConfigError
+from outrider_conformance.support import Record, Tier, from_report, load_records, parse_record, render
 
 ROOT = Path(__file__).resolve().parents[2]
 EVIDENCE = ROOT / "docs" / "evidence" / "support"

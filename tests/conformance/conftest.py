@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from outrider.conformance import conform
-from outrider.conformance.levels import SUITE
+from outrider_conformance import conform
+from outrider_conformance.levels import SUITE
 
 
 def suite_modules():
@@ -25,8 +25,8 @@ def cpu_run(tmp_path_factory):
 def run_suite(tmp_path):
     """Run the suite with pytest itself, outside the repository; returns the finished process."""
 
-    def run(*arguments, module="outrider.conformance"):
-        command = [sys.executable, "-m", "pytest", "-p", "outrider.conformance.plugin", "--pyargs", module]
+    def run(*arguments, module="outrider_conformance"):
+        command = [sys.executable, "-m", "pytest", "-p", "outrider_conformance.plugin", "--pyargs", module]
         return subprocess.run(
             [*command, "-p", "no:cacheprovider", *arguments],
             cwd=tmp_path,

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.conformance.lab import Lab
-from outrider.conformance.planned import check_in_graph, check_renewed, check_unplanned
 from outrider.device import HostParam
 from outrider.registry import get_backend
+from outrider_conformance.lab import Lab
+from outrider_conformance.planned import check_in_graph, check_renewed, check_unplanned
 from outrider_sim.host_plans import HostPlan
 
 
@@ -31,7 +31,7 @@ def once(inner):
 def shorter(inner):
     def fill(plan, batch, lens, stream):
         lens = tuple(length - 1 for length in lens)
-        inner(plan, replace(batch, host_kv_lens=HostParam("lengths", lens)), lens, stream)
+        inner(plan, replace(batch, seq_lens_host=HostParam("lengths", lens)), lens, stream)
 
     return fill
 
@@ -40,6 +40,6 @@ def shorter(inner):
 @pytest.mark.parametrize("test", [lambda lab: check_renewed(lab, (4, 4, 4), 0), check_in_graph], ids=["called", "graph"])
 def test_wrong_plans_are_found(fault, test, monkeypatch):
     monkeypatch.setattr(HostPlan, "fill", fault(HostPlan.fill))
-    monkeypatch.setattr("outrider_sim.host_plans._check_plan", lambda planned, kv_lens: None)
+    monkeypatch.setattr("outrider_sim.host_plans._check_plan", lambda planned, seq_lens: None)
     with pytest.raises(Exception, match=r"off by|plan of another batch"):
         test(Lab(get_backend("sim:kernels=host-plans")))

@@ -8,8 +8,8 @@ import pytest
 
 import outrider.device
 from conformance.conftest import suite_modules
-from outrider.conformance.promises import docstring
 from outrider.device import Capabilities
+from outrider_conformance.promises import docstring
 
 
 def decorators(node, name):

@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from outrider.conformance.page import badge, page
-from outrider.conformance.publish import FILES, junit
-from outrider.conformance.report import levels_of, seal, verify
-from outrider.conformance.run import passed
+from outrider_conformance.page import badge, page
+from outrider_conformance.publish import FILES, junit
+from outrider_conformance.report import levels_of, seal, verify
+from outrider_conformance.run import passed
 
 
 def test_the_reference_passes_and_its_report_holds(cpu_run):

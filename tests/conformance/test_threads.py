@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.conformance.run import conform
-from outrider.sanitizer.sanitizer import watch
+from outrider_conformance.run import conform
+from outrider_sanitizer.sanitizer import watch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "threads_backend"
 SOURCES = sorted((EXAMPLE / "outrider_threads").glob("*.py"))

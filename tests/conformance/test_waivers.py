@@ -4,8 +4,8 @@ import datetime
 
 import pytest
 
-from outrider.conformance.waivers import read_waivers
 from outrider.device import ConfigError
+from outrider_conformance.waivers import read_waivers
 
 GOOD = """
 [[waiver]]

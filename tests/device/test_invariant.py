@@ -93,7 +93,7 @@ def test_norms_and_activation(dtype):
 def paged(kernels, q, k_cache, v_cache, table, lens, queries, bound):
     metadata = AttentionMetadata(
         query_start=torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32),
-        kv_lens=torch.tensor(lens, dtype=torch.int32),
+        seq_lens=torch.tensor(lens, dtype=torch.int32),
         block_table=table,
         max_query=max(queries),
         max_kv=bound,

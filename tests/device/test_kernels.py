@@ -75,7 +75,7 @@ def test_paged_attention_equals_a_loop_over_tokens(kernels, case):
                 mask[start + j, j] = True  # a token sees itself
     metadata = AttentionMetadata(
         query_start=starts,
-        kv_lens=torch.tensor([n + c for n, c in lens], dtype=torch.int32),
+        seq_lens=torch.tensor([n + c for n, c in lens], dtype=torch.int32),
         block_table=table,
         max_query=max_query,
         max_kv=max(n + c for n, c in lens),

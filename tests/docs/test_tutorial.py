@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.new_backend import skeleton
+from outrider_conformance.commands.new_backend import skeleton
 from vendor import Workbench
 
 ROOT = Path(__file__).resolve().parents[2]

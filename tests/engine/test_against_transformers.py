@@ -45,7 +45,7 @@ def test_logits_agree_within_1e_4(bundle32, reference, prompt_tokens):
         )
         attention = AttentionMetadata(
             query_start=torch.tensor([0, count], dtype=torch.int32),
-            kv_lens=torch.tensor([count], dtype=torch.int32),
+            seq_lens=torch.tensor([count], dtype=torch.int32),
             block_table=torch.arange(1, pages + 1, dtype=torch.int32).unsqueeze(0),
             max_query=count,
             max_kv=count,

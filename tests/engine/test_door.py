@@ -5,10 +5,10 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from model.tiny import SHAPE, byte_level_tokenizer
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import CheckpointError
 from outrider_cpu.backend import CpuBackend
+from outrider_proof.checkpoints import SHAPE, byte_level_tokenizer
 
 PROMPTS = [[5, 9, 9, 3, 40, 7], [11, 3, 2 + 1], list(range(30, 52))]
 

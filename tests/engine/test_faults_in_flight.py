@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import DeviceError, DeviceFault, EngineStopped, OutOfDeviceMemory, RequestError
-from outrider.engine.request import FinishReason
+from outrider.engine.requests.request import FinishReason
 from outrider.model import load_decoder, load_eagle
 from outrider.registry import get_backend
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer

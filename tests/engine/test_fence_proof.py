@@ -2,11 +2,11 @@
 
 import pytest
 
-from outrider.cli.decode_program import DecodeExplorer
-from outrider.engine.fence_log import Drop, Edge, FenceLog
 from outrider.engine.fences import FENCES
 from outrider.registry import get_backend
-from outrider.sanitizer import RaceError
+from outrider_proof.decode_program import DecodeExplorer
+from outrider_proof.fence_log import Drop, Edge, FenceLog
+from outrider_sanitizer import RaceError
 
 BY_POLICY = {"lengths_on_host", "params_free", "params_bound"}
 """Fences that only a device with host lengths in its graphs has."""

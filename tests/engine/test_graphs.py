@@ -11,9 +11,9 @@ from outrider.device import CaptureError, ConfigError, KernelSet
 from outrider.engine.graphs import buckets_up_to
 from outrider.model import Decoder
 from outrider.registry import get_backend
-from outrider.sanitizer import watch
-from speculative import tiny
-from speculative.on_sim import MAKERS
+from outrider_proof import tiny
+from outrider_proof.proposers import MAKERS
+from outrider_sanitizer import watch
 
 MODES = {"graphs": {"graphs": True}, "fused": {"mode": "fused"}}
 

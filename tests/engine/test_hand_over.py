@@ -9,10 +9,10 @@ from outrider import SamplingParams
 from outrider.device import ConfigError, RequestError
 from outrider.engine.config import EngineConfig
 from outrider.engine.engine import Engine
-from outrider.engine.request import FinishReason
+from outrider.engine.requests.request import FinishReason
 from outrider.speculative.eagle import EagleProposer
 from outrider_cpu.backend import CpuBackend
-from speculative import tiny
+from outrider_proof import tiny
 from speculative.test_proposers import PROPOSERS
 
 CHOSEN = {"none": lambda: None} | PROPOSERS

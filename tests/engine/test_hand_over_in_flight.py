@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from model.test_vision import IMAGE, picture
-from model.tiny import write_vision_checkpoint
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.model import MediaProcessor, load_decoder, load_eagle, load_vision
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
+from outrider_proof.checkpoints import write_vision_checkpoint
 from outrider_sim.plugin import create_backend
 
 TOKENS = 10

@@ -6,16 +6,16 @@ import pytest
 from tests.engine.conftest import Bundle
 
 from outrider import EngineConfig, SamplingParams
-from outrider.cli.decode_program import DecodeExplorer
 from outrider.device import CapabilityError, SeamError
-from outrider.engine.attention_plans import AttentionPlans, Planned
+from outrider.engine.state.attention_plans import AttentionPlans, Planned
 from outrider.registry import get_backend
-from outrider.sanitizer import RaceError, watch
+from outrider_proof import tiny
+from outrider_proof.decode_program import DecodeExplorer
+from outrider_proof.proposers import NEW_TOKENS, PROMPTS, decoder, program
+from outrider_sanitizer import RaceError, watch
 from outrider_sim.explore import run_once
 from outrider_sim.host_plans import HostPlan
 from outrider_sim.strategies import Strategy, make_strategy
-from speculative import tiny
-from speculative.on_sim import NEW_TOKENS, PROMPTS, decoder, program
 
 PROPOSERS = ["eagle", "eagle-tree", "eagle3", "mtp", "draft-model", "draft-model-tree", "ngram-tree", "none"]
 
@@ -92,7 +92,7 @@ def stale(when):
     plan = AttentionPlans.plan
 
     def spoilt(self, what, attention, lengths, ahead, stream):
-        kept = self._kept.get((what, attention.kv_lens.shape[0]))
+        kept = self._kept.get((what, attention.seq_lens.shape[0]))
         if when is what and kept is not None:
             from dataclasses import replace
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from outrider import SamplingParams
 from outrider.device import KernelSet, RequestError
-from outrider.engine.sampling import derived_seed
-from outrider.engine.scheduler import Scheduler
+from outrider.engine.requests.sampling import derived_seed
+from outrider.engine.requests.scheduler import Scheduler
 
 NEW = 24
 

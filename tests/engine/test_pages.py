@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from outrider import SamplingParams
 from outrider.device import SeamError
-from outrider.engine.pages import FreeList, PagePool
-from outrider.engine.request import FinishReason, Request
-from outrider.engine.scheduler import Scheduler, SchedulerLimits
+from outrider.engine.requests.pages import FreeList, PagePool
+from outrider.engine.requests.request import FinishReason, Request
+from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
 
 
 def test_a_row_is_never_free_twice():

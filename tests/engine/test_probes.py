@@ -6,7 +6,7 @@ from tests.engine.conftest import Bundle
 
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import KernelSet
-from outrider.engine.request import FinishReason
+from outrider.engine.requests.request import FinishReason
 from outrider.model import Decoder
 from outrider.speculative.eagle import EagleProposer
 

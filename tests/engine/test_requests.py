@@ -4,7 +4,7 @@ import pytest
 
 from outrider import EngineConfig, SamplingParams
 from outrider.device import ConfigError, RequestError
-from outrider.engine.request import FinishReason
+from outrider.engine.requests.request import FinishReason
 
 
 @pytest.mark.parametrize(

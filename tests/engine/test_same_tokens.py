@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
-from outrider.engine.request import FinishReason
+from outrider.engine.requests.request import FinishReason
 
 LONGEST = 20
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import ConfigError
-from outrider.engine.request import FinishReason
-from outrider.engine.text import StopText
+from outrider.engine.requests.request import FinishReason
+from outrider.engine.requests.text import StopText
 from outrider.model import StreamDecoder, Tokenizer
 from outrider.speculative.eagle import EagleProposer
 

@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from model.test_vision import IMAGE, PROMPTS, VIDEO, frames, picture, reference_inputs
-from model.tiny import VISION_FAMILIES, write_checkpoint, write_eagle, write_vision_checkpoint
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import ConfigError, Recompute, RequestError, SpeculativeSync
-from outrider.engine.plans import PlanAtJoin
+from outrider.engine.state.plans import PlanAtJoin
 from outrider.model import MediaProcessor, expand_placeholders, load_decoder, load_eagle, load_vision
 from outrider.registry import get_backend
-from outrider.sanitizer import watch
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
+from outrider_proof.checkpoints import VISION_FAMILIES, write_checkpoint, write_eagle, write_vision_checkpoint
+from outrider_sanitizer import watch
 
 TOKENS = 12
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)

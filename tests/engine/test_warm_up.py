@@ -8,7 +8,7 @@ from tests.engine.conftest import Bundle
 
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import KernelSet
-from outrider.engine.staging import Packer
+from outrider.engine.state.staging import Packer
 from outrider.model import Decoder, load_eagle
 from outrider.registry import get_backend
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
@@ -54,7 +54,7 @@ class Compiling(KernelSet):
 
     def paged_attention(self, q, k_cache, v_cache, metadata, *, scale, window=0):
         tree = metadata.tree_mask is not None
-        self._use("attention", (q.dtype, tree), metadata.kv_lens.shape[0], metadata.max_query, metadata.max_kv)
+        self._use("attention", (q.dtype, tree), metadata.seq_lens.shape[0], metadata.max_query, metadata.max_kv)
         return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
 
     def sample(self, logits, temperature, seeds, positions, *, draft=False):

@@ -33,7 +33,7 @@ LONGS = ("slots", "sources", "destinations", "rows", "seeds", "positions", "pare
 LONGS += ("lens", "last_tokens", "lengths", "results", "found", "own_rows", "own_lens", "own_last_tokens", "own_seeds")
 LONGS += ("own_tokens", "own_accepted", "following", "last")
 WIDES = ("squares", "parts", "stats", "temperature", "best", "sums", "picked", "left", "draft_probs", "own_temperature")
-INTS = ("query_start", "kv_lens", "block_table", "index", "picked_at", "tables", "own_tables", "firsts")
+INTS = ("query_start", "seq_lens", "block_table", "index", "picked_at", "tables", "own_tables", "firsts")
 TYPES = {
     **dict.fromkeys(HALVES, HALF),
     **dict.fromkeys(LONGS, LONG),

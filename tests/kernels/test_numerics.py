@@ -8,9 +8,9 @@ import torch
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
-from outrider.conformance.kernel_cases import CASES
 from outrider.device import AttentionMetadata, KernelSet
 from outrider.device.kernels.philox import uniforms
+from outrider_conformance.kernel_cases import CASES
 from outrider_triton import kernelset as _kernelset  # noqa: F401  (registers the operators)
 from outrider_triton.jit import choose
 from outrider_triton.table import MatmulConfig
@@ -128,7 +128,7 @@ def test_attention_over_long_contexts(heads, kv_heads, size, tree, split, settle
         v_cache.double(),
         AttentionMetadata(
             query_start=starts,
-            kv_lens=lens,
+            seq_lens=lens,
             block_table=table,
             max_query=max(new),
             max_kv=width * page,

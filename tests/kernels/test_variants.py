@@ -101,7 +101,7 @@ def test_results_are_the_same_in_the_scope(device, pdl, launched):
     q, cache = normal(3, 4, 16), normal(8, 16, 2, 16)
     metadata = AttentionMetadata(
         query_start=torch.tensor([0, 3], dtype=torch.int32, device=device),
-        kv_lens=torch.tensor([9], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([9], dtype=torch.int32, device=device),
         block_table=torch.tensor([[1, 2, 3, 0]], dtype=torch.int32, device=device),
         max_query=3,
         max_kv=9,

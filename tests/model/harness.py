@@ -62,7 +62,7 @@ class Driver:
 
         metadata = AttentionMetadata(
             query_start=device(starts, torch.int32),
-            kv_lens=device(lens, torch.int32),
+            seq_lens=device(lens, torch.int32),
             block_table=device(table, torch.int32),
             max_query=max(len(new) for _, new in batch),
             max_kv=max(lens) + 3,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.tiny import FAMILIES, write_checkpoint
 from outrider.device import CapabilityError, CheckpointError
 from outrider.model import ModelConfig, load_decoder
+from outrider_proof.checkpoints import FAMILIES, write_checkpoint
 
 
 def rewrite(directory, change):

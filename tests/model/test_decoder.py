@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from model.harness import Driver
-from model.tiny import FAMILIES, ROPES, write_checkpoint
 from outrider.device import ConfigError
 from outrider.model import RopeConfig, load_decoder
+from outrider_proof.checkpoints import FAMILIES, ROPES, write_checkpoint
 
 PROMPT = [1, 17, 44, 90, 5, 61, 61, 8, 33, 72, 12, 51, 3, 29, 88, 40, 7, 19, 66, 25, 31]
 STEPS = 24

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from model.harness import Driver
-from model.tiny import tiny_config, write_checkpoint, write_eagle, write_vision_checkpoint
 from outrider.device import CheckpointError
 from outrider.model import load_decoder, load_eagle
+from outrider_proof.checkpoints import tiny_config, write_checkpoint, write_eagle, write_vision_checkpoint
 
 TOKENS = [1, 17, 44, 90, 5, 61, 61, 8, 33]
 

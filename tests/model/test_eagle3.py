@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from model.harness import Driver
-from model.tiny import tiny_config, write_checkpoint, write_eagle3
 from outrider.device import CheckpointError
 from outrider.model import KVCache, load_decoder, load_eagle3
+from outrider_proof.checkpoints import tiny_config, write_checkpoint, write_eagle3
 
 TOKENS = [1, 17, 44, 90, 5, 61, 61, 8, 33]
 EPS = 1e-6

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.tiny import TEXT, byte_level_tokenizer, sentencepiece_tokenizer
 from outrider.device import CheckpointError
 from outrider.model import Tokenizer
+from outrider_proof.checkpoints import TEXT, byte_level_tokenizer, sentencepiece_tokenizer
 
 KINDS = {"byte-level": byte_level_tokenizer, "sentencepiece": sentencepiece_tokenizer}
 

@@ -8,9 +8,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model.harness import Driver
 from model.test_decoder import PROMPT, expect
-from model.tiny import SHAPE, write_checkpoint
 from outrider.device import CheckpointError, ConfigError
 from outrider.model import load_through_transformers
+from outrider_proof.checkpoints import SHAPE, write_checkpoint
 
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 OTHERS = {

@@ -1,6 +1,5 @@
 """Vision-language models against transformers: positions, features, logits and greedy tokens."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +7,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from model.harness import Driver
-from model.tiny import VISION_FAMILIES, VISION_TOKENS, write_vision_checkpoint
 from outrider.device import CheckpointError, RequestError
 from outrider.model import (
     MediaGrid,
@@ -20,14 +18,10 @@ from outrider.model import (
     prompt_positions,
     speculative_positions,
 )
+from outrider_proof.checkpoints import IMAGE, VIDEO, VISION_FAMILIES, VISION_TOKENS, picture, write_vision_checkpoint
 
 STEPS = 12
 START, END = VISION_TOKENS["vision_start_token_id"], VISION_TOKENS["vision_end_token_id"]
-IMAGE, VIDEO = [START, VISION_TOKENS["image_token_id"], END], [START, VISION_TOKENS["video_token_id"], END]
-
-
-def picture(rows, columns, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, (rows, columns, 3), dtype=np.uint8)
 
 
 def frames(count, rows, columns):

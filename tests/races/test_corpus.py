@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.sanitizer import watch
-from outrider.sanitizer.findings import STALENESS
-from outrider.sanitizer.races import RACES, Race, WrongValue
+from outrider_sanitizer import watch
+from outrider_sanitizer.findings import STALENESS
+from outrider_sanitizer.races import RACES, Race, WrongValue
 from outrider_sim.backend import SimBackend
 from outrider_sim.explore import explore, run_once
 from outrider_sim.options import parse_options

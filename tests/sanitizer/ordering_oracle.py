@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from outrider.device import Access, Operation
-from outrider.sanitizer.clocks import Actor, Point
-from outrider.sanitizer.ordering import Listener, Ordering
+from outrider_sanitizer.clocks import Actor, Point
+from outrider_sanitizer.ordering import Listener, Ordering
 
 ITEM = 1
 SIZE = 12

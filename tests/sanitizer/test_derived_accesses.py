@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from outrider.device import Capabilities, Graph
-from outrider.sanitizer import Kind, watch, watching
-from outrider.sanitizer.races import RACES, Race
 from outrider_cpu.backend import CpuBackend
+from outrider_sanitizer import Kind, watch, watching
+from outrider_sanitizer.races import RACES, Race
 
 # What can't be seen without the device's help: rows (declared as owned there) and host parameters of captured graphs.
 FOUND = [

@@ -13,9 +13,9 @@ import torch
 from torch.cuda._sanitizer import EventHandler
 
 from outrider.device import Access, Backend, Event, Observer, Operation, Stream
-from outrider.sanitizer import Kind, watch
-from outrider.sanitizer.races import RACES
-from outrider.sanitizer.races.program import filled, order
+from outrider_sanitizer import Kind, watch
+from outrider_sanitizer.races import RACES
+from outrider_sanitizer.races.program import filled, order
 from outrider_sim.backend import SimBackend
 from outrider_sim.explore import run_once
 from outrider_sim.strategies import Strategy
@@ -169,7 +169,7 @@ def test_torch_keeps_every_read_and_we_do_not() -> None:
     backend.detach()
     assert max(len(info.reads) for info in observer.handler.tensors_accessed.accesses.values()) == 2000
 
-    from outrider.sanitizer.sanitizer import Sanitizer
+    from outrider_sanitizer.sanitizer import Sanitizer
 
     sanitizer = Sanitizer(backend)
     backend.attach(sanitizer)

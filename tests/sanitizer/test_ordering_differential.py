@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis.errors import NoSuchExample
 
-from outrider.sanitizer import intervals
-from outrider.sanitizer.clocks import Actor
+from outrider_sanitizer import intervals
+from outrider_sanitizer.clocks import Actor
 from sanitizer.ordering_oracle import Oracle, Recorder, programs, run
 
 

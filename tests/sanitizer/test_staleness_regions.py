@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from outrider.sanitizer import watch
-from outrider.sanitizer.findings import Kind
+from outrider_sanitizer import watch
+from outrider_sanitizer.findings import Kind
 from outrider_sim.explore import run_once
 from outrider_sim.plugin import create_backend
 from outrider_sim.strategies import make_strategy

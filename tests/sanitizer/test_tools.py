@@ -13,14 +13,14 @@ import torch
 
 from outrider.cli.main import main
 from outrider.device import Backend
-from outrider.sanitizer import Kind, RaceError, Sanitizer, watch
-from outrider.sanitizer.picture import page, svg
-from outrider.sanitizer.pytest_plugin import sanitized
-from outrider.sanitizer.races import RACES
-from outrider.sanitizer.races.program import filled, order
-from outrider.sanitizer.timeline import record
 from outrider_cpu.backend import CpuBackend
+from outrider_sanitizer import Kind, RaceError, Sanitizer, watch
+from outrider_sanitizer.pytest_plugin import sanitized
+from outrider_sanitizer.races import RACES
+from outrider_sanitizer.races.program import filled, order
 from outrider_sim.backend import SimBackend
+from outrider_trace.picture import page, svg
+from outrider_trace.timeline import record
 
 __all__ = ["sanitized"]
 
@@ -82,7 +82,7 @@ def test_sanitize_reports_a_script_that_fails(script: Path, capsys: pytest.Captu
 def test_sanitize_watches_backends_that_the_script_makes(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script.write_text(
         "from outrider import get_backend\n"
-        "from outrider.sanitizer.races import RACES\n"
+        "from outrider_sanitizer.races import RACES\n"
         "RACES['covers-a-subset'].wrong(get_backend('sim'))\n"
     )
     code, data = run(capsys, "sanitize", "--backend", "cpu", "--json", "--", str(script))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.device import Observer, OutOfDeviceMemory, SynchronousCopyError
-from outrider.sanitizer import watch as watch_backend
+from outrider_sanitizer import watch as watch_backend
 from outrider_sim.explore import explore
 
 

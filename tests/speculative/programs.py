@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
-from outrider.engine.request import FinishReason
+from outrider.engine.requests.request import FinishReason
 
 LONGEST = 20
 

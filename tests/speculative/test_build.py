@@ -6,13 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.tiny import byte_level_tokenizer, tiny_config, write_checkpoint, write_eagle, write_eagle3
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import CheckpointError, ConfigError
 from outrider.model import load_decoder, load_mtp
 from outrider.speculative.build import BUILDERS, DraftOptions, build
 from outrider.speculative.proposer import PlainProposer
 from outrider_cpu.backend import CpuBackend
+from outrider_proof.checkpoints import byte_level_tokenizer, tiny_config, write_checkpoint, write_eagle, write_eagle3
 
 
 def write_mtp(directory, *, heads=2, seed=5):
@@ -186,7 +186,7 @@ def test_a_head_computes_what_its_formula_says(checkpoints):
     )
     attention = AttentionMetadata(
         query_start=torch.tensor([0, count], dtype=torch.int32),
-        kv_lens=torch.tensor([count], dtype=torch.int32),
+        seq_lens=torch.tensor([count], dtype=torch.int32),
         block_table=torch.tensor([[1, 2]], dtype=torch.int32),
         max_query=count,
         max_kv=count,

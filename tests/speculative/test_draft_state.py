@@ -9,7 +9,7 @@ import torch
 from outrider import SamplingParams
 from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.ngram import NgramProposer
-from speculative import tiny
+from outrider_proof import tiny
 from speculative.test_proposers import PROPOSERS
 
 

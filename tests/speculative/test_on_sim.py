@@ -8,13 +8,13 @@ import textwrap
 import pytest
 
 from outrider.engine import step
-from outrider.sanitizer import watch
+from outrider_proof import tiny
+from outrider_proof.proposers import MAKERS, NEW_TOKENS, PROMPTS, program
+from outrider_sanitizer import watch
 from outrider_sim.backend import SimBackend
 from outrider_sim.explore import run_once
 from outrider_sim.options import parse_options
 from outrider_sim.strategies import Strategy, make_strategy
-from speculative import tiny
-from speculative.on_sim import MAKERS, NEW_TOKENS, PROMPTS, program
 
 
 @pytest.fixture(scope="module", autouse=True)

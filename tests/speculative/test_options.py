@@ -5,7 +5,7 @@ import pytest
 from outrider import SamplingParams
 from outrider.speculative.eagle import EagleTreeProposer
 from outrider.speculative.tree import DynamicTree
-from speculative import tiny
+from outrider_proof import tiny
 from speculative.test_proposers import PROPOSERS
 
 PROMPTS = [(3, 1, 4, 1, 5), (2, 7), (9, 9, 9)]

@@ -15,7 +15,7 @@ from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.tree import DynamicTree, FixedTree
-from speculative import tiny
+from outrider_proof import tiny
 from speculative.programs import ENGINES, check, programs
 
 PROPOSERS = {
@@ -100,7 +100,7 @@ def second_and_third():
         page = torch.arange(1, count + 1).unsqueeze(1)
         attention = AttentionMetadata(
             query_start=torch.arange(0, count * length + 1, length, dtype=torch.int32),
-            kv_lens=torch.full((count,), length, dtype=torch.int32),
+            seq_lens=torch.full((count,), length, dtype=torch.int32),
             block_table=page.to(torch.int32),
             max_query=length,
             max_kv=length,

@@ -12,7 +12,7 @@ from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import Draft, Proposer
 from outrider.speculative.tree import DynamicTree, FixedTree, Tree
 from outrider_cpu.backend import CpuBackend
-from speculative import tiny
+from outrider_proof import tiny
 from speculative.programs import ENGINES, check, programs
 
 # -- shapes ----------------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def prefilled(tokens):
     )
     attention = AttentionMetadata(
         query_start=torch.tensor([0, count], dtype=torch.int32),
-        kv_lens=torch.tensor([count], dtype=torch.int32),
+        seq_lens=torch.tensor([count], dtype=torch.int32),
         block_table=torch.arange(1, count + 1, dtype=torch.int32).unsqueeze(0),
         max_query=count,
         max_kv=count,

@@ -25,7 +25,7 @@ def child(*command, **environment):
 def conform(backend, level, directory, plugin):
     """The report of the conformance suite, with the emulation loaded as a plugin of pytest."""
     script = (
-        "import pathlib, sys; from outrider.conformance.run import conform; "
+        "import pathlib, sys; from outrider_conformance.run import conform; "
         "conform(sys.argv[1], level=sys.argv[2], report=pathlib.Path(sys.argv[3]), extra=('-p', sys.argv[4], '-q'))"
     )
     done = child("-c", script, backend, level, str(directory), plugin)

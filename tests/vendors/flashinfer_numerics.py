@@ -59,7 +59,7 @@ def check(backend, case, *, heads=8, kv_heads=2, size=128, dtype=torch.bfloat16,
     def metadata(lens, on):
         return AttentionMetadata(
             query_start=torch.tensor(starts, dtype=torch.int32).to(on),
-            kv_lens=torch.tensor(lens, dtype=torch.int32).to(on),
+            seq_lens=torch.tensor(lens, dtype=torch.int32).to(on),
             block_table=table.to(on),
             max_query=max(case.new),
             max_kv=PAGE * PAGES,
@@ -86,7 +86,7 @@ def check(backend, case, *, heads=8, kv_heads=2, size=128, dtype=torch.bfloat16,
             for target, cache in zip(on_device[1:], host, strict=True):
                 target.copy_(cache)
             told = metadata(lens, device)
-            asked = replace(told, shapes=(shape,), plan=plan, host_kv_lens=HostParam("lens", lens), host_query_start=starts)
+            asked = replace(told, shapes=(shape,), plan=plan, seq_lens_host=HostParam("lens", lens), host_query_start=starts)
             planned = kernels.plan_attention(asked, stream=stream)
             plan = planned.plan
             out = kernels.paged_attention(*on_device, planned, scale=scale, window=case.window)

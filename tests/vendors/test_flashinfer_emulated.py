@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from outrider import Engine, EngineConfig, SamplingParams
-from outrider.conformance.lab import Lab
-from outrider.conformance.planned import PlannedBatch, check_in_graph, check_renewed, check_unplanned
 from outrider.device import AttentionShape, BackendLoadError, KernelSet
 from outrider.registry import get_backend
-from outrider.sanitizer import watch
+from outrider_conformance.lab import Lab
+from outrider_conformance.planned import PlannedBatch, check_in_graph, check_renewed, check_unplanned
 from outrider_flashinfer.buffers import fill_indices, fill_mask, mask_bytes
+from outrider_proof import tiny
+from outrider_proof.proposers import NEW_TOKENS, PROMPTS, program
+from outrider_sanitizer import watch
 from outrider_sim.explore import run_once
 from outrider_sim.strategies import Strategy, make_strategy
-from speculative import tiny
-from speculative.on_sim import NEW_TOKENS, PROMPTS, program
 from vendors.flashinfer_numerics import CASES, check, check_tokens, generate, random_model
 
 EMULATED = Path(__file__).parent / "emulated_flashinfer"

@@ -31,7 +31,7 @@ _LAYOUT = "BSND"
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider_npu", "DEF")
 _LIBRARY.define(
-    "fused_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, int[] kv_lens, Tensor block_table, int kv_heads, "
+    "fused_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, int[] seq_lens, Tensor block_table, int kv_heads, "
     "float scale, int sparse_mode, int inner_precise, Tensor? workspace, Tensor(a!) attention_out, Tensor(b!) softmax_lse) "
     "-> ()"
 )
@@ -42,7 +42,7 @@ def _fused_attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    kv_lens: list[int],
+    seq_lens: list[int],
     block_table: Tensor,
     kv_heads: int,
     scale: float,
@@ -57,7 +57,7 @@ def _fused_attention(
         key,
         value,
         atten_mask=mask,
-        actual_seq_lengths_kv=kv_lens,
+        actual_seq_lengths_kv=seq_lens,
         block_table=block_table,
         num_heads=query.shape[2],
         num_key_value_heads=kv_heads,
@@ -106,7 +106,7 @@ class NpuKernels(KernelSet):
     def unfused(self, q: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> str:
         """Why this attention goes through torch's reference, empty where CANN does it."""
         size, page_size = q.shape[2], k_cache.shape[1]
-        if metadata.host_kv_lens is None:
+        if metadata.seq_lens_host is None:
             # A bound and a mask wouldn't do: the operator reads what is behind a sequence, and weight 0 keeps a NaN.
             return "the lengths aren't known on the host"
         if q.dtype not in _DTYPES:
@@ -134,7 +134,7 @@ class NpuKernels(KernelSet):
         *Workspace.* In a capture, one for all layers of the same shape; it lives as long as the graph, and makes the
         attention of one capture a matter of one stream.
         """
-        exact = metadata.host_kv_lens
+        exact = metadata.seq_lens_host
         if exact is None or self.unfused(q, k_cache, metadata):
             capture = self._backend.active_capture
             if exact is not None and capture is not None:
@@ -142,7 +142,7 @@ class NpuKernels(KernelSet):
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
         tokens, heads, size = q.shape
         pages, page_size, kv_heads, _ = k_cache.shape
-        batch, width, table = metadata.kv_lens.shape[0], metadata.max_query, metadata.block_table
+        batch, width, table = metadata.seq_lens.shape[0], metadata.max_query, metadata.block_table
         lane = torch.arange(width, device=q.device)
         start = metadata.query_start[:-1].to(torch.int64)
         query_lens = metadata.query_start[1:].to(torch.int64) - start
@@ -245,7 +245,7 @@ def _hidden(metadata: AttentionMetadata, flat: Tensor, query_lens: Tensor, span:
     batch, width = flat.shape
     lane = torch.arange(width, device=flat.device).view(1, width, 1)
     position = torch.arange(span, device=flat.device).view(1, 1, span)
-    lens = metadata.kv_lens.to(torch.int64)
+    lens = metadata.seq_lens.to(torch.int64)
     index = position - (lens - query_lens).view(batch, 1, 1)  # among the new tokens; negative in the context
     if metadata.tree_mask is None:
         seen = index <= lane

@@ -22,19 +22,19 @@ else:
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider_sim", "FRAGMENT")
-_LIBRARY.define("check_plan(Tensor planned, Tensor kv_lens) -> ()")
+_LIBRARY.define("check_plan(Tensor planned, Tensor seq_lens) -> ()")
 
 
-def _check_plan(planned: Tensor, kv_lens: Tensor) -> None:
-    if not torch.equal(planned, kv_lens):
+def _check_plan(planned: Tensor, seq_lens: Tensor) -> None:
+    if not torch.equal(planned, seq_lens):
         raise RuntimeError(
             f"attention runs with the plan of another batch: it was planned for lengths {planned.tolist()}, the batch has "
-            f"{kv_lens.tolist()}"
+            f"{seq_lens.tolist()}"
         )
 
 
 _LIBRARY.impl("check_plan", _check_plan, "CompositeExplicitAutograd")
-torch.library.register_fake("outrider_sim::check_plan", lambda planned, kv_lens: None, lib=_LIBRARY)
+torch.library.register_fake("outrider_sim::check_plan", lambda planned, seq_lens: None, lib=_LIBRARY)
 
 
 class HostPlan:
@@ -79,8 +79,8 @@ class _HostPlans(_Base):
         if not metadata.shapes:
             return metadata
         batch, pages = metadata.block_table.shape
-        if metadata.host_kv_lens is None or len(metadata.host_kv_lens.value) != batch:
-            raise SeamError(f"a plan for {batch} sequences needs their lengths on the host, got {metadata.host_kv_lens}")
+        if metadata.seq_lens_host is None or len(metadata.seq_lens_host.value) != batch:
+            raise SeamError(f"a plan for {batch} sequences needs their lengths on the host, got {metadata.seq_lens_host}")
         if not metadata.uniform and (metadata.host_query_start is None or len(metadata.host_query_start) != batch + 1):
             raise SeamError(f"a plan for a ragged batch needs its offsets on the host, got {metadata.host_query_start}")
         plan = metadata.plan
@@ -88,7 +88,7 @@ class _HostPlans(_Base):
             if plan is not None and metadata.uniform:
                 raise SeamError("a plan was kept for a batch of another size: a graph would go on with the old one")
             plan = HostPlan(self.backend, batch, pages)
-        plan.fill(metadata, metadata.host_kv_lens.value, stream)
+        plan.fill(metadata, metadata.seq_lens_host.value, stream)
         return replace(metadata, plan=plan)
 
     def paged_attention(
@@ -105,8 +105,8 @@ class _HostPlans(_Base):
         plan = metadata.plan
         shape = AttentionShape.of(q, k_cache, scale=scale, window=window)
         if isinstance(plan, HostPlan) and shape in plan.shapes:
-            torch.ops.outrider_sim.check_plan(plan.lens, metadata.kv_lens)
-            metadata = replace(metadata, kv_lens=plan.lens, block_table=plan.table)
+            torch.ops.outrider_sim.check_plan(plan.lens, metadata.seq_lens)
+            metadata = replace(metadata, seq_lens=plan.lens, block_table=plan.table)
         elif shape in metadata.shapes:
             raise SeamError(f"attention of {shape} was to be planned, and there is no plan for it")
         return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)

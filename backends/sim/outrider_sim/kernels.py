@@ -43,15 +43,15 @@ class HostLengthKernels(KernelSet):
         window: int = 0,
     ) -> Tensor:
         """See :meth:`KernelSet.paged_attention`."""
-        exact = metadata.host_kv_lens
+        exact = metadata.seq_lens_host
         if exact is None:
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
-        lens = torch.empty_like(metadata.kv_lens)
+        lens = torch.empty_like(metadata.seq_lens)
 
         def issue(values: tuple[int, ...]) -> None:
             torch.ops.outrider_sim.write_integers(lens, values)
 
         self._backend.reissue(exact, issue)
         return super().paged_attention(
-            q, k_cache, v_cache, replace(metadata, kv_lens=lens, host_kv_lens=None), scale=scale, window=window
+            q, k_cache, v_cache, replace(metadata, seq_lens=lens, seq_lens_host=None), scale=scale, window=window
         )

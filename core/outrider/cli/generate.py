@@ -47,8 +47,8 @@ from outrider.device.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
-    from outrider.engine.logprobs import TokenLogprobs
-    from outrider.engine.request import SamplingParams, StepOutput
+    from outrider.engine.requests.logprobs import TokenLogprobs
+    from outrider.engine.requests.request import SamplingParams, StepOutput
 
 
 def generate(
@@ -95,7 +95,7 @@ def generate(
     if compare and n > 1:
         raise ConfigError(f"--compare compares one output with another, --n is {n}; leave --n out")
     require_torch()
-    from outrider.engine.request import SamplingParams
+    from outrider.engine.requests.request import SamplingParams
 
     params = SamplingParams(
         max_tokens=max_tokens,

@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import typer
 from typer.core import TyperGroup
 
+from outrider.device.errors import OutriderError
+
+
+class CommandUnavailable(OutriderError):
+    """An installed package offers the command, and it can't be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A command that can't be had. ``reason`` names the package and says why."""
+
+    reason: str
+
+
+Target: TypeAlias = "str | Broken | Mapping[str, Target]"
+"""``module:function``; a table of names below this one; or why there is nothing."""
+
 
 class LazyGroup(TyperGroup):
-    """Looks its commands up in ``targets``: a name, and ``module:function`` or a table of names below it.
+    """Looks its commands up in ``targets``.
 
-    The function's signature is the command's, its docstring the help.
+    The function's signature is the command's, its docstring the help. A command that can't be loaded stands in the help with
+    the reason, and raises :class:`CommandUnavailable` when it's called; the others are as they were.
     """
 
-    targets: ClassVar[Mapping[str, str | Mapping[str, str]]] = {}
+    targets: ClassVar[Mapping[str, Target]] = {}
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The names, in the order of the table."""
@@ -31,16 +50,37 @@ class LazyGroup(TyperGroup):
             return None
         if isinstance(target, Mapping):
             command = typer.main.get_command(group(target, help=f"Commands of {cmd_name}: {', '.join(target)}."))
+        elif isinstance(target, Broken):
+            command = _unavailable(target.reason)
         else:
-            module, _, function = target.partition(":")
-            app = typer.Typer(add_completion=False, rich_markup_mode=None)
-            app.command(cmd_name)(getattr(import_module(module), function))
-            command = typer.main.get_command(app)
+            try:
+                command = _load(cmd_name, target)
+            except (Exception, SystemExit) as error:
+                command = _unavailable(f"{target} can't be loaded: {type(error).__name__}: {error}")
         command.name = cmd_name
         return command
 
 
-def group(table: Mapping[str, str | Mapping[str, str]], *, help: str) -> typer.Typer:
+def _load(name: str, target: str) -> Any:
+    module, _, function = target.partition(":")
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(name)(getattr(import_module(module), function))
+    return typer.main.get_command(app)
+
+
+def _unavailable(reason: str) -> Any:
+    """A command that takes whatever it is given, and says why it can't run."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+    def command() -> None:
+        raise CommandUnavailable(f"this command isn't available: {reason}; repair or uninstall the package that offers it")
+
+    command.__doc__ = f"Not available: {reason}."
+    app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(command)
+    return typer.main.get_command(app)
+
+
+def group(table: Mapping[str, Target], *, help: str) -> typer.Typer:
     """A typer application over a table of commands."""
     app = typer.Typer(
         cls=type("Commands", (LazyGroup,), {"targets": table}), add_completion=False, help=help, rich_markup_mode=None

@@ -45,8 +45,8 @@ def extra_row(candidate: Candidate[Any], kind: str, detail: str) -> dict[str, ob
 
 def extra_rows(registry: Registry, *, load: bool = True) -> list[dict[str, object]]:
     """The installed kernel sets and proposers."""
-    from outrider.cli.proposers import PROPOSERS, shadowed
     from outrider.registry import Plugins
+    from outrider.registry.proposers import PROPOSERS, shadowed
 
     rows = []
     for kernels in registry.kernels.candidates(load=load):

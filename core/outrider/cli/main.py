@@ -11,41 +11,18 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
 from typing import Any, TextIO
 
 import typer
 from rich.console import Console
 
+from outrider.cli.commands import commands
 from outrider.cli.lazy import group
 from outrider.cli.report import Interrupted, Report, to_json
 from outrider.device.errors import OutriderError
 
-COMMANDS: Mapping[str, str | Mapping[str, str]] = {
-    "generate": "outrider.cli.generate:generate",
-    "models": "outrider.cli.supported:models",
-    "backends": "outrider.cli.backends:backends",
-    "doctor": "outrider.cli.doctor:doctor",
-    "conform": "outrider.cli.conform:conform",
-    "support": "outrider.cli.support:support",
-    "ci-matrix": "outrider.cli.ci_matrix:ci_matrix",
-    "new-backend": "outrider.cli.new_backend:new_backend",
-    "bench": {
-        "decode": "outrider.cli.bench_decode:decode",
-        "kernels": "outrider.cli.bench_kernels:kernels",
-        "overlap": "outrider.cli.bench_overlap:overlap",
-        "peers": "outrider.cli.bench_peers:peers",
-        "sanitizer": "outrider.cli.bench_sanitizer:sanitizer",
-        "seam": "outrider.cli.bench_seam:seam",
-        "tokens": "outrider.cli.bench_tokens:tokens",
-        "startup": "outrider.cli.bench_startup:startup",
-    },
-    "fences": "outrider.cli.fences:fences",
-    "sanitize": "outrider.cli.sanitize:sanitize",
-    "explore": "outrider.cli.explore:explore",
-    "trace": "outrider.cli.trace:trace",
-}
 _HELP = """Overlapped speculative decoding of LLMs behind a small hardware-backend interface.
 
 `--debug`, anywhere, shows the traceback of an error; `outrider --version` alone says which outrider it is.
@@ -79,7 +56,7 @@ def _run(arguments: Sequence[str], as_json: bool) -> int:
     if list(arguments) == ["--version"]:
         _write(stdout, f"outrider {importlib.metadata.version('outrider')}\n")
         return 0
-    command = typer.main.get_command(group(COMMANDS, help=_HELP))
+    command = typer.main.get_command(group(commands(), help=_HELP))
     # In JSON mode standard output carries one object and nothing else, whatever a library prints.
     # Not command.main(): that turns Ctrl-C and a closed pipe into exits of its own.
     with (

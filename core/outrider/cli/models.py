@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.proposers import plugin_builders
 from outrider.cli.starting import progress_shown, say_what_started
 from outrider.registry import Registry
+from outrider.registry.proposers import plugin_builders
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine

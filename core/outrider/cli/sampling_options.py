@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from outrider.engine.logprobs import TokenLogprobs
+    from outrider.engine.requests.logprobs import TokenLogprobs
 
 _PANEL = "Sampling"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.proposers import PROPOSERS, shadowed
 from outrider.cli.report import JsonOption, Report
 from outrider.registry import Plugins
+from outrider.registry.proposers import PROPOSERS, shadowed
 
 _PROPOSERS = {
     "eagle": "an EAGLE head (fc, layers.0.*): chain, or tree with --draft-topk",

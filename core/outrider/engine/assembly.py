@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outrider.device import Backend, Fence, StepMode
-from outrider.engine.attention_plans import AttentionPlans
-from outrider.engine.buffers import StaticBuffers, step_buffers
 from outrider.engine.config import EngineConfig
-from outrider.engine.features import Features
 from outrider.engine.fences import FenceSet
 from outrider.engine.graphs import Caller, CaptureProgress, GraphRunner, Runner, buckets_up_to
-from outrider.engine.options import OptionTable
-from outrider.engine.parts import StepParts, Streams
-from outrider.engine.plans import Plans
-from outrider.engine.probes import Probes
-from outrider.engine.results import Results
-from outrider.engine.rows import FutureMap, LengthsOnHost, RowTable
+from outrider.engine.parts import StepParts
+from outrider.engine.requests.features import Features
 from outrider.engine.stages import Stage, Stages
-from outrider.engine.staging import Staging, staging_capacity
+from outrider.engine.state.attention_plans import AttentionPlans
+from outrider.engine.state.buffers import StaticBuffers, step_buffers
+from outrider.engine.state.options import OptionTable
+from outrider.engine.state.plans import Plans
+from outrider.engine.state.probes import Probes
+from outrider.engine.state.results import Results
+from outrider.engine.state.rows import FutureMap, LengthsOnHost, RowTable
+from outrider.engine.state.staging import Staging, staging_capacity
+from outrider.engine.streams import Streams
 from outrider.model import KVCache, LanguageModel, VisionTower
 from outrider.speculative.proposer import Proposer
 

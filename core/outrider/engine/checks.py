@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, RequestError, StepMode
 from outrider.engine.config import EngineConfig
-from outrider.engine.sampling import MAX_LOGIT_BIAS, SamplingParams
+from outrider.engine.requests.sampling import MAX_LOGIT_BIAS, SamplingParams
 from outrider.model import LanguageModel
 from outrider.speculative.proposer import Proposer
 

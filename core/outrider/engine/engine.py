@@ -19,24 +19,24 @@ from outrider.engine.checks import (
 )
 from outrider.engine.config import EngineConfig
 from outrider.engine.graphs import Caller, CaptureProgress
-from outrider.engine.hand_over import HandOver
-from outrider.engine.lifeline import Lifeline
 from outrider.engine.loading import load_checkpoint
-from outrider.engine.media import expanded, request_media
-from outrider.engine.pages import FreeList, PagePool
-from outrider.engine.parts import Streams
-from outrider.engine.request import Completion, FinishReason, Request, StepOutput
-from outrider.engine.results import Outcome, Ticket
-from outrider.engine.sampling import SamplingParams
-from outrider.engine.scheduler import OutOfPages, Scheduler, SchedulerLimits
+from outrider.engine.recovery.lifeline import Lifeline
+from outrider.engine.recovery.watchdog import Watchdog
+from outrider.engine.requests.batch import Batch
+from outrider.engine.requests.hand_over import HandOver
+from outrider.engine.requests.media import expanded, request_media
+from outrider.engine.requests.pages import FreeList, PagePool
+from outrider.engine.requests.request import Completion, FinishReason, Request, StepOutput
+from outrider.engine.requests.sampling import SamplingParams
+from outrider.engine.requests.scheduler import OutOfPages, Scheduler, SchedulerLimits
+from outrider.engine.requests.text import watch
 from outrider.engine.stages import Stages
-from outrider.engine.staging import Batch
+from outrider.engine.state.results import Outcome, Ticket
+from outrider.engine.state.transfer import bring_here, collect
 from outrider.engine.stats import EngineStats as EngineStats
 from outrider.engine.step import Step
-from outrider.engine.text import watch
-from outrider.engine.transfer import bring_here, collect
+from outrider.engine.streams import Streams
 from outrider.engine.warm_up import warm_up
-from outrider.engine.watchdog import Watchdog
 from outrider.model import LanguageModel, Media, Tokenizer, VisionTower
 from outrider.speculative.build import Builder
 from outrider.speculative.proposer import PlainProposer, Proposer

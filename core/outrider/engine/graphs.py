@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.device import AttentionMetadata, CaptureContext, Graph, GraphPool, Stream
-from outrider.engine.buffers import DRAFT, EXTEND, INPUTS, OUTPUTS, VERIFY
-from outrider.engine.features import Features
 from outrider.engine.parts import StepParts
+from outrider.engine.requests.features import Features
 from outrider.engine.stages import Call, Stage, Stages
+from outrider.engine.state.buffers import DRAFT, EXTEND, INPUTS, OUTPUTS, VERIFY
 from outrider.speculative.lengths import HostLengths
 
 CaptureProgress = Callable[[int, int], None]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.engine.attention_plans import Planned
-from outrider.engine.features import Features
 from outrider.engine.parts import StepParts
-from outrider.engine.staging import Batch, Packer, prefill_attention, prefill_inputs
+from outrider.engine.requests.batch import Batch
+from outrider.engine.requests.features import Features
+from outrider.engine.state.attention_plans import Planned
+from outrider.engine.state.staging import Packer, prefill_attention, prefill_inputs
 from outrider.model import ForwardInput
 from outrider.speculative.lengths import HostLengths
 from outrider.speculative.proposer import ExtendInputs

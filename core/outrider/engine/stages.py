@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, Stream
-from outrider.engine.attention_plans import Planned
-from outrider.engine.buffers import Views
-from outrider.engine.features import Features
 from outrider.engine.parts import StepParts
+from outrider.engine.requests.features import Features
+from outrider.engine.state.attention_plans import Planned
+from outrider.engine.state.buffers import Views
 from outrider.model import ForwardInput
 from outrider.speculative.lengths import HostLengths
 from outrider.speculative.proposer import DraftInputs, ExtendInputs
@@ -163,7 +163,7 @@ class Stages:
         kernels, inputs, verify, outputs = parts.model.kernels, views.inputs, views.verify, views.outputs
         places = verify.static_rope_positions if call.static else verify.rope_positions
         if call.lengths is not None:
-            attention = replace(attention, host_kv_lens=call.lengths.param("verify", self._width))
+            attention = replace(attention, seq_lens_host=call.lengths.param("verify", self._width))
         flat = ForwardInput(verify.tokens, places, verify.slots, attention)
         hidden, captured = parts.model.forward_captured(flat, parts.cache, parts.proposer.capture_layers)
         logits = parts.model.logits(hidden).view(views.count, self._width, -1)
@@ -242,7 +242,7 @@ class Stages:
         lengths = call.lengths
         if lengths is not None and self.ahead(Stage.EXTEND):
             lengths = replace(lengths, values=lengths.plus(self._taken_in))
-            attention = replace(attention, host_kv_lens=lengths.param("extend", 0))
+            attention = replace(attention, seq_lens_host=lengths.param("extend", 0))
         places = views.verify if along is None else along
         static = call.static and along is None
         return self._parts.proposer.extend(

@@ -16,16 +16,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outrider.device import AttentionMetadata, StepMode, Waiter
-from outrider.engine.buffers import EXTEND, INPUTS, VERIFY, Views
-from outrider.engine.features import Features
 from outrider.engine.graphs import Runner
 from outrider.engine.parts import StepParts
-from outrider.engine.plans import PlanAtJoin
 from outrider.engine.prefill import Prefill
-from outrider.engine.results import Ticket
+from outrider.engine.requests.batch import Batch
+from outrider.engine.requests.features import Features
 from outrider.engine.stages import Call, Stage, Stages
-from outrider.engine.staging import Batch, Packer, pack
-from outrider.engine.transfer import bring_in
+from outrider.engine.state.buffers import EXTEND, INPUTS, VERIFY, Views
+from outrider.engine.state.plans import PlanAtJoin
+from outrider.engine.state.results import Ticket
+from outrider.engine.state.staging import Packer, pack
+from outrider.engine.state.transfer import bring_in
 from outrider.speculative.lengths import HostLengths
 
 

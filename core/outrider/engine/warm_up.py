@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from outrider.engine.sampling import SamplingParams
+from outrider.engine.requests.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine

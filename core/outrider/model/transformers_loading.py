@@ -158,7 +158,7 @@ def _ragged(prompts: list[list[int]], begin: list[int], end: list[int], span: in
     pages = 1 + torch.arange(len(prompts) * span, dtype=torch.int32).view(len(prompts), span)
     metadata = AttentionMetadata(
         query_start=new.cumsum(0).to(torch.int32).to(device),
-        kv_lens=torch.tensor(end, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(end, dtype=torch.int32, device=device),
         block_table=pages.to(device),
         max_query=int(new.max()),
         max_kv=max(end),

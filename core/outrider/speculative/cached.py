@@ -22,8 +22,8 @@ class Places:
         self._query_start = query_start[: batch + 1]
         self.positions = inputs.lens.new_empty((count, batch))
         self.slots = torch.empty_like(self.positions)
-        self._kv_lens = torch.empty_like(self.positions, dtype=torch.int32)
-        columns = (self.positions.t(), self.slots.t(), self._kv_lens.t())
+        self._seq_lens = torch.empty_like(self.positions, dtype=torch.int32)
+        columns = (self.positions.t(), self.slots.t(), self._seq_lens.t())
         kernels.place_tokens(inputs.lens, inputs.tables, page_size, _UNBOUNDED, *columns)
 
     def attention(self, index: int, host_name: str) -> AttentionMetadata:
@@ -31,12 +31,12 @@ class Places:
         inputs, behind = self._inputs, index + 1
         return AttentionMetadata(
             query_start=self._query_start,
-            kv_lens=self._kv_lens[index],
+            seq_lens=self._seq_lens[index],
             block_table=inputs.tables,
             max_query=1,
             max_kv=inputs.max_kv,
             uniform=True,
-            host_kv_lens=inputs.host_lens.param(host_name, behind) if inputs.host_lens is not None else None,
+            seq_lens_host=inputs.host_lens.param(host_name, behind) if inputs.host_lens is not None else None,
         )
 
 

@@ -60,11 +60,11 @@ def _take_in(model: LanguageModel, cache: KVCache, page_size: int, inputs: Exten
     slots = slots_of(positions.view(batch, -1), attention.block_table, page_size).flatten()
     attention = replace(
         attention,
-        kv_lens=attention.kv_lens + 1,
+        seq_lens=attention.seq_lens + 1,
         tree_mask=None,
         max_kv=attention.max_kv + 1,
         uniform=True,
-        host_kv_lens=inputs.host_lens.param("extend", 1) if inputs.host_lens is not None else None,
+        seq_lens_host=inputs.host_lens.param("extend", 1) if inputs.host_lens is not None else None,
         plan=None,  # what was planned has a token less
         host_query_start=None,
         shapes=(),
@@ -189,13 +189,13 @@ class DraftModelTreeProposer(TreeProposer):
             places = inputs.lens.unsqueeze(1) + 1 + torch.arange(nodes, device=device)
             attention = AttentionMetadata(
                 query_start=torch.arange(0, batch * nodes + 1, nodes, dtype=torch.int32, device=device),
-                kv_lens=(inputs.lens + 1 + nodes).to(torch.int32),
+                seq_lens=(inputs.lens + 1 + nodes).to(torch.int32),
                 block_table=inputs.tables,
                 max_query=nodes,
                 max_kv=inputs.max_kv,
                 tree_mask=level.mask.flatten(0, 1),
                 uniform=True,
-                host_kv_lens=inputs.host_lens.param(f"draft.{nodes}", nodes + 1) if inputs.host_lens is not None else None,
+                seq_lens_host=inputs.host_lens.param(f"draft.{nodes}", nodes + 1) if inputs.host_lens is not None else None,
             )
             flat = ForwardInput(
                 level.tokens.flatten(),

@@ -178,13 +178,13 @@ class EagleTreeProposer(_HeadDrafts, TreeProposer):
             places = inputs.lens.unsqueeze(1) + torch.arange(nodes, device=root.device)
             attention = AttentionMetadata(
                 query_start=torch.arange(0, batch * nodes + 1, nodes, dtype=torch.int32, device=root.device),
-                kv_lens=(inputs.lens + nodes).to(torch.int32),
+                seq_lens=(inputs.lens + nodes).to(torch.int32),
                 block_table=inputs.tables,
                 max_query=nodes,
                 max_kv=inputs.max_kv,
                 tree_mask=level.mask.flatten(0, 1),
                 uniform=True,
-                host_kv_lens=inputs.host_lens.param(f"draft.{nodes}", nodes) if inputs.host_lens is not None else None,
+                seq_lens_host=inputs.host_lens.param(f"draft.{nodes}", nodes) if inputs.host_lens is not None else None,
             )
             flat = ForwardInput(
                 level.tokens.flatten(),

@@ -146,7 +146,7 @@ class MtpProposer(CachedProposer):
         slots = torch.where(real, slots_of(positions, inputs.attention.block_table, self._page_size), 0)
         attention = AttentionMetadata(
             query_start=torch.arange(0, batch * width + 1, width, dtype=torch.int32, device=tokens.device),
-            kv_lens=(begin + width).to(torch.int32),
+            seq_lens=(begin + width).to(torch.int32),
             block_table=inputs.attention.block_table,
             max_query=width,
             max_kv=inputs.attention.max_kv,

@@ -85,7 +85,7 @@ class ExtendInputs:
 
     ``prompt`` int64 [M], the token *at* each position, where prompts are taken in; None when decoding, where these are
     tokens that earlier calls had in ``tokens``. With a prompt come ``embeddings``, ``embedded`` and ``prompt_lens`` as the
-    target has them (:class:`ForwardInput`). ``host_lens``: ``attention.kv_lens`` on the host, see :class:`DraftInputs`.
+    target has them (:class:`ForwardInput`). ``host_lens``: ``attention.seq_lens`` on the host, see :class:`DraftInputs`.
     """
 
     tokens: Tensor
@@ -188,7 +188,7 @@ class Proposer(ABC):
     def host_lengths(self) -> Mapping[str, int] | None:
         """The host parameters that its attention has where lengths are host integers, by name: ``draft.…``, for each pass
         of ``draft``, how many tokens are cached behind ``DraftInputs.lens`` then; ``extend``, how many behind
-        ``ExtendInputs.attention.kv_lens``. None: its lengths are decided on the device, so that it can't run there.
+        ``ExtendInputs.attention.seq_lens``. None: its lengths are decided on the device, so that it can't run there.
         """
         return None
 

@@ -1,6 +1,6 @@
 """The whole of this plugin's conformance test."""
 
-from outrider.conformance import check
+from outrider_conformance import check
 
 
 def test_threads_keeps_the_seams_promises() -> None:

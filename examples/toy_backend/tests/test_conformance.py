@@ -1,6 +1,6 @@
 """The whole of this plugin's conformance test. Raise the level with what passes."""
 
-from outrider.conformance import check
+from outrider_conformance import check
 
 
 def test_toy_keeps_the_seams_promises() -> None:

@@ -67,7 +67,7 @@ def paged_attention(
     k_cache,
     v_cache,
     query_start,
-    kv_lens,
+    seq_lens,
     block_table,
     tree_mask,
     out,
@@ -113,7 +113,7 @@ def paged_attention(
     split = tl.program_id(2)
     first = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - first
-    length = tl.load(kv_lens + sequence)
+    length = tl.load(seq_lens + sequence)
     context = length - count
     QUERIES: tl.constexpr = BLOCK_ROWS // GROUP
     begin_query = tl.program_id(0) * QUERIES

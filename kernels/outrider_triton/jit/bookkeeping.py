@@ -138,7 +138,7 @@ def place_tokens(
     tables,
     positions,
     slots,
-    kv_lens,
+    seq_lens,
     count,
     ends,
     pages,
@@ -165,7 +165,7 @@ def place_tokens(
     tl.store(positions + request * position_request + token * position_token, tl.minimum(place, last), mask=real)
     end = token - (count - ends)
     cached = tl.minimum(place + 1, pages * page_size).to(tl.int32)
-    tl.store(kv_lens + request * end_request + end * end_token, cached, mask=real & (end >= 0))
+    tl.store(seq_lens + request * end_request + end * end_token, cached, mask=real & (end >= 0))
 
 
 @triton.jit

@@ -146,7 +146,7 @@ def _scaled(kernel):
 
 
 def _longer(kernel):
-    return lambda **k: kernel(**{**k, "metadata": replace(k["metadata"], kv_lens=k["metadata"].kv_lens + 1)})
+    return lambda **k: kernel(**{**k, "metadata": replace(k["metadata"], seq_lens=k["metadata"].seq_lens + 1)})
 
 
 def _padding(kernel):
@@ -188,7 +188,7 @@ def _unturned(kernel):
 
 
 def _replanned(kernel):
-    return lambda **k: replace(kernel(**k), kv_lens=k["metadata"].kv_lens - 1)
+    return lambda **k: replace(kernel(**k), seq_lens=k["metadata"].seq_lens - 1)
 
 
 def _broadcast(kernel):

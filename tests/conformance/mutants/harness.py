@@ -49,7 +49,7 @@ class _Watch:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config) -> None:
-        from outrider.conformance.kit import KIT, Kit
+        from outrider_conformance.kit import KIT, Kit
 
         config.stash[KIT] = Kit(self._base.spec, self._base.registry())
 
@@ -105,7 +105,7 @@ def warm_up() -> None:
     (torch.ones(4, device="meta") @ torch.ones(4, 4, device="meta")).to(torch.float64)
     with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()):
         arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", scratch]
-        arguments += ["-p", "outrider.conformance.plugin", "--backend", "cpu", "--pyargs", "outrider.conformance"]
+        arguments += ["-p", "outrider_conformance.plugin", "--backend", "cpu", "--pyargs", "outrider_conformance"]
         if pytest.main(arguments):
             raise RuntimeError("the suite can't be collected")
 
@@ -168,7 +168,7 @@ def _child(base, apply, level, tests, first, journal, output, scratch):
         watch._base = made
         (scratch / "pytest.ini").write_text("[pytest]\naddopts =\n")
         os.chdir(scratch)
-        chosen = [f"outrider.conformance.suite.{test}" for test in tests]
+        chosen = [f"outrider_conformance.suite.{test}" for test in tests]
         arguments = [
             "--rootdir",
             str(scratch),
@@ -179,9 +179,9 @@ def _child(base, apply, level, tests, first, journal, output, scratch):
             "-q",
             "--tb=line",
         ]
-        arguments += ["-p", "outrider.conformance.plugin", "--backend", made.spec, "--level", f"L{level}"]
+        arguments += ["-p", "outrider_conformance.plugin", "--backend", made.spec, "--level", f"L{level}"]
         arguments += ["--kit-timeout", str(PATIENCE if level < 4 else 5 * PATIENCE), *(["-x"] if first else [])]
-        arguments += ["--pyargs", *(chosen or ["outrider.conformance"])]
+        arguments += ["--pyargs", *(chosen or ["outrider_conformance"])]
         code = 0 if int(pytest.main(arguments, plugins=[watch])) in (0, 1) else 71
     except BaseException as error:
         with contextlib.suppress(BaseException):

@@ -1,8 +1,8 @@
 """The engine with one thing as it was in another engine, when that had the bug."""
 
-from outrider.cli.decode_program import Arrival, DecodeExplorer, HostProgram
 from outrider.device import Fence
-from outrider.sanitizer import RaceError
+from outrider_proof.decode_program import Arrival, DecodeExplorer, HostProgram
+from outrider_sanitizer import RaceError
 from outrider_sim.explore import run_once
 from outrider_sim.strategies import make_strategy
 

@@ -6,9 +6,9 @@ import pytest
 
 import outrider.engine.step as step
 from engine.scenarios.historical import MANY, TWO, Elsewhere, Historical, Skipping, after, before, program, request
-from outrider.cli.decode_program import WrongTokens
 from outrider.registry import get_backend
-from outrider.sanitizer.findings import Kind
+from outrider_proof.decode_program import WrongTokens
+from outrider_sanitizer.findings import Kind
 from outrider_sim.plugin import create_backend
 
 RACES = {Kind.READ_AFTER_WRITE, Kind.WRITE_AFTER_READ, Kind.WRITE_AFTER_WRITE}

@@ -5,17 +5,17 @@ import torch
 
 from engine.scenarios.historical import MANY, TWO, Historical
 from model.test_vision import IMAGE, picture
-from model.tiny import write_vision_checkpoint
 from outrider import Engine, EngineConfig, SamplingParams
-from outrider.cli.decode_program import WrongTokens
 from outrider.device import Recompute
 from outrider.engine import buffers
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider.registry import get_backend
-from outrider.sanitizer import RaceError, watch
-from outrider.sanitizer.findings import STALENESS
 from outrider.speculative.ngram import NgramProposer
 from outrider_cpu.backend import CpuBackend
+from outrider_proof.checkpoints import write_vision_checkpoint
+from outrider_proof.decode_program import WrongTokens
+from outrider_sanitizer import RaceError, watch
+from outrider_sanitizer.findings import STALENESS
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from engine.scenarios.historical import TWO, Historical, after, program, request
-from outrider.cli.decode_program import WrongTokens
 from outrider.device import CaptureError, DeviceLost, SeamError, StreamOrderError
-from outrider.engine.request import Request
+from outrider.engine.requests.request import Request
 from outrider.registry import get_backend
-from outrider.sanitizer import RaceError
-from outrider.sanitizer.findings import Kind
+from outrider_proof.decode_program import WrongTokens
+from outrider_sanitizer import RaceError
+from outrider_sanitizer.findings import Kind
 from outrider_sim.backend import SimGraph
 from outrider_sim.explore import run_once
 from outrider_sim.plugin import create_backend

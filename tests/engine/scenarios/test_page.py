@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.sanitizer.races import RACES
+from outrider_sanitizer.races import RACES
 
 ROOT = Path(__file__).parents[3]
 ROWS = [

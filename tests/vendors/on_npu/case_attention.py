@@ -6,7 +6,7 @@ import torch
 import torch_npu
 
 from outrider.device import AttentionMetadata, CapabilityError, HostParam, KernelSet
-from outrider.sanitizer.sanitizer import watch
+from outrider_sanitizer.sanitizer import watch
 
 PAGE, HEADS, KV_HEADS, SIZE = 128, 4, 2, 64
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -58,13 +58,13 @@ def batch(new, context, dtype, *, tree=False, padding=0, seed=0, spare=0):
 def metadata(o, new, *, exact, uniform):
     return AttentionMetadata(
         query_start=o["start"],
-        kv_lens=o["lens"],
+        seq_lens=o["lens"],
         block_table=o["table"],
         max_query=max(new),
         max_kv=int(o["table"].shape[1]) * PAGE,
         tree_mask=o["mask"],
         uniform=uniform,
-        host_kv_lens=exact,
+        seq_lens_host=exact,
     )
 
 

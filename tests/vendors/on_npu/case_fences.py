@@ -3,11 +3,11 @@
 import emulation
 import pytest
 
-from outrider.cli.decode_program import DecodeExplorer
 from outrider.device import Graph
-from outrider.engine.fence_log import Drop
 from outrider.engine.fences import FENCES
-from outrider.sanitizer import RaceError
+from outrider_proof.decode_program import DecodeExplorer
+from outrider_proof.fence_log import Drop
+from outrider_sanitizer import RaceError
 
 PROGRAMS = 4
 OF_THIS_DEVICE = ("params_free", "params_bound", "lengths_on_host")

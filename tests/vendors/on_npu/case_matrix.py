@@ -1,5 +1,5 @@
 """Drawn host programs (arrivals, aborts, preemptions, prefix hits, hand-overs) through a plugin, for every proposer and mode
-that it runs: tokens equal plain decoding, nothing is lost, the sanitizer is silent. ``benchmarks/proof.py --through`` runs
+that it runs: tokens equal plain decoding, nothing is lost, the sanitizer is silent. ``outrider_proof.proof --through`` runs
 many more.
 """
 
@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from proving.checks import drop, prove
-from proving.setups import Setup, all_setups
+from outrider_proof.checks import drop, prove
+from outrider_proof.setups import Setup, all_setups
 
 PLUGIN = os.environ["PROVED_PLUGIN"]
 

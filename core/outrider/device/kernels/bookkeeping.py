@@ -56,17 +56,17 @@ def gather_checked(source: Tensor, rows: Tensor | None, low: int, high: int, out
 
 
 def place_tokens(
-    lens: Tensor, tables: Tensor, page_size: int, last: int, positions: Tensor, slots: Tensor, kv_lens: Tensor
+    lens: Tensor, tables: Tensor, page_size: int, last: int, positions: Tensor, slots: Tensor, seq_lens: Tensor
 ) -> None:
     """Where the tokens behind ``lens`` go."""
-    count, ends = positions.shape[1], kv_lens.shape[1]
+    count, ends = positions.shape[1], seq_lens.shape[1]
     places = lens.unsqueeze(1) + torch.arange(count, device=lens.device)
     index = places // page_size
     inside = index < tables.shape[1]
     page = tables.gather(1, index.clamp(max=tables.shape[1] - 1)).to(torch.int64)
     slots.copy_(torch.where(inside, page, 0) * page_size + places % page_size)
     positions.copy_(places.clamp(max=last))
-    kv_lens.copy_((places[:, count - ends :] + 1).clamp(max=tables.shape[1] * page_size))
+    seq_lens.copy_((places[:, count - ends :] + 1).clamp(max=tables.shape[1] * page_size))
 
 
 def publish_accepted(

@@ -207,12 +207,12 @@ def _visible(metadata: AttentionMetadata, tokens: int, page_size: int, window: i
     """
     starts = metadata.query_start.to(torch.int64)
     token = torch.arange(tokens, device=starts.device)
-    batch = metadata.kv_lens.shape[0]
+    batch = metadata.seq_lens.shape[0]
     # Padding behind the last request counts as that request's.
     request = (torch.searchsorted(starts, token, right=True) - 1).clamp(max=batch - 1)
     tables = metadata.block_table.index_select(0, request).to(torch.int64)
     begin, end = starts[:-1].index_select(0, request), starts[1:].index_select(0, request)
-    lens = metadata.kv_lens.to(torch.int64).index_select(0, request)
+    lens = metadata.seq_lens.to(torch.int64).index_select(0, request)
     own = (token - begin).unsqueeze(1)  # index among the request's new tokens
     position = torch.arange(tables.shape[1] * page_size, device=starts.device)
     new = position - (lens - (end - begin)).unsqueeze(1)  # index among the new tokens; negative in the context

@@ -157,7 +157,7 @@ class KernelSet:
 
         Called on the plan stream's scope (of a prompt's chunks: on that of the stream that they run on), before the tensors
         of ``metadata`` are used on another stream, and never in a capture. A plan is for the ``shapes`` of the metadata;
-        without any there is nothing to plan. Kernels that declare ``plans_on_host`` get ``host_kv_lens``, and
+        without any there is nothing to plan. Kernels that declare ``plans_on_host`` get ``seq_lens_host``, and
         ``host_query_start`` of a batch that isn't uniform. The reference plans nothing.
 
         *In place.* ``metadata.plan`` is None, and a plan is made, with room for lengths up to the whole block table; or it's
@@ -192,7 +192,7 @@ class KernelSet:
             k_cache,
             v_cache,
             metadata.query_start,
-            metadata.kv_lens,
+            metadata.seq_lens,
             metadata.block_table,
             metadata.tree_mask,
             metadata.max_query,
@@ -284,15 +284,15 @@ class KernelSet:
         torch.ops.outrider.gather_checked(source, rows, low, high, out, found)
 
     def place_tokens(
-        self, lens: Tensor, tables: Tensor, page_size: int, last: int, positions: Tensor, slots: Tensor, kv_lens: Tensor
+        self, lens: Tensor, tables: Tensor, page_size: int, last: int, positions: Tensor, slots: Tensor, seq_lens: Tensor
     ) -> None:
         """Where n tokens behind each request's ``lens`` int64 [B] go, under block tables int32 [B, P].
 
         Writes, strided as they may be: ``positions`` int64 [B, n], at most ``last``; cache ``slots`` int64 [B, n], in the
-        reserved page 0 beyond the table; ``kv_lens`` int32 [B, m], m at most n: how many are cached with each of the last
+        reserved page 0 beyond the table; ``seq_lens`` int32 [B, m], m at most n: how many are cached with each of the last
         m tokens, at most what the table holds.
         """
-        torch.ops.outrider.place_tokens(lens, tables, page_size, last, positions, slots, kv_lens)
+        torch.ops.outrider.place_tokens(lens, tables, page_size, last, positions, slots, seq_lens)
 
     def publish_accepted(
         self,

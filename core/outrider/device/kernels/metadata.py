@@ -46,7 +46,7 @@ class AttentionMetadata:
     """A ragged batch of B sequences with T new tokens in all, over a paged cache.
 
     ``query_start`` int32 [B+1]: offsets of each sequence's new tokens in the flat token dimension; tokens past the last
-    offset are padding. ``kv_lens`` int32 [B]: cached tokens of each sequence, its new ones included. ``block_table``
+    offset are padding. ``seq_lens`` int32 [B]: cached tokens of each sequence, its new ones included. ``block_table``
     int32 [B, pages]: pages in order of position; unused entries are 0, the reserved page. ``max_query`` and ``max_kv``:
     host upper bounds of new tokens and cached tokens per sequence (``max_kv`` a bound, not the maximum: the host runs
     ahead of the device).
@@ -57,7 +57,7 @@ class AttentionMetadata:
     ``uniform``: every sequence has exactly ``max_query`` new tokens and there is no padding, so T = B * max_query; False
     where that isn't known.
 
-    ``host_kv_lens``: the exact lengths as a host parameter, only where the backend's policy declares
+    ``seq_lens_host``: the exact lengths as a host parameter, only where the backend's policy declares
     ``exact_host_lengths``, and in ``KernelSet.plan_attention`` of kernels that declare ``plans_on_host``.
     ``host_query_start``: ``query_start`` on the host, where a batch isn't uniform and the host made it.
 
@@ -73,13 +73,13 @@ class AttentionMetadata:
     """
 
     query_start: Tensor
-    kv_lens: Tensor
+    seq_lens: Tensor
     block_table: Tensor
     max_query: int
     max_kv: int
     tree_mask: Tensor | None = None
     uniform: bool = False
-    host_kv_lens: HostParam | None = None
+    seq_lens_host: HostParam | None = None
     plan: object | None = None
     host_query_start: tuple[int, ...] | None = None
     shapes: tuple[AttentionShape, ...] = ()

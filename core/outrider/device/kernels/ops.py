@@ -56,7 +56,7 @@ _define(
     lambda q, k, v, cos, sin, k_cache, v_cache, slots: None,
 )
 _define(
-    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor kv_lens, Tensor block_table, "
+    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor seq_lens, Tensor block_table, "
     "Tensor? tree_mask, int max_query, int max_kv, float scale, int window) -> Tensor",
     reference.paged_attention,
     lambda q, *rest: q.new_empty(q.shape),
@@ -136,7 +136,7 @@ _define(
 )
 _define(
     "place_tokens(Tensor lens, Tensor tables, int page_size, int last, Tensor(a!) positions, Tensor(b!) slots, "
-    "Tensor(c!) kv_lens) -> ()",
+    "Tensor(c!) seq_lens) -> ()",
     bookkeeping.place_tokens,
     lambda *operands: None,
 )
@@ -163,7 +163,7 @@ def _rows_of_slots(arguments: Mapping[str, Any]) -> Tensor:
 def _rows_of_pages(arguments: Mapping[str, Any]) -> Tensor:
     """Cache rows that attention reads: the rows of each sequence's pages below its length."""
     table: Tensor = arguments["block_table"]
-    lens: Tensor = arguments["kv_lens"]
+    lens: Tensor = arguments["seq_lens"]
     page_size = arguments["k_cache"].shape[1]
     offset = torch.arange(table.shape[1] * page_size, device=table.device)
     rows = table.to(torch.int64).repeat_interleave(page_size, dim=1) * page_size + offset % page_size

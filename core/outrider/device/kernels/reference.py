@@ -53,7 +53,7 @@ def paged_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     query_start: Tensor,
-    kv_lens: Tensor,
+    seq_lens: Tensor,
     block_table: Tensor,
     tree_mask: Tensor | None,
     max_query: int,
@@ -63,7 +63,7 @@ def paged_attention(
 ) -> Tensor:
     """Attention of the new tokens over each sequence's pages; padding tokens give zeros."""
     tokens, heads, head_size = q.shape
-    batch = kv_lens.shape[0]
+    batch = seq_lens.shape[0]
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     pages = min((max_kv + page_size - 1) // page_size, block_table.shape[1])
     span = pages * page_size
@@ -79,7 +79,7 @@ def paged_attention(
     keys = k_cache[table].reshape(batch, span, kv_heads, head_size).transpose(1, 2)
     values = v_cache[table].reshape(batch, span, kv_heads, head_size).transpose(1, 2)
 
-    context = (kv_lens.to(torch.int64) - query_lens).view(batch, 1, 1)
+    context = (seq_lens.to(torch.int64) - query_lens).view(batch, 1, 1)
     position = torch.arange(span, device=device).view(1, 1, span)
     new_index = position - context  # index among the new tokens; negative in the context
     if tree_mask is None:
@@ -87,7 +87,7 @@ def paged_attention(
     else:
         index = new_index.clamp(0, max_query - 1).expand(batch, max_query, span)
         visible = (new_index < 0) | tree_mask[flat].gather(2, index)
-    inside = position < kv_lens.to(torch.int64).view(batch, 1, 1)
+    inside = position < seq_lens.to(torch.int64).view(batch, 1, 1)
     # A weight of zero doesn't hide a NaN that an earlier owner of the page, or padding, left behind the sequence.
     keys = torch.where(inside.unsqueeze(-1), keys, 0.0)
     values = torch.where(inside.unsqueeze(-1), values, 0.0)

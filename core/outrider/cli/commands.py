@@ -1,0 +1,53 @@
+"""The commands of ``outrider``: those that it is run with, and those that installed packages add."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Mapping
+
+from outrider.cli.lazy import Broken, Target
+
+GROUP = "outrider.commands"
+"""Entry-point group of further commands. The name is what people type, ``bench.decode`` for ``outrider bench decode``; the
+value is ``module:function``. Nothing is loaded before the command is asked for."""
+
+OWN: Mapping[str, Target] = {
+    "generate": "outrider.cli.generate:generate",
+    "models": "outrider.cli.supported:models",
+    "backends": "outrider.cli.backends:backends",
+    "doctor": "outrider.cli.doctor:doctor",
+    "fences": "outrider.cli.fences:fences",
+}
+
+
+def commands(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> dict[str, Target]:
+    """Every command, as a table for :func:`outrider.cli.lazy.group`. ``entry_points`` replaces the installed ones.
+
+    A name that Outrider has itself stays Outrider's. A name that two packages offer is broken, and says which they are.
+    """
+    found = importlib.metadata.entry_points(group=GROUP) if entry_points is None else entry_points
+    offers: dict[str, dict[str, str]] = {}
+    for point in sorted(found, key=lambda point: point.name):
+        distribution = point.dist.name if point.dist is not None else "an unknown package"
+        # One package may be visible twice, through its source tree and its installation.
+        offers.setdefault(point.name, {})[point.value] = distribution
+    table: dict[str, Target] = dict(OWN)
+    below: dict[str, dict[str, Target]] = {}
+    for name, values in offers.items():
+        first, _, rest = name.partition(".")
+        if first in OWN:
+            continue
+        target: Target = next(iter(values))
+        if len(values) > 1:
+            named = " and ".join(f"{distribution} ({value})" for value, distribution in values.items())
+            target = Broken(f"{named} both offer a command {name.replace('.', ' ')!r}")
+        if rest:
+            below.setdefault(first, {})[rest] = target
+        else:
+            table[first] = target
+    for first, inner in below.items():
+        if first in table:
+            table[first] = Broken(f"one package offers {first!r} as a command, another as a group of commands")
+        else:
+            table[first] = inner
+    return table

@@ -1,9 +1,0 @@
-"""The vendor kit: a suite of behavioural tests by level, shipped in the package, and the report that it makes.
-
-Run it with ``outrider conform --backend NAME``, or with
-``pytest -p outrider.conformance.plugin --pyargs outrider.conformance --backend NAME``.
-"""
-
-from outrider.conformance.run import check, conform
-
-__all__ = ["check", "conform"]

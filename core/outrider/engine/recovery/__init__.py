@@ -1,0 +1,1 @@
+"""What an engine does when its device fails or is stuck."""

@@ -1,0 +1,88 @@
+"""Whether an engine can go on: what fails on the device is sorted into what is done again and what ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+
+from outrider.device import Backend, DeadlockError, DeviceError, DeviceFault, DeviceStuck, EngineStopped
+from outrider.engine.recovery.watchdog import Watchdog
+from outrider.engine.streams import Streams
+
+_PATIENCE = 8
+"""Failures in turn, of a device that lives on, while the engine waits for it to come to rest."""
+
+
+class Lifeline:
+    """Stands around an engine's calls to the device.
+
+    ``open_requests``: what an error tells of the requests that it leaves. ``undo``: called after an operation failed on a
+    device that lives on, to do again whatever was in flight.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        watchdog: Watchdog,
+        *,
+        open_requests: Callable[[], Mapping[int, tuple[int, ...]]],
+        undo: Callable[[], None],
+    ) -> None:
+        self._backend = backend
+        self._watchdog = watchdog
+        self._open_requests = open_requests
+        self._undo = undo
+        self.stopped: DeviceError | None = None
+        """Why the engine can't go on."""
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds that the host has waited at fences."""
+        return self._watchdog.blocked_s
+
+    def check(self) -> None:
+        """Raise :class:`EngineStopped` once the device is gone."""
+        if self.stopped is not None:
+            left = self._open_requests()
+            raise EngineStopped(
+                f"this engine stopped, with {len(left)} requests open ({', '.join(map(str, left)) or 'none'}): "
+                f"{self.stopped}\nMake a new backend and a new engine; open_requests has what each request put out",
+                left,
+            )
+
+    @contextmanager
+    def working(self, doing: str) -> Generator[None]:
+        """What goes wrong inside is typed; a device that lives on goes on, and after a loss the engine doesn't."""
+        self.check()
+        with self._noting_loss(doing):
+            try:
+                with self._backend.guard(doing):
+                    yield
+            except DeviceFault:
+                self._undo()
+                raise
+
+    @contextmanager
+    def _noting_loss(self, doing: str) -> Generator[None]:
+        try:
+            yield
+        except DeadlockError as error:
+            self.stopped = DeviceStuck(f"the device is stuck: {doing}, {error}")
+            raise self.stopped from error
+        except DeviceError as error:
+            if error.device_lost:
+                self.stopped = error
+            raise
+
+    def quiet(self, streams: Streams) -> bool:
+        """Wait until nothing of the engine runs: only then may rows and pages go to anybody else. Whether all went well."""
+        well = True
+        for _ in range(_PATIENCE):
+            try:
+                self._watchdog.quiet(self._backend, streams.all)
+                return well
+            except DeviceError as error:
+                if error.device_lost:
+                    raise
+                well = False
+        raise DeviceStuck(f"the device is stuck: it failed {_PATIENCE} times in turn while the engine waited for it")

@@ -1,0 +1,41 @@
+"""What one iteration does: the scheduler's decision, as an immutable record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.engine.requests.hand_over import HandOver
+from outrider.engine.requests.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """The next context tokens of one request, ``start`` inclusive to ``end`` exclusive."""
+
+    request: Request
+    start: int
+    end: int
+
+    @property
+    def final(self) -> bool:
+        """Whether the context ends with this chunk."""
+        return self.end == len(self.request.context)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one iteration does. ``table_updates`` are (row, index, page); ``arrivals`` are requests whose state comes from
+    another engine, and which decode from the next iteration on.
+    """
+
+    prefill: tuple[PrefillChunk, ...]
+    decode: tuple[Request, ...]
+    admitted: tuple[Request, ...]
+    table_updates: tuple[tuple[int, int, int], ...]
+    arrivals: tuple[tuple[Request, HandOver], ...] = ()
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """Every request that the iteration works on."""
+        prefilled = (chunk.request for chunk in self.prefill)
+        return (*self.decode, *prefilled, *(request for request, _ in self.arrivals))

@@ -1,0 +1,217 @@
+"""Which request does what in the next iteration. Host state alone: no tensor, no device."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.engine.requests.batch import Batch, PrefillChunk
+from outrider.engine.requests.pages import FreeList, PageKey, PagePool
+from outrider.engine.requests.request import Request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerLimits:
+    """What bounds a batch. ``growth``: tokens that an iteration can add to a request; ``slots``: cache slots that it
+    writes behind the request's length; ``spare``: slots behind those of its tokens that a request needs at its longest, for
+    trees, which are scattered over them; ``prefill_chunk``: prompt tokens in an iteration.
+    """
+
+    growth: int
+    slots: int
+    spare: int
+    prefill_chunk: int
+
+
+class OutOfPages(Exception):
+    """Pages are short, and results in flight must be handled before a request can be preempted. The engine catches it."""
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, shared prefixes, priorities, and preemption with recompute.
+
+    The more urgent request goes first: by priority, then by arrival. Every admitted request whose context is prefilled
+    decodes in each iteration. Pages are taken as a request grows; when they run out, the least urgent request gives its
+    pages up, waits, and later prefills its prompt and its output again.
+    """
+
+    def __init__(self, *, rows: FreeList, pages: PagePool, limits: SchedulerLimits) -> None:
+        self.rows = rows
+        self.pages = pages
+        self._limits = limits
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._table_updates: list[tuple[int, int, int]] = []
+        """(row, index, page) that the device's block table doesn't have yet."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether an iteration would do anything."""
+        return bool(self._waiting) or any(not request.finished for request in self._running)
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """Requests that hold a row, most urgent first."""
+        return tuple(self._running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        bisect.insort(self._waiting, request, key=lambda r: r.urgency)
+
+    def drop_waiting(self, request: Request) -> None:
+        """Take a request out of the queue, if it's there."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+
+    def next_batch(self) -> Batch | None:
+        """The next iteration, or None when there is nothing to do. Counts its requests as in flight.
+
+        Raises :class:`OutOfPages` when a request must be preempted and the results of an iteration in flight are still
+        to be handled; call again then.
+        """
+        self._grow()
+        admitted = self._admit()
+        decode = tuple(r for r in self._running if not r.finished and not r.needs_prefill)
+        prefill = self._chunks()
+        arrivals = tuple((r, r.arrival) for r in admitted if r.arrival is not None)
+        if not decode and not prefill and not arrivals:
+            return None
+        for chunk in prefill:
+            chunk.request.prefilled = chunk.end
+            self.register(chunk.request, chunk.end)
+        for request, _ in arrivals:
+            request.arrival = None  # the batch holds it now
+            request.prefilled = len(request.context)
+        batch = Batch(prefill, decode, admitted, tuple(self._table_updates), arrivals)
+        self._table_updates.clear()
+        for request in batch.requests:
+            request.in_flight += 1
+        for request in decode:
+            request.decodes_in_flight += 1
+        return batch
+
+    def register(self, request: Request, filled: int) -> None:
+        """Tell the prefix cache of the request's full pages among its first ``filled`` tokens."""
+        tokens = request.context if request.needs_prefill else (*request.prompt, *request.output)
+        request.page_key, request.registered = self.pages.register(
+            request.pages, tokens, filled, request.page_key, request.registered, request.besides_tokens
+        )
+
+    def retire(self) -> None:
+        """Free rows and pages of finished requests that no iteration in flight can still read or write."""
+        for request in [r for r in self._running if r.finished and r.in_flight == 0]:
+            self._release(request)
+
+    # -- pages -----------------------------------------------------------------------------------------------------
+
+    def _grow(self) -> None:
+        """Give every decoding request the pages that its next iteration can write; preempt where they run out."""
+        for request in list(self._running):
+            if request.finished or request.needs_prefill or request not in self._running:
+                continue
+            written = request.length_bound(self._limits.growth) + self._limits.slots
+            needed = self._pages_of(min(written, request.length_limit + self._limits.spare))
+            while request in self._running and len(request.pages) < needed:
+                if self.pages.available:
+                    self._append(request, self.pages.take())
+                else:
+                    self._preempt()
+
+    def _preempt(self) -> None:
+        """Take the pages of the least urgent request, which waits from now on."""
+        if any(request.in_flight for request in self._running):
+            raise OutOfPages
+        victim = next(request for request in reversed(self._running) if not request.finished)
+        self._requeue(victim)
+
+    def take_back(self, batches: Sequence[Batch], *, spoilt: bool) -> None:
+        """Undo batches that weren't launched to their end, or failed: what they wrote counts for nothing.
+
+        Nothing else may be in flight. Their requests wait and begin again with what the host knows of their output; no page
+        is known as a prefix any more, since what was enqueued to fill it may not have been. ``spoilt``: an operation failed,
+        in memory that all requests share, so every request begins again.
+        """
+        concerned = {request.id: request for request in self._running} if spoilt else {}
+        for batch in batches:
+            for request in batch.requests:
+                request.in_flight -= 1
+            for request in batch.decode:
+                request.decodes_in_flight -= 1
+            # Who was admitted may not have got a token into the batch, but its row was to be made ready in it.
+            concerned |= {request.id: request for request in (*batch.requests, *batch.admitted)}
+        self.pages.forget_all()
+        for request in concerned.values():
+            if not request.finished:
+                self._requeue(request)
+        self.retire()
+
+    def _requeue(self, victim: Request) -> None:
+        """Take a request's row and pages; it waits, to prefill its prompt and its output again."""
+        self._table_updates = [update for update in self._table_updates if update[0] != victim.row]
+        self._release(victim)
+        victim.context = (*victim.prompt, *victim.output)
+        victim.prefilled = 0
+        victim.preemptions += 1
+        self.add(victim)
+
+    def _release(self, request: Request) -> None:
+        self._running.remove(request)
+        self.pages.give_back(request.pages)
+        self.rows.give_back(request.row)
+        request.pages, request.row = [], 0
+        request.registered, request.page_key = 0, None
+
+    def _append(self, request: Request, page: int) -> None:
+        self._table_updates.append((request.row, len(request.pages), page))
+        request.pages.append(page)
+
+    def most_pages(self, tokens: int) -> int:
+        """Pages that a request of ``tokens`` at its longest can hold at a time."""
+        return self._pages_of(tokens + self._limits.spare)
+
+    def _pages_of(self, tokens: int) -> int:
+        return -(-tokens // self.pages.page_size)
+
+    # -- who runs --------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> tuple[Request, ...]:
+        """Give waiting requests a row and the pages of their context, as long as both are there."""
+        admitted: list[Request] = []
+        while self._waiting and self.rows.available:
+            request = self._waiting[0]
+            hit, key = self._match(request)
+            longest = request.length_limit + self._limits.spare
+            needed = self._pages_of(min(len(request.context) + self._limits.slots, longest))
+            if needed - len(hit) > self.pages.available:
+                self.pages.give_back(hit)
+                break
+            self._waiting.pop(0)
+            request.row = self.rows.take()
+            request.registered, request.page_key = len(hit), key
+            request.prefilled = request.prefill_start = len(hit) * self.pages.page_size
+            for page in hit:
+                self._append(request, page)
+            while len(request.pages) < needed:
+                self._append(request, self.pages.take())
+            bisect.insort(self._running, request, key=lambda r: r.urgency)
+            admitted.append(request)
+        return tuple(admitted)
+
+    def _match(self, request: Request) -> tuple[list[int], PageKey | None]:
+        """Cached pages of its context; none where another engine computed it, since that is written to pages of its own."""
+        return ([], None) if request.arrival is not None else self.pages.match(request.context, request.besides_tokens)
+
+    def _chunks(self) -> tuple[PrefillChunk, ...]:
+        """The next tokens of each unfinished context, within the budget of an iteration."""
+        chunks: list[PrefillChunk] = []
+        budget = self._limits.prefill_chunk
+        for request in self._running:
+            if budget == 0:
+                break
+            if request.finished or not request.needs_prefill or request.arrival is not None:
+                continue
+            end = min(len(request.context), request.prefilled + budget)
+            chunks.append(PrefillChunk(request, request.prefilled, end))
+            budget -= end - request.prefilled
+        return tuple(chunks)

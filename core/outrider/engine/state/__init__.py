@@ -1,0 +1,1 @@
+"""Device state of an engine: buffers, rows, staging, plans and results."""

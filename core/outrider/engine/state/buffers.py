@@ -1,0 +1,376 @@
+"""Static device buffers of an iteration, in a registry: each with a name, a shape and what fills its padding.
+
+They are allocated once, from declared shapes, before anything is captured, and used through views of the first rows. Each
+has one writing stream. Letters: B requests, N nodes of a draft with its root (the width of verify), E tokens of a request
+that draft-extend takes in (one more than the longest path), K drafted tokens, D the longest path, P pages a request, H
+hidden size, V vocabulary, M bias entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.device import AttentionMetadata, Backend
+from outrider.engine.requests.sampling import MAX_LOGIT_BIAS
+from outrider.model import LanguageModel, speculative_positions
+from outrider.speculative.proposer import Draft, Proposer
+from outrider.speculative.tree import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """One buffer: ``per`` rows of ``shape`` for each request, behind the dimensions ``leading``.
+
+    ``padding`` fills the rows of a bucket that no request has; where ``step`` isn't 0, request i's row gets ``i * step``
+    more. Row 0 of every table and page 0 of every cache are reserved, so that zero is a valid index everywhere.
+    """
+
+    name: str
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.int64
+    per: int = 1
+    leading: tuple[int, ...] = ()
+    padding: int | float | bool = 0
+    step: int = 0
+
+
+INPUTS, DRAFT, VERIFY, EXTEND, OUTPUTS = "inputs", "draft", "verify", "extend", "outputs"
+"""Groups of buffers, the first part of their names: who writes them is said at the classes below."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """Private copies of what the iteration reads of shared state, gathered on forward before the draft.
+
+    ``rows``, ``lens``, ``last_tokens``, ``seeds`` int64 [B]; ``temperature`` float32 [B]; ``tables`` int32 [B, P];
+    ``deltas`` int64 [B], None where the model's positions have no axes; ``relay`` by name, [B, ...]. Sampling options:
+    ``numbers`` int64 [B, 2], ``shares`` float32 [B, 5], ``biases``: tokens int64, values float32, ends int64, [B, M] each.
+    """
+
+    rows: Tensor
+    lens: Tensor
+    last_tokens: Tensor
+    seeds: Tensor
+    temperature: Tensor
+    tables: Tensor
+    deltas: Tensor | None
+    relay: Mapping[str, Tensor]
+    numbers: Tensor
+    shares: Tensor
+    biases: tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyInputs:
+    """Written on plan: ``tokens``, ``positions`` (indices in the sequence), ``slots`` int64 [B*N]; ``rope_positions``, the
+    same as the model's rope takes them: [3, B*N], or ``positions`` itself where it has no axes; ``seq_lens`` int32 [B];
+    ``mask`` bool [B*N, N] of trees. ``query_start`` int32 [B+1] is constant.
+
+    ``static_rope_positions``: what a captured verify reads; a copy where positions have axes, since some devices compute
+    these once more after the plan has joined.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    rope_positions: Tensor
+    static_rope_positions: Tensor
+    slots: Tensor
+    seq_lens: Tensor
+    mask: Tensor | None
+    query_start: Tensor
+
+    def attention(self, tables: Tensor, *, max_query: int, max_kv: int) -> AttentionMetadata:
+        """Metadata of N new tokens for each request."""
+        return AttentionMetadata(
+            query_start=self.query_start,
+            seq_lens=self.seq_lens,
+            block_table=tables,
+            max_query=max_query,
+            max_kv=max_kv,
+            tree_mask=self.mask,
+            uniform=True,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PathInputs:
+    """Of trees, written in the extend plan, since only a path is taken in: ``gather`` int64 [B*E], rows of verify along
+    the path; ``positions``, ``slots`` int64 [B*E], ``rope_positions`` as the target's rope takes them; ``seq_lens`` int32
+    [B]; ``sources``, ``destinations`` int64 [B*D], cache slots that accepted nodes move between. ``query_start`` int32
+    [B+1] is constant.
+    """
+
+    gather: Tensor
+    positions: Tensor
+    rope_positions: Tensor
+    slots: Tensor
+    seq_lens: Tensor
+    sources: Tensor
+    destinations: Tensor
+    query_start: Tensor
+
+    def attention(self, tables: Tensor, *, max_query: int, max_kv: int) -> AttentionMetadata:
+        """Metadata of E tokens for each request, an accepted path that has become a chain."""
+        return AttentionMetadata(
+            query_start=self.query_start,
+            seq_lens=self.seq_lens,
+            block_table=tables,
+            max_query=max_query,
+            max_kv=max_kv,
+            uniform=True,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendPlan:
+    """Written in the extend plan: ``tokens`` int64 [B*E], ``last`` and ``next_positions`` int64 [B]; ``path`` None for
+    chains. ``continues`` bool [B] is constant: all do.
+    """
+
+    tokens: Tensor
+    last: Tensor
+    next_positions: Tensor
+    continues: Tensor
+    path: PathInputs | None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOutputs:
+    """Written by verify, on forward: ``hidden`` [B*N, H], ``captured`` states of inner layers, ``tokens`` int64 [B, E]
+    (accepted, decided, then -1), ``path`` int64 [B, E] of trees, ``accepted`` int64 [B].
+    """
+
+    hidden: Tensor
+    captured: tuple[Tensor, ...]
+    tokens: Tensor
+    path: Tensor | None
+    accepted: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """Every buffer, for the first ``count`` requests. ``draft`` is written by the draft, on forward."""
+
+    count: int
+    inputs: DecodeInputs
+    draft: Draft
+    verify: VerifyInputs
+    extend: ExtendPlan
+    outputs: VerifyOutputs
+
+
+class StaticBuffers:
+    """Owner of the buffers of ``specs``. ``views`` of the same count are the same objects each time."""
+
+    def __init__(self, backend: Backend, specs: Iterable[BufferSpec], *, max_requests: int) -> None:
+        self._backend = backend
+        self.specs = {spec.name: spec for spec in specs}
+        self._full = {
+            spec.name: torch.full(
+                (*spec.leading, max_requests * spec.per, *spec.shape), spec.padding, dtype=spec.dtype, device=backend.device
+            )
+            for spec in self.specs.values()
+        }
+        number = torch.arange(max_requests, device=backend.device)
+        # Padding that counts up, made once: nothing is allocated while a batch is padded.
+        self._counted = {spec.name: spec.padding + spec.step * number for spec in self.specs.values() if spec.step}
+        for name, padding in self._counted.items():
+            self._full[name].copy_(padding)
+        self._constants: dict[int, Tensor] = {}
+        self._continuing = torch.ones(max_requests, dtype=torch.bool, device=backend.device)
+        self._max_requests = max_requests
+        self._views: dict[int, Views] = {}
+        for per in {self.specs["verify.tokens"].per, self.specs["extend.tokens"].per}:
+            self._constants[per] = torch.arange(0, (max_requests + 1) * per, per, dtype=torch.int32, device=backend.device)
+        self.lane = torch.arange(max(self._constants), device=backend.device)
+        """0, 1, … for as many tokens as a request may have in an iteration."""
+
+    def rows(self, name: str, start: int, end: int) -> Tensor:
+        """The rows of requests ``start`` to ``end`` of one buffer."""
+        spec = self.specs[name]
+        return self._full[name].narrow(len(spec.leading), start * spec.per, (end - start) * spec.per)
+
+    def group(self, *prefixes: str, count: int) -> dict[str, Tensor]:
+        """Buffers whose names begin with one of ``prefixes``, for ``count`` requests."""
+        return {name: self.rows(name, 0, count) for name in self.specs if name.split(".")[0] in prefixes}
+
+    def pad(self, prefix: str, *, count: int, bucket: int, only: Iterable[str] | None = None) -> None:
+        """Fill what lies between ``count`` and ``bucket`` requests, in the caller's scope; nothing when they are equal."""
+        if count == bucket:
+            return
+        for name, spec in self.specs.items():
+            if name.split(".")[0] == prefix and (only is None or name in only):
+                rows = self.rows(name, count, bucket)
+                if spec.step:
+                    rows.copy_(self._counted[name][count:bucket])
+                else:
+                    rows.fill_(spec.padding)
+
+    def mark_over(self, prefix: str, *, bucket: int) -> None:
+        """Tell a tool that a group is about to be written for a new batch: what isn't written again is stale."""
+        if self._backend.observer is None:
+            return
+        for name in self.specs:
+            if name.split(".")[0] == prefix:
+                self._backend.mark_over(self.rows(name, 0, bucket), f"{name} of the batch before")
+
+    def views(self, count: int) -> Views:
+        """Views for ``count`` requests."""
+        if count not in self._views:
+            self._views[count] = self._view(count)
+        return self._views[count]
+
+    def _view(self, count: int) -> Views:
+        def get(name: str) -> Tensor:
+            return self.rows(name, 0, count)
+
+        def maybe(name: str) -> Tensor | None:
+            return get(name) if name in self.specs else None
+
+        def several(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): get(name) for name in self.specs if name.startswith(prefix)}
+
+        mask = maybe("draft.mask")
+        path = None
+        if mask is not None:
+            positions = get("extend.positions")
+            path = PathInputs(
+                gather=get("extend.gather"),
+                positions=positions,
+                rope_positions=get("extend.rope_positions") if "extend.rope_positions" in self.specs else positions,
+                slots=get("extend.slots"),
+                seq_lens=get("extend.seq_lens"),
+                sources=get("extend.sources"),
+                destinations=get("extend.destinations"),
+                query_start=self._constants[self.specs["extend.tokens"].per][: count + 1],
+            )
+        positions = get("verify.positions")
+        axes = "verify.rope_positions" in self.specs
+        return Views(
+            count=count,
+            inputs=DecodeInputs(
+                rows=get("inputs.rows"),
+                lens=get("inputs.lens"),
+                last_tokens=get("inputs.last_tokens"),
+                seeds=get("inputs.seeds"),
+                temperature=get("inputs.temperature"),
+                tables=get("inputs.tables"),
+                deltas=maybe("inputs.deltas"),
+                relay=several("inputs.relay."),
+                numbers=get("inputs.numbers"),
+                shares=get("inputs.shares"),
+                biases=(get("inputs.bias_tokens"), get("inputs.bias_values"), get("inputs.bias_until")),
+            ),
+            draft=Draft(
+                tokens=get("draft.tokens"),
+                probs=maybe("draft.probs"),
+                tree=None if mask is None else Tree(get("draft.parents"), get("draft.depths"), mask),
+            ),
+            verify=VerifyInputs(
+                tokens=get("verify.tokens"),
+                positions=positions,
+                rope_positions=get("verify.rope_positions") if axes else positions,
+                static_rope_positions=get("verify.static_rope_positions") if axes else positions,
+                slots=get("verify.slots"),
+                seq_lens=get("verify.seq_lens"),
+                mask=maybe("verify.mask"),
+                query_start=self._constants[self.specs["verify.tokens"].per][: count + 1],
+            ),
+            extend=ExtendPlan(
+                tokens=get("extend.tokens"),
+                last=get("extend.last"),
+                next_positions=get("extend.next_positions"),
+                continues=self._continuing[:count],
+                path=path,
+            ),
+            outputs=VerifyOutputs(
+                hidden=get("outputs.hidden"),
+                captured=tuple(several("outputs.captured.").values()),
+                tokens=get("outputs.tokens"),
+                path=maybe("outputs.path"),
+                accepted=get("outputs.accepted"),
+            ),
+        )
+
+
+def place_on_axes(positions: Tensor, deltas: Tensor, out: Tensor) -> None:
+    """Positions of new text on three axes [3, B*n], from their sources: indices int64 [B*n] and ``deltas`` int64 [B].
+
+    Doing it again changes nothing.
+    """
+    each = deltas.unsqueeze(1).expand(-1, positions.shape[0] // deltas.shape[0]).flatten()
+    speculative_positions(positions, each, out=out)
+
+
+def step_buffers(model: LanguageModel, proposer: Proposer, *, pages: int) -> tuple[BufferSpec, ...]:
+    """The buffers of an engine: the whole table, in the order in which an iteration writes them. ``pages``: P."""
+    axes = model.config.rope.axes > 1
+    nodes, path = proposer.nodes + 1, proposer.depth + 1
+    hidden, vocabulary = model.config.hidden_size, model.config.vocab_size
+    int32, float32, booleans = torch.int32, torch.float32, torch.bool
+    specs = [
+        BufferSpec("inputs.rows"),
+        BufferSpec("inputs.lens"),
+        BufferSpec("inputs.last_tokens"),
+        BufferSpec("inputs.seeds"),
+        BufferSpec("inputs.temperature", dtype=float32),
+        BufferSpec("inputs.tables", (pages,), int32),
+        *([BufferSpec("inputs.deltas")] if axes else []),
+        *(BufferSpec(f"inputs.relay.{spec.name}", spec.shape, spec.dtype) for spec in proposer.relay),
+        BufferSpec("inputs.numbers", (2,)),
+        BufferSpec("inputs.shares", (5,), float32),
+        BufferSpec("inputs.bias_tokens", (MAX_LOGIT_BIAS,)),
+        BufferSpec("inputs.bias_values", (MAX_LOGIT_BIAS,), float32),
+        BufferSpec("inputs.bias_until", (MAX_LOGIT_BIAS,)),
+        BufferSpec("draft.tokens", (proposer.nodes,)),
+    ]
+    if proposer.is_tree:
+        specs += [
+            BufferSpec("draft.parents", (nodes,)),
+            BufferSpec("draft.depths", (nodes,)),
+            BufferSpec("draft.mask", (nodes, nodes), booleans),
+        ]
+    elif proposer.nodes:
+        specs.append(BufferSpec("draft.probs", (proposer.nodes, vocabulary), float32))
+    specs += [
+        BufferSpec("verify.tokens", per=nodes),
+        BufferSpec("verify.positions", per=nodes),
+        BufferSpec("verify.slots", per=nodes),
+        # A padding request has as many tokens as the others, all in the reserved page.
+        BufferSpec("verify.seq_lens", dtype=int32, padding=nodes),
+    ]
+    if axes:
+        specs += [
+            BufferSpec("verify.rope_positions", per=nodes, leading=(3,)),
+            BufferSpec("verify.static_rope_positions", per=nodes, leading=(3,)),
+        ]
+    if proposer.is_tree:
+        specs.append(BufferSpec("verify.mask", (nodes,), booleans, per=nodes, padding=True))
+    specs += [
+        BufferSpec("outputs.hidden", (hidden,), model.dtype, per=nodes),
+        *(
+            BufferSpec(f"outputs.captured.{i}", (hidden,), model.dtype, per=nodes)
+            for i in range(len(proposer.capture_layers))
+        ),
+        BufferSpec("outputs.tokens", (path,)),
+        *([BufferSpec("outputs.path", (path,))] if proposer.is_tree else []),
+        BufferSpec("outputs.accepted"),
+        BufferSpec("extend.tokens", per=path),
+        BufferSpec("extend.last", step=path),  # the first token of each: a row of its own
+        BufferSpec("extend.next_positions"),
+    ]
+    if proposer.is_tree:
+        specs += [
+            BufferSpec("extend.gather", per=path),
+            BufferSpec("extend.positions", per=path),
+            BufferSpec("extend.slots", per=path),
+            BufferSpec("extend.seq_lens", dtype=int32, padding=path),
+            BufferSpec("extend.sources", per=proposer.depth),
+            BufferSpec("extend.destinations", per=proposer.depth),
+            *([BufferSpec("extend.rope_positions", per=path, leading=(3,))] if axes else []),
+        ]
+    return tuple(specs)

@@ -1,0 +1,52 @@
+"""Log-probabilities of emitted tokens: a device buffer, a pinned ring, and what the host makes of them.
+
+Letters: M most requests, W most new tokens of a request in an iteration, n most likeliest tokens reported.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.device import Backend, PinnedBuffer, Stream
+from outrider.engine.requests.logprobs import TokenLogprobs
+
+
+class LogprobBuffers:
+    """int32 [2M, W, 1 + 2n]: the bits of the token's float32, the bits of n more, and n ids. One tensor, so one copy.
+
+    Rows as in ``Results``. The caller's fences order everything; they are those of the other results.
+    """
+
+    def __init__(self, backend: Backend, *, slots: int, max_requests: int, width: int, most: int) -> None:
+        self._backend = backend
+        self._most = most
+        shape = (2 * max_requests, width, 1 + 2 * most)
+        self._device = torch.zeros(shape, dtype=torch.int32, device=backend.device)
+        self._ring: list[PinnedBuffer] = [
+            backend.empty_pinned(f"logprobs[{slot}]", shape, torch.int32) for slot in range(slots)
+        ]
+
+    def write(self, first_row: int, values: Tensor, ids: Tensor) -> None:
+        """``values`` float32 [B, N, 1+c] and ``ids`` int64 [B, N, c], c at most n, for rows from ``first_row`` on."""
+        batch, nodes, count = ids.shape
+        rows = self._device[first_row : first_row + batch, :nodes]
+        rows[..., : 1 + count] = values.contiguous().view(torch.int32)
+        rows[..., 1 + self._most : 1 + self._most + count] = ids.to(torch.int32)
+
+    def copy_out(self, slot: int, stream: Stream) -> int:
+        """Copy into the pinned slot on ``stream``; returns the slot's generation."""
+        buffer = self._ring[slot]
+        generation = buffer.renew()
+        self._backend.copy_async(buffer.tensor, self._device, stream=stream)
+        return generation
+
+    def read(self, slot: int, generation: int, row: int, tokens: tuple[int, ...], count: int) -> tuple[TokenLogprobs, ...]:
+        """Host, behind the fence: the report on ``tokens`` of one row, with ``count`` likeliest tokens each."""
+        bits = self._ring[slot].read(generation)[row, : len(tokens)]
+        values: list[list[float]] = bits[:, : 1 + count].contiguous().view(torch.float32).tolist()
+        ids: list[list[int]] = bits[:, 1 + self._most : 1 + self._most + count].tolist()
+        return tuple(
+            TokenLogprobs(token, value[0], tuple(zip(best, value[1:], strict=True)))
+            for token, value, best in zip(tokens, values, ids, strict=True)
+        )

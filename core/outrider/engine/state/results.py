@@ -1,0 +1,123 @@
+"""What an iteration tells the host: one device buffer, a pinned ring, a ticket for each iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.device import Backend, Fence, PinnedBuffer, Stream
+from outrider.engine.requests.batch import Batch
+from outrider.engine.requests.features import logprobs_of
+from outrider.engine.requests.logprobs import TokenLogprobs
+from outrider.engine.state.logprobs import LogprobBuffers
+from outrider.engine.state.probes import BadValue, Probes
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Redeems the results of one launched iteration, once. ``logprobs``: their generation, if the iteration has some."""
+
+    batch: Batch
+    slot: int
+    generation: int
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Results on the host, in the order of the batch. ``decoded``: new tokens of each decoding request.
+    ``first_tokens``: the token after each prefill chunk, None where the prompt goes on. ``logprobs``: by request id, of
+    those that asked. ``bad``: by request id, what probes found.
+    """
+
+    decoded: tuple[tuple[int, ...], ...]
+    first_tokens: tuple[int | None, ...]
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]]
+    bad: Mapping[int, tuple[BadValue, ...]]
+
+
+class Results:
+    """Rows 0..M-1 hold decoding requests, M..2M-1 prefill chunks: accepted, then D+1 tokens padded with -1,
+    where D is the longest path that a draft can have, then what the probes found.
+    """
+
+    def __init__(
+        self, backend: Backend, *, slots: int, max_requests: int, depth: int, probes: Probes, max_logprobs: int = 0
+    ) -> None:
+        self._backend = backend
+        self._max_requests = max_requests
+        self._probes = probes
+        self._tokens = depth + 2
+        shape = (2 * max_requests, self._tokens + probes.width)
+        self._device = torch.full(shape, -1, dtype=torch.int64, device=backend.device)
+        self._ring: list[PinnedBuffer] = [
+            backend.empty_pinned(f"results[{slot}]", shape, torch.int64) for slot in range(slots)
+        ]
+        self._logprobs = LogprobBuffers(backend, slots=slots, max_requests=max_requests, width=depth + 1, most=max_logprobs)
+
+    def decided(self, count: int) -> Tensor:
+        """Where accepted and tokens of ``count`` decoding requests go, int64 [count, D + 2]; on forward."""
+        return self._device[:count, : self._tokens]
+
+    def found(self, count: int) -> Tensor:
+        """Where probes of ``count`` decoding requests write, int64 [count, width]; on forward."""
+        return self._device[:count, self._tokens :]
+
+    def found_in_prefill(self, count: int) -> Tensor:
+        """The same for ``count`` prefill chunks."""
+        return self._device[self._max_requests : self._max_requests + count, self._tokens :]
+
+    def write_prefill(self, tokens: Tensor) -> None:
+        """First tokens [S]; on forward."""
+        start = self._max_requests
+        self._device[start : start + tokens.shape[0], 1] = tokens
+
+    def write_decode_logprobs(self, values: Tensor, ids: Tensor) -> None:
+        """``values`` [B, D+1, 1+c], ``ids`` [B, D+1, c] of the decoding requests' new tokens; on forward."""
+        self._logprobs.write(0, values, ids)
+
+    def write_prefill_logprobs(self, values: Tensor, ids: Tensor) -> None:
+        """``values`` [S, 1, 1+c], ``ids`` [S, 1, c] of the first tokens; on forward."""
+        self._logprobs.write(self._max_requests, values, ids)
+
+    def copy_out(self, batch: Batch, slot: int, stream: Stream) -> Ticket:
+        """Copy into the pinned slot on ``stream``."""
+        buffer = self._ring[slot]
+        generation = buffer.renew()
+        self._backend.copy_async(buffer.tensor, self._device, stream=stream)
+        logprobs = self._logprobs.copy_out(slot, stream) if logprobs_of(batch.requests) is not None else None
+        return Ticket(batch, slot, generation, logprobs)
+
+    def redeem(self, ticket: Ticket, copied: Fence) -> Outcome:
+        """Host: wait until the copy has landed, then read it."""
+        copied.wait_host()
+        rows: list[list[int]] = self._ring[ticket.slot].read(ticket.generation).tolist()
+        batch = ticket.batch
+        bad = {request.id: self._probes.read(rows[i][self._tokens :]) for i, request in enumerate(batch.decode)}
+        for i, chunk in enumerate(batch.prefill):
+            bad[chunk.request.id] = self._probes.read(rows[self._max_requests + i][self._tokens :])
+        decoded = tuple(tuple(rows[i][1 : rows[i][0] + 2]) for i in range(len(batch.decode)))
+        firsts = tuple(
+            rows[self._max_requests + i][1] if chunk.final else None for i, chunk in enumerate(ticket.batch.prefill)
+        )
+        logprobs = self._read_logprobs(ticket, decoded, firsts)
+        return Outcome(decoded, firsts, logprobs, {request: found for request, found in bad.items() if found})
+
+    def _read_logprobs(
+        self, ticket: Ticket, decoded: tuple[tuple[int, ...], ...], firsts: tuple[int | None, ...]
+    ) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+        if ticket.logprobs is None:
+            return {}
+        batch = ticket.batch
+        emitted = [(row, request, decoded[row]) for row, request in enumerate(batch.decode)]
+        for index, (chunk, first) in enumerate(zip(batch.prefill, firsts, strict=True)):
+            if first is not None:
+                emitted.append((self._max_requests + index, chunk.request, (first,)))
+        return {
+            request.id: self._logprobs.read(ticket.slot, ticket.logprobs, row, tokens, request.params.logprobs)
+            for row, request, tokens in emitted
+            if request.params.logprobs is not None
+        }

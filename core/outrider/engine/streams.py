@@ -1,0 +1,26 @@
+"""The streams of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.device import Stream
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """The streams of an engine. ``plan`` and ``copy`` may be forward itself; ``update`` rebinds host
+    parameters of graphs, where there are such.
+    """
+
+    schedule: Stream
+    forward: Stream
+    plan: Stream
+    copy: Stream
+    update: Stream | None = None
+
+    @property
+    def all(self) -> tuple[Stream, ...]:
+        """Each of them once."""
+        streams = (self.schedule, self.forward, self.plan, self.copy, self.update)
+        return tuple(dict.fromkeys(stream for stream in streams if stream is not None))

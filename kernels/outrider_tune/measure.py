@@ -1,0 +1,358 @@
+"""What kernels are measured on: the shapes of a decoder, at several batch sizes, with the fewest bytes that each must move.
+
+For ``outrider bench kernels``, and for whoever tunes kernels by measuring them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from outrider.device.graph import HostParam
+from outrider.device.kernels.kernelset import KernelSet
+from outrider.device.kernels.metadata import AttentionMetadata, AttentionShape, Product, Turn
+
+if TYPE_CHECKING:
+    from outrider.device.stream import Stream
+
+_CACHES = 8
+_PAGE = 16
+_SCALE = 0.09
+_CONTEXT = 640
+_BATCHES = ((1, 1), (1, 4), (8, 4), (32, 4))
+"""Requests, and tokens of each: plain decode, and verify of a chain of 3."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelShape:
+    """A decoder's sizes; ``fused`` is the input of an EAGLE head's first product."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    inner: int
+    vocabulary: int
+    fused: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    """One call of ``kernel``: ``call(kernels, i)`` makes it on the i-th of a few sets of operands.
+
+    ``bytes`` are the fewest that it must move: each operand that it needs read once, each result written once. ``planned``:
+    the same case once these kernels have planned it, on a stream in whose scope the caller is; None where nothing is planned.
+    """
+
+    kernel: str
+    name: str
+    bytes: int
+    call: Callable[[KernelSet, int], object]
+    planned: Callable[[KernelSet, Stream], KernelCase] | None = None
+
+
+def kernel_cases(shape: KernelShape, *, dtype: torch.dtype, device: torch.device) -> Iterator[KernelCase]:
+    """Every kernel but the matrix products, on operands that are made as they're needed, in the caller's stream scope."""
+    for batch, width in _BATCHES:
+        make = _Maker(shape, batch, width, dtype, device)
+        yield from make.rows()
+        yield from make.cache()
+        yield from make.choices()
+        if width > 1:
+            yield from make.bookkeeping()
+    yield _prefill(shape, dtype, device)
+
+
+def product_cases(
+    shape: KernelShape, *, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[KernelCase]:
+    """Matrix products with what is fused to them, for ``tokens`` tokens; weights rotate among ``rotate_bytes`` bytes."""
+    attention = shape.heads * shape.head_size
+    yield _product("qkv", attention + 2 * shape.kv_heads * shape.head_size, shape.hidden, tokens, rotate_bytes, dtype, device)
+    yield _product("output, add, norm", shape.hidden, attention, tokens, rotate_bytes, dtype, device)
+    yield _product("gate and up, SwiGLU", 2 * shape.inner, shape.hidden, tokens, rotate_bytes, dtype, device)
+    yield _product("down, add, norm", shape.hidden, shape.inner, tokens, rotate_bytes, dtype, device)
+    yield _product("down, residual", shape.hidden, shape.inner, tokens, rotate_bytes, dtype, device)
+    yield from _pairs(shape, tokens, rotate_bytes, dtype, device)
+    yield _product("head", shape.vocabulary, shape.hidden, tokens, rotate_bytes, dtype, device)
+    yield _product("fusion of a draft", shape.hidden, shape.fused, tokens, rotate_bytes, dtype, device)
+
+
+def _pairs(
+    shape: KernelShape, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[KernelCase]:
+    """Two products with the norm between them, and what the second one makes of it."""
+    attention = shape.heads * shape.head_size
+    heads = attention + 2 * shape.kv_heads * shape.head_size
+    hidden, inner, size = shape.hidden, shape.inner, dtype.itemsize
+    copies = max(2, -(-rotate_bytes // ((heads + 3 * inner + attention) * hidden * size)))
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, dtype=dtype, device=device).mul_(size[-1] ** -0.5)
+
+    def several(*size: int) -> list[Tensor]:
+        return [normal(*size) for _ in range(copies)]
+
+    output, gates = several(hidden, attention), several(2 * inner, hidden)
+    down, qkv = several(hidden, inner), several(heads, hidden)
+    looked, gated, residual = normal(tokens, attention), normal(tokens, inner), normal(tokens, hidden)
+    norm, angles = torch.ones(hidden, dtype=dtype, device=device), torch.rand(tokens, shape.head_size, device=device)
+    k_cache, v_cache = (normal(1 + tokens, 1, shape.kv_heads, shape.head_size) for _ in range(2))
+    turn = Turn(angles.cos().to(dtype), angles.sin().to(dtype), k_cache, v_cache, torch.arange(1, tokens + 1, device=device))
+    rows = 3 * residual.nbytes
+    yield KernelCase(
+        "norm_linear_silu_mul",
+        f"output, add, norm, gate and up, SwiGLU, {tokens} tokens",
+        output[0].nbytes + gates[0].nbytes + looked.nbytes + rows + gated.nbytes,
+        lambda k, i: k.norm_linear_silu_mul(
+            Product(looked, output[i % copies], None), residual, norm, 1e-5, gates[i % copies], None
+        ),
+    )
+    yield KernelCase(
+        "norm_linear_rope_write_cache",
+        f"down, add, norm, qkv, rope, cache, {tokens} tokens",
+        down[0].nbytes + qkv[0].nbytes + gated.nbytes + rows + tokens * heads * size,
+        lambda k, i: k.norm_linear_rope_write_cache(
+            Product(gated, down[i % copies], None), residual, norm, 1e-5, qkv[i % copies], None, turn
+        ),
+    )
+    yield KernelCase(
+        "linear_rope_write_cache",
+        f"qkv, rope, cache, {tokens} tokens",
+        qkv[0].nbytes + residual.nbytes + tokens * heads * size,
+        lambda k, i: k.linear_rope_write_cache(Product(residual, qkv[i % copies], None), turn),
+    )
+
+
+def _product(
+    name: str, n: int, k: int, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
+) -> KernelCase:
+    size = dtype.itemsize
+    copies = max(2, -(-rotate_bytes // (n * k * size)))
+    weights = [torch.randn(n, k, dtype=dtype, device=device).mul_(k**-0.5) for _ in range(copies)]
+    x = torch.randn(tokens, k, dtype=dtype, device=device)
+    residual = torch.randn(tokens, n, dtype=dtype, device=device)
+    norm = torch.ones(n, dtype=dtype, device=device)
+    moved = n * k * size + tokens * k * size
+
+    def linear(kernels: KernelSet, number: int) -> Tensor:
+        return kernels.linear(x, weights[number % copies])
+
+    def gated(kernels: KernelSet, number: int) -> Tensor:
+        return kernels.linear_silu_mul(x, weights[number % copies])
+
+    def added(kernels: KernelSet, number: int) -> Tensor:
+        return kernels.linear_add_rms_norm(x, weights[number % copies], None, residual, norm, 1e-5)
+
+    label = f"{name}, {tokens} tokens"
+    if "residual" in name:
+        return KernelCase(
+            "linear_add",
+            label,
+            moved + 2 * tokens * n * size,
+            lambda k, i: k.linear_add(x, weights[i % copies], None, residual),
+        )
+    if "SwiGLU" in name:
+        return KernelCase("linear_silu_mul", label, moved + tokens * n * size // 2, gated)
+    if "norm" in name:
+        return KernelCase("linear_add_rms_norm", label, moved + 3 * tokens * n * size, added)
+    return KernelCase("linear", label, moved + tokens * n * size, linear)
+
+
+class _Maker:
+    """Cases for one batch."""
+
+    def __init__(self, shape: KernelShape, batch: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape, self._batch, self._width, self._dtype, self._device = shape, batch, width, dtype, device
+        self._count = batch * width
+        self._label = f"batch {batch}, {width} tokens each"
+
+    def _normal(self, *size: int) -> Tensor:
+        return torch.randn(size, dtype=self._dtype, device=self._device)
+
+    def rows(self) -> Iterator[KernelCase]:
+        """Norms and SwiGLU."""
+        shape, count, item = self._shape, self._count, self._dtype.itemsize
+        x, residual, weight = (
+            self._normal(*size) for size in ((count, shape.hidden), (count, shape.hidden), (shape.hidden,))
+        )
+        row = x.nbytes
+        yield KernelCase("rms_norm", self._label, 2 * row + weight.nbytes, lambda k, i: k.rms_norm(x, weight, 1e-5))
+        yield KernelCase(
+            "add_rms_norm", self._label, 4 * row + weight.nbytes, lambda k, i: k.add_rms_norm(x, residual, weight, 1e-5)
+        )
+        gates = self._normal(count, 2 * shape.inner)
+        yield KernelCase("silu_mul", self._label, 3 * count * shape.inner * item, lambda k, i: k.silu_mul(gates))
+        state, values = self._normal(257, shape.hidden), self._normal(self._batch, shape.hidden)
+        rows = torch.randperm(256, device=self._device)[: self._batch] + 1
+        yield KernelCase("gather_rows", self._label, 2 * values.nbytes, lambda k, i: k.gather_rows(state, rows))
+        yield KernelCase("scatter_rows", self._label, 2 * values.nbytes, lambda k, i: k.scatter_rows(state, rows, values))
+
+    def cache(self) -> Iterator[KernelCase]:
+        """What reads and writes the cache."""
+        shape, batch, width, device = self._shape, self._batch, self._width, self._device
+        size = shape.head_size
+        per = _CONTEXT // _PAGE
+        pages = (1 + batch * per, _PAGE, shape.kv_heads, size)
+        caches = [(self._normal(*pages), self._normal(*pages)) for _ in range(_CACHES)]
+        table = (torch.randperm(batch * per, device=device) + 1).view(batch, per).to(torch.int32)
+        q, key, value = self._normal(self._count, shape.heads + 2 * shape.kv_heads, size).split(
+            (shape.heads, shape.kv_heads, shape.kv_heads), dim=1
+        )
+        cos, sin = self._normal(self._count, size), self._normal(self._count, size)
+        lane = torch.arange(_CONTEXT - width, _CONTEXT, device=device)
+        slots = (table[:, lane // _PAGE].to(torch.int64) * _PAGE + lane % _PAGE).flatten()
+        item = self._dtype.itemsize
+        token = self._count * size * item
+        yield KernelCase(
+            "rope_write_cache",
+            self._label,
+            token * (2 * shape.heads + 5 * shape.kv_heads) + 2 * token,
+            lambda k, i: k.rope_write_cache(q, key, value, cos, sin, *caches[i % _CACHES], slots),
+        )
+        cached = 2 * batch * _CONTEXT * shape.kv_heads * size * item
+        for tree in (False, True)[: 1 + (width > 1)]:
+            metadata = AttentionMetadata(
+                query_start=torch.arange(0, self._count + 1, width, dtype=torch.int32, device=device),
+                seq_lens=torch.full((batch,), _CONTEXT, dtype=torch.int32, device=device),
+                block_table=table,
+                max_query=width,
+                max_kv=_CONTEXT,
+                tree_mask=torch.ones(self._count, width, dtype=torch.bool, device=device).tril() if tree else None,
+                uniform=True,
+            )
+            yield self._attention(q, caches, metadata, cached + 2 * token * shape.heads)
+        if width > 1:
+            moved = slots.view(batch, width)[:, 1:].flatten()
+            count = 4 * moved.numel() * shape.kv_heads * size * item
+            yield KernelCase("move_cache", self._label, count, lambda k, i: k.move_cache(*caches[i % _CACHES], moved, moved))
+
+    def _attention(
+        self, q: Tensor, caches: list[tuple[Tensor, Tensor]], metadata: AttentionMetadata, moved: int
+    ) -> KernelCase:
+        tree = ", tree" if metadata.tree_mask is not None else ""
+        return _attend(f"{self._label}{tree}, {_CONTEXT} cached", q, caches, metadata, moved)
+
+    def bookkeeping(self) -> Iterator[KernelCase]:
+        """What lies between the passes: whole numbers and short rows, so that bytes say little."""
+        batch, path, hidden, device = self._batch, self._width, self._shape.hidden, self._device
+        pages = _CONTEXT // _PAGE
+
+        def numbers(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.ones(size, dtype=dtype, device=device)
+
+        def case(kernel: str, operands: tuple[Tensor, ...], call: Callable[[KernelSet, int], object]) -> KernelCase:
+            return KernelCase(kernel, self._label, sum(operand.nbytes for operand in operands), call)
+
+        rows = torch.arange(1, batch + 1, device=device)
+        lens, accepted, temperature = numbers(batch), numbers(batch), numbers(batch, dtype=torch.float32)
+        tables, found = numbers(batch, pages, dtype=torch.int32), numbers(batch, 10)
+        by_row = (numbers(257), numbers(257), numbers(257, dtype=torch.float32), numbers(257, pages, dtype=torch.int32))
+        own = (numbers(batch), numbers(batch), numbers(batch), numbers(batch), temperature, tables)
+        yield case(
+            "gather_requests",
+            (*own, *own, found),
+            lambda k, i: k.gather_requests(rows, by_row[0], by_row, own, found, lens_by_row=True),
+        )
+        state, copy, look = self._normal(257, hidden), self._normal(batch, hidden), found[:, :2]
+        yield case("gather_checked", (copy, copy), lambda k, i: k.gather_checked(state, rows, copy, look, bounds=None))
+        logits = self._normal(batch, path * self._shape.vocabulary)
+        yield case("find_nan", (logits,), lambda k, i: k.find_nan(logits, look))
+        places, slots, ends = numbers(batch, path), numbers(batch, path), numbers(batch, 1, dtype=torch.int32)
+        yield case(
+            "place_tokens",
+            (lens, tables, places, slots, ends),
+            lambda k, i: k.place_tokens(lens, tables, _PAGE, _CONTEXT, places, slots, ends),
+        )
+        lengths, last, results, kept = numbers(257), numbers(257), numbers(batch, path + 1), numbers(batch)
+        decided = (places, accepted)
+        yield case(
+            "publish_accepted",
+            (rows, lens, *decided, *decided, results),
+            lambda k, i: k.publish_accepted(rows, lens, decided, lengths, last, results, (slots, kept)),
+        )
+        yield case(
+            "place_accepted",
+            (lens, *decided, slots, kept, kept),
+            lambda k, i: k.place_accepted(lens, *decided, slots, kept, kept),
+        )
+        table, features = self._normal(1024, hidden), self._normal(self._count, hidden)
+        token = places.flatten()
+        yield case("embed_beside", (features,) * 4, lambda k, i: k.embed_beside(token, table, features))
+
+    def choices(self) -> Iterator[KernelCase]:
+        """Sampling and acceptance."""
+        logits = self._normal(self._batch, self._width, self._shape.vocabulary)
+        for hot in (False, True):
+            yield from self._choices(logits, hot)
+
+    def _choices(self, logits: Tensor, hot: bool) -> Iterator[KernelCase]:
+        batch, width, device, vocabulary = self._batch, self._width, self._device, self._shape.vocabulary
+        seeds = torch.arange(batch, device=device)
+        positions = torch.full((batch,), _CONTEXT, device=device)
+        heat = torch.full((batch,), 0.8 if hot else 0.0, device=device)
+        label = f"{self._label}{', sampling' if hot else ''}"
+        first = logits[:, 0]
+        moved = batch * vocabulary * logits.element_size()
+        yield KernelCase("sample", label, moved, lambda k, i: k.sample(first, heat, seeds, positions))
+        if width == 1:
+            return
+        drafts = torch.randint(0, vocabulary, (batch, width - 1), device=device)
+        probs = torch.softmax(logits[:, 1:].float(), -1) if hot else None
+        needed = logits.nbytes + (0 if probs is None else probs.nbytes)
+        yield KernelCase(
+            "verify_chain", label, needed, lambda k, i: k.verify_chain(logits, drafts, probs, heat, seeds, positions)
+        )
+        tokens = torch.randint(0, vocabulary, (batch, width), device=device)
+        parents = torch.arange(-1, width - 1, device=device).expand(batch, width).contiguous()
+        yield KernelCase(
+            "verify_tree",
+            label,
+            logits.nbytes,
+            lambda k, i: k.verify_tree(logits, tokens, parents, heat, seeds, positions, depth=width - 1, sampling=hot),
+        )
+
+
+def _prefill(shape: KernelShape, dtype: torch.dtype, device: torch.device) -> KernelCase:
+    new = 512
+    metadata = AttentionMetadata(
+        query_start=torch.tensor([0, new], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([new], dtype=torch.int32, device=device),
+        block_table=torch.arange(1, 1 + new // _PAGE, device=device).view(1, -1).to(torch.int32),
+        max_query=new,
+        max_kv=new,
+    )
+    size = (1 + new // _PAGE, _PAGE, shape.kv_heads, shape.head_size)
+    k_cache, v_cache = (torch.randn(size, dtype=dtype, device=device) for _ in range(2))
+    q = torch.randn(new, shape.heads, shape.head_size, dtype=dtype, device=device)
+    return _attend(f"prefill of {new}", q, [(k_cache, v_cache)], metadata, 2 * q.nbytes + 2 * k_cache.nbytes)
+
+
+def _attend(
+    label: str, q: Tensor, caches: list[tuple[Tensor, Tensor]], metadata: AttentionMetadata, moved: int
+) -> KernelCase:
+    def planned(kernels: KernelSet, stream: Stream) -> KernelCase:
+        _, page_size, kv_heads, head_size = caches[0][0].shape
+        shape = AttentionShape(
+            heads=q.shape[1], kv_heads=kv_heads, head_size=head_size, page_size=page_size, dtype=q.dtype, scale=_SCALE
+        )
+        count = metadata.seq_lens.shape[0]
+        batch = replace(
+            metadata,
+            shapes=(shape,),
+            seq_lens_host=HostParam("planned", (metadata.max_kv,) * count),
+            host_query_start=tuple(range(0, (count + 1) * metadata.max_query, metadata.max_query)),
+        )
+        return _attend(label, q, caches, kernels.plan_attention(batch, stream=stream), moved)
+
+    return KernelCase(
+        "paged_attention",
+        label,
+        moved,
+        lambda k, i: k.paged_attention(q, *caches[i % len(caches)], metadata, scale=_SCALE),
+        planned,
+    )

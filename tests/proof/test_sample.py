@@ -1,0 +1,73 @@
+"""A sample of python -m outrider_proof.proof: programs of each kind of setup, and a few fences left out."""
+
+import pytest
+
+from outrider.device import CapabilityError
+from outrider_proof.checks import drop, once, prove, rate
+from outrider_proof.setups import MODES, PERSONALITIES, PROPOSERS, VISION, Setup, all_setups, draw, engines_for
+
+SAMPLE = [
+    (Setup("eagle-tree", "graphs"), 4),
+    (Setup("mtp", "fused"), 3),
+    (Setup("draft-model-tree", "staged", "rocm"), 3),
+    (Setup("eagle3", "fused", "rocm"), 4),
+    (Setup("none", "staged"), 0),
+    (Setup("ngram-tree", "graphs", "npu"), 3),
+    (Setup(VISION, "graphs", "rocm"), 4),
+]
+
+
+def test_every_setup_is_another():
+    assert len(set(all_setups())) == len(all_setups()) > 2 * len(PROPOSERS) * len(MODES)
+    assert {setup.like for setup in all_setups()} == set(PERSONALITIES)
+
+
+@pytest.mark.parametrize("setup", [Setup("mtp", "staged", "npu"), Setup("eagle", "fused", "npu")], ids=lambda each: each.name)
+def test_what_is_left_out_is_refused(setup):
+    assert setup not in all_setups()
+    with pytest.raises(CapabilityError):
+        engines_for(setup, draw(0))
+
+
+def test_programs_differ():
+    assert len({draw(number) for number in range(600)}) == 600
+
+
+@pytest.mark.parametrize(("setup", "number"), SAMPLE, ids=lambda value: getattr(value, "name", str(value)))
+def test_a_program_under_some_schedules(setup, number):
+    record = prove(setup, number, 2)
+    assert record["failures"] == []
+    assert record["schedules"] == 2
+    assert record["compared"] > 0 or record["aborted"] or record["preempted"]
+    if setup.proposer in ("eagle-tree", "mtp", "draft-model-tree", "eagle3"):
+        assert record["verified"] > record["iterations"]
+
+
+@pytest.mark.parametrize(
+    ("setup", "fence", "half", "consumer", "result"),
+    [
+        (Setup("eagle-tree", "graphs"), "draft_outputs_ready", "wait", "plan", "live"),
+        (Setup("mtp", "fused"), "inputs_ready", "record", None, "live"),
+        (Setup("none", "staged"), "handed_over", "wait", "forward", "live"),
+        (Setup("eagle", "fused"), "plan_ready", "wait", "forward", "unused"),
+        (Setup("eagle", "graphs", "npu"), "params_free", "wait", "update", "live"),
+        (Setup("eagle", "graphs", "npu"), "params_bound", "wait", "forward", "live"),
+        (Setup("none", "graphs", "npu"), "params_bound", "wait", "forward", "live"),  # one rebind, the last on its stream
+        (Setup("eagle", "staged", "npu"), "lengths_on_host", "wait", "host", "live"),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_a_fence_left_out_is_live_or_unused(setup, fence, half, consumer, result):
+    assert drop(setup, fence, half, consumer, (1, 3, 7))["result"] == result
+
+
+def test_without_the_sanitizer_some_schedules_show_it_by_the_tokens():
+    assert rate(Setup("eagle", "staged"), "results_copied", "host", 1, 4)["shown"]
+    assert not once(Setup("eagle", "staged"), draw(1), strategy="mixed", seed=1, watched=False).error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", all_setups(), ids=lambda setup: setup.name)
+def test_more_programs_of_every_setup(setup):
+    for number in range(100, 103):
+        assert prove(setup, number, 5)["failures"] == []

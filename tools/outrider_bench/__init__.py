@@ -1,0 +1,1 @@
+"""Benchmarks: ratios to a limit, or to another system in the same run."""

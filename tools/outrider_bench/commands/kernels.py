@@ -1,0 +1,173 @@
+"""``outrider bench kernels``: each kernel against the bytes that it must move, and against torch's own."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cli.environment import backend_from_environment
+from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.device.errors import CapabilityError, ConfigError
+from outrider.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+
+    from outrider.device import Backend, KernelSet, Stream
+    from outrider_tune.measure import KernelCase
+
+_REPLAYS = 5
+_CALLS = 16
+_ROTATE_BYTES = 256 << 20  # several times the caches that devices have
+_COLUMNS = ("kernel", "case", "us", "own us", "torch us", "limit us", "of limit", "of torch")
+
+
+def kernels(
+    backend: BackendOption = None,
+    shape: Annotated[str, typer.Option("--shape", metavar="NAME", help="A decoder's shape.")] = "llama-3.1-8b",
+    tokens: Annotated[str, typer.Option("--tokens", metavar="4,32", help="Of the products.")] = "1,4,32,128",
+    only: Annotated[str | None, typer.Option("--only", metavar="TEXT", help="Kernels whose name has this in it.")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE")] = "bfloat16",
+    json_output: JsonOption = False,
+) -> Report:
+    """Measure the backend's kernels, many calls in a graph at a time: microseconds a call, torch's own beside them.
+
+    Where kernels are chosen by name (``cuda:kernels=flashinfer``), *own* are those that the backend has without that. What a
+    library plans on the host isn't in the time of a call.
+
+    The limit is the bytes that a call must move over the bandwidth measured in the same run. What is smaller than the
+    device's cache may beat it. Torch's own is the reference of the seam: for a matrix product, the library that torch calls.
+    """
+    from outrider.cli.torch_probe import require_torch
+
+    del json_output
+    require_torch()
+
+    from outrider.device import KernelSet
+    from outrider.engine.config import DTYPES
+    from outrider_bench.limits import measure_bandwidth
+
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
+    sizes = _sizes(tokens)
+    registry = Registry()
+    device = registry.create(registry.select(backend, backend_from_environment()))
+    if not (device.capabilities.captures_graphs and device.capabilities.event_timing):
+        raise CapabilityError(f"{device.label} can't be measured here: it needs captures_graphs and event_timing")
+    bandwidth = measure_bandwidth(device)
+    stream = device.create_stream("bench")
+    rows = []
+    for case in _cases(device, stream, shape, sizes, DTYPES[dtype]):
+        if only is not None and only not in case.kernel:
+            continue
+        us = _microseconds(device, stream, case, device.kernels_in_use)
+        others = device.kernels_in_use is not device.kernels
+        own_us = _microseconds(device, stream, case, device.kernels) if others else us
+        torch_us = _microseconds(device, stream, case, KernelSet())
+        limit_us = 1e6 * case.bytes / bandwidth
+        rows.append(
+            {
+                "kernel": case.kernel,
+                "case": case.name,
+                "us": us,
+                "own_us": own_us,
+                "torch_us": torch_us,
+                "limit_us": limit_us,
+                "bytes": case.bytes,
+                "ratio_to_limit": us / limit_us,
+                "ratio_to_torch": us / torch_us,
+                "tb_per_s": case.bytes / us / 1e6,
+            }
+        )
+    data: dict[str, object] = {
+        "backend": device.name,
+        "device": str(device.device),
+        "versions": dict(device.versions()),
+        "kernels": device.kernels_in_use.name,
+        "shape": shape,
+        "dtype": dtype,
+        "bandwidth_gb_per_s": bandwidth / 1e9,
+        "results": rows,
+    }
+    return Report(data=data, render=lambda console: _render(console, data, rows))
+
+
+def _sizes(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(f"--tokens is {text!r}; expected whole numbers of at least 1, by commas, such as 4,32")
+    return [int(part) for part in parts]
+
+
+def _cases(device: Backend, stream: Stream, shape: str, sizes: list[int], dtype: torch.dtype) -> Iterator[KernelCase]:
+    from outrider.model import shape_config
+    from outrider_tune.measure import KernelShape, kernel_cases, product_cases
+
+    config = shape_config(shape)
+    sizes_of = KernelShape(
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        inner=config.intermediate_size,
+        vocabulary=config.vocab_size,
+        fused=2 * config.hidden_size,
+    )
+
+    def placed(cases: Iterator[KernelCase]) -> Iterator[KernelCase]:
+        while True:
+            with device.on(stream):
+                case = next(cases, None)
+            if case is None:
+                return
+            stream.synchronize()
+            yield case
+
+    for count in sizes:
+        yield from placed(
+            product_cases(sizes_of, tokens=count, rotate_bytes=_ROTATE_BYTES, dtype=dtype, device=device.device)
+        )
+    yield from placed(kernel_cases(sizes_of, dtype=dtype, device=device.device))
+
+
+def _microseconds(device: Backend, stream: Stream, case: KernelCase, kernels: KernelSet) -> float:
+    if case.planned is not None:
+        with device.on(stream):
+            case = case.planned(kernels, stream)
+        stream.synchronize()
+    call: Callable[[KernelSet, int], object] = case.call
+
+    def work(context: object) -> None:
+        del context
+        for number in range(_CALLS):
+            call(kernels, number)
+
+    graph = device.capture(f"{case.kernel} {case.name}", work, stream=stream, inputs={}, outputs={})
+    times = []
+    for _ in range(_REPLAYS + 1):
+        start, end = (device.create_event(name, timing=True) for name in ("start", "end"))
+        stream.record(start)
+        graph.replay(stream)
+        stream.record(end)
+        stream.synchronize()
+        times.append(1e3 * start.elapsed_ms(end) / _CALLS)
+    return statistics.median(times[1:])  # the first one warms up
+
+
+def _render(console: Console, data: dict[str, object], rows: list[dict[str, Any]]) -> None:
+    console.print(f"{data['kernels']} on {data['backend']} ({data['device']}), {data['shape']}, {data['dtype']}")
+    console.print(f"bandwidth measured in this run: {data['bandwidth_gb_per_s']:.0f} GB/s\n")
+    table = Table(*_COLUMNS, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(
+            row["kernel"],
+            row["case"],
+            *(f"{row[key]:.2f}" for key in ("us", "own_us", "torch_us", "limit_us")),
+            *(f"{row[key]:.2f}x" for key in ("ratio_to_limit", "ratio_to_torch")),
+        )
+    console.print(table)

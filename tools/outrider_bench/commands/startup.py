@@ -1,0 +1,87 @@
+"""``outrider bench startup``: how long an engine takes from nothing to its first token, stage by stage."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cli.environment import backend_from_environment
+from outrider.cli.models import DraftTokensOption, GraphsOption, ModeOption, OverlapOption, Running
+from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.device.errors import ConfigError
+from outrider.registry import Registry
+from outrider_bench.child import run_child
+
+_CHILD = "outrider_bench.startup_child"
+
+
+def startup(
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            "--shape", metavar="NAME", help="Random weights of this shape instead of the bundled model: llama-3.1-8b."
+        ),
+    ] = None,
+    speculate: Annotated[str, typer.Option("--speculate", metavar="eagle|none", help="Who drafts.")] = "eagle",
+    draft_tokens: DraftTokensOption = 4,
+    batch: Annotated[int, typer.Option(min=1, help="Requests that the engine is made for.")] = 8,
+    max_context: Annotated[int, typer.Option("--max-context", min=8, metavar="N", help="Tokens of a request.")] = 1024,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="float32 (default), bfloat16 (with --shape), float16, …")
+    ] = None,
+    mode: ModeOption = "staged",
+    graphs: GraphsOption = False,
+    overlap: OverlapOption = False,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that one start may take.")] = 600.0,
+    backend: BackendOption = None,
+    json_output: JsonOption = False,
+) -> Report:
+    """Start an engine in a fresh process and time each stage until its first token, in seconds.
+
+    Where the backend compiles kernels it's started twice: with an empty cache of compiled kernels (cold), and with the one
+    that this has left (warm).
+    """
+    del json_output
+    if speculate not in ("eagle", "none"):
+        raise ConfigError(f"--speculate is {speculate!r}; expected eagle or none")
+    registry = Registry()
+    spec = registry.select(backend, backend_from_environment())
+    caches = registry.info(spec.name).cache_variables
+    work: dict[str, object] = {
+        "backend": str(spec),
+        "shape": shape,
+        "speculate": speculate,
+        "draft_tokens": draft_tokens,
+        "batch": batch,
+        "max_context": max_context,
+        "dtype": dtype or ("float32" if shape is None else "bfloat16"),
+        "running": asdict(Running(mode=mode, graphs=graphs, overlap=overlap)),
+    }
+    with tempfile.TemporaryDirectory(prefix="outrider-startup-") as fresh:
+        variables = {name: f"{fresh}/{name}" for name in caches}
+        starts = {
+            name: run_child(_CHILD, work, variables=variables, limit_s=limit)
+            for name in (("cold", "warm") if caches else ("start",))
+        }
+    data: dict[str, object] = {**work, "kernel_cache": bool(caches), "starts": starts}
+    return Report(data=data, render=lambda console: _render(console, work, starts))
+
+
+def _render(console: Console, work: dict[str, object], starts: dict[str, dict[str, Any]]) -> None:
+    first = next(iter(starts.values()))
+    model = "bundled model" if work["shape"] is None else f"random weights of {work['shape']}"
+    console.print(f"{model} on {work['backend']} ({first['device']}), {work['dtype']}, seconds in a process of its own\n")
+    table = Table("stage", *(name if len(starts) > 1 else "seconds" for name in starts), box=None, pad_edge=False)
+    for stage in first["stages"]:
+        table.add_row(stage, *(f"{found['stages'][stage]:.2f}" for found in starts.values()))
+    table.add_row("total", *(f"{found['total']:.2f}" for found in starts.values()))
+    console.print(table)
+    if first["compiled"]:
+        console.print(f"\ncompiled: {', '.join(f'{name} {count}' for name, count in sorted(first['compiled'].items()))}")
+    if first["captured"]:
+        console.print(f"captured: {first['captured']}")

@@ -1,0 +1,24 @@
+r"""A few overlapped iterations of the bundled model, to be drawn:
+
+outrider trace --backend sim:kernels=host-plans --out trace.json --picture overlap.svg --from US --to US \
+    -- tools/outrider_bench/programs/overlap_trace.py
+"""
+
+from pathlib import Path
+
+import outrider
+from outrider import Engine, EngineConfig, SamplingParams
+from outrider.registry import get_backend
+
+BUNDLED = Path(outrider.__file__).parent / "bundled"
+REQUESTS = 4
+
+engine = Engine.from_checkpoint(
+    BUNDLED / "target",
+    get_backend("sim:kernels=host-plans"),
+    draft_dir=BUNDLED / "eagle",
+    speculate="eagle",
+    config=EngineConfig(max_requests=REQUESTS, max_context=128, overlap=True, graphs=True, buckets=(REQUESTS,)),
+)
+prompts = [engine.tokenizer.encode(text) for text in ("def read(self", "class Parser:", "import os\n", "return self.")]
+engine.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))

@@ -1,0 +1,108 @@
+"""An engine over random weights of a published shape, for ``outrider bench``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outrider.cli.environment import backend_from_environment
+from outrider.cli.models import Running
+from outrider.cli.starting import progress_shown, say_what_started
+from outrider.device.errors import ConfigError
+from outrider.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+
+    from outrider.device import Backend
+    from outrider.engine.config import EngineConfig
+    from outrider.engine.engine import Engine
+    from outrider.model import LanguageModel
+    from outrider.speculative.proposer import Proposer
+
+
+def check_acceptance(accept_length: float | None, shape: str | None) -> None:
+    """Raise where acceptance by decree is asked of a real model."""
+    if accept_length is not None and shape is None:
+        raise ConfigError("--accept-length is synthetic and goes with --shape alone: a real model accepts what it accepts")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RandomModel:
+    """A shape, who drafts for it (eagle or none), and the synthetic acceptance, if any."""
+
+    shape: str
+    speculate: str
+    draft_tokens: int
+    accept_length: float | None
+
+    def __post_init__(self) -> None:
+        if self.speculate not in ("eagle", "none"):
+            raise ConfigError(f"--speculate {self.speculate} has no random weights; with --shape use eagle or none")
+        if self.accept_length is not None and self.speculate == "none":
+            raise ConfigError("--accept-length needs drafts to accept; leave it out, or use --speculate eagle")
+        if self.accept_length is not None and not 1 <= self.accept_length <= self.draft_tokens + 1:
+            raise ConfigError(
+                f"--accept-length is {self.accept_length:g}; with {self.draft_tokens} drafted tokens it is 1 to "
+                f"{self.draft_tokens + 1}"
+            )
+
+    @property
+    def described(self) -> Mapping[str, object]:
+        """What a report says about it."""
+        return {
+            "model": f"random weights of {self.shape}",
+            "draft": None if self.speculate == "none" else "random weights",
+            "speculate": self.speculate,
+            "acceptance": "real" if self.accept_length is None else f"synthetic, mean {self.accept_length:g}",
+        }
+
+    def config(self, *, running: Running, max_requests: int, dtype: str, max_context: int) -> EngineConfig:
+        """That of the engine."""
+        from outrider.engine.config import EngineConfig
+
+        return EngineConfig(
+            max_requests=max_requests,
+            draft_tokens=self.draft_tokens,
+            dtype=dtype,
+            max_context=max_context,
+            prefix_cache=False,
+            penalties=False,
+            max_logprobs=0,
+            mode=running.mode,
+            graphs=running.graphs,
+            overlap=running.overlap,
+        )
+
+    def make(self, device: Backend, dtype: torch.dtype) -> tuple[LanguageModel, Proposer | None]:
+        """The weights, on a device."""
+        from outrider.model import Decoder, random_decoder, random_eagle, shape_config
+        from outrider.speculative.eagle import EagleProposer
+        from outrider_bench.synthetic import with_synthetic_acceptance
+
+        model = random_decoder(shape_config(self.shape), backend=device, dtype=dtype)
+        if self.accept_length is not None:
+            model = Decoder(model.config, model.weights, with_synthetic_acceptance(model.kernels, self.accept_length))
+        if self.speculate != "eagle":
+            return model, None
+        return model, EagleProposer(random_eagle(model, backend=device), draft_tokens=self.draft_tokens)
+
+    def load(self, backend: str | None, *, running: Running, max_requests: int, dtype: str, max_context: int) -> Engine:
+        """Choose the backend and make the weights on it."""
+        from outrider.engine.engine import Engine
+
+        config = self.config(running=running, max_requests=max_requests, dtype=dtype, max_context=max_context)
+        registry = Registry()
+        device = registry.create(registry.select(backend, backend_from_environment()))
+        model, proposer = self.make(device, config.torch_dtype)
+        with progress_shown() as tell:
+            engine = Engine(
+                model,
+                device,
+                proposer=proposer,
+                config=config,
+                capture_progress=lambda done, total: tell("capturing graphs", done, total),
+            )
+        say_what_started(engine)
+        return engine

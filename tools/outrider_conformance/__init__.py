@@ -1,0 +1,9 @@
+"""The vendor kit: a suite of behavioural tests by level, shipped in the package, and the report that it makes.
+
+Run it with ``outrider conform --backend NAME``, or with
+``pytest -p outrider_conformance.plugin --pyargs outrider_conformance --backend NAME``.
+"""
+
+from outrider_conformance.run import check, conform
+
+__all__ = ["check", "conform"]

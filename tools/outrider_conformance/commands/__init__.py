@@ -1,0 +1,1 @@
+"""The commands of the kit: ``conform``, ``ci-matrix``, ``new-backend`` and ``support``."""

@@ -1,0 +1,94 @@
+"""``outrider conform``: does a backend keep its promises?"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from outrider.cli.environment import backend_from_environment
+from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.device.errors import ConfigError
+
+
+def conform(
+    backend: BackendOption = None,
+    level: Annotated[str, typer.Option("--level", metavar="L4", help="Run the levels up to this one, L0 to L5.")] = "L4",
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="DIR", help="Write report.json, .xml, .html and badge.svg there.")
+    ] = None,
+    waivers: Annotated[
+        Path | None, typer.Option("--waivers", metavar="FILE", help="Known failures, each with reason, link and expiry.")
+    ] = None,
+    workers: Annotated[int, typer.Option("--workers", "-n", min=0, help="Processes to spread the tests over.")] = 0,
+    verify: Annotated[
+        Path | None, typer.Option("--verify", metavar="REPORT", help="Check a report.json instead of running anything.")
+    ] = None,
+    json_output: JsonOption = False,
+) -> Report:
+    """Run the conformance suite for a backend. Exit code 1 unless every level asked for is passed."""
+    from outrider_conformance.levels import parse_level
+
+    if verify is not None:
+        return _verify(verify)
+    from outrider.registry import Registry
+    from outrider_conformance import run
+
+    registry = Registry()
+    spec = registry.select(backend, backend_from_environment())
+    if spec.name not in registry.names:
+        registry.info(spec.name)  # raises: there is nothing to test. A plugin that is there and broken fails L0 instead.
+    chosen = str(spec)
+    wanted = f"L{parse_level(level)}"
+    command = ["outrider", "conform", "--backend", backend or chosen, "--level", wanted]
+    command += ["--waivers", str(waivers)] if waivers is not None else []
+    data = run.conform(
+        chosen,
+        level=wanted,
+        report=report,
+        waivers=waivers,
+        workers=workers,
+        command=shlex.join(command),
+        output=sys.stderr if json_output else None,
+    )
+
+    def render(console: Console) -> None:
+        reached = f"passes up to {data['reached']}" if data["reached"] else "passes no level"
+        console.print(f"{chosen} {reached} ({wanted} was asked for)")
+        if report is not None:
+            console.print(f"report: {report / 'report.html'}")
+
+    return Report(data=data, render=render, exit_code=0 if run.passed(data) else 1)
+
+
+def _verify(path: Path) -> Report:
+    from outrider_conformance.report import load_report
+    from outrider_conformance.report import verify as problems_of
+
+    path = path / "report.json" if path.is_dir() else path
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} isn't a report: {error}") from error
+    data: Mapping[str, Any] = load_report(text, str(path))
+    problems = problems_of(data)
+
+    def render(console: Console) -> None:
+        if problems:
+            console.print(f"{path} doesn't hold:")
+            for problem in problems:
+                console.print(f"  {problem}")
+        else:
+            console.print(
+                f"{path} holds: {data['backend']['spec']} reached {data['reached']} on {data['tier']['date']} "
+                f"({data['tier']['kind']}: {data['tier']['device']}), kit {data['kit']['version']}"
+            )
+
+    return Report(
+        data={"report": str(path), "holds": not problems, "problems": problems}, render=render, exit_code=bool(problems)
+    )

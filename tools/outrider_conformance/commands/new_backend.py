@@ -1,0 +1,146 @@
+"""``outrider new-backend``: a plugin package to start from."""
+
+from __future__ import annotations
+
+import keyword
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from outrider.cli.report import JsonOption, Report
+from outrider.device.errors import ConfigError, OutriderError
+from outrider.device.plugin import SEAM_VERSION
+from outrider.registry import AUTO, Registry
+
+_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+_LONGEST = 40
+_FILES: Mapping[str, str | None] = MappingProxyType(
+    {
+        "pyproject.toml": "pyproject.toml.in",
+        "README.md": "README.md.in",
+        ".gitignore": "gitignore.in",
+        ".github/workflows/conformance.yml": "ci.yml.in",
+        "src/@package@/__init__.py": "init.py.in",
+        "src/@package@/plugin.py": "plugin.py.in",
+        "src/@package@/backend.py": "backend.py.in",
+        "src/@package@/stand_in.py": "stand_in.py.in",
+        "src/@package@/py.typed": None,
+        "tests/test_conformance.py": "test_conformance.py.in",
+    }
+)
+
+
+class NewBackendError(OutriderError):
+    """The package can't be written there."""
+
+
+def new_backend(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What people will type: --backend NAME.")],
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="Where to write; ./outrider-NAME without it.", show_default=False)
+    ] = None,
+    json_output: JsonOption = False,
+) -> Report:
+    """Write an installable plugin package for a new backend; it passes L0 of `outrider conform` as it is."""
+    del json_output
+    check_name(name)
+    place = directory if directory is not None else Path(f"outrider-{name.replace('_', '-')}")
+    contents = skeleton(name)
+    _write(place, contents)
+    backend = f"{place}/src/outrider_{name}/backend.py"
+    following = [
+        f"pip install -e {place}",
+        f"outrider conform --backend {name} --level L0    # passes as it is",
+        f"edit {backend}: DEVICE_TYPE, then CAPABILITIES, then what L1 says",
+    ]
+
+    def render(console: Console) -> None:
+        console.print(f"wrote {len(contents)} files to {place}:")
+        for path in contents:
+            console.print(f"  {path}")
+        console.print("\nnext:")
+        for line in following:
+            console.print(f"  {line}")
+        console.print(f"\n{place}/README.md goes on from there, level by level")
+
+    data = {"name": name, "directory": str(place), "files": list(contents), "next": following}
+    return Report(data=data, render=render)
+
+
+def check_name(name: str) -> None:
+    """Raise :class:`ConfigError` for a name that can't be a backend's, or that is taken."""
+    if not _NAME.fullmatch(name) or keyword.iskeyword(name) or len(name) > _LONGEST:
+        raise ConfigError(
+            f"{name!r} can't be a backend's name: expected a Python identifier in lower case, no longer than "
+            f"{_LONGEST} characters, such as 'acme' or 'acme_x2'"
+        )
+    if name == AUTO:
+        raise ConfigError(f"{name!r} is how people ask for any backend; choose another name")
+    if name in (taken := Registry().names):
+        raise ConfigError(f"a backend {name!r} is installed already, beside {', '.join(taken)}; choose another name")
+
+
+def skeleton(name: str) -> dict[str, str]:
+    """The files of a new package: contents by path, relative to its directory."""
+    words = {
+        "name": name,
+        "package": f"outrider_{name}",
+        "distribution": f"outrider-{name.replace('_', '-')}",
+        "Class": "".join(part.capitalize() for part in name.split("_")),
+        "seam": str(SEAM_VERSION),
+    }
+    source = files("outrider_conformance.commands") / "skeleton"
+    return {
+        _filled(path, words): "" if template is None else _filled((source / template).read_text(encoding="utf-8"), words)
+        for path, template in _FILES.items()
+    }
+
+
+def _filled(text: str, words: Mapping[str, str]) -> str:
+    for key, value in words.items():
+        text = text.replace(f"@{key}@", value)
+    return text
+
+
+def _write(place: Path, contents: Mapping[str, str]) -> None:
+    """All of it or nothing: it's written beside its place first, and then moved there."""
+    if place.exists() and not place.is_dir():
+        raise NewBackendError(f"{place} is a file; name a directory that is empty or doesn't exist")
+    if place.exists() and any(place.iterdir()):
+        raise NewBackendError(f"{place} isn't empty and nothing in it is touched; name another directory, or empty it")
+    place = place.absolute()
+    missing = [place.parent, *place.parent.parents]
+    missing = [parent for parent in missing if not parent.exists()]
+    scratch: Path | None = None
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+        for path, text in contents.items():
+            (scratch / path).parent.mkdir(parents=True, exist_ok=True)
+            (scratch / path).write_text(text, encoding="utf-8")
+        scratch.chmod(0o777 & ~_umask())
+        if place.exists():
+            place.rmdir()
+        scratch.rename(place)
+    except BaseException:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+        for parent in missing:
+            if parent.exists() and not any(parent.iterdir()):
+                parent.rmdir()
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,67 @@
+"""``outrider support``: which backend does what, by recorded evidence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from outrider.cli.report import JsonOption, Report
+from outrider.device.errors import ConfigError
+
+EVIDENCE = Path("docs/evidence/support")
+COMMAND = "outrider support --write docs/support.md"
+
+
+def support(
+    evidence: Annotated[Path, typer.Option("--evidence", metavar="DIR", help="Where the records are.")] = EVIDENCE,
+    write: Annotated[Path | None, typer.Option("--write", metavar="FILE", help="Write the page there.")] = None,
+    check: Annotated[
+        Path | None, typer.Option("--check", metavar="FILE", help="Fail unless the page there is what the records give.")
+    ] = None,
+    add: Annotated[
+        Path | None,
+        typer.Option("--add", metavar="REPORT", help="Make a record of a report.json of the conformance suite."),
+    ] = None,
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="With --add: the record's file, without .json.")] = "",
+    note: Annotated[str, typer.Option("--note", metavar="TEXT", help="With --add: what a reader must know.")] = "",
+    stand_in: Annotated[
+        bool, typer.Option("--stand-in", help="With --add: it ran on another maker's device under the same names.")
+    ] = False,
+    json_output: JsonOption = False,
+) -> Report:
+    """Print the support table made from recorded evidence, or write it, check it, or add a record to it."""
+    del json_output
+    from outrider_conformance.report import load_report, verify
+    from outrider_conformance.support import Tier, from_report, load_records, render
+
+    if add is not None:
+        if not name:
+            raise ConfigError("--add needs --name: what the record's file is called")
+        report = load_report(add.read_text(encoding="utf-8"), str(add))
+        problems = [problem for problem in verify(report) if "suite" not in problem]
+        if problems:
+            raise ConfigError(f"{add} doesn't hold: {problems[0]}")
+        record = from_report(report, tier=Tier.STAND_IN if stand_in else None, note=note)
+        evidence.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(record.as_dict(), indent=2, ensure_ascii=False) + "\n"
+        (evidence / f"{name}.json").write_text(text, encoding="utf-8")
+    records = load_records(evidence)
+    page = render(records, COMMAND)
+    if write is not None:
+        write.write_text(page, encoding="utf-8")
+    same = check is None or (check.is_file() and check.read_text(encoding="utf-8") == page)
+
+    def show(console: Console) -> None:
+        if write is not None:
+            console.print(f"{write}: {len(records)} records")
+        elif check is not None:
+            console.print(f"{check} is up to date" if same else f"{check} isn't what the records give; run `{COMMAND}`")
+        else:
+            console.print(page, markup=False, highlight=False, soft_wrap=True)
+
+    data: dict[str, object] = {"records": [record.as_dict() for record in records], "up_to_date": same}
+    return Report(data=data, render=show, exit_code=0 if same else 1)

@@ -1,0 +1,372 @@
+"""One case for each thing a kernel must do: operands, the call, and which operands it changes.
+
+The reference is the seam's own KernelSet on the host, on the same operands in float64 where the result is a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from outrider.device import AttentionMetadata, KernelSet, Product, Turn
+from outrider_conformance.bookkeeping_cases import BOOKKEEPING
+from outrider_conformance.case import Call, Case, Operands
+
+
+def _draw(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=_draw(seed)).to(dtype)
+
+
+# -- dense ---------------------------------------------------------------------------------------------------------
+
+
+def _linear(dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        "x": _normal(5, 32, dtype=dtype),
+        "weight": _normal(24, 32, dtype=dtype, seed=1) * 0.2,
+        "bias": _normal(24, dtype=dtype, seed=2),
+    }
+
+
+def _embedding(dtype: torch.dtype) -> dict[str, Tensor]:
+    return {"tokens": torch.tensor([3, 0, 3, 9]), "weight": _normal(10, 16, dtype=dtype)}
+
+
+def _norm(dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        "x": _normal(3, 4, 16, dtype=dtype) * 3,
+        "residual": _normal(3, 4, 16, dtype=dtype, seed=1),
+        "weight": _normal(16, dtype=dtype, seed=2),
+    }
+
+
+def _gates(dtype: torch.dtype) -> dict[str, Tensor]:
+    return {"gate_up": _normal(3, 32, dtype=dtype) * 2}
+
+
+def _gated(dtype: torch.dtype) -> dict[str, Tensor]:
+    made = _linear(dtype)
+    return {**made, "residual": _normal(5, 24, dtype=dtype, seed=3), "norm": _normal(24, dtype=dtype, seed=4)}
+
+
+def _added_product(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    normed = kernels.linear_add_rms_norm(o["x"], o["weight"], o["bias"], o["residual"], o["norm"], 1e-5)
+    return normed, o["residual"]
+
+
+def _state(dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        "state": _normal(6, 2, 8, dtype=dtype),
+        "rows": torch.tensor([4, 0, 1, 5, 0]),
+        "values": _normal(5, 2, 8, dtype=dtype, seed=1),
+    }
+
+
+def _scattered(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    kernels.scatter_rows(o["state"], o["rows"], o["values"])
+    return (o["state"],)
+
+
+def _added(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    normed = kernels.add_rms_norm(o["x"].flatten(0, 1), o["residual"].flatten(0, 1), o["weight"], 1e-5)
+    return normed, o["residual"]
+
+
+def _added_alone(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    return kernels.linear_add(o["x"], o["weight"], o["bias"], o["residual"]), o["residual"]
+
+
+def _pair(dtype: torch.dtype) -> dict[str, Tensor]:
+    angle = torch.rand(5, 8, generator=_draw(6)) * 6
+    return {
+        **_gated(dtype),
+        "gates": _normal(40, 24, dtype=dtype, seed=7) * 0.2,
+        "gates_bias": _normal(40, dtype=dtype, seed=8),
+        "qkv": _normal(8 * 16, 24, dtype=dtype, seed=9) * 0.2,
+        "qkv_bias": _normal(8 * 16, dtype=dtype, seed=10),
+        "cos": angle.cos().repeat(1, 2).to(dtype),
+        "sin": angle.sin().repeat(1, 2).to(dtype),
+        "k_cache": _normal(5, 4, 2, 16, dtype=dtype, seed=11),
+        "v_cache": _normal(5, 4, 2, 16, dtype=dtype, seed=12),
+        "slots": torch.tensor([7, 18, 4, 11, 5]),
+    }
+
+
+def _turn(o: Operands) -> Turn:
+    return Turn(o["cos"], o["sin"], o["k_cache"], o["v_cache"], o["slots"])
+
+
+def _normed_gates(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    added = Product(o["x"], o["weight"], o["bias"])
+    made = kernels.norm_linear_silu_mul(added, o["residual"], o["norm"], 1e-5, o["gates"], o["gates_bias"])
+    return made, o["residual"]
+
+
+def _normed_queries(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    added = Product(o["x"], o["weight"], o["bias"])
+    weights = (o["qkv"], o["qkv_bias"])
+    q = kernels.norm_linear_rope_write_cache(added, o["residual"], o["norm"], 1e-5, *weights, _turn(o))
+    return q, o["residual"], o["k_cache"], o["v_cache"]
+
+
+def _queries(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    q = kernels.linear_rope_write_cache(Product(o["residual"], o["qkv"], None), _turn(o))
+    return q, o["k_cache"], o["v_cache"]
+
+
+# -- cache ---------------------------------------------------------------------------------------------------------
+
+
+def _rope(dtype: torch.dtype) -> dict[str, Tensor]:
+    angle = torch.rand(4, 4, generator=_draw(3)) * 6
+    return {
+        "q": _normal(4, 4, 8, dtype=dtype),
+        "k": _normal(4, 2, 8, dtype=dtype, seed=1),
+        "v": _normal(4, 2, 8, dtype=dtype, seed=2),
+        "cos": angle.cos().repeat(1, 2).to(dtype),
+        "sin": angle.sin().repeat(1, 2).to(dtype),
+        "k_cache": _normal(5, 4, 2, 8, dtype=dtype, seed=4),
+        "v_cache": _normal(5, 4, 2, 8, dtype=dtype, seed=5),
+        "slots": torch.tensor([7, 18, 4, 11]),
+    }
+
+
+_ROPE = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "slots")
+
+
+def _written(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    kernels.rope_write_cache(*(o[name] for name in _ROPE))
+    return o["q"], o["k"], o["k_cache"], o["v_cache"]
+
+
+def _moved(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    kernels.move_cache(o["k_cache"], o["v_cache"], o["sources"], o["destinations"])
+    return o["k_cache"], o["v_cache"]
+
+
+def _moves(dtype: torch.dtype) -> dict[str, Tensor]:
+    # A chain of moves that overlap: each source is another's destination.
+    return {
+        "k_cache": _normal(4, 4, 2, 8, dtype=dtype),
+        "v_cache": _normal(4, 4, 2, 8, dtype=dtype, seed=1),
+        "sources": torch.tensor([5, 6, 7, 9]),
+        "destinations": torch.tensor([6, 7, 8, 9]),
+    }
+
+
+# -- attention -----------------------------------------------------------------------------------------------------
+
+_PAGE = 4
+
+
+def _attention(
+    new: tuple[int, ...], context: tuple[int, ...], *, tree: bool = False, padding: int = 0, spoilt: bool = False
+) -> Callable[..., dict]:  # type: ignore[type-arg]
+    def make(dtype: torch.dtype) -> dict[str, Tensor]:
+        tokens, batch, width = sum(new) + padding, len(new), 4
+        pages = 1 + batch * width
+        starts = [sum(new[:index]) for index in range(batch + 1)]
+        mask = torch.ones(tokens, max(new), dtype=torch.bool).tril()
+        if tree:  # two branches: an even node doesn't see odd ones, and everything sees itself
+            lane = torch.arange(max(new))
+            mask = (lane[:, None] >= lane) & (((lane[:, None] - lane) % 2 == 0) | (lane == 0))
+            mask = mask.repeat(batch, 1)[:tokens]
+        lens = torch.tensor([n + c for n, c in zip(new, context, strict=True)], dtype=torch.int32)
+        table = (torch.randperm(pages - 1, generator=_draw(6)) + 1).view(batch, width).to(torch.int32)
+        caches = [_normal(pages, _PAGE, 2, 8, dtype=dtype, seed=seed) for seed in (1, 2)]
+        if spoilt:  # nobody's entries of the tables lead to page 0, and all that is behind a sequence is NaN
+            table = torch.where(torch.arange(width) * _PAGE < lens.unsqueeze(1), table, 0)
+            used = (torch.arange(width * _PAGE) < lens.unsqueeze(1)).view(batch, width, _PAGE)
+            kept = torch.zeros(pages, _PAGE, dtype=torch.bool)
+            kept[table.long()] = used
+            kept[0] = False
+            for cache in caches:
+                cache[~kept] = torch.nan
+        return {
+            "q": _normal(tokens, 4, 8, dtype=dtype),
+            "k_cache": caches[0],
+            "v_cache": caches[1],
+            "query_start": torch.tensor(starts, dtype=torch.int32),
+            "seq_lens": lens,
+            "block_table": table,
+            "tree_mask": mask,
+        }
+
+    return make
+
+
+def _attend(new: tuple[int, ...], *, tree: bool = False, window: int = 0, padding: int = 0) -> Call:
+    def call(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+        metadata = AttentionMetadata(
+            query_start=o["query_start"],
+            seq_lens=o["seq_lens"],
+            block_table=o["block_table"],
+            max_query=max(new),
+            max_kv=4 * _PAGE,
+            tree_mask=o["tree_mask"] if tree else None,
+        )
+        out = kernels.paged_attention(o["q"], o["k_cache"], o["v_cache"], metadata, scale=0.3, window=window)
+        return (out[: sum(new)],)  # what padding gives is anything finite
+
+    del padding
+    return call
+
+
+# -- choices -------------------------------------------------------------------------------------------------------
+
+_BATCH, _NODES, _VOCABULARY = 4, 4, 37
+
+
+def _logits(dtype: torch.dtype) -> dict[str, Tensor]:
+    del dtype  # draws are compared exactly: both sides work on the same float32
+    return {
+        "logits": _normal(_BATCH, _NODES, _VOCABULARY, dtype=torch.float32) * 3,
+        "temperature": torch.tensor([0.0, 0.7, 1.0, 1.5]),
+        "seeds": torch.tensor([1, 2, 3, 2**40 + 5]),
+        "positions": torch.tensor([0, 7, 100, 3]),
+    }
+
+
+def _sampled(*, draft: bool) -> Call:
+    def call(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+        return (kernels.sample(o["logits"][:, 0], o["temperature"], o["seeds"], o["positions"], draft=draft),)
+
+    return call
+
+
+def _chains(dtype: torch.dtype) -> dict[str, Tensor]:
+    made = _logits(dtype)
+    likely = made["logits"].argmax(-1)[:, : _NODES - 1]
+    likely[1, 1] = (likely[1, 1] + 1) % _VOCABULARY
+    probs = torch.softmax(_normal(_BATCH, _NODES - 1, _VOCABULARY, dtype=torch.float32, seed=8), dim=-1)
+    return {**made, "draft_tokens": likely, "draft_probs": probs}
+
+
+def _verified(*, sampling: bool) -> Call:
+    def call(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+        temperature = o["temperature"] if sampling else torch.zeros_like(o["temperature"])
+        probs = o["draft_probs"] if sampling else None
+        return kernels.verify_chain(o["logits"], o["draft_tokens"], probs, temperature, o["seeds"], o["positions"])
+
+    return call
+
+
+def _tree(dtype: torch.dtype) -> dict[str, Tensor]:
+    made = _logits(dtype)
+    best = made["logits"].argmax(-1)
+    tokens = torch.stack((best[:, 3], best[:, 0], best[:, 0] + 1, best[:, 1]), dim=1) % _VOCABULARY
+    return {**made, "tokens": tokens, "parents": torch.tensor([[-1, 0, 0, 1]] * _BATCH)}
+
+
+def _walked(*, sampling: bool) -> Call:
+    def call(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+        return kernels.verify_tree(
+            o["logits"], o["tokens"], o["parents"], o["temperature"], o["seeds"], o["positions"], depth=2, sampling=sampling
+        )
+
+    return call
+
+
+# -- logits --------------------------------------------------------------------------------------------------------
+
+
+def _shaping(dtype: torch.dtype) -> dict[str, Tensor]:
+    made = _logits(dtype)
+    rows = torch.tensor([1, 2, 3, 1])
+    counts = torch.randint(0, 5, (4, _VOCABULARY), generator=_draw(9), dtype=torch.int32)
+    return {
+        **made,
+        "tokens": torch.randint(0, _VOCABULARY, (_BATCH, _NODES), generator=_draw(10)),
+        "rows": rows,
+        "counts": counts,
+        "penalties": torch.tensor([[1.3, 0.5, 0.2], [1.0, 0.0, 0.0], [0.8, 0.0, 0.1], [1.0, 1.0, 0.0]]),
+        "node_positions": made["positions"].unsqueeze(1) + torch.arange(_NODES),
+        "entries": torch.tensor([0, 1, 3, 2]),
+        "biased": torch.randint(0, _VOCABULARY, (_BATCH, 3), generator=_draw(11)),
+        "values": torch.tensor([[1.0, -2.0, 3.0]] * _BATCH),
+        "until": torch.tensor([[1 << 40, 102, 2]] * _BATCH),
+        "top_k": torch.tensor([0, 5, 0, 3]),
+        "top_p": torch.tensor([1.0, 1.0, 0.7, 0.9]),
+        "min_p": torch.tensor([0.0, 0.05, 0.0, 0.1]),
+        "new_tokens": torch.tensor([[3, 3, -1], [0, 1, 2], [-1, -1, -1], [4, -1, -1]]),
+        "count_rows": torch.tensor([1, 2, 3, 0]),
+    }
+
+
+def _biased(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    arguments = (o["node_positions"], o["entries"], o["biased"], o["values"], o["until"])
+    return (kernels.bias_logits(o["logits"], *arguments),)
+
+
+def _penalized(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    return (kernels.penalize_logits(o["logits"], o["tokens"], None, o["rows"], o["counts"], o["penalties"]),)
+
+
+def _counted(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    kernels.count_tokens(o["counts"], o["count_rows"], o["new_tokens"])
+    return (o["counts"],)
+
+
+def _truncated(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    return (kernels.truncate_logits(o["logits"], o["temperature"], o["top_k"], o["top_p"], o["min_p"]),)
+
+
+def _logprobs(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    return kernels.logprobs(o["logits"], o["tokens"], 4)
+
+
+_DECODE, _RAGGED = (1, 1, 1), (3, 1, 5)
+_CONTEXT = (7, 3, 10)
+CASES: Mapping[str, Case] = MappingProxyType(
+    {
+        case.name: case
+        for case in (
+            Case("linear", _linear, lambda k, o: (k.linear(o["x"], o["weight"]),)),
+            Case("linear with bias", _linear, lambda k, o: (k.linear(o["x"], o["weight"], o["bias"]),)),
+            Case("linear_silu_mul", _linear, lambda k, o: (k.linear_silu_mul(o["x"], o["weight"], o["bias"]),)),
+            Case("linear_add_rms_norm", _gated, _added_product, changed=("residual",)),
+            Case("linear_add", _gated, _added_alone, changed=("residual",)),
+            Case("linear_rope_write_cache", _pair, _queries, changed=("k_cache", "v_cache")),
+            Case("norm_linear_silu_mul", _pair, _normed_gates, changed=("residual",)),
+            Case("norm_linear_rope_write_cache", _pair, _normed_queries, changed=("residual", "k_cache", "v_cache")),
+            Case("gather_rows", _state, lambda k, o: (k.gather_rows(o["state"], o["rows"]),)),
+            Case("scatter_rows", _state, _scattered, changed=("state",)),
+            Case("embedding", _embedding, lambda k, o: (k.embedding(o["tokens"], o["weight"]),)),
+            Case("rms_norm", _norm, lambda k, o: (k.rms_norm(o["x"], o["weight"], 1e-5),)),
+            Case("add_rms_norm", _norm, _added, changed=("residual",)),
+            Case("silu_mul", _gates, lambda k, o: (k.silu_mul(o["gate_up"]),)),
+            Case("rope_write_cache", _rope, _written, changed=("q", "k", "k_cache", "v_cache")),
+            Case("move_cache", _moves, _moved, changed=("k_cache", "v_cache")),
+            Case("paged_attention of decoding", _attention(_DECODE, _CONTEXT), _attend(_DECODE)),
+            Case("paged_attention of a ragged batch", _attention(_RAGGED, _CONTEXT), _attend(_RAGGED)),
+            Case("paged_attention in a window", _attention(_RAGGED, _CONTEXT), _attend(_RAGGED, window=4)),
+            Case("paged_attention over a tree", _attention((5, 5), (7, 2), tree=True), _attend((5, 5), tree=True)),
+            Case("paged_attention beside NaN", _attention(_RAGGED, _CONTEXT, spoilt=True), _attend(_RAGGED)),
+            Case(
+                "paged_attention over a tree beside NaN",
+                _attention((5, 5), (7, 2), tree=True, spoilt=True),
+                _attend((5, 5), tree=True),
+            ),
+            Case("paged_attention with padding", _attention(_RAGGED, _CONTEXT, padding=3), _attend(_RAGGED)),
+            Case("sample", _logits, _sampled(draft=False), exact=True),
+            Case("sample for a draft", _logits, _sampled(draft=True), exact=True),
+            Case("verify_chain, greedy", _chains, _verified(sampling=False), exact=True),
+            Case("verify_chain, sampling", _chains, _verified(sampling=True), exact=True),
+            Case("verify_tree, greedy", _tree, _walked(sampling=False), exact=True),
+            Case("verify_tree, sampling", _tree, _walked(sampling=True), exact=True),
+            Case("bias_logits", _shaping, _biased),
+            Case("penalize_logits", _shaping, _penalized),
+            Case("count_tokens", _shaping, _counted, exact=True, changed=("counts",)),
+            Case("truncate_logits", _shaping, _truncated),
+            Case("logprobs", _shaping, _logprobs),
+            *BOOKKEEPING,
+        )
+    }
+)

@@ -1,0 +1,103 @@
+"""What one session of the suite is about: a backend's name, where it's looked up, and what was learnt of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from outrider.device import SEAM_VERSION, Backend, BackendInfo, Capabilities
+from outrider.registry import Registry
+from outrider_conformance.lab import Pace
+
+
+class Kit:
+    """Opens the backend under test, a fresh object each time, and remembers what a report says of it."""
+
+    def __init__(self, spec: str, registry: Registry | None = None) -> None:
+        self.registry = registry or Registry()
+        self.spec = self.registry.select(spec)
+        self.pace = Pace()
+        self._facts: dict[str, Any] = {}
+        self._unopenable: Exception | None = None
+
+    @property
+    def info(self) -> BackendInfo:
+        """What the plugin says about itself."""
+        return self.registry.info(self.spec.name)
+
+    def open(self) -> Backend:
+        """A fresh backend. A failure is remembered: the tests after it fail at once, with the same words."""
+        if self._unopenable is not None:
+            raise self._unopenable
+        try:
+            backend = self.registry.create(self.spec)
+        except Exception as error:
+            self._unopenable = error
+            raise
+        if not self._facts:
+            self._facts = _facts(backend)
+        return backend
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What was learnt from opening the backend; empty until then."""
+        return self._facts
+
+    def described(self) -> dict[str, Any]:
+        """The plugin, for the report; what can't be had is left out."""
+        found: dict[str, Any] = {"name": self.spec.name, "spec": str(self.spec)}
+        for candidate in self.registry.candidates():
+            if candidate.name == self.spec.name:
+                found.update(distribution=candidate.distribution, entry_point=candidate.entry_point)
+                if candidate.info is not None:
+                    found["description"] = candidate.info.description
+                    found["seam"] = [candidate.info.seam_min, candidate.info.seam_max]
+        return found
+
+
+KIT = pytest.StashKey[Kit]()
+
+
+def host_facts() -> dict[str, Any]:
+    """The machine's software, for the report."""
+    versions = {name: importlib.metadata.version(name) for name in ("outrider", "torch", "pytest")}
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "seam_version": SEAM_VERSION,
+        **versions,
+    }
+
+
+def _facts(backend: Backend) -> dict[str, Any]:
+    versions = {str(key): str(value) for key, value in backend.versions().items()}
+    kind = "simulated" if backend.control is not None else "run on a device"
+    return {
+        "device": str(backend.device),
+        "versions": versions,
+        "capabilities": backend.capabilities.as_dict(),
+        "kernels": backend.kernels_in_use.name,
+        "tier": {"kind": kind, "device": versions.get("device", str(backend.device))},
+    }
+
+
+@contextmanager
+def pretending(backend: Backend, **abilities: Any) -> Generator[Backend]:
+    """The backend as if it declared ``abilities``, to see whether they'd work.
+
+    Its class is exchanged for a subclass, so that plugin and seam both see the declaration.
+    """
+    original = type(backend)
+    declared: Capabilities = replace(backend.capabilities, **abilities)
+    pretender = type(original.__name__, (original,), {"capabilities": property(lambda _: declared)})
+    backend.__class__ = pretender
+    try:
+        yield backend
+    finally:
+        backend.__class__ = original

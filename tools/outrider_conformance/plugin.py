@@ -1,0 +1,153 @@
+"""The pytest plugin: options, fixtures, which tests belong to a run, and how each is judged.
+
+Load it by name (``-p outrider_conformance.plugin``); it has no entry point of pytest's, so that it never joins a run that
+didn't ask for it.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.device import Backend, BackendInfo, OutriderError
+from outrider_conformance.clock import Clock
+from outrider_conformance.kit import KIT, Kit
+from outrider_conformance.lab import Lab
+from outrider_conformance.levels import DEFAULT_LEVEL, LEVELS, level_of, parse_level
+from outrider_conformance.recorder import Recorder
+from outrider_conformance.verdict import judge, mark_of, test_id
+from outrider_conformance.waivers import Waiver, read_waivers
+
+TIMEOUT = 120.0
+WAIVERS = pytest.StashKey[Sequence[Waiver]]()
+RECORDER = pytest.StashKey[Recorder]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The kit's options."""
+    group = parser.getgroup("outrider conformance")
+    group.addoption("--backend", metavar="NAME", help="backend under test, as in NAME, NAME:1 or NAME:key=value")
+    group.addoption(
+        "--level",
+        metavar="L4",
+        default=f"L{DEFAULT_LEVEL}",
+        help="run the levels up to this one: " + "; ".join(f"L{n} {what}" for n, what in LEVELS.items()),
+    )
+    group.addoption("--report", metavar="DIR", help="write report.json, report.xml, report.html and badge.svg there")
+    group.addoption("--waivers", metavar="FILE", help="TOML file of known failures, each with a reason, a link and a date")
+    group.addoption("--kit-timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="limit for one test of the kit")
+    group.addoption("--kit-command", metavar="TEXT", help="the command line that the report names, if not pytest's own")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Read the options; a mistake in them is a usage error, not a failed test."""
+    config.addinivalue_line("markers", "promise(member, words): the promise of the seam that the test checks")
+    config.addinivalue_line("markers", "needs(*abilities): declared abilities that the test is about")
+    try:
+        if KIT not in config.stash:
+            name = config.getoption("--backend")
+            if name is None:
+                return  # loaded, but not asked for anything: a run of other tests
+            config.stash[KIT] = Kit(name)
+        parse_level(config.getoption("--level"))
+        path = config.getoption("--waivers")
+        config.stash[WAIVERS] = read_waivers(Path(path)) if path else ()
+    except OutriderError as error:
+        raise pytest.UsageError(str(error)) from error
+    config.pluginmanager.register(Clock(config.getoption("--kit-timeout")), "outrider-conformance-clock")
+    recorder = Recorder(config, config.stash[KIT])
+    config.stash[RECORDER] = recorder
+    config.pluginmanager.register(recorder, "outrider-conformance-recorder")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the levels that were asked for, in order."""
+    ours = [(item, level) for item in items if (level := level_of(item.path)) is not None]
+    if not ours:
+        return
+    if KIT not in config.stash:
+        raise pytest.UsageError("the conformance suite needs --backend NAME; `outrider backends` lists what is installed")
+    limit = parse_level(config.getoption("--level"))
+    others = [item for item in items if level_of(item.path) is None]
+    kept = sorted((pair for pair in ours if pair[1] <= limit), key=lambda pair: pair[1])
+    items[:] = [*others, *(item for item, _ in kept)]
+    config.stash[RECORDER].requested(test_id(item) for item, _ in kept)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Judge the outcome: what may be skipped, what is waived, what passed though it's waived."""
+    report = yield
+    if level_of(item.path) is not None and KIT in item.config.stash:
+        today = datetime.datetime.now(datetime.UTC).date()
+        judge(item, call, report, item.config.stash[WAIVERS], today)
+    return report
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test about abilities that the backend doesn't declare, and say so."""
+    if level_of(item.path) is None:
+        return
+    abilities = mark_of(item, "needs")
+    if not abilities:
+        return
+    declared = item.config.stash[KIT].open().capabilities
+    absent = [ability for ability in abilities if not getattr(declared, str(ability))]
+    if absent:
+        undeclared(absent)
+
+
+def undeclared(abilities: list[object]) -> None:
+    """Skip: the test is about abilities that the backend doesn't declare."""
+    pytest.skip(f"not declared: {', '.join(map(str, abilities))}")
+
+
+# -- fixtures ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def kit(pytestconfig: pytest.Config) -> Kit:
+    """The backend under test, and where it's looked up."""
+    if KIT not in pytestconfig.stash:
+        raise pytest.UsageError("the conformance suite needs --backend NAME")
+    return pytestconfig.stash[KIT]
+
+
+@pytest.fixture
+def info(kit: Kit) -> BackendInfo:
+    """What the plugin says about itself."""
+    return kit.info
+
+
+@pytest.fixture
+def backend(kit: Kit) -> Generator[Backend]:
+    """A fresh backend; drained after the test, whatever became of it."""
+    backend = kit.open()
+    yield backend
+    backend.synchronize()
+
+
+@pytest.fixture
+def lab(kit: Kit, backend: Backend) -> Lab:
+    """The fresh backend with the means to provoke orders on it."""
+    return Lab(backend, kit.pace)
+
+
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Callable[[str, float, str], None]:
+    """Report a measured figure: ``figure("launch cost", 4.2, "µs")``."""
+
+    def note(name: str, value: float, unit: str) -> None:
+        record_property("figure", [name, float(value), unit])
+
+    return note
+
+
+Figure = Callable[[str, float, str], None]
+__all__: list[Any] = ["backend", "figure", "info", "kit", "lab"]

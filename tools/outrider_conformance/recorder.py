@@ -1,0 +1,136 @@
+"""Collects verdicts while the suite runs, in one process or over pytest-xdist's workers, and writes the report."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider_conformance.kit import Kit, host_facts
+from outrider_conformance.levels import LEVELS, parse_level
+from outrider_conformance.report import complete, levels_of
+from outrider_conformance.verdict import VERDICT, Verdict
+
+_WORST_LAST = ("passed", "not applicable", "not declared", "waived", "not run", "failed")
+
+
+class Recorder:
+    """One for each pytest process; the one that isn't a worker writes the report."""
+
+    def __init__(self, config: pytest.Config, kit: Kit) -> None:
+        self._config = config
+        self._kit = kit
+        self._worker = hasattr(config, "workerinput")
+        self._started = datetime.datetime.now(datetime.UTC)
+        self._clock = time.perf_counter()
+        self._records: dict[str, dict[str, Any]] = {}
+        self._requested: set[str] = set()
+        self._facts: dict[str, Any] = {}
+        directory = config.getoption("--report")
+        self._directory = Path(directory).absolute() if directory else None
+        self._journal: Path | None = None
+        if self._directory is not None and not self._worker:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._journal = self._directory / "journal.jsonl"
+            self._journal.write_text("", encoding="utf-8")
+
+    def requested(self, tests: Iterable[str]) -> None:
+        """The tests that the levels asked for hold, before pytest deselects any."""
+        self._requested = set(tests)
+
+    # -- hooks -----------------------------------------------------------------------------------------------------
+
+    def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+        """Leave a trace of what is running, for whoever finds the process dead."""
+        self._note({"started": f"{Path(location[0]).stem}::{nodeid.partition('::')[2]}"})
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take in one phase of a test; the worst phase decides."""
+        properties = report.user_properties
+        verdicts: list[Any] = [value for key, value in properties if key == VERDICT]
+        if self._worker or not verdicts:
+            return
+        verdict: dict[str, Any] = verdicts[-1]
+        record = self._records.setdefault(verdict["id"], {**verdict, "seconds": 0.0, "figures": []})
+        record["seconds"] = round(record["seconds"] + report.duration, 4)
+        if _WORST_LAST.index(verdict["outcome"]) > _WORST_LAST.index(record["outcome"]):
+            record.update(verdict)
+        if report.when == "call":
+            record["figures"] = [value for key, value in properties if key == "figure"]
+        if report.when == "teardown":
+            self._note({"finished": record})
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Hand the facts to the controller, or write the report."""
+        del session
+        if self._worker:
+            self._config.workeroutput["outrider_facts"] = dict(self._kit.facts)  # type: ignore[attr-defined]
+            self._config.workeroutput["outrider_requested"] = sorted(self._requested)  # type: ignore[attr-defined]
+        elif self._directory is not None and self._records:
+            from outrider_conformance.publish import publish
+
+            publish(self.report(), self._directory)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """A worker of pytest-xdist is done: take what it learnt."""
+        del error
+        output = getattr(node, "workeroutput", {})
+        self._facts = self._facts or output.get("outrider_facts", {})
+        self._requested |= set(output.get("outrider_requested", []))
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """The levels, in words."""
+        if self._worker or not self._records:
+            return
+        terminalreporter.section(f"conformance of {self._kit.spec}")
+        for level, result in levels_of(list(self._tests()), self._level()).items():
+            terminalreporter.write_line(f"{level}  {result['result']:<24}{result['counts']:<60}{LEVELS[int(level[1:])]}")
+        if self._directory is not None:
+            terminalreporter.write_line(f"report: {self._directory / 'report.html'}")
+
+    # -- the report ------------------------------------------------------------------------------------------------
+
+    def report(self) -> dict[str, Any]:
+        """Everything, sealed."""
+        return complete(
+            kit=self._kit,
+            host=host_facts(),
+            facts=self._facts or dict(self._kit.facts),
+            level=self._level(),
+            tests=list(self._tests()),
+            command=self._config.getoption("--kit-command") or " ".join(["pytest", *sys.argv[1:]]),
+            started=self._started,
+            seconds=time.perf_counter() - self._clock,
+        )
+
+    def _level(self) -> int:
+        return parse_level(self._config.getoption("--level"))
+
+    def _tests(self) -> Iterable[dict[str, Any]]:
+        for test in sorted(self._requested - set(self._records)):
+            yield {
+                "id": test,
+                "level": int(test.removeprefix("test_l")[0]),
+                "outcome": str(Verdict.NOT_RUN),
+                "reason": "deselected, or the run ended before it",
+                "what": "",
+                "promise": None,
+                "needs": [],
+                "waiver": None,
+                "seconds": 0.0,
+                "figures": [],
+            }
+        yield from self._records.values()
+
+    def _note(self, entry: dict[str, Any]) -> None:
+        if self._journal is not None:
+            with self._journal.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")

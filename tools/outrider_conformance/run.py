@@ -1,0 +1,106 @@
+"""Running the suite in a child process, so that a plugin that crashes takes no report with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from outrider.device.errors import ConfigError, OutriderError
+
+
+class ConformanceError(OutriderError):
+    """The suite couldn't be run, or a backend didn't pass it."""
+
+
+def conform(
+    backend: str,
+    *,
+    level: str = "L4",
+    report: Path | None = None,
+    waivers: Path | None = None,
+    workers: int = 0,
+    extra: Sequence[str] = (),
+    command: str | None = None,
+    output: TextIO | None = None,
+) -> dict[str, Any]:
+    """Run the suite for ``backend`` and return the report.
+
+    Progress goes to ``output`` (standard output without it). ``workers`` spreads the tests over that many processes with
+    pytest-xdist. Raises :class:`ConformanceError` where no report comes about.
+    """
+    for needed in ("pytest", *(["xdist"] if workers else [])):
+        if importlib.util.find_spec(needed) is None:
+            raise ConformanceError(f"the suite needs {needed}: pip install 'outrider[conformance]'")
+    with tempfile.TemporaryDirectory(prefix="outrider-conform-") as scratch:
+        directory = (report or Path(scratch)).absolute()
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "report.json").unlink(missing_ok=True)
+        given = command or shlex.join(["outrider", "conform", "--backend", backend, "--level", level])
+        arguments = [
+            *("-p", "outrider_conformance.plugin", "--pyargs", "outrider_conformance", "-p", "no:cacheprovider"),
+            *("--backend", backend, "--level", level, "--report", str(directory), "--kit-command", given),
+            *("--tb=short", "-rN", "-W", "error::pytest.PytestUnhandledThreadExceptionWarning"),
+            *(["-n", str(workers)] if workers else []),
+            *(["--waivers", str(waivers.absolute())] if waivers is not None else []),
+            *extra,
+        ]
+        # Away from the caller's project: its pytest settings and conftest files are none of the suite's business.
+        finished = subprocess.run(
+            [sys.executable, "-m", "pytest", "--rootdir", scratch, "-c", _settings(Path(scratch)), *arguments],
+            cwd=scratch,
+            stdout=output,
+            check=False,
+        )
+        if finished.returncode == 4:
+            raise ConformanceError(f"pytest refused the run for backend {backend!r}; it said why above")
+        found = directory / "report.json"
+        if not found.exists():
+            raise ConformanceError(_post_mortem(directory / "journal.jsonl", finished.returncode, backend))
+        data: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
+        (directory / "journal.jsonl").unlink(missing_ok=True)
+        return data
+
+
+def check(backend: str, *, level: str = "L4", waivers: Path | None = None) -> None:
+    """The whole conformance test of a plugin, in one line of its test suite: raises unless every level is passed."""
+    report = conform(backend, level=level, waivers=waivers)
+    if not passed(report):
+        failed = [f"\n  {test['id']}: {test['reason']}" for test in report["tests"] if test["outcome"] == "failed"]
+        raise ConformanceError(f"backend {backend!r} doesn't pass {level}:{''.join(failed) or ' tests were left out'}")
+
+
+def passed(report: Mapping[str, Any]) -> bool:
+    """Whether every level that was asked for is passed; L5 reports and isn't judged."""
+    asked = min(int(report["level"][1:]), 4)
+    return report["reached"] is not None and int(report["reached"][1:]) >= asked
+
+
+def _settings(scratch: Path) -> str:
+    path = scratch / "pytest.ini"
+    path.write_text("[pytest]\naddopts =\n", encoding="utf-8")
+    return str(path)
+
+
+def _post_mortem(journal: Path, code: int, backend: str) -> str:
+    """What was running when the process ended without a report."""
+    if not journal.exists():
+        return f"the suite didn't start for backend {backend!r} (pytest ended with {code})"
+    running = ""
+    for line in journal.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        running = entry.get("started", running)
+        if "finished" in entry and entry["finished"]["id"] == running:
+            running = ""
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    where = f" while running {running}" if running else ""
+    return f"the process ended with {how}{where}, without a report: a plugin that crashes passes nothing"
+
+
+__all__ = ["ConfigError", "ConformanceError", "check", "conform", "passed"]

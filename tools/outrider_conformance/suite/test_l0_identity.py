@@ -1,0 +1,164 @@
+"""L0: what a backend declares is constant and well-formed; what it doesn't declare, it refuses; the rules stay the seam's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from outrider.device import (
+    Backend,
+    Capabilities,
+    CapabilityError,
+    Event,
+    KernelSet,
+    OutriderError,
+    Recompute,
+    SeamError,
+    SpeculativeSync,
+    StepMode,
+    Stream,
+    Waiter,
+)
+from outrider_conformance.kit import Kit
+from outrider_conformance.lab import expect
+from outrider_conformance.promises import promise
+from outrider_conformance.verdict import not_applicable
+
+
+@promise("Backend.capabilities", "What the device can do. Constant over the backend's life.")
+def test_capabilities_are_constant(backend: Backend) -> None:
+    """The same record each time, before and after work, with the right types."""
+    before = backend.capabilities
+    assert isinstance(before, Capabilities), f"capabilities is a {type(before).__name__}"
+    stream = backend.create_stream("s")
+    with backend.on(stream):
+        torch.ones(4, device=backend.device)
+    stream.synchronize()
+    expect(backend.capabilities, before, "capabilities after some work")
+    for field in fields(Capabilities):
+        if field.name != "dtypes":
+            assert isinstance(getattr(before, field.name), bool), f"{field.name} is {getattr(before, field.name)!r}"
+    assert before.dtypes, "no dtype is declared: no model could run"
+    assert all(isinstance(dtype, torch.dtype) and dtype.is_floating_point for dtype in before.dtypes), before.dtypes
+
+
+@promise("Capabilities", "Declaring an ability that doesn't work, and working without declaring it, are both failures")
+def test_declared_abilities_fit_together(backend: Backend) -> None:
+    """An ability that builds on another one is declared together with it."""
+    has = backend.capabilities
+    for ability, base in (
+        ("concurrent_streams", "asynchronous"),
+        ("forks_in_capture", "captures_graphs"),
+        ("waits_inside_graphs", "captures_graphs"),
+        ("updates_graph_params", "captures_graphs"),
+        ("row_exact_accesses", "reports_accesses"),
+    ):
+        assert getattr(has, base) or not getattr(has, ability), f"{ability} is declared without {base}"
+
+
+@promise("Backend.kernels", "The kernels of this device; constant over the backend's life.")
+def test_kernels_are_constant(backend: Backend) -> None:
+    """One KernelSet with a name."""
+    assert isinstance(backend.kernels, KernelSet)
+    assert backend.kernels is backend.kernels, "backend.kernels makes a new object each time"
+    assert backend.kernels.name.strip()
+
+
+@promise("Backend.use_kernels", "before anything is loaded or captured, and once.")
+def test_kernels_can_be_chosen_once(kit: Kit) -> None:
+    """What was chosen is in use, the device's own stay what they are, and a second choice is refused."""
+    options = {key: value for key, value in kit.spec.options.items() if key != "kernels"}
+    backend = kit.registry.create(replace(kit.spec, options=options))
+    own, chosen = backend.kernels, KernelSet()
+    assert backend.kernels_in_use is own, "kernels are in use that nobody chose"
+    backend.use_kernels(chosen)
+    assert backend.kernels_in_use is chosen
+    assert backend.kernels is own
+    with pytest.raises(SeamError):
+        backend.use_kernels(KernelSet())
+
+
+@promise("Backend.speculative_sync", "The policy of this device; constant over the backend's life.")
+def test_the_policy_is_well_formed(backend: Backend) -> None:
+    """Each declaration has its type, and none contradicts the capabilities."""
+    sync = backend.speculative_sync
+    assert isinstance(sync, SpeculativeSync)
+    assert sync is backend.speculative_sync, "backend.speculative_sync makes a new object each time"
+    assert sync.backend is backend, "the policy belongs to another backend object"
+    assert sync.step_modes, "no step mode is declared: no engine could run"
+    assert all(isinstance(mode, StepMode) for mode in sync.step_modes), sync.step_modes
+    assert isinstance(sync.published_waiter, Waiter), sync.published_waiter
+    assert all(isinstance(what, Recompute) for what in sync.recompute_after_join), sync.recompute_after_join
+    for name in ("exact_host_lengths", "results_on_forward", "fused_host_wait", "rebind_params"):
+        assert isinstance(getattr(sync, name), bool), f"{name} is {getattr(sync, name)!r}"
+    if sync.rebind_params and backend.capabilities.captures_graphs:
+        assert backend.capabilities.updates_graph_params, "rebind_params needs updates_graph_params"
+
+
+@promise("Backend", "The public methods check the rules and report to an attached observer, then call the vendor's verb.")
+def test_the_rules_stay_the_seams(backend: Backend) -> None:
+    """No public verb is overridden: a plugin implements the underscored ones, so that no check is lost."""
+    stream, event = backend.create_stream("s"), backend.create_event("e")
+    kept: list[tuple[object, type, tuple[str, ...]]] = [
+        (stream, Stream, ("record", "wait", "synchronize", "query")),
+        (event, Event, ("query", "synchronize", "elapsed_ms", "generation")),
+        (
+            backend,
+            Backend,
+            (
+                *("on", "create_event", "create_flag", "synchronize", "delay", "empty_pinned", "copy_async"),
+                *("keep_alive", "release_finished", "capture", "capturing", "check_not_capturing", "guard", "streams"),
+            ),
+        ),
+    ]
+    for thing, base, names in kept:
+        lost = [name for name in names if getattr(type(thing), name) is not getattr(base, name)]
+        assert not lost, f"{type(thing).__name__} overrides {', '.join(lost)}: implement {', '.join(f'_{n}' for n in lost)}"
+
+
+@promise("CapabilityError", "An ability was asked for that the backend doesn't declare.")
+@pytest.mark.parametrize(
+    ("ability", "use"),
+    [
+        ("stream_priorities", lambda b: b.create_stream("s", priority=-1)),
+        ("event_timing", lambda b: b.create_event("e", timing=True)),
+        ("flags", lambda b: b.create_flag("f")),
+        ("perturbs_timing", lambda b: b.delay(b.create_stream("s"), 10)),
+    ],
+    ids=["stream_priorities", "event_timing", "flags", "perturbs_timing"],
+)
+def test_an_ability_is_there_or_refused(backend: Backend, ability: str, use: Callable[[Backend], object]) -> None:
+    """A declared ability can be asked for; another one raises, and never does nothing."""
+    if getattr(backend.capabilities, ability):
+        assert ability == "perturbs_timing" or use(backend) is not None
+        if ability == "perturbs_timing":
+            use(backend)
+    else:
+        with pytest.raises(CapabilityError):
+            use(backend)
+
+
+@promise("Backend.translate_error", "or None for one that isn't the device's.")
+def test_errors_that_are_not_the_devices_pass_unchanged(backend: Backend) -> None:
+    """A bug of the caller isn't dressed up as a device error, and a typed error isn't wrapped again."""
+    with pytest.raises(ValueError, match="of the caller") as caught, backend.guard("testing"):
+        raise ValueError("a mistake of the caller")
+    assert not isinstance(caught.value, OutriderError)
+    with pytest.raises(CapabilityError), backend.guard("testing"):
+        raise CapabilityError("typed already")
+
+
+@promise("Backend.is_host", "Whether the tensor is host memory as this device sees it.")
+def test_host_and_device_memory_are_told_apart(backend: Backend) -> None:
+    """A device tensor isn't host memory; a host tensor is, unless the device is the host."""
+    stream = backend.create_stream("s")
+    with backend.on(stream):
+        there = torch.ones(4, device=backend.device)
+    stream.synchronize()
+    assert not backend.is_host(there), f"a tensor on {there.device} is taken for host memory"
+    if backend.device.type == torch.ones(1).device.type:
+        not_applicable("the device computes in host memory")
+    assert backend.is_host(torch.ones(4)), "a host tensor is taken for device memory"

@@ -1,0 +1,106 @@
+"""L0: the plugin is found, describes itself, and refuses what it can't do."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from outrider.device import SEAM_VERSION, Backend, BackendInfo, BackendLoadError, ConfigError, OutriderError
+from outrider_conformance.kit import Kit
+from outrider_conformance.lab import expect
+from outrider_conformance.levels import parse_level
+from outrider_conformance.promises import promise
+from outrider_conformance.verdict import not_applicable
+
+_CHEAP_SECONDS = 2.0
+
+
+@promise("BackendHooks.backend_info", "Describe the plugin. Cheap, repeatable, without side effects.")
+def test_it_describes_itself_again_and_again(kit: Kit) -> None:
+    """Two descriptions are equal, under the name of the entry point, and the second costs next to nothing."""
+    first = kit.registry.info(kit.spec.name)
+    start = time.perf_counter()
+    second = kit.registry.info(kit.spec.name)
+    spent = time.perf_counter() - start
+    expect(second, first, "backend_info called twice")
+    expect(first.name, kit.spec.name, "the name in backend_info")
+    assert first.description.strip(), "backend_info has an empty description: people choose by it"
+    assert spent < _CHEAP_SECONDS, f"backend_info took {spent:.1f} s: it's asked for every installed backend"
+
+
+@promise("PluginInfo", "``seam_min`` and ``seam_max`` are the interface versions that it supports.")
+def test_it_supports_this_interface_version(info: BackendInfo) -> None:
+    """The range holds the version that is installed, and isn't empty."""
+    assert info.seam_min <= SEAM_VERSION <= info.seam_max, f"{info.seam_min}..{info.seam_max} lacks {SEAM_VERSION}"
+    assert info.seam_min >= 1, f"interface versions are counted from 1, seam_min is {info.seam_min}"
+
+
+@promise("CiDeclaration", "``outrider ci-matrix`` turns it into a matrix row.")
+def test_its_ci_declaration_can_be_used(info: BackendInfo) -> None:
+    """The level exists, and there's a runner to ask for."""
+    parse_level(info.ci.level)
+    assert info.ci.runner_labels, "runner_labels is empty: no CI could run this backend"
+    assert all(isinstance(label, str) and label for label in (*info.ci.runner_labels, *info.ci.markers))
+
+
+@promise("BackendHooks.create_backend", "Raise :class:`~outrider.device.errors.ConfigError` for one that doesn't exist")
+def test_an_unknown_option_is_refused(kit: Kit) -> None:
+    """An option that nobody has isn't ignored."""
+    with pytest.raises(ConfigError):
+        kit.registry.create(f"{kit.spec.name}:no_such_option_of_anybody=1")
+
+
+@promise("BackendHooks.create_backend", "with the reason where the device can't be had.")
+def test_a_device_that_is_not_there_is_refused(kit: Kit) -> None:
+    """Device 4096 doesn't exist on any machine; neither does the one after the last."""
+    beyond = {4096} | ({kit.info.device_count} if kit.info.device_count else set())
+    for ordinal in sorted(beyond):
+        with pytest.raises(BackendLoadError) as caught:
+            kit.registry.create(f"{kit.spec.name}:{ordinal}")
+        assert str(ordinal) in str(caught.value), f"the error doesn't say which device was asked for: {caught.value}"
+
+
+@promise("Backend.label", "Name and device for messages")
+def test_it_says_what_it_is(kit: Kit, backend: Backend) -> None:
+    """Name, device and label agree with what was asked for."""
+    expect(backend.name, kit.spec.name, "backend.name")
+    assert isinstance(backend.device, torch.device), f"backend.device is a {type(backend.device).__name__}"
+    if backend.device.index is not None:
+        expect(backend.device.index, kit.spec.ordinal, "the index of backend.device")
+    assert kit.spec.name in backend.label
+    assert str(backend.device) in backend.label
+
+
+@promise("Backend.versions", "Versions that a report of a run should carry: driver, runtime, device name.")
+def test_it_knows_its_versions(backend: Backend) -> None:
+    """Text by name, torch among it."""
+    versions = backend.versions()
+    assert versions.get("torch"), f"versions() lacks torch: {dict(versions)}"
+    assert all(isinstance(key, str) and isinstance(value, str) for key, value in versions.items()), dict(versions)
+
+
+@promise("Backend", "Two backend objects for one device share nothing")
+def test_two_backends_share_nothing(kit: Kit, backend: Backend) -> None:
+    """Streams and events of one are refused by the other, and names start over."""
+    other = kit.open()
+    ours, theirs = backend.create_stream("shared"), other.create_stream("shared")
+    expect(theirs.name, "shared", "the name of the first stream 'shared' of a second backend")
+    with pytest.raises(OutriderError), backend.on(theirs):
+        pass
+    with pytest.raises(OutriderError):
+        ours.record(other.create_event("foreign"))
+    foreign = other.create_event("foreign")
+    theirs.record(foreign)
+    with pytest.raises(OutriderError):
+        ours.wait(foreign)
+    other.synchronize()
+
+
+@promise("PluginInfo", "``usable`` is False, with ``reason`` and ``advice``, where the plugin knows that it can't run")
+def test_it_runs_where_it_says_so(info: BackendInfo) -> None:
+    """What was opened is described as usable, without a reason against it."""
+    if not info.usable:
+        not_applicable("the registry refuses a backend that says it can't run, so nothing here was opened")
+    expect(info.reason, "", "the reason against a usable backend")

@@ -1,0 +1,155 @@
+"""L1: copies move the right bytes, in stream order, without holding the host up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.device import Backend
+from outrider_conformance.lab import WIDTH, Lab, Seen, expect
+from outrider_conformance.promises import needs, promise
+from outrider_conformance.verdict import not_applicable
+
+_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
+
+
+@promise("Backend.empty_pinned", "Page-locked host memory with undefined contents. ``owner`` names it in reports.")
+def test_pinned_memory_is_host_memory(backend: Backend) -> None:
+    """Of the shape and dtype asked for, contiguous, writable by the host, each buffer apart from the others."""
+    buffers = [backend.empty_pinned(f"buffer {number}", (3, 5), torch.int64) for number in range(4)]
+    for number, buffer in enumerate(buffers):
+        expect(buffer.owner, f"buffer {number}", "the owner")
+        expect((tuple(buffer.tensor.shape), buffer.tensor.dtype), ((3, 5), torch.int64), "shape and dtype")
+        expect(buffer.tensor.device.type, torch.ones(1).device.type, "where the host sees it")
+        assert buffer.tensor.is_contiguous()
+        buffer.tensor.fill_(number)
+    expect([buffer.tensor.unique().tolist() for buffer in buffers], [[0], [1], [2], [3]], "contents of four buffers")
+    assert all(backend.is_pinned(buffer.tensor) for buffer in buffers), "is_pinned is False for memory from empty_pinned"
+
+
+@promise("Backend.is_pinned", "Whether a host tensor (or a slice of one) is page-locked for this device.")
+def test_pinned_and_pageable_are_told_apart(backend: Backend) -> None:
+    """A slice stays pinned; ordinary memory isn't."""
+    buffer = backend.empty_pinned("buffer", (8,), torch.float32)
+    assert backend.is_pinned(buffer.tensor[2:6]), "a slice of pinned memory isn't recognised"
+    if not backend.is_host(torch.ones(1)):
+        not_applicable("the device computes in host memory: all of it is reached without a detour")
+    assert not backend.is_pinned(torch.ones(8)), "pageable memory is taken for pinned"
+
+
+@promise("Backend.copy_async", "device to device, pinned host to device, or back.")
+@pytest.mark.parametrize("dtype", _DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_bytes_arrive(lab: Lab, dtype: torch.dtype) -> None:
+    """There, across the device, and back: the same bytes, each element in its place."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    up, down = backend.empty_pinned("up", (4, 6), dtype), backend.empty_pinned("down", (4, 6), dtype)
+    up.tensor.copy_((torch.arange(24) % 7).reshape(4, 6).to(dtype))
+    down.tensor.zero_()
+    with backend.on(stream):
+        here = torch.zeros(4, 6, dtype=dtype, device=backend.device)
+        there = torch.zeros(4, 6, dtype=dtype, device=backend.device)
+    backend.copy_async(here, up.tensor, stream=stream)
+    backend.copy_async(there, here, stream=stream)
+    backend.copy_async(down.tensor, there, stream=stream)
+    stream.synchronize()
+    expect(down.tensor.tolist(), up.tensor.tolist(), f"a round trip of {dtype}")
+
+
+@promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
+def test_a_copy_to_the_host_reads_in_stream_order(lab: Lab) -> None:
+    """A late write before the copy is in it, an early one after it isn't."""
+
+    def program(backend: Backend) -> None:
+        a, b = lab.streams("a", "b")
+        x = lab.full(a, 0)
+        down = backend.empty_pinned("down", (WIDTH,), torch.float32)
+        down.tensor.fill_(-1)
+        lab.later(a, x, 1)
+        b.wait(lab.record(a, "written"))
+        backend.copy_async(down.tensor, x, stream=b)
+        copied = lab.record(b, "copied")
+        a.wait(copied)
+        lab.fill(a, x, 2)
+        copied.synchronize()
+        expect(lab.peek(down.tensor), 1.0, "the copy between two writes")
+
+    lab.always(program)
+
+
+@promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
+def test_a_copy_to_the_device_writes_in_stream_order(lab: Lab) -> None:
+    """A late write before the copy is overwritten, and what follows reads the copy."""
+
+    def program(backend: Backend) -> None:
+        (a,) = lab.streams("a")
+        x, y = lab.full(a, 0), lab.full(a, 0)
+        up = backend.empty_pinned("up", (WIDTH,), torch.float32)
+        up.tensor.fill_(5)
+        lab.later(a, x, 1)
+        backend.copy_async(x, up.tensor, stream=a)
+        lab.copy(a, y, x)
+        expect(lab.read(a, y), 5.0, "what the copy wrote over a late write")
+
+    lab.always(program)
+
+
+@promise("Backend.copy_async", "Copy on ``stream`` without blocking the host")
+def test_a_copy_goes_to_its_stream_and_leaves_the_scope(lab: Lab) -> None:
+    """In the scope of one stream a copy on another is that other's; the scope is as before."""
+
+    def program(backend: Backend) -> None:
+        a, b = lab.streams("a", "b")
+        x, y, z = lab.full(a, 0), lab.full(b, 0), lab.full(b, 0)
+        down = backend.empty_pinned("down", (WIDTH,), torch.float32)
+        down.tensor.fill_(-1)
+        lab.slow(a)
+        lab.slow(b)
+        with backend.on(a):
+            x.fill_(1)
+        with backend.on(b):
+            y.fill_(3)
+            backend.copy_async(down.tensor, x, stream=a)
+            z.copy_(y)
+        a.synchronize()
+        expect(lab.peek(down.tensor), 1.0, "a copy behind work of its own stream")
+        expect(lab.read(b, z), 3.0, "work in the scope, after a copy on another stream")
+
+    lab.always(program)
+
+
+@needs("asynchronous")
+@promise("Backend.copy_async", "Copy on ``stream`` without blocking the host")
+@pytest.mark.parametrize("direction", ["to the host", "to the device", "on the device"])
+def test_a_copy_does_not_block_the_host(lab: Lab, direction: str) -> None:
+    """Behind a long job the copy's call returns while the job runs."""
+
+    def program(backend: Backend) -> None:
+        (a,) = lab.streams("a")
+        x, y = lab.full(a, 0), lab.full(a, 0)
+        pinned = backend.empty_pinned("pinned", (WIDTH,), torch.float32)
+        pinned.tensor.fill_(1)
+        lab.slow(a)
+        pair = {"to the host": (pinned.tensor, x), "to the device": (x, pinned.tensor), "on the device": (y, x)}[direction]
+        backend.copy_async(*pair, stream=a)
+        if not a.query():
+            raise Seen
+
+    lab.sometimes(program, f"the stream was always empty after a copy {direction}: the copy is synchronous")
+
+
+@promise("PinnedBuffer", "``tensor`` is the host tensor; slices of it stay pinned.")
+def test_a_copy_of_a_slice_leaves_its_neighbours_alone(lab: Lab) -> None:
+    """Part of a pinned buffer into part of a device tensor, and back."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    pinned = backend.empty_pinned("pinned", (8,), torch.int64)
+    pinned.tensor.copy_(torch.arange(8))
+    with backend.on(stream):
+        x = torch.full((8,), -1, dtype=torch.int64, device=backend.device)
+    backend.copy_async(x[3:6], pinned.tensor[1:4], stream=stream)
+    stream.synchronize()
+    expect(lab.peek(x), [-1, -1, -1, 1, 2, 3, -1, -1], "a slice copied to the device")
+    backend.copy_async(pinned.tensor[5:7], x[4:6], stream=stream)
+    stream.synchronize()
+    expect(pinned.tensor.tolist(), [0, 1, 2, 3, 4, 2, 3, 7], "a slice copied to the host")

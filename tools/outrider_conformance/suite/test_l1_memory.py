@@ -1,0 +1,141 @@
+"""L1: memory is one's own, for as long as it's needed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from outrider.device import Backend, OutOfDeviceMemory
+from outrider_conformance.lab import WIDTH, Lab, Seen, expect
+from outrider_conformance.promises import needs, promise
+
+_MIB = 1 << 20
+
+
+class _Thing:
+    """Something that can be held and watched."""
+
+
+@promise("Stream", "A new stream is not ordered after work that other streams hold.")
+def test_allocations_do_not_overlap(lab: Lab) -> None:
+    """Forty tensors on two streams, each with contents of its own."""
+    backend = lab.backend
+    streams = lab.streams("a", "b")
+    made = []
+    for number in range(40):
+        stream = streams[number % 2]
+        with backend.on(stream):
+            made.append((number, torch.full((WIDTH,), float(number), device=backend.device)))
+    backend.synchronize()
+    expect([lab.peek(tensor) for _, tensor in made], [float(number) for number, _ in made], "contents of forty tensors")
+
+
+@promise("MemoryInfo", "``total`` and ``free`` are 0 where the backend doesn't declare ``memory_limit``.")
+def test_memory_figures_are_numbers_of_bytes(backend: Backend) -> None:
+    """Whole numbers that fit together."""
+    info = backend.memory_info()
+    assert all(isinstance(value, int) and value >= 0 for value in (info.total, info.free, info.allocated)), info
+    if backend.capabilities.memory_limit:
+        assert 0 < info.free <= info.total, info
+        assert info.allocated <= info.total, info
+
+
+@needs("memory_limit")
+@promise("Capabilities.memory_limit", "``memory_info`` reports a real limit of device memory.")
+def test_memory_figures_follow_allocations(lab: Lab) -> None:
+    """Sixteen MiB more are allocated, and given back."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    before = backend.memory_info().allocated
+    with backend.on(stream):
+        tensor = torch.zeros(16 * _MIB, dtype=torch.uint8, device=backend.device)
+    stream.synchronize()
+    during = backend.memory_info().allocated
+    assert during - before >= 16 * _MIB, f"16 MiB were allocated and the figure rose by {during - before}"
+    del tensor
+    gc.collect()
+    backend.synchronize()
+    after = backend.memory_info().allocated
+    assert after <= during - 16 * _MIB, f"16 MiB were given back and the figure fell by {during - after}"
+
+
+@needs("memory_limit")
+@promise("OutOfDeviceMemory", "An allocation didn't fit. The device lives on; queued work isn't affected.")
+def test_out_of_memory_is_typed_and_survived(lab: Lab) -> None:
+    """Twice what there is doesn't fit; what was queued before and what comes after works."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    x = lab.full(stream, 0)
+    lab.later(stream, x, 1)
+    with pytest.raises(OutOfDeviceMemory) as caught, backend.guard("asking for too much"), backend.on(stream):
+        torch.empty(2 * backend.memory_info().total, dtype=torch.uint8, device=backend.device)
+    assert not caught.value.device_lost, "running out of memory is no loss of the device"
+    expect(lab.read(stream, x), 1.0, "what was queued before")
+    lab.fill(stream, x, 2)
+    expect(lab.read(stream, x), 2.0, "what was enqueued after")
+
+
+@promise("Backend.keep_alive", "Hold references until the generation of ``until`` that is visible now has completed.")
+def test_what_is_kept_alive_lives_until_the_event(lab: Lab) -> None:
+    """Never dropped while the event is pending, always dropped once it's over."""
+
+    def program(backend: Backend) -> None:
+        (a,) = lab.streams("a")
+        x = lab.full(a, 0)
+        thing = _Thing()
+        alive = weakref.ref(thing)
+        lab.later(a, x, 1)
+        event = lab.record(a)
+        backend.keep_alive([thing], until=event)
+        del thing
+        if backend.release_finished() == 0:
+            assert event.query(), "a hold was dropped before its event had completed"
+        else:
+            assert alive() is not None, "a hold is counted but its object is gone"
+        event.synchronize()
+        expect(backend.release_finished(), 0, "holds that remain after their event")
+        assert alive() is None, "the object is still held though its event has completed"
+
+    lab.always(program)
+
+
+@needs("asynchronous")
+@promise("Backend.release_finished", "Drop every hold whose event has completed; returns how many remain. Never blocks")
+def test_releasing_does_not_block(lab: Lab) -> None:
+    """A hold is seen pending."""
+
+    def program(backend: Backend) -> None:
+        (a,) = lab.streams("a")
+        x = lab.full(a, 0)
+        lab.later(a, x, 1)
+        backend.keep_alive([x], until=lab.record(a))
+        if backend.release_finished() == 1:
+            raise Seen
+
+    lab.sometimes(program, "release_finished never left a pending hold: it blocks, or drops what is still needed")
+
+
+@promise("Backend.keep_alive", "The way to hand memory to another stream: the allocator can't reuse it while it's held.")
+def test_memory_in_use_elsewhere_is_not_reused(lab: Lab) -> None:
+    """A tensor dropped by its stream while another reads it late, and many of its size made meanwhile."""
+
+    def program(backend: Backend) -> None:
+        a, b = lab.streams("a", "b")
+        y = lab.full(b, 0)
+        with backend.on(a):
+            given = torch.full((WIDTH,), 1.0, device=backend.device)
+        b.wait(lab.record(a, "given"))
+        lab.slow(b)
+        lab.copy(b, y, given)
+        backend.keep_alive([given], until=lab.record(b, "taken"))
+        del given
+        backend.release_finished()
+        with backend.on(a):
+            others = [torch.full((WIDTH,), 9.0, device=backend.device) for _ in range(8)]
+        expect(lab.read(b, y), 1.0, "what the other stream read from memory that was kept alive")
+        del others
+
+    lab.always(program)

@@ -1,0 +1,213 @@
+"""L1: what can't be meant raises, with the seam's errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from outrider.device import (
+    Backend,
+    CapabilityError,
+    Event,
+    SeamError,
+    StaleBufferError,
+    Stream,
+    StreamOrderError,
+    SynchronousCopyError,
+)
+from outrider_conformance.lab import expect
+from outrider_conformance.promises import needs, promise
+from outrider_conformance.verdict import not_applicable
+
+
+@promise("Event.query", "Raises :class:`StreamOrderError` when the event was never recorded")
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda s, e: s.wait(e),
+        lambda s, e: e.query(),
+        lambda s, e: e.synchronize(),
+        lambda s, e: s.backend.keep_alive([object()], until=e),
+    ],
+    ids=["wait", "query", "synchronize", "keep_alive"],
+)
+def test_a_never_recorded_event_is_an_error(backend: Backend, use: Callable[[Stream, Event], object]) -> None:
+    """Even where the driver lets it pass."""
+    with pytest.raises(StreamOrderError):
+        use(backend.create_stream("s"), backend.create_event("e"))
+
+
+@promise("Stream.record", "Returns the generation, counted from 1.")
+def test_generations_are_counted(backend: Backend) -> None:
+    """Each record is one more, on whichever stream."""
+    first, second, event = backend.create_stream("a"), backend.create_stream("b"), backend.create_event("e")
+    found = [event.generation, first.record(event), second.record(event), first.record(event), event.generation]
+    expect(found, [0, 1, 2, 3, 3], "generations of three records")
+
+
+@promise("Backend.create_stream", "unique among the backend's streams.")
+def test_stream_names_are_unique(backend: Backend) -> None:
+    """Reports and schedules name streams, so no two share a name; eight can be had."""
+    made = [backend.create_stream("same") for _ in range(8)]
+    expect(len({stream.name for stream in made}), 8, "different names of eight streams made under one name")
+    expect(made[0].name, "same", "the name of the first")
+    assert all(stream in backend.streams for stream in made), "backend.streams lacks streams that were made"
+
+
+@promise("Event.elapsed_ms", "Raises :class:`CapabilityError` unless both were made with ``timing=True``")
+def test_time_needs_timing_events(backend: Backend) -> None:
+    """Events without timing don't answer with an arbitrary number."""
+    stream, start, end = backend.create_stream("s"), backend.create_event("start"), backend.create_event("end")
+    stream.record(start)
+    stream.record(end)
+    stream.synchronize()
+    with pytest.raises(CapabilityError):
+        start.elapsed_ms(end)
+
+
+@promise("Backend.copy_async", "Raises :class:`SeamError` unless shape and dtype agree")
+def test_a_copy_that_casts_or_reshapes_is_refused(backend: Backend) -> None:
+    """A cast is a kernel."""
+    stream = backend.create_stream("s")
+    with backend.on(stream):
+        source = torch.ones(4, device=backend.device)
+    for wrong in (torch.int32, torch.float64):
+        with pytest.raises(SeamError):
+            backend.copy_async(backend.empty_pinned("p", (4,), wrong).tensor, source, stream=stream)
+    with pytest.raises(SeamError):
+        backend.copy_async(backend.empty_pinned("p", (5,), torch.float32).tensor, source, stream=stream)
+
+
+@promise("Backend.copy_async", "where the device would silently make the copy synchronous")
+@pytest.mark.parametrize("direction", ["to the device", "to the host"])
+@pytest.mark.parametrize("kind", ["pageable", "strided", "strided device side"])
+def test_a_copy_that_would_block_is_refused(backend: Backend, kind: str, direction: str) -> None:
+    """Pageable or strided host memory makes a copy synchronous; it must not be taken in silence."""
+    if not backend.is_host(torch.ones(1)):
+        not_applicable("the device computes in host memory: no copy crosses between the two")
+    stream = backend.create_stream("s")
+    with backend.on(stream):
+        there = torch.ones(8, device=backend.device)
+    here = torch.ones(4) if kind == "pageable" else backend.empty_pinned("p", (8,), torch.float32).tensor[::2]
+    there = there[:4]
+    if kind == "strided device side":
+        here = backend.empty_pinned("p", (4,), torch.float32).tensor
+        with backend.on(stream):
+            there = torch.ones(8, device=backend.device)[::2]
+    pair = (there, here) if direction == "to the device" else (here, there)
+    with pytest.raises(SynchronousCopyError):
+        backend.copy_async(*pair, stream=stream)
+
+
+@promise("PinnedBuffer", "under an older generation raises instead of returning somebody else's data.")
+def test_a_renewed_buffer_refuses_its_old_readers(backend: Backend) -> None:
+    """The generation that a reader holds must be the buffer's."""
+    buffer = backend.empty_pinned("ring", (2,), torch.int64)
+    old = buffer.renew()
+    assert buffer.read(old) is buffer.tensor
+    new = buffer.renew()
+    expect(new, old + 1, "the generation after a second renewal")
+    with pytest.raises(StaleBufferError):
+        buffer.read(old)
+
+
+@promise("Backend.attach", "One observer at a time.")
+def test_one_observer_at_a_time(backend: Backend) -> None:
+    """A second one is refused until the first is detached; it learns of the streams that exist."""
+    from outrider_conformance.watching import Diary
+
+    stream = backend.create_stream("early")
+    diary = Diary()
+    backend.attach(diary)
+    try:
+        assert ("stream", stream.name) in diary.entries, "an observer isn't told of streams that existed before it"
+        with pytest.raises(SeamError):
+            backend.attach(Diary())
+    finally:
+        backend.detach()
+    backend.attach(Diary())
+    backend.detach()
+
+
+@promise("Observer", "Receives what happens on a device.")
+def test_an_observer_sees_every_verb(backend: Backend) -> None:
+    """Records, waits, scopes and synchronisations arrive in order, with their generations."""
+    from outrider_conformance.watching import Diary
+
+    a, b, event = backend.create_stream("a"), backend.create_stream("b"), backend.create_event("e")
+    diary = Diary()
+    backend.attach(diary)
+    try:
+        with backend.on(a):
+            pass
+        a.record(event)
+        a.record(event)
+        b.wait(event)
+        event.synchronize()
+        b.synchronize()
+        backend.synchronize()
+    finally:
+        backend.detach()
+    wanted = [
+        *(("entered", "a"), ("left", "a"), ("recorded", "a", 1), ("recorded", "a", 2), ("waited", "b", 2)),
+        *(("event synchronized", 2), ("stream synchronized", "b"), ("device synchronized",)),
+    ]
+    expect([entry for entry in diary.entries if entry[0] in {w[0] for w in wanted}], wanted, "what the observer saw")
+
+
+@needs("reports_accesses")
+@promise("Capabilities.reports_accesses", "The backend tells an attached observer each operation's memory accesses itself.")
+def test_accesses_are_reported(backend: Backend) -> None:
+    """A copy between two tensors is reported on its stream, as a read of one and a write of the other."""
+    from outrider_conformance.watching import Diary
+
+    stream = backend.create_stream("s")
+    with backend.on(stream):
+        source, destination = torch.ones(16, device=backend.device), torch.zeros(16, device=backend.device)
+    stream.synchronize()
+    diary = Diary()
+    backend.attach(diary)
+    try:
+        with backend.on(stream):
+            destination.copy_(source)
+    finally:
+        backend.detach()
+    places = {"read": backend.locate(source), "write": backend.locate(destination)}
+    seen = {("write" if a.write else "read", a.storage, a.start, a.end) for o in diary.operations for a in o.accesses}
+    for kind, place in places.items():
+        assert (kind, place.storage, place.start, place.end) in seen, f"the {kind} of the copy wasn't reported: {seen}"
+    assert all(operation.stream == "s" for operation in diary.operations), diary.operations
+
+
+@needs("reports_accesses", "row_exact_accesses")
+@promise("Observer.rows_touched", "The rows that an operation, launched before with an access to the whole operand, really")
+def test_rows_are_reported_exactly(backend: Backend) -> None:
+    """A cache write touches the rows of its slots and no others."""
+    from outrider_conformance.watching import Diary
+
+    stream = backend.create_stream("s")
+    with backend.on(stream):
+        x = torch.ones(2, 1, 4, device=backend.device)
+        turn = torch.ones(2, 4, device=backend.device)
+        caches = [torch.zeros(4, 2, 1, 4, device=backend.device) for _ in range(2)]
+        slots = torch.tensor([3, 6], dtype=torch.int64, device=backend.device)
+    stream.synchronize()
+    diary = Diary()
+    backend.attach(diary)
+    try:
+        with backend.on(stream):
+            backend.kernels.rope_write_cache(x, x.clone(), x.clone(), turn, turn, caches[0], caches[1], slots)
+        stream.synchronize()
+    finally:
+        backend.detach()
+    place = backend.locate(caches[0])
+    row = (place.end - place.start) // 8
+    written = {
+        ((a.start - place.start) // row, (a.end - place.start) // row)
+        for accesses in diary.rows
+        for a in accesses
+        if a.storage == place.storage and a.write
+    }
+    expect(written, {(3, 4), (6, 7)}, "rows of the key cache that were reported as written")

@@ -1,0 +1,293 @@
+"""L1: a stream keeps its order, placement goes where it's told, and nothing is done twice as carefully as promised."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from outrider.device import Backend, CapabilityError, Stream
+from outrider_conformance.lab import Lab, Seen, expect
+from outrider_conformance.promises import needs, promise
+
+_BEGINNING = 0.002  # seconds in which an operation is taken from its queue
+_MANY = 34
+_LONG = 8  # so many round trips take a while, too
+
+
+@promise("Stream", "Work on one stream runs in order.")
+def test_one_stream_keeps_its_order(lab: Lab) -> None:
+    """Steps that don't commute, on one stream, give what their order gives."""
+
+    def program(backend: Backend) -> None:
+        (stream,) = lab.streams("s")
+        x, y = lab.full(stream, 1), lab.full(stream, 0)
+        lab.slow(stream)
+        with backend.on(stream):
+            for step in range(1, 5):
+                x.mul_(2).add_(step)
+            y.copy_(x)
+            x.zero_()
+        expect(lab.read(stream, y), 42.0, "1 doubled and increased by 1, 2, 3, 4 in turn")
+        expect(lab.peek(x), 0.0, "what was zeroed at the end")
+
+    lab.always(program)
+
+
+@promise("Stream.synchronize", "Block the calling thread until everything enqueued on this stream so far has run.")
+def test_synchronize_waits_for_the_stream(lab: Lab) -> None:
+    """What was enqueued last is there when the call returns."""
+
+    def program(backend: Backend) -> None:
+        (stream,) = lab.streams("s")
+        x = lab.full(stream, 0)
+        lab.later(stream, x, 1)
+        stream.synchronize()
+        expect(lab.peek(x), 1.0, "the last write before synchronize")
+        assert stream.query(), "query is False right after synchronize, with nothing enqueued since"
+
+    lab.always(program)
+
+
+@promise("Backend.synchronize", "Block the calling thread until every stream is empty.")
+def test_the_device_synchronizes_every_stream(lab: Lab) -> None:
+    """Three streams, each with something late."""
+
+    def program(backend: Backend) -> None:
+        streams = lab.streams("a", "b", "c")
+        tensors = [lab.full(stream, 0) for stream in streams]
+        for number, (stream, tensor) in enumerate(zip(streams, tensors, strict=True), 1):
+            lab.later(stream, tensor, number)
+        backend.synchronize()
+        expect([lab.peek(tensor) for tensor in tensors], [1.0, 2.0, 3.0], "late writes of three streams")
+        assert all(stream.query() for stream in streams), "a stream isn't empty after synchronize"
+
+    lab.always(program)
+
+
+@promise("Stream.query", "Whether everything enqueued on this stream so far has run. Never blocks.")
+def test_query_is_true_only_when_the_work_is_done(lab: Lab) -> None:
+    """A host that polls until True may read."""
+
+    def program(backend: Backend) -> None:
+        (stream,) = lab.streams("s")
+        x = lab.full(stream, 0)
+        lab.later(stream, x, 1)
+        if stream.query():
+            expect(lab.peek(x), 1.0, "the write that query says has run")
+        stream.synchronize()
+        assert stream.query(), "query is False though the stream is empty"
+
+    lab.always(program)
+
+
+@needs("asynchronous")
+@promise("Stream.query", "Whether everything enqueued on this stream so far has run. Never blocks.")
+def test_query_is_false_while_the_last_operation_runs(lab: Lab) -> None:
+    """The queue is empty, and its last operation still runs."""
+
+    def program(backend: Backend) -> None:
+        (stream,) = lab.streams("s")
+        lab.slow(stream)
+        if backend.control is None:
+            time.sleep(_BEGINNING)
+        if not stream.query():
+            raise Seen
+
+    lab.sometimes(program, "query was always True while a long operation ran: it asks whether the queue is empty")
+
+
+@needs("asynchronous")
+@promise("Capabilities.asynchronous", "Work returns to the host before it has run.")
+def test_work_returns_before_it_has_run(lab: Lab) -> None:
+    """Something is seen pending after its call."""
+
+    def program(backend: Backend) -> None:
+        (stream,) = lab.streams("s")
+        x = lab.full(stream, 0)
+        lab.later(stream, x, 1)
+        if not stream.query():
+            raise Seen
+        expect(lab.peek(x), 1.0, "the write that query says has run")
+
+    lab.sometimes(program, "every operation had run when its call returned: the device is declared asynchronous and isn't")
+
+
+@needs("asynchronous", "concurrent_streams")
+@promise("Capabilities.concurrent_streams", "Two streams may run at the same time, in any order that the waits allow.")
+def test_streams_run_beside_each_other(lab: Lab) -> None:
+    """A short job on one stream is over while a long one on another, enqueued before it, isn't."""
+
+    def program(backend: Backend) -> None:
+        long, short = lab.streams("long", "short")
+        x, y = lab.full(long, 0), lab.full(short, 0)
+        lab.later(long, x, 1)
+        lab.fill(short, y, 2)
+        short.synchronize()
+        pending = not long.query()
+        expect(lab.peek(y), 2.0, "the short job")
+        if pending:
+            raise Seen
+
+    lab.sometimes(program, "the second stream never finished before the first: the streams secretly run one after the other")
+
+
+@needs("asynchronous", "concurrent_streams")
+@promise("Backend.create_stream", "A new stream.")
+def test_many_streams_are_all_their_own(lab: Lab) -> None:
+    """Thirty-four streams, or as many as the backend can make before it says so: while one is busy, none of the others is."""
+
+    def program(backend: Backend) -> None:
+        streams: list[Stream] = []
+        while len(streams) < _MANY:
+            try:
+                streams.append(backend.create_stream(f"s{len(streams)}"))
+            except CapabilityError:
+                assert len(streams) > 1, "a second stream can't be made, and concurrent_streams is declared"
+                break
+        busy, others = streams[0], streams[1:]
+        x = lab.full(busy, 0)
+        for _ in range(_LONG):
+            lab.slow(busy)
+        lab.fill(busy, x, 1)
+        for event in [lab.record(stream) for stream in others]:
+            event.synchronize()
+        if not busy.query():
+            raise Seen
+
+    lab.sometimes(program, "one of many streams always waited for the first: streams are handed out twice")
+
+
+@needs("asynchronous", "concurrent_streams")
+@promise("Stream.synchronize", "Orders this thread, and only this one, after that work.")
+def test_synchronize_waits_for_nothing_else(lab: Lab) -> None:
+    """Synchronising with an empty stream returns while another is busy."""
+
+    def program(backend: Backend) -> None:
+        busy, idle = lab.streams("busy", "idle")
+        x = lab.full(busy, 0)
+        lab.later(busy, x, 1)
+        idle.synchronize()
+        if not busy.query():
+            raise Seen
+
+    lab.sometimes(program, "synchronising with an empty stream always waits for the other one")
+
+
+@promise("Backend.on", "Scopes nest; leaving one restores the one around it, also after an exception.")
+def test_scopes_nest_and_are_restored(lab: Lab) -> None:
+    """Work after an inner scope, left normally or by an exception, is on the outer stream again."""
+
+    def program(backend: Backend) -> None:
+        outer, inner = lab.streams("outer", "inner")
+        x, y, z, other = lab.full(outer, 0), lab.full(outer, 0), lab.full(outer, 0), lab.full(inner, 0)
+        lab.slow(outer)
+        with backend.on(outer):
+            x.fill_(1)
+            with backend.on(inner):
+                other.fill_(5)
+            y.copy_(x)
+            try:
+                with backend.on(inner):
+                    raise ValueError("of the test")
+            except ValueError:
+                pass
+            z.copy_(x)
+        expect(lab.read(inner, other), 5.0, "work of the inner scope")
+        expect(lab.read(outer, y), 1.0, "work after an inner scope, which must follow the outer stream")
+        expect(lab.peek(z), 1.0, "work after an inner scope that was left by an exception")
+
+    lab.always(program)
+
+
+@promise("Backend.on", "A tensor made, cast or filled inside a scope belongs to that scope's stream.")
+def test_work_is_placed_on_the_scopes_stream(lab: Lab) -> None:
+    """Reading, casting, making and filling in a scope wait as its stream does, and record with it."""
+
+    def program(backend: Backend) -> None:
+        producer, stream, consumer = lab.streams("producer", "stream", "consumer")
+        x, out = lab.full(producer, 0), lab.full(consumer, 0)
+        lab.later(producer, x, 3)
+        stream.wait(lab.record(producer))
+        with backend.on(stream):
+            cast = x.to(torch.float64)
+            made = torch.full_like(x, 2)
+            total = made + cast.to(torch.float32)
+        lab.slow(stream)
+        lab.fill(stream, made, 7)
+        consumer.wait(lab.record(stream))
+        with backend.on(consumer):
+            out.copy_(total + made)
+        expect(lab.read(consumer, out), 12.0, "2 + 3 and then 7, through three streams")
+        expect(cast.dtype, torch.float64, "the dtype of the cast")
+
+    lab.always(program)
+
+
+@promise("Backend", "``on`` scopes and captures belong to the thread that opened")
+def test_scopes_belong_to_their_thread(lab: Lab) -> None:
+    """A scope that another thread has open doesn't move this thread's work."""
+    backend = lab.backend
+    ours, theirs = lab.streams("ours", "theirs")
+    x, y, z = lab.full(ours, 0), lab.full(ours, 0), lab.full(theirs, 0)
+    opened, closing = threading.Event(), threading.Event()
+    failures: list[BaseException] = []
+
+    def hold() -> None:
+        try:
+            with backend.on(theirs):
+                opened.set()
+                closing.wait(20)
+                z.fill_(4)
+        except BaseException as error:
+            failures.append(error)
+            opened.set()
+
+    lab.slow(ours)
+    with backend.on(ours):
+        x.fill_(1)
+        thread = threading.Thread(target=hold, name="holds-a-scope")
+        thread.start()
+        opened.wait(20)
+        y.copy_(x)
+        closing.set()
+        thread.join()
+    if failures:
+        raise failures[0]
+    expect(lab.read(ours, y), 1.0, "work of this thread while another one holds a scope")
+    expect(lab.read(theirs, z), 4.0, "work of the other thread, which must follow its own scope")
+
+
+@needs("stream_priorities")
+@promise(
+    "Capabilities.stream_priorities",
+    "``create_stream(priority=…)`` takes other values than 0; a lower number is more urgent.",
+)
+def test_priorities_change_urgency_alone(lab: Lab) -> None:
+    """An urgent stream obeys waits like any other."""
+
+    def program(backend: Backend) -> None:
+        urgent, usual = backend.create_stream("urgent", priority=-1), backend.create_stream("usual")
+        expect(urgent.priority, -1, "the priority of an urgent stream")
+        x, y = lab.full(usual, 0), lab.full(urgent, 0)
+        lab.later(usual, x, 1)
+        urgent.wait(lab.record(usual))
+        lab.copy(urgent, y, x)
+        expect(lab.read(urgent, y), 1.0, "what the urgent stream read after its wait")
+
+    lab.always(program)
+
+
+@needs("perturbs_timing", "asynchronous")
+@promise("Backend.delay", "Keep ``stream`` busy for about ``cycles`` device clocks.")
+def test_a_delay_keeps_the_stream_busy(lab: Lab) -> None:
+    """The stream is busy afterwards, what follows on it is late, and the host isn't held up."""
+
+    def program(backend: Backend) -> None:
+        (stream,) = lab.streams("s")
+        lab.slow(stream)
+        if not stream.query():
+            raise Seen
+
+    lab.sometimes(program, "a delayed stream is idle: delay does nothing, or blocks the host")

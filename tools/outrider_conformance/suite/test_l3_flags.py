@@ -1,0 +1,142 @@
+"""L3: resettable flags."""
+
+from __future__ import annotations
+
+from outrider.device import Backend, CaptureContext
+from outrider_conformance.lab import Lab, expect
+from outrider_conformance.promises import needs, promise
+
+
+@needs("flags")
+@promise("Capabilities.flags", "resettable flags, for which a wait may be enqueued before its set.")
+def test_a_wait_may_precede_its_set(lab: Lab) -> None:
+    """The waiting stream is held until the flag is raised, and the host isn't."""
+
+    def program(backend: Backend) -> None:
+        a, b = lab.streams("a", "b")
+        x, y = lab.full(a, 0), lab.full(b, 0)
+        flag = backend.create_flag("f")
+        flag.wait(b)
+        lab.copy(b, y, x)
+        assert not b.query(), "work behind a wait for a flag that nobody has set is said to have run"
+        lab.later(a, x, 1)
+        flag.set(a)
+        expect(lab.read(b, y), 1.0, "what was read behind the wait")
+
+    lab.always(program)
+
+
+@needs("flags")
+@promise("Flag.set", "Raise the flag after everything enqueued on ``stream`` so far; lost if it's up by then.")
+def test_a_wait_after_the_set_passes(lab: Lab) -> None:
+    """The flag stays up: two streams that wait for it pass, and one that comes when they have passed."""
+
+    def program(backend: Backend) -> None:
+        a, b, c = lab.streams("a", "b", "c")
+        x, y, z = lab.full(a, 0), lab.full(b, 0), lab.full(c, 0)
+        last = lab.full(a, 0)
+        flag = backend.create_flag("f")
+        lab.later(a, x, 1)
+        flag.set(a)
+        for stream, tensor in ((b, y), (c, z)):
+            flag.wait(stream)
+            lab.copy(stream, tensor, x)
+        expect([lab.read(b, y), lab.read(c, z)], [1.0, 1.0], "what two streams read behind one set")
+        flag.wait(b)
+        lab.copy(b, last, x)
+        expect(lab.read(b, last), 1.0, "what was read behind a wait that others had passed")
+
+    lab.always(program)
+
+
+@needs("flags")
+@promise("Flag.reset", "Lower the flag, in the order of ``stream``.")
+def test_a_reset_makes_the_next_wait_wait_again(lab: Lab) -> None:
+    """Three rounds of set, wait and reset, each reset ordered after the wait of its round."""
+
+    def program(backend: Backend) -> None:
+        a, b = lab.streams("a", "b")
+        x, y = lab.full(a, 0), lab.full(b, 0)
+        flag, done = backend.create_flag("f"), backend.create_event("done")
+        for turn in (1.0, 2.0, 3.0):
+            flag.wait(b)
+            lab.copy(b, y, x)
+            flag.reset(b)
+            b.record(done)
+            lab.later(a, x, turn)
+            flag.set(a)
+            a.wait(done)
+            expect(lab.read(b, y), turn, "what was read in a round")
+
+    lab.always(program)
+
+
+@needs("flags")
+@promise("Flag", "A set of a flag that is already up is lost.")
+def test_a_second_set_is_lost(lab: Lab) -> None:
+    """Set twice and reset once, the flag is down."""
+
+    def program(backend: Backend) -> None:
+        a, b = lab.streams("a", "b")
+        x, y = lab.full(a, 0), lab.full(b, 0)
+        flag = backend.create_flag("f")
+        flag.set(a)
+        flag.set(a)
+        flag.reset(a)
+        b.wait(lab.record(a))
+        flag.wait(b)
+        lab.copy(b, y, x)
+        assert not b.query(), "a wait passed a flag that was set twice and reset once"
+        lab.later(a, x, 1)
+        flag.set(a)
+        expect(lab.read(b, y), 1.0, "what was read behind the set that came after the reset")
+
+    lab.always(program)
+
+
+@needs("flags")
+@promise("Flag", "``set``, ``wait`` and ``reset`` are device operations in the order of their stream.")
+def test_two_flags_are_two(lab: Lab) -> None:
+    """Raising one doesn't let the other's waiter pass."""
+
+    def program(backend: Backend) -> None:
+        a, b = lab.streams("a", "b")
+        x, y = lab.full(a, 0), lab.full(b, 0)
+        first, second = backend.create_flag("first"), backend.create_flag("second")
+        second.wait(b)
+        lab.copy(b, y, x)
+        first.set(a)
+        a.synchronize()
+        assert not b.query(), "a wait for one flag passed on another's set"
+        lab.later(a, x, 1)
+        second.set(a)
+        expect(lab.read(b, y), 1.0, "what was read behind the right flag")
+
+    lab.always(program)
+
+
+@needs("flags", "captures_graphs")
+@promise("Flag", "All three may be captured where the backend declares ``flags`` and ``captures_graphs``.")
+def test_flags_work_inside_a_graph(lab: Lab) -> None:
+    """A graph that waits for a flag and lowers it; each replay is released by a set of its own."""
+
+    def program(backend: Backend) -> None:
+        a, b = lab.streams("a", "b")
+        x, y = lab.full(a, 0), lab.full(b, 0)
+        flag = backend.create_flag("f")
+
+        def fn(context: CaptureContext) -> None:
+            if backend.active_capture is not None:  # a warm-up would wait for ever
+                flag.wait(b)
+                flag.reset(b)
+            context.outputs["y"].copy_(context.inputs["x"])
+
+        graph = backend.capture("waits", fn, stream=b, inputs={"x": x}, outputs={"y": y})
+        for turn in (1.0, 2.0):
+            graph.replay(b)
+            assert not b.query(), "a graph that waits for a flag ran before the flag was set"
+            lab.later(a, x, turn)
+            flag.set(a)
+            expect(lab.read(b, y), turn, "what the graph read behind the flag")
+
+    lab.always(program)

@@ -1,0 +1,119 @@
+"""L4: the overlapped speculative engine on this backend gives the tokens of plain decoding on the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from outrider.device import Backend, Fence, Recompute, SpeculativeSync
+from outrider_conformance import engines
+from outrider_conformance.lab import BrokenPromiseError, Lab, expect
+from outrider_conformance.promises import promise
+from outrider_conformance.verdict import not_applicable
+
+_SCHEDULES = 3
+_JITTERS = 2
+_OPERATIONS = 200  # of two short requests, far fewer than there are
+
+
+@promise("SpeculativeSync", "The policy of one backend.")
+@pytest.mark.parametrize("overlap", [False, True], ids=["one at a time", "overlapped"])
+@pytest.mark.parametrize("speculate", ["none", "eagle"])
+def test_tokens_equal_plain_decoding_on_the_reference(lab: Lab, speculate: str, overlap: bool) -> None:
+    """Greedy tokens, and the acceptance length: a draft that reads the wrong data changes that alone."""
+    plain, same = engines.reference(speculate="none"), engines.reference(speculate=speculate)
+    found = engines.run(engines.engine_on(lab.backend, speculate=speculate, overlap=overlap))
+    expect(found.tokens, plain.tokens, "greedy tokens")
+    if not overlap:
+        expect(round(found.acceptance, 6), round(same.acceptance, 6), "the acceptance length")
+    else:
+        expect(abs(found.acceptance - same.acceptance) < 0.35, True, f"acceptance {found.acceptance}, {same.acceptance}")
+
+
+@promise("Backend.attach", "Report to ``observer`` from now on, on every thread.")
+def test_the_sanitizer_is_silent(lab: Lab) -> None:
+    """Every access of an overlapped run is ordered."""
+    from outrider_sanitizer.sanitizer import watch
+
+    engine = engines.engine_on(lab.backend, speculate="eagle", overlap=True)
+    with watch(lab.backend) as report:
+        engines.run(engine, engines.PROMPTS[:2], 10)
+    assert report.operations > _OPERATIONS, f"the sanitizer saw {report.operations} operations: it watched nothing"
+    found = report.findings
+    assert not found, f"{len(found)} findings, the first: {found[0]}"
+
+
+@promise("Capabilities.concurrent_streams", "Two streams may run at the same time, in any order that the waits allow.")
+def test_tokens_are_the_same_in_every_order(lab: Lab) -> None:
+    """Schedules where a tool decides them, delays around every fence where streams can be slowed."""
+    has = lab.backend.capabilities
+    prompts, tokens = engines.PROMPTS[:2], 8
+    wanted = tuple(line[:tokens] for line in engines.reference(speculate="none").tokens[:2])
+
+    def program(backend: Backend) -> None:
+        engine = engines.engine_on(backend, speculate="eagle", overlap=True)
+        expect(engines.run(engine, prompts, tokens).tokens, wanted, "greedy tokens")
+
+    if lab.backend.control is not None:
+        lab.always(program, schedules=_SCHEDULES)
+    elif has.perturbs_timing and has.asynchronous:
+        for seed in range(_JITTERS):
+            try:
+                with jittered(lab.backend.speculative_sync, seed, lab.delay_cycles // 8):
+                    program(lab.backend)
+            except AssertionError as error:
+                raise BrokenPromiseError(f"{error}\nwith delays around the fences, seed {seed}") from error
+    else:
+        not_applicable("neither the schedule nor the timing of this device can be changed")
+
+
+class jittered:  # noqa: N801  (a context manager, used like a function)
+    """The policy's fences dawdle while it's open."""
+
+    def __init__(self, sync: SpeculativeSync, seed: int, cycles: int) -> None:
+        self._sync, self._seed, self._cycles = sync, seed, max(cycles, 2)
+        self._create: Callable[[str], Fence] = sync.create_fence
+
+    def __enter__(self) -> None:
+        def create(name: str) -> Fence:
+            return engines.JitteredFence(self._create(name), self._sync.backend, self._seed, self._cycles)
+
+        self._sync.create_fence = create  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        del self._sync.create_fence  # the class's own again
+
+
+class _Joined:
+    """A joined plan that writes down what the policy asks of it."""
+
+    def __init__(self, *, idle: bool) -> None:
+        self.idle = idle
+        self.asked: list[str] = []
+
+    def recompute(self, what: Recompute) -> None:
+        """Write it down."""
+        self.asked.append(f"recompute {what}")
+
+    def refresh(self, buffer: str) -> None:
+        """Write it down."""
+        self.asked.append(f"refresh {buffer}")
+
+
+@promise("SpeculativeSync.after_join", "Do what this device needs between the join and the replay. Idempotent")
+def test_what_is_done_after_the_join_is_what_is_declared(lab: Lab) -> None:
+    """Twice gives the same twice; an idle batch asks for nothing; nothing is asked for that isn't declared."""
+    sync = lab.backend.speculative_sync
+    (stream,) = lab.streams("s")
+    plan, idle = _Joined(idle=False), _Joined(idle=True)
+    with lab.backend.on(stream):
+        sync.after_join(plan)
+        once = list(plan.asked)
+        sync.after_join(plan)
+        sync.after_join(idle)
+    expect(plan.asked, once + once, "what after_join asks for when it's called twice")
+    expect(idle.asked, [], "what after_join asks for when the batch is idle")
+    declared = {f"recompute {what}" for what in sync.recompute_after_join}
+    declared |= {f"refresh {buffer}" for buffer in sync.refresh_before_replay}
+    expect(set(once), declared, "what after_join does, against what the policy declares")

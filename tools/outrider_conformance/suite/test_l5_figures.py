@@ -1,0 +1,156 @@
+"""L5: what things cost here. Reported, never judged: a test fails only if it can't measure."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from outrider.device import CaptureContext, Stream
+from outrider_conformance import engines
+from outrider_conformance.lab import Lab
+from outrider_conformance.plugin import Figure
+from outrider_conformance.promises import needs, promise
+
+_TIMES = 30
+_BYTES = 16 << 20
+_CHAIN = 16
+
+
+def _median_us(run: Callable[[], object], times: int = _TIMES) -> float:
+    for _ in range(3):
+        run()
+    spent = []
+    for _ in range(times):
+        start = time.perf_counter()
+        run()
+        spent.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(spent)
+
+
+@promise("Capabilities.asynchronous", "Work returns to the host before it has run.")
+def test_launch_cost(lab: Lab, figure: Figure) -> None:
+    """Host time of one small operation, in a scope that is open, and of opening the scope."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    x = lab.full(stream, 0)
+    with backend.on(stream):
+        figure("launch of one operation", _median_us(lambda: x.add_(1)), "µs")
+    stream.synchronize()
+
+    def scope() -> None:
+        with backend.on(stream):
+            pass
+
+    figure("opening and leaving a scope", _median_us(scope), "µs")
+
+
+@promise("Event", "A point in a stream's order that other streams and the host can wait for, again and again.")
+def test_event_latency(lab: Lab, figure: Figure) -> None:
+    """Host time of a record, a wait and a query; from a record on an idle stream until the host knows."""
+    a, b = lab.streams("a", "b")
+    event = lab.record(a)
+
+    def there() -> None:
+        a.record(event)
+        event.synchronize()
+
+    figure("record", _median_us(lambda: a.record(event)), "µs")
+    figure("wait of a stream", _median_us(lambda: b.wait(event)), "µs")
+    figure("query", _median_us(lambda: event.query()), "µs")
+    figure("record until the host knows", _median_us(there), "µs")
+
+    def exchange() -> None:
+        for _ in range(_CHAIN):
+            a.record(event)
+            b.wait(event)
+            b.record(event)
+            a.wait(event)
+        a.synchronize()
+
+    figure("one stream hands over to another", _median_us(exchange) / (2 * _CHAIN), "µs")
+
+
+@promise("Backend.copy_async", "device to device, pinned host to device, or back.")
+@pytest.mark.parametrize("direction", ["host to device", "device to host", "on the device"])
+def test_copy_bandwidth(lab: Lab, figure: Figure, direction: str) -> None:
+    """Sixteen MiB from pinned memory, back, and across."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    pinned = backend.empty_pinned("bandwidth", (_BYTES,), torch.uint8)
+    pinned.tensor.fill_(1)
+    with backend.on(stream):
+        here, there = (torch.zeros(_BYTES, dtype=torch.uint8, device=backend.device) for _ in range(2))
+    stream.synchronize()
+    pairs = {
+        "host to device": (here, pinned.tensor),
+        "device to host": (pinned.tensor, here),
+        "on the device": (there, here),
+    }
+
+    def copy() -> None:
+        backend.copy_async(*pairs[direction], stream=stream)
+        stream.synchronize()
+
+    figure(f"copy {direction}", _BYTES / _median_us(copy, 8) / 1e3, "GB/s")
+
+
+@promise("Graph.replay", "Enqueue the captured work on ``stream``")
+def test_graph_launch(lab: Lab, figure: Figure) -> None:
+    """Sixteen small operations, one by one and as a graph; the host's part of it."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    x = lab.full(stream, 0)
+
+    def work() -> None:
+        for _ in range(_CHAIN):
+            x.add_(1)
+
+    def fn(context: CaptureContext) -> None:
+        work()
+
+    graph = backend.capture("chain", fn, stream=stream, inputs={}, outputs={"x": x})
+    stream.synchronize()
+    with backend.on(stream):
+        figure(f"{_CHAIN} operations, one by one", _median_us(work), "µs")
+    stream.synchronize()
+    figure(f"{_CHAIN} operations, as a graph", _median_us(lambda: graph.replay(stream)), "µs")
+    stream.synchronize()
+
+
+@needs("asynchronous", "concurrent_streams")
+@promise("Capabilities.concurrent_streams", "Two streams may run at the same time, in any order that the waits allow.")
+def test_overlap(lab: Lab, figure: Figure) -> None:
+    """Two slow jobs on two streams against the two on one: 2 is perfect, 1 is none. A simulated device has its own clock."""
+    a, b = lab.streams("a", "b")
+
+    def spent(first: Stream, second: Stream) -> float:
+        control = lab.backend.control
+        lab.backend.synchronize()
+        start = time.perf_counter() if control is None else control.virtual_time()
+        lab.slow(first)
+        lab.slow(second)
+        lab.backend.synchronize()
+        return (time.perf_counter() if control is None else control.virtual_time()) - start
+
+    lab.slow(a)
+    alone = statistics.median(spent(a, a) for _ in range(3))
+    beside = statistics.median(spent(a, b) for _ in range(3))
+    figure("overlap of two streams", alone / max(beside, 1e-9), "of 2")
+
+
+@promise("SpeculativeSync", "The policy of one backend.")
+@pytest.mark.parametrize("speculate", ["none", "eagle"])
+def test_engine_speed(lab: Lab, figure: Figure, speculate: str) -> None:
+    """The bundled model, three requests of 24 tokens, wall clock; how many tokens a verification yields."""
+    engine = engines.engine_on(lab.backend, speculate=speculate, overlap=True)
+    start = time.perf_counter()
+    outcome = engines.run(engine)
+    spent = time.perf_counter() - start
+    what = "speculative (EAGLE)" if speculate == "eagle" else "plain"
+    figure(f"{what} decoding of the bundled model", sum(map(len, outcome.tokens)) / spent, "tokens/s")
+    if speculate == "eagle":
+        figure("tokens that a verification yields", outcome.acceptance, "tokens")

@@ -1,0 +1,1 @@
+"""The proof of the engine's fences: drawn host programs, drawn schedules, fences left out."""

@@ -1,0 +1,238 @@
+"""Tiny randomly initialised checkpoints, written by transformers, for every family that the decoder runs."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # wide enough that random logits have a clear winner
+    "initializer_range": 0.3,
+}
+
+FAMILIES = {
+    "llama": {},
+    "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "llama-mha": {"model_type": "llama", "num_key_value_heads": 4, "head_dim": 16},
+    "mistral": {"sliding_window": None},
+    "mistral-window": {"model_type": "mistral", "sliding_window": 7},
+    "qwen2": {},
+    "qwen2-sliding": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {"head_dim": 16},
+    "qwen3-biases": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": True},
+}
+
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 5000.0},
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 500000.0,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0},
+    "yarn-mscale": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.3,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "truncate": False,
+    },
+    "yarn-attention": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+        "attention_factor": 0.8,
+    },
+}
+
+
+def tiny_config(name, **overrides):
+    fields = SHAPE | FAMILIES[name] | overrides
+    family = fields.pop("model_type", name)
+    return CONFIG_MAPPING[family](**fields)
+
+
+def write_checkpoint(directory, name, *, shards=1, seed=0, **overrides):
+    """Write a checkpoint of family ``name`` and return transformers' model of it, in float32 and evaluation mode."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(name, **overrides), dtype=torch.float32)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith(("norm.weight", ".bias")):  # ones and zeros would hide a mistake
+            torch.nn.init.normal_(parameter, 1.0 if "norm" in parameter_name else 0.0, 0.3)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    model.save_pretrained(directory, max_shard_size=size if shards == 1 else size // shards)
+    return model.eval()
+
+
+VISION_TOKENS = {"vision_start_token_id": 90, "vision_end_token_id": 91, "image_token_id": 92, "video_token_id": 93}
+
+START, END = VISION_TOKENS["vision_start_token_id"], VISION_TOKENS["vision_end_token_id"]
+IMAGE, VIDEO = [START, VISION_TOKENS["image_token_id"], END], [START, VISION_TOKENS["video_token_id"], END]
+
+VISION_FAMILIES = {
+    "qwen2_vl": {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
+    "qwen2_5_vl": {
+        "depth": 2,
+        "hidden_size": 24,
+        "out_hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 40,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+        "tokens_per_second": 3,
+    },
+}
+
+
+def write_vision_checkpoint(directory, family, *, shards=1, seed=0, rope=None, tie=False):
+    """Write a tiny vision-language checkpoint with its image processor; returns transformers' model."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    text = SHAPE | {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [1, 1, 2]}}
+    text["rope_parameters"] |= rope or {}
+    vision = VISION_FAMILIES[family] | {"patch_size": 4, "initializer_range": 0.2}
+    config = CONFIG_MAPPING[family](text_config=text, vision_config=vision, tie_word_embeddings=tie, **VISION_TOKENS)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    model.save_pretrained(directory, max_shard_size=size if shards == 1 else size // shards)
+    Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1600}).save_pretrained(directory)
+    return model.eval()
+
+
+def picture(rows, columns, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (rows, columns, 3), dtype=np.uint8)
+
+
+def write_eagle(directory, *, hidden_size=32, seed=1, bias=True, input_norm=False, embedding=True, fmt="safetensors"):
+    """Write a random EAGLE head in its published format; returns its tensors."""
+    torch.manual_seed(seed)
+    config = tiny_config("llama", hidden_size=hidden_size, num_hidden_layers=1)
+    inner, kv = config.intermediate_size, config.num_key_value_heads * config.head_dim
+    shapes = {
+        "fc.weight": (hidden_size, 2 * hidden_size),
+        "layers.0.self_attn.q_proj.weight": (hidden_size, hidden_size),
+        "layers.0.self_attn.k_proj.weight": (kv, hidden_size),
+        "layers.0.self_attn.v_proj.weight": (kv, hidden_size),
+        "layers.0.self_attn.o_proj.weight": (hidden_size, hidden_size),
+        "layers.0.mlp.gate_proj.weight": (inner, hidden_size),
+        "layers.0.mlp.up_proj.weight": (inner, hidden_size),
+        "layers.0.mlp.down_proj.weight": (hidden_size, inner),
+        "layers.0.post_attention_layernorm.weight": (hidden_size,),
+    }
+    if bias:
+        shapes["fc.bias"] = (hidden_size,)
+    if input_norm:
+        shapes["layers.0.input_layernorm.weight"] = (hidden_size,)
+    if embedding:
+        shapes["embed_tokens.weight"] = (config.vocab_size, hidden_size)
+    state = {key: torch.randn(shape) * 0.3 for key, shape in shapes.items()}
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(directory)
+    if fmt == "safetensors":
+        from safetensors.torch import save_file
+
+        save_file(state, directory / "model.safetensors")
+    else:
+        torch.save(state, directory / "pytorch_model.bin")
+    return state
+
+
+def write_eagle3(directory, *, draft_vocab=40, seed=2, layers=(0, 1, 2), fmt="safetensors", vocab=96):
+    """Write a random EAGLE-3 head in its published format; returns its tensors. ``layers``: whose inputs it reads."""
+    torch.manual_seed(seed)
+    config = tiny_config("llama", num_hidden_layers=1)
+    hidden, inner, kv = config.hidden_size, config.intermediate_size, config.num_key_value_heads * config.head_dim
+    shapes = {
+        "fc.weight": (hidden, 3 * hidden),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (draft_vocab, hidden),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "midlayer.self_attn.q_proj.weight": (hidden, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (kv, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (kv, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, hidden),
+        "midlayer.mlp.gate_proj.weight": (inner, hidden),
+        "midlayer.mlp.up_proj.weight": (inner, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, inner),
+    }
+    state = {key: torch.randn(shape) * 0.3 for key, shape in shapes.items()}
+    kept = torch.randperm(vocab)[:draft_vocab].sort().values
+    state["d2t"] = kept - torch.arange(draft_vocab)
+    state["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, kept, True)
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config.architectures = ["LlamaForCausalLMEagle3"]
+    config.draft_vocab_size = draft_vocab
+    if layers is not None:
+        config.eagle_config = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]}
+    config.save_pretrained(directory)
+    if fmt == "safetensors":
+        from safetensors.torch import save_file
+
+        save_file(state, directory / "model.safetensors")
+    else:
+        torch.save(state, directory / "pytorch_model.bin")
+    return state
+
+
+TEXT = ["the cat sat on the mat", "naïve café, déjà vu", "日本語のテキスト", "smile 🙂 and 👩‍👩‍👧", "a  b   c\n\td"]
+
+
+def byte_level_tokenizer(size=300):
+    """Byte-level BPE as Llama 3 and Qwen have it, with a start token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=["<|begin|>", "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT * 3, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+    return tokenizer
+
+
+def sentencepiece_tokenizer():
+    """BPE with byte fallback and spaces as sentencepiece writes them, as Llama 2 and Mistral have it."""
+    words = ["▁", "▁the", "▁cat", "a", "b", "c", "t", "h", "e", "▁▁", "\n", "é", ".", "▁a", "日"]
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    vocabulary |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    vocabulary |= {word: 259 + index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer

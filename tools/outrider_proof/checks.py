@@ -1,0 +1,147 @@
+"""Running one host program of one setup, and what must hold."""
+
+import time
+from dataclasses import dataclass, field
+
+from outrider_proof.decode_program import WrongTokens, implied_by
+from outrider_proof.fence_log import Drop, FenceLog
+from outrider_proof.setups import Served, alone, draw, engines_for, plain, simulated, synchronous
+from outrider_sanitizer import RaceError, watch
+from outrider_sim.explore import run_once
+from outrider_sim.strategies import make_strategy
+
+
+@dataclass
+class Outcome:
+    """What a run came to. ``error``: its name where it failed; ``implied``: fences that the findings imply."""
+
+    error: str = ""
+    text: str = ""
+    implied: tuple[str, ...] = ()
+    left_out: int = 0
+    covered: bool = False
+    counts: dict = field(default_factory=dict)
+
+
+def serve(setup, program, log):
+    """Run the program and compare. Raises what went wrong; returns counts."""
+    engines = engines_for(setup, program, log.wrap)
+    free = [(engine.free_pages, engine.free_rows) for engine in engines]
+    served = Served(engines, program, setup.proposer)
+    served.run()
+    for index, arrival in enumerate(program.arrivals):
+        got, wanted = tuple(served.got[index]), plain(setup.proposer, alone(arrival))
+        if got != (wanted[: len(got)] if served.ended[index] == "abort" else wanted):
+            raise WrongTokens(f"request {index} got {list(got)}, plain decoding gives {list(wanted)}")
+    if [(engine.free_pages, engine.free_rows) for engine in engines] != free:
+        raise WrongTokens("pages or rows weren't given back at the end")
+    reference = synchronous(setup.proposer, program)
+    ours = served.acceptance()
+    for index in ours.keys() & reference.keys():
+        if ours[index] != reference[index]:
+            raise WrongTokens(
+                f"request {index}: {ours[index]} iterations and tokens, the synchronous engine {reference[index]}"
+            )
+    records = served.records.values()
+    return {
+        "requests": len(program.arrivals),
+        "aborted": sum(reason == "abort" for reason in served.ended.values()),
+        "preempted": sum(record.preemptions > 0 for record in records),
+        "prefix_hits": sum(record.prefill_start > 0 for record in records),
+        "moved": served.moved,
+        "compared": len(ours.keys() & reference.keys()),
+        "iterations": sum(iterations for iterations, _ in ours.values()),
+        "verified": sum(tokens for _, tokens in ours.values()),
+    }
+
+
+def once(setup, program, *, strategy="program", seed=0, watched=True, drop=None, half="wait", consumer=None):
+    """One run under one schedule."""
+    backend = simulated(setup.like)
+    log = FenceLog(lambda stream: backend.control.steps(stream)[1], drop=drop, half=Drop(half), consumer=consumer)
+    outcome = Outcome()
+    reports = []
+
+    def run(device):
+        if not watched:
+            outcome.counts = serve(setup, program, log)
+            return
+        problem = None
+        with watch(device) as report:
+            try:
+                outcome.counts = serve(setup, program, log)
+                device.synchronize()
+            except Exception as error:
+                problem = error
+        reports.append(report)
+        report.raise_if_any()
+        if problem is not None:
+            raise problem
+
+    # What is computed on the host comes first: it must not be part of the schedule.
+    for arrival in program.arrivals:
+        plain(setup.proposer, alone(arrival))
+    synchronous(setup.proposer, program)
+    error = run_once(backend, run, make_strategy(strategy, seed, {}))
+    outcome.left_out = log.left_out
+    outcome.covered = bool(log.left_out) and log.covered
+    if error is not None:
+        outcome.error, outcome.text = type(error).__name__, str(error)[:2000]
+        if isinstance(error, RaceError):
+            outcome.implied = implied_by(reports[0], log)
+    return outcome
+
+
+def prove(setup, number, schedules):
+    """One host program under many schedules, the first two watched; a plain record of what came of it."""
+    program = draw(number)
+    start = time.perf_counter()
+    record = {"setup": setup.name, "program": number, "schedules": 0, "failures": []}
+    for seed in range(schedules):
+        strategy = "program" if seed == 0 else "mixed"
+        outcome = once(setup, program, strategy=strategy, seed=number * schedules + seed, watched=seed < 2)
+        record["schedules"] += 1
+        if outcome.error:
+            record["failures"].append({"seed": seed, "error": outcome.error, "text": outcome.text})
+        else:
+            record |= outcome.counts
+    return record | {"seconds": round(time.perf_counter() - start, 2)}
+
+
+def ordered_otherwise(setup, fence):
+    """Why a fence may be left out of a setup without a finding, though there is work around it; empty where it may not."""
+    if fence == "draft_outputs_ready" and setup.proposer == "none":
+        return "nothing is drafted"
+    if fence == "params_free" and setup.proposer.startswith(("none", "ngram")):
+        return "the host has waited for the lengths, behind the only stage that has parameters"
+    if fence == "results_ready" and setup.family == "npu":
+        return "copy has waited for published, behind verify, which writes the results"
+    return ""
+
+
+def drop(setup, fence, half, consumer, programs):
+    """Leave half a fence out until a watched run finds it and its findings imply that fence alone: *live*, or *unused* where
+    nothing was left out, or nothing that isn't ordered all the same.
+    """
+    left_out, covered = 0, True
+    for number in programs:
+        outcome = once(setup, draw(number), drop=fence, half=half, consumer=consumer)
+        left_out += outcome.left_out
+        covered = covered and (outcome.covered or not outcome.left_out)
+        if outcome.error:
+            what = "live" if outcome.implied == (fence,) else f"{outcome.error}, not named alone"
+            return {"result": what, "implied": list(outcome.implied), "program": number, "text": outcome.text}
+    if left_out and not covered and not ordered_otherwise(setup, fence):
+        return {"result": "not found", "left_out": left_out}
+    return {"result": "unused", "left_out": left_out, "why": ordered_otherwise(setup, fence)}
+
+
+def rate(setup, fence, consumer, number, schedules):
+    """How many schedules of one program show a dropped wait by tokens, acceptance, pages or errors alone."""
+    shown = {}
+    program = draw(number)
+    for seed in range(schedules):
+        outcome = once(setup, program, strategy="mixed", seed=seed, watched=False, drop=fence, consumer=consumer)
+        if outcome.error:
+            shown[outcome.error] = shown.get(outcome.error, 0) + 1
+    return {"runs": schedules, "shown": shown}

@@ -1,0 +1,163 @@
+"""``outrider explore``: run a program under many schedules, and shrink the first that fails."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from outrider.cli.environment import backend_from_environment
+from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.device.errors import CapabilityError, ConfigError
+from outrider.registry import Registry
+from outrider_proof.decode_exploration import DECODE, Exploration, explore_decode
+
+if TYPE_CHECKING:
+    from outrider.device import Backend
+
+_CONTROLLED = "sim"
+
+
+def explore(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME|MODULE:FUNCTION", help="A program of the corpus, or a function that takes a backend."),
+    ] = None,
+    backend: BackendOption = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help="program, lazy, slowest:stream=S, fastest:stream=S, random, pct:d=3, exhaustive or mixed, the default. A "
+            "device that decides its schedules itself runs decode alone, in the order of the program."
+        ),
+    ] = None,
+    iterations: Annotated[int, typer.Option(min=1, help="Schedules to try at most.")] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="Where strategies start drawing.")] = 0,
+    replay: Annotated[str | None, typer.Option(metavar="STRING", help="One run, with this schedule.")] = None,
+    drop_fence: Annotated[
+        str | None,
+        typer.Option("--drop-fence", metavar="NAME|every", help="decode: leave this fence out; every: each in turn."),
+    ] = None,
+    drop: Annotated[str, typer.Option(help="decode: the half of the fence that is left out, wait or record.")] = "wait",
+    speculate: Annotated[str, typer.Option(help="decode: eagle, ngram or none.")] = "eagle",
+    draft_topk: Annotated[int, typer.Option("--draft-topk", min=1, help="decode: 1 drafts chains, more drafts trees.")] = 1,
+    mode: Annotated[str, typer.Option(help="decode: staged or fused.")] = "staged",
+    graphs: Annotated[bool, typer.Option("--graphs", help="decode: replay stages from graphs in staged mode too.")] = False,
+    corrected: Annotated[bool, typer.Option("--corrected", help="The corrected program of the corpus.")] = False,
+    json_output: JsonOption = False,
+) -> Report:
+    """Run a program under many schedules. Exit code 1, with the shrunk schedule, when one makes it fail.
+
+    A program is a function of one argument, the backend; it makes its streams and tensors there and raises when
+    something is wrong. Without a name: the programs of the corpus. ``decode`` is the real engine on drawn host programs,
+    its tokens checked against plain decoding and the sanitizer watching; one of its fences can be left out.
+    """
+    del json_output
+    if name is None:
+        return _listing()
+    registry, spec = Registry(), backend or backend_from_environment() or _CONTROLLED
+    chosen = f"replay:{replay}" if replay is not None else strategy
+    if name == DECODE:
+        return explore_decode(
+            Exploration(
+                make=lambda: registry.create(spec),
+                strategy=chosen,
+                iterations=iterations,
+                seed=seed,
+                drop_fence=drop_fence,
+                drop=drop,
+                speculate=speculate,
+                draft_topk=draft_topk,
+                mode=mode,
+                graphs=graphs,
+            )
+        )
+    device = registry.create(spec)
+    control = device.control
+    if control is None:
+        raise CapabilityError(f"{device.label} decides its schedules itself; explore needs one such as 'sim'")
+    how = chosen or "mixed"
+    program = _program(name, corrected, device)
+    result = control.explore(program, strategy=how, iterations=iterations, seed=seed)
+    failure = result.failure
+    data: dict[str, Any] = {
+        "program": name,
+        "strategy": how,
+        "seed": seed,
+        "runs": result.runs,
+        "exhausted": result.exhausted,
+        "failed": failure is not None,
+    }
+    if failure is not None:
+        data |= {
+            "run": failure.run,
+            "error": {"type": type(failure.error).__name__, "message": str(failure.error)},
+            "schedule": str(failure.schedule),
+            "shrunk": str(failure.shrunk),
+            "orderings": list(failure.orderings),
+        }
+
+    def render(console: Console) -> None:
+        if failure is None:
+            every = ", and there are no others" if result.exhausted else ""
+            console.print(Text(f"{name} passed {result.runs} schedules{every}", style="green"))
+            return
+        console.print(Text(f"{name} failed in run {failure.run}: {type(failure.error).__name__}", style="bold red"))
+        console.print(str(failure.error))
+        for ordering in failure.orderings:
+            console.print(Text(f"  {ordering}", style="yellow"))
+        if not failure.orderings:
+            console.print("  in the order of the program itself")
+        console.print(f"replay with: outrider explore {name}{_options(backend, corrected)} --replay {failure.shrunk}")
+
+    return Report(data=data, render=render, exit_code=1 if failure is not None else 0)
+
+
+def _options(backend: str | None, corrected: bool) -> str:
+    return (f" --backend {backend}" if backend else "") + (" --corrected" if corrected else "")
+
+
+def _listing() -> Report:
+    from outrider_sanitizer.races import RACES
+
+    rows = [
+        {"name": race.name, "about": race.about, "kind": race.kind.value if race.kind else None, "needs": race.needs}
+        for race in RACES.values()
+    ]
+
+    def render(console: Console) -> None:
+        table = Table("name", "needs", "about", box=None, pad_edge=False)
+        for race in RACES.values():
+            table.add_row(race.name, race.needs, race.about)
+        console.print(table)
+
+    return Report(data={"programs": rows}, render=render)
+
+
+def _program(name: str, corrected: bool, device: Backend) -> Callable[[Backend], None]:
+    from outrider_sanitizer.races import RACES
+
+    module, colon, function = name.partition(":")
+    if not colon:
+        race = RACES.get(name)
+        if race is None:
+            raise ConfigError(f"the corpus has no program {name!r}; `outrider explore` lists it, or give MODULE:FUNCTION")
+        if race.needs and not getattr(device.capabilities, race.needs):
+            raise CapabilityError(f"{name!r} needs a backend with {race.needs}, which {device.label} doesn't declare")
+        return race.right if corrected else race.wrong
+    sys.path.insert(0, "")  # modules of the working directory, as with `python -m`
+    try:
+        found = getattr(import_module(module), function, None)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"program {name!r}: {error}") from error
+    finally:
+        sys.path.remove("")
+    if not callable(found):
+        raise ConfigError(f"program {name!r}: module {module!r} has no function {function!r}")
+    return found  # type: ignore[no-any-return]

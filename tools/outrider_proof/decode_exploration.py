@@ -1,0 +1,197 @@
+"""``outrider explore decode``: the engine on drawn host programs, under schedules that a tool decides or as it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from outrider.cli.report import Report
+from outrider.device.errors import CapabilityError
+from outrider_proof.decode_program import DecodeExplorer, HostProgram
+
+if TYPE_CHECKING:
+    from outrider.device import Backend
+
+DECODE = "decode"
+EVERY = "every"
+_PROGRAM_ORDER = "program"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exploration:
+    """What is run how often. ``make`` opens the device anew: one that decides its schedules itself has few streams, and an
+    engine keeps its own.
+
+    ``strategy``: how schedules are drawn; None: mixed, or the order of the program where the device decides itself, since the
+    sanitizer then needs one run alone. ``drop_fence``: a name, or ``every``: one after the other.
+    """
+
+    make: Callable[[], Backend]
+    iterations: int
+    seed: int
+    strategy: str | None = None
+    drop_fence: str | None = None
+    drop: str = "wait"
+    speculate: str = "eagle"
+    draft_topk: int = 1
+    mode: str = "staged"
+    graphs: bool = False
+
+    def explorer(self, device: Backend, like: DecodeExplorer | None = None) -> DecodeExplorer:
+        """The engine's programs on a device."""
+        return DecodeExplorer(
+            device,
+            speculate=self.speculate,
+            draft_topk=self.draft_topk,
+            mode=self.mode,
+            graphs=self.graphs,
+            drop=self.drop_fence,
+            half=self.drop,
+            like=like,
+        )
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What a report says about it."""
+        return {
+            "program": DECODE,
+            "strategy": self.strategy,
+            "seed": self.seed,
+            "speculate": self.speculate,
+            "draft_topk": self.draft_topk,
+            "mode": self.mode,
+            "graphs": self.graphs,
+        }
+
+
+def explore_decode(exploration: Exploration) -> Report:
+    """Run host programs, each under a schedule of its own; stop at the first that fails."""
+    device = exploration.make()
+    default = "mixed" if device.control is not None else _PROGRAM_ORDER
+    chosen = replace(exploration, strategy=exploration.strategy or default)
+    if device.control is None and chosen.strategy != _PROGRAM_ORDER:
+        raise CapabilityError(
+            f"{device.label} decides its schedules itself: it runs decode in the order of the program alone; leave out "
+            "--strategy and --replay, or use a backend such as 'sim'"
+        )
+    if chosen.drop_fence == EVERY:
+        return _explore_every_fence(chosen, device)
+    data = {
+        **chosen.described,
+        "dropped": f"{chosen.drop} of {chosen.drop_fence}" if chosen.drop_fence else None,
+        **_explored(chosen, device, chosen.explorer(device)),
+    }
+    data.pop("left_out")
+    return Report(data=data, render=lambda console: _render(console, data), exit_code=1 if data["failed"] else 0)
+
+
+def _explored(chosen: Exploration, device: Backend, explorer: DecodeExplorer) -> dict[str, Any]:
+    """The programs one after the other: how many ran, and what the first failure was. ``left_out``: how often a half of the
+    fence was.
+    """
+    found: dict[str, Any] = {"runs": 0, "failed": False, "left_out": 0}
+    for number in range(chosen.seed, chosen.seed + chosen.iterations):
+        program = explorer.program(number)
+        error, schedule = _run(chosen, device, explorer, program, number)
+        found["runs"] += 1
+        found["left_out"] += explorer.log.left_out if explorer.log is not None else 0
+        if error is not None:
+            return found | {
+                "failed": True,
+                "run": number,
+                "host_program": asdict(program),
+                "error": {"type": type(error).__name__, "message": str(error)},
+                "implied": list(explorer.implied()),
+                **schedule,
+            }
+        if device.control is None:
+            device = chosen.make()
+            explorer = chosen.explorer(device, explorer)
+    return found
+
+
+def _run(
+    chosen: Exploration, device: Backend, explorer: DecodeExplorer, program: HostProgram, number: int
+) -> tuple[BaseException | None, dict[str, Any]]:
+    """One program once: what went wrong, and where a tool decided it, the schedule in which it did."""
+    control = device.control
+    if control is None:
+        try:
+            explorer.run(program, device)
+        except Exception as error:
+            return error, {"shrunk": None, "orderings": []}
+        return None, {}
+    control.reset()
+    result = control.explore(
+        lambda backend: explorer.run(program, backend), strategy=str(chosen.strategy), iterations=1, seed=number
+    )
+    failure = result.failure
+    if failure is None:
+        return None, {}
+    return failure.error, {"shrunk": str(failure.shrunk), "orderings": list(failure.orderings)}
+
+
+def _explore_every_fence(chosen: Exploration, device: Backend) -> Report:
+    """With every fence, then without each of them in turn: silence first, and then a finding for each that is used."""
+    from outrider.engine.fences import FENCES
+
+    explorer: DecodeExplorer | None = None
+    rows: list[dict[str, Any]] = []
+    for name in (None, *(fence.name for fence in FENCES)):
+        one = replace(chosen, drop_fence=name)
+        if device.control is None or explorer is None:
+            device = one.make()
+        explorer = one.explorer(device, explorer)
+        found = _explored(one, device, explorer)
+        races = found["failed"] and found["error"]["type"] == "RaceError"
+        rows.append(
+            {
+                "dropped": name,
+                "used": name is None or found["left_out"] > 0,
+                "runs": found["runs"],
+                "found": races,
+                "implied": found.get("implied", []),
+                "error": found["error"] if found["failed"] and not races else None,
+            }
+        )
+    right = all(_as_it_should(row) for row in rows)
+    data = {**chosen.described, "drop": chosen.drop, "device": device.label, "fences": rows, "right": right}
+    return Report(data=data, render=lambda console: _render_fences(console, data), exit_code=0 if right else 1)
+
+
+def _as_it_should(row: Mapping[str, Any]) -> bool:
+    """Nothing is found with every fence; without one that is used, a race is."""
+    if row["dropped"] is None:
+        return not row["found"] and row["error"] is None
+    return bool(row["found"]) or not row["used"]
+
+
+def _render(console: Console, data: Mapping[str, Any]) -> None:
+    if not data["failed"]:
+        how = "in the order of the program" if data["strategy"] == _PROGRAM_ORDER else "each under a schedule of its own"
+        console.print(Text(f"{data['runs']} host programs, {how}: all right", style="green"))
+        return
+    console.print(Text(f"host program {data['run']} failed: {data['error']['type']}", style="bold red"))
+    console.print(data["error"]["message"], markup=False)
+    if data["implied"]:
+        console.print(Text(f"the finding implies: {', '.join(data['implied'])}", style="bold yellow"))
+    console.print(f"run it again with: outrider explore decode --seed {data['run']} --iterations 1", markup=False)
+
+
+def _render_fences(console: Console, data: Mapping[str, Any]) -> None:
+    console.print(
+        f"decode on {data['device']}, {data['mode']}{', graphs' if data['graphs'] else ''}: the {data['drop']} dropped"
+    )
+    table = Table("fence", "programs", "found", "the finding implies", box=None, pad_edge=False)
+    for row in data["fences"]:
+        said = "a race" if row["found"] else "nothing" if row["error"] is None else row["error"]["type"]
+        if not row["used"]:
+            said = "not used here"
+        text = Text(said, style="green" if _as_it_should(row) else "bold red")
+        table.add_row(row["dropped"] or "(none)", str(row["runs"]), text, ", ".join(row["implied"]))
+    console.print(table)

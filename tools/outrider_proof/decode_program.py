@@ -1,0 +1,318 @@
+"""The real engine on drawn host programs, watched.
+
+A host program is a batch mix: prompts, lengths, arrivals, aborts, hand-overs between two engines, sizes of the engines. Each
+is run once under a schedule, with the sanitizer watching, and its tokens are compared with plain greedy decoding on the
+reference backend.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outrider.cli.models import bundled
+from outrider.device.errors import ConfigError, OutriderError, RequestError
+from outrider.registry import Registry
+
+if TYPE_CHECKING:
+    from outrider.device import Backend, Fence
+    from outrider.engine.engine import Engine
+    from outrider.engine.requests.request import Completion
+    from outrider.model import Decoder
+    from outrider_proof.fence_log import FenceLog
+    from outrider_sanitizer import Finding
+    from outrider_sanitizer import Report as Findings
+
+_CONTEXT = 96
+_LONGEST = 14
+_MOVING = 0.3
+"""How many of the programs hand requests over."""
+
+
+class WrongTokens(OutriderError):
+    """The engine's output isn't what plain decoding gives, or it lost a page or a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request: a slice of the text, how much it may write, when it comes and when, if ever, it's aborted.
+
+    ``moves``: how many steps after its arrival it goes over to the other engine, or as soon after as it can; each time.
+    """
+
+    start: int
+    length: int
+    max_tokens: int
+    step: int
+    abort_after: int | None
+    moves: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HostProgram:
+    """Requests, and the sizes of the engine that serves them."""
+
+    arrivals: tuple[Arrival, ...]
+    max_requests: int
+    page_size: int
+    spare_pages: int
+    prefill_chunk: int
+    draft_tokens: int
+
+    @classmethod
+    def draw(cls, seed: int, text: int) -> HostProgram:
+        """The program numbered ``seed`` over a text of ``text`` tokens."""
+        rng = random.Random(seed)
+        moving = random.Random(f"hand-over {seed}")  # drawn apart, so that it changes nothing else of a program
+        moves = moving.random() < _MOVING
+        arrivals = []
+        for _ in range(rng.randint(1, 4)):
+            length = rng.randint(1, 40)
+            start = rng.randrange(text - length) if rng.random() < 0.7 else 0  # prompts that share a prefix
+            abort = rng.randint(0, 4) if rng.random() < 0.25 else None
+            times = tuple(sorted(moving.randint(1, 8) for _ in range(moving.randint(1, 3)))) if moves else ()
+            arrivals.append(Arrival(start, length, rng.randint(1, _LONGEST), rng.randint(0, 4), abort, times))
+        return cls(
+            arrivals=tuple(arrivals),
+            max_requests=rng.randint(1, 4),
+            page_size=rng.choice((2, 4, 16)),
+            spare_pages=rng.randint(0, 20),
+            prefill_chunk=rng.choice((5, 16, 64)),
+            draft_tokens=rng.randint(2, 4),
+        )
+
+
+class DecodeExplorer:
+    """The bundled model on a backend whose schedule is decided, and the reference to compare with.
+
+    Weights are loaded once, before anything is scheduled; each run builds an engine of its own. ``like``: another one, whose
+    reference and its tokens are taken over.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        speculate: str,
+        draft_topk: int = 1,
+        mode: str = "staged",
+        graphs: bool = False,
+        drop: str | None = None,
+        half: str = "wait",
+        consumer: str | None = None,
+        like: DecodeExplorer | None = None,
+    ) -> None:
+        import torch
+
+        from outrider.engine.engine import Engine
+        from outrider.engine.fences import FENCES
+        from outrider.model import Tokenizer, load_decoder
+        from outrider_proof.fence_log import Drop
+
+        if speculate not in ("eagle", "ngram", "none"):
+            raise ConfigError(f"--speculate is {speculate!r}; decode explores eagle, ngram and none")
+        if drop is not None and drop not in {fence.name for fence in FENCES}:
+            raise ConfigError(f"there is no fence {drop!r}; `outrider fences` lists them")
+        if half not in tuple(Drop):
+            raise ConfigError(f"--drop is {half!r}; expected wait or record")
+        self.backend = backend
+        self._speculate, self._topk, self._drop, self._half = speculate, draft_topk, drop, Drop(half)
+        self._mode, self._graphs, self._consumer = mode, graphs, consumer
+        self._model = load_decoder(bundled("target"), backend=backend, dtype=torch.float32)
+        backend.synchronize()
+        self._text = Tokenizer.from_checkpoint(bundled("target")).encode(inspect.getsource(Engine))
+        self._plain: dict[tuple[int, ...], tuple[int, ...]] = {} if like is None else like._plain
+        self._reference: Decoder = _reference_model() if like is None else like._reference
+        self.findings: Findings | None = None
+        self.log: FenceLog | None = None
+
+    def program(self, seed: int) -> HostProgram:
+        """The host program numbered ``seed``."""
+        return HostProgram.draw(seed, len(self._text))
+
+    def expected(self, arrival: Arrival) -> tuple[int, ...]:
+        """Plain greedy tokens for the whole length that any request may write."""
+        prompt = self._prompt(arrival)
+        if prompt not in self._plain:
+            self._plain[prompt] = _plain(self._reference, prompt).token_ids
+        return self._plain[prompt][: arrival.max_tokens]
+
+    def run(self, program: HostProgram, backend: Backend) -> None:
+        """Run it once, watched. Raises :class:`WrongTokens`, or the sanitizer's RaceError, or what the engine raised."""
+        from outrider_proof.fence_log import FenceLog
+        from outrider_sanitizer import watching
+
+        expected = [self.expected(arrival) for arrival in program.arrivals]
+        # The engine orders whole tensors of rows, never some rows of one against others.
+        with watching(backend, rows_apart=False) as sanitizer:
+            self.findings = sanitizer.report
+            self.log = FenceLog(sanitizer.position, drop=self._drop, half=self._half, consumer=self._consumer)
+            problem: Exception | None = None
+            try:
+                self._serve(program, expected)
+                backend.synchronize()
+            except Exception as error:
+                problem = error
+        # A race explains a wrong token, not the other way round.
+        self.findings.raise_if_any()
+        if problem is not None:
+            raise problem
+
+    def implied(self) -> tuple[str, ...]:
+        """The fences that the findings of the last run imply."""
+        if self.findings is None or self.log is None:
+            return ()
+        return implied_by(self.findings.findings, self.log)
+
+    def _prompt(self, arrival: Arrival) -> tuple[int, ...]:
+        return tuple(self._text[arrival.start : arrival.start + arrival.length])
+
+    def _engine(self, program: HostProgram) -> Engine:
+        from outrider.engine.config import EngineConfig
+        from outrider.engine.engine import Engine
+        from outrider.speculative.build import DraftOptions, build
+
+        config = EngineConfig(
+            max_requests=program.max_requests,
+            page_size=program.page_size,
+            num_pages=1 + -(-(_CONTEXT + 16) // program.page_size) + program.spare_pages,
+            prefill_chunk=program.prefill_chunk,
+            draft_tokens=program.draft_tokens,
+            max_context=_CONTEXT,
+            overlap=True,
+            mode=self._mode,
+            graphs=self._graphs,
+        )
+        options = DraftOptions(
+            target=self._model,
+            backend=self.backend,
+            dtype=config.torch_dtype,
+            directory=bundled("eagle") if self._speculate == "eagle" else None,
+            draft_tokens=config.draft_tokens,
+            topk=self._topk,
+        )
+        proposer = build(self._speculate, options)
+        return Engine(self._model, self.backend, proposer=proposer, config=config, wrap_fence=self.wrap)
+
+    def wrap(self, fence: Fence) -> Fence:
+        """What the engine's fences are wrapped in."""
+        assert self.log is not None
+        return self.log.wrap(fence)
+
+    def _serve(self, program: HostProgram, expected: list[tuple[int, ...]]) -> None:
+        """Run the program's requests to their ends and compare. Raises :class:`WrongTokens`."""
+        moves = any(arrival.moves for arrival in program.arrivals)
+        engines = [self._engine(program) for _ in range(2 if moves else 1)]
+        free = [(engine.free_pages, engine.free_rows) for engine in engines]
+        serving = Serving(engines, program, self._prompt)
+        serving.run()
+        for index, wanted in enumerate(expected):
+            got = serving.got[index]
+            if serving.ended[index] == "abort":
+                wanted = wanted[: len(got)]
+            if tuple(got) != wanted:
+                raise WrongTokens(f"request {index} got {got}, plain decoding gives {list(wanted)}")
+        for engine, (pages, rows) in zip(engines, free, strict=True):
+            if (engine.free_pages, engine.free_rows) != (pages, rows):
+                raise WrongTokens(
+                    f"{pages - engine.free_pages} pages and {rows - engine.free_rows} rows weren't given back at the end"
+                )
+
+
+class Serving:
+    """A host program's requests on their way through one engine, or two that hand them over to each other.
+
+    ``got``: the tokens of each request, in the order of the program; ``ended``: its finish reason.
+    """
+
+    def __init__(self, engines: Sequence[Engine], program: HostProgram, prompt: Callable[[Arrival], tuple[int, ...]]) -> None:
+        self._engines, self._prompt = engines, prompt
+        self._arrivals = program.arrivals
+        self._waiting = sorted(range(len(program.arrivals)), key=lambda i: program.arrivals[i].step)
+        self._request: dict[int, tuple[int, int]] = {}  # request of the program → engine, id there
+        self._index: dict[tuple[int, int], int] = {}  # and back; stays when the request has gone over
+        self._since: dict[int, int] = {}
+        self._moves = {index: list(arrival.moves) for index, arrival in enumerate(program.arrivals)}
+        self.got: dict[int, list[int]] = {index: [] for index in self._waiting}
+        self.ended: dict[int, str] = {}
+        self.moved = 0
+
+    def run(self) -> None:
+        """Step until nothing is left."""
+        step = 0
+        while self._waiting or any(engine.has_unfinished for engine in self._engines):
+            self._arrive(step)
+            for index in [i for i in self._request if i not in self.ended]:
+                age = step - self._since[index]
+                after = self._arrivals[index].abort_after
+                side, request = self._request[index]
+                if after is not None and age >= after:
+                    with suppress(RequestError):  # over by now: a hand-over beside it has read its results
+                        self._engines[side].abort(request)
+                elif self._moves[index] and age >= self._moves[index][0]:
+                    self._move(index, side, request)
+            for side, engine in enumerate(self._engines):
+                for output in engine.step():
+                    index = self._index[side, output.request_id]
+                    self.got[index].extend(output.tokens)
+                    if output.finish_reason is not None and output.finish_reason != "hand_over":
+                        self.ended[index] = output.finish_reason
+            step += 1
+        for engine in self._engines:
+            engine.drain()
+
+    def _arrive(self, step: int) -> None:
+        from outrider.engine.requests.request import SamplingParams
+
+        while self._waiting and self._arrivals[self._waiting[0]].step <= step:
+            index = self._waiting.pop(0)
+            arrival = self._arrivals[index]
+            params = SamplingParams(max_tokens=arrival.max_tokens)
+            self._place(index, 0, self._engines[0].add_request(self._prompt(arrival), params))
+            self._since[index] = step
+
+    def _move(self, index: int, side: int, request: int) -> None:
+        try:
+            handed = self._engines[side].hand_over(request)
+        except RequestError:
+            return  # at its prompt still, or over by now
+        self._moves[index].pop(0)
+        self._place(index, 1 - side, self._engines[1 - side].take_over(handed))
+        self.moved += 1
+
+    def _place(self, index: int, side: int, request: int) -> None:
+        self._request[index] = side, request
+        self._index[side, request] = index
+
+
+def implied_by(findings: Iterable[Finding], log: FenceLog) -> tuple[str, ...]:
+    """The fences that ``findings`` imply, by where ``log`` has them declared."""
+    names: dict[str, None] = {}
+    for finding in findings:
+        if finding.first is not None:
+            first, second = ("host" if site.host else site.actor for site in (finding.first, finding.second))
+            names.update(dict.fromkeys(log.implied((first, finding.first.last), (second, finding.second.position))))
+    return tuple(names)
+
+
+def _reference_model() -> Decoder:
+    import torch
+
+    from outrider.model import load_decoder
+
+    return load_decoder(bundled("target"), backend=Registry().create("cpu"), dtype=torch.float32)
+
+
+def _plain(model: Decoder, prompt: tuple[int, ...]) -> Completion:
+    from outrider.engine.config import EngineConfig
+    from outrider.engine.engine import Engine
+    from outrider.engine.requests.request import SamplingParams
+
+    config = EngineConfig(max_requests=1, max_context=_CONTEXT)
+    engine = Engine(model, Registry().create("cpu"), config=config)
+    (completion,) = engine.generate([prompt], SamplingParams(max_tokens=_LONGEST))
+    return completion

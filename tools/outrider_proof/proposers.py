@@ -1,0 +1,85 @@
+"""Every proposer over tiny models, as programs for the simulated accelerator."""
+
+import dataclasses
+
+import torch
+
+from outrider import Engine, EngineConfig, SamplingParams
+from outrider.model import Decoder, Eagle3Head, EagleHead, MtpHead
+from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
+from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
+from outrider.speculative.mtp import MtpProposer
+from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.tree import DynamicTree, FixedTree
+from outrider_proof import tiny
+
+PROMPTS, NEW_TOKENS = [(3,), (1, 2, 3, 4, 5)], 10
+
+
+def moved(value, device):
+    """Weights, copied to a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(moved(each, device) for each in value)
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: moved(getattr(value, field.name), device) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value
+
+
+def decoder(model, backend):
+    return Decoder(model.config, moved(model.weights, backend.device), backend.kernels_in_use)
+
+
+def eagle(target):
+    head = tiny.eagle_head()
+    return EagleHead(head.config, moved(head.weights, target.device), target)
+
+
+def eagle3(target):
+    head = tiny.eagle3_head()
+    return Eagle3Head(head.config, moved(head.weights, target.device), target, capture_layers=head.capture_layers)
+
+
+def mtp(target):
+    return [MtpHead(h.config, moved(h.weights, target.device), target, ahead=h.ahead) for h in tiny.mtp_heads()]
+
+
+def shape():
+    return DynamicTree(topk=3, depth=3)
+
+
+MAKERS = {
+    "eagle": lambda t, _: EagleProposer(eagle(t), draft_tokens=3),
+    "eagle-tree": lambda t, _: EagleTreeProposer(eagle(t), shape()),
+    "eagle-fixed-tree": lambda t, _: EagleTreeProposer(eagle(t), FixedTree.regular((3, 2, 1))),
+    "eagle3": lambda t, _: EagleProposer(eagle3(t), draft_tokens=3),
+    "eagle3-tree": lambda t, _: EagleTreeProposer(eagle3(t), shape()),
+    "mtp": lambda t, _: MtpProposer(mtp(t)),
+    "mtp-tree": lambda t, _: MtpProposer(mtp(t), branches=3),
+    "draft-model": lambda t, b: DraftModelProposer(decoder(tiny.draft_model(), b), target=t, draft_tokens=3),
+    "draft-model-tree": lambda t, b: DraftModelTreeProposer(decoder(tiny.draft_model(), b), target=t, shape=shape()),
+    "none": lambda t, _: None,
+    "ngram": lambda t, _: NgramProposer(vocab_size=t.config.vocab_size, draft_tokens=3),
+    "ngram-tree": lambda t, _: NgramProposer(vocab_size=t.config.vocab_size, draft_tokens=3, branches=3),
+}
+
+
+def program(name, **config):
+    """Generate with one proposer, greedy and sampling, and compare the greedy tokens with plain decoding."""
+    config = {"max_context": 32, "max_requests": 2, "page_size": 4, "prefill_chunk": 4, "overlap": True} | config
+
+    def run(backend):
+        loading = backend.create_stream("load")
+        with backend.on(loading):
+            target = decoder(tiny.target(), backend)
+            proposer = MAKERS[name](target, backend)
+        loading.synchronize()
+        engine = Engine(target, backend, proposer=proposer, config=EngineConfig(dtype="float64", **config))
+        results = engine.generate(PROMPTS, SamplingParams(max_tokens=NEW_TOKENS))
+        for prompt, result in zip(PROMPTS, results, strict=True):
+            assert result.token_ids == tiny.plain(prompt, NEW_TOKENS)
+        engine.generate(PROMPTS, SamplingParams(max_tokens=4, temperature=1.0))
+
+    return run

@@ -1,0 +1,142 @@
+"""``outrider sanitize``: run a script and say which orderings it lacks."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from outrider.cli.environment import backend_from_environment
+from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.device.errors import ConfigError
+from outrider.registry import BackendSpec, Registry
+
+if TYPE_CHECKING:
+    from outrider.device import Backend
+    from outrider_sanitizer import Finding
+    from outrider_sanitizer import Report as Findings
+
+
+def sanitize(
+    script: Annotated[list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help="The script and its arguments.")],
+    backend: BackendOption = None,
+    advice: Annotated[bool, typer.Option("--advice/--no-advice", help="List waits that order nothing new.")] = True,
+    json_output: JsonOption = False,
+) -> Report:
+    """Run a Python script and report races, stale reads and lost flags. Exit code 1 when there are any."""
+    del json_output
+    path = Path(script[0])
+    if not path.is_file():
+        raise ConfigError(f"script {script[0]!r} doesn't exist; usage: outrider sanitize [--backend NAME] -- script.py args")
+    registry = Registry()
+    found, failure = _run(registry, registry.select(backend, backend_from_environment()), path, script)
+    clean = all(report.clean for report in found)
+    data = {"clean": clean, "script_error": failure, "reports": [report.as_dict() for report in found]}
+
+    def render(console: Console) -> None:
+        for report in found:
+            show(console, report, advice)
+        if failure:
+            console.print(Text(f"the script ended with {failure}", style="bold red"))
+
+    return Report(data=data, render=render, exit_code=0 if clean and failure is None else 1)
+
+
+def _run(registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str]) -> tuple[list[Findings], str | None]:
+    reports: list[Findings] = []
+    failure: str | None = None
+    # The script may use the device that was named through torch alone, or make backends of its own.
+    with (
+        with_new_backends(registry.create(spec), lambda made, stack: reports.append(stack.enter_context(_watch(made)))),
+        as_main(path, argv),
+    ):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as error:
+            failure = None if error.code in (None, 0) else f"exit code {error.code}"
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+    # A backend that nothing was done with has nothing to say, unless it's the only one.
+    used = [report for report in reports if report.operations or not report.clean]
+    return used or reports[:1], failure
+
+
+def _watch(backend: Backend) -> AbstractContextManager[Findings]:
+    from outrider_sanitizer import watch
+
+    return watch(backend)
+
+
+@contextmanager
+def with_new_backends(first: Backend, attach: Callable[[Backend, ExitStack], None]) -> Generator[None]:
+    """Call ``attach`` for a backend, and for each that is made through the registry while the scope lasts; what it enters
+    is left at the end.
+    """
+    original = Registry.create
+    with ExitStack() as stack:
+        attach(first, stack)
+
+        def create(self: Registry, spec: BackendSpec | str) -> Backend:
+            made = original(self, spec)
+            attach(made, stack)
+            return made
+
+        Registry.create = create  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Registry.create = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def as_main(path: Path, argv: Sequence[str]) -> Generator[None]:
+    """Let a script find its arguments and its neighbours."""
+    before, paths = sys.argv, list(sys.path)
+    sys.argv = list(argv)
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = before, paths
+
+
+def show(console: Console, report: Findings, advice: bool) -> None:
+    """Print a report for people."""
+    total = f"{report.operations} operations on {report.backend}"
+    if report.clean:
+        console.print(Text(f"clean: {total}", style="green"))
+    else:
+        console.print(Text(f"{len(report)} finding{'s' if len(report) > 1 else ''} in {total}", style="bold red"))
+    for number, finding in enumerate(report, 1):
+        _show_finding(console, number, finding)
+    if report.left_out:
+        console.print(f"and {report.left_out} more that aren't listed")
+    if advice and report.advice:
+        console.print(Text("\nwaits that could go", style="bold"))
+        for item in report.advice:
+            console.print(f"  {item}")
+    for spot in report.blind_spots:
+        console.print(Text(f"not seen: {spot}", style="dim"))
+
+
+def _show_finding(console: Console, number: int, finding: Finding) -> None:
+    times = f" ({finding.count} times)" if finding.count > 1 else ""
+    console.print(Text(f"\n{number}. {finding.kind.value}{times}", style="bold"))
+    rows = (
+        ("first", finding.first, ""),
+        ("then" if finding.first else "at", finding.second, ""),
+        ("memory", finding.memory, ""),
+        ("now", finding.hint, ""),
+        ("fix", finding.missing, "green"),
+        ("replay", finding.schedule, "cyan"),
+    )
+    for title, text, style in rows:
+        if text:
+            console.print(Text(f"   {title:<7} ", style="dim") + Text(str(text), style=style))

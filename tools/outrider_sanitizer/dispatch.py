@@ -1,0 +1,377 @@
+"""Accesses derived from torch's dispatcher, for backends that don't report them.
+
+Every operator that passes the dispatcher on a watched thread is read by its schema: tensor arguments are reads, those
+with a writing alias annotation are writes, and returns that alias nothing are fresh memory. A storage is known by its
+object, not by its address; the sanitizer holds it weakly, so the address of a freed one isn't taken for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from outrider.device import ROW_ACCESS, Access, Operation
+from outrider_sanitizer.ordering import HOST
+from outrider_sanitizer.places import here
+from outrider_sanitizer.sanitizer import Sanitizer
+
+if TYPE_CHECKING:
+    from outrider.device import Backend, Event, Graph, Stream
+
+_AMBIENT = "default"
+_BORN = "_outrider_born"
+_INDEXED = frozenset(
+    f"aten::{name}"
+    for name in (
+        "embedding",
+        "gather",
+        "index",
+        "index_add_",
+        "index_copy_",
+        "index_fill_",
+        "index_put_",
+        "_index_put_impl_",
+        "index_select",
+        "scatter_",
+        "scatter_add_",
+    )
+)
+_APART = "which rows an operator takes by data: two such accesses to one memory are taken to be disjoint"
+_BLIND = (
+    "kernels launched outside torch's dispatcher, and what an operator does beyond its schema",
+    "pinned memory touched through an array that numpy() gave away, after that call",
+    "threads that were started before the run was watched",
+)
+
+
+class _Operands(NamedTuple):
+    """How an operator treats its arguments: (name, writes) by position and by keyword, and whether results are views."""
+
+    names: tuple[str, ...]
+    writes: frozenset[str]
+    fresh: bool  # some return is memory of its own
+    empty: bool  # it allocates and writes nothing
+    waits: bool  # it gives a value to the host
+    rows: frozenset[str]
+
+
+def _operands(func: Any) -> _Operands:
+    schema = func._schema
+    name: str = schema.name
+    writes = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    fresh = any(r.alias_info is None and "Tensor" in str(r.type) for r in schema.returns)
+    return _Operands(
+        names=tuple(a.name for a in schema.arguments),
+        writes=writes,
+        fresh=fresh,
+        empty=fresh and name.split("::")[-1].startswith(("empty", "new_empty")),
+        waits=name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"),
+        rows=frozenset(ROW_ACCESS.get(name, ("self", "weight") if name in _INDEXED else ())),
+    )
+
+
+class _Known:
+    """A storage that was seen."""
+
+    __slots__ = ("device", "home", "number", "pinned", "weak")
+
+    def __init__(self, number: int, weak: StorageWeakRef, device: bool, pinned: bool, home: str) -> None:
+        self.number = number
+        self.weak = weak
+        self.device = device
+        self.pinned = pinned
+        self.home = home
+
+
+class Storages:
+    """Numbers for storages, never used twice."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._known: dict[int, _Known] = {}
+        self._suspects: list[int] = []
+        self._count = 0
+
+    def known(self, tensor: Tensor) -> tuple[_Known, bool] | None:
+        """The storage of a tensor and whether it's new; None for host memory that the device can't reach."""
+        device = tensor.device.type == self._backend.device.type
+        if not device and tensor.device.type != "cpu":
+            return None  # another device's
+        storage = tensor.untyped_storage()
+        # The weak reference keeps the storage's header, so this number isn't given to another while we know it.
+        key = storage._cdata
+        known = self._known.get(key)
+        if known is not None and not known.weak.expired():
+            return (known, False) if known.device or known.pinned else None
+        pinned = not device and self._backend.is_pinned(tensor)
+        self._count += 1
+        known = _Known(self._count, StorageWeakRef(storage), device, pinned, "")
+        self._known[key] = known
+        return (known, True) if device or pinned else None
+
+    def note(self, tensor: Tensor) -> None:
+        """Look at the tensor's storage again when this object goes."""
+        key = tensor.untyped_storage()._cdata
+        weak = ref(tensor, partial(self._suspect, key))
+        # The reference must live as long as the tensor, and the tensor's own dictionary does.
+        tensor.__dict__.setdefault("_outrider_refs", []).append(weak)
+
+    def _suspect(self, key: int, _: object) -> None:
+        self._suspects.append(key)
+
+    def gone(self) -> list[_Known]:
+        """Storages that have been freed since the last call."""
+        found = []
+        while self._suspects:
+            key = self._suspects.pop()
+            known = self._known.get(key)
+            if known is not None and known.weak.expired():
+                del self._known[key]
+                found.append(known)
+        return found
+
+
+class DerivedSanitizer(Sanitizer):
+    """The sanitizer of a backend that reports no accesses. ``rows_apart``: see :func:`~outrider_sanitizer.watch`."""
+
+    def __init__(self, backend: Backend, *, rows_apart: bool = True) -> None:
+        super().__init__(backend)
+        self.report.blind_spots.extend((_APART, *_BLIND) if rows_apart else _BLIND)
+        self._rows_apart = rows_apart
+        self._storages = Storages(backend)
+        self._schemas: dict[Any, _Operands] = {}
+        self._scopes = threading.local()
+        self._index: dict[str, int] = {}
+        """Steps that each stream was given: operations, records, waits, replays, and the steps of these."""
+        self._outside: dict[str, int] = {}
+        self._captured: WeakKeyDictionary[Graph, int] = WeakKeyDictionary()
+        self._host_only = backend.device.type == "cpu"
+
+    # -- placement -------------------------------------------------------------------------------------------------
+
+    @property
+    def _scope(self) -> list[str]:
+        found: list[str] | None = getattr(self._scopes, "streams", None)
+        if found is None:
+            found = self._scopes.streams = []
+        return found
+
+    def scope_entered(self, stream: Stream) -> None:
+        self._scope.append(stream.name)
+        # The scope may have brought a dispatch mode of the plugin's own, which would take the operations before an
+        # outer mode sees them: ours must be the innermost.
+        mode = _Mode(self)
+        self._modes.append(mode)
+        mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def scope_left(self, stream: Stream) -> None:
+        del stream
+        self._scope.pop()
+        self._modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @property
+    def _modes(self) -> list[_Mode]:
+        found: list[_Mode] | None = getattr(self._scopes, "modes", None)
+        if found is None:
+            found = self._scopes.modes = []
+        return found
+
+    def innermost(self, mode: _Mode) -> bool:
+        """Whether no other mode of this sanitizer lies inside ``mode`` on the calling thread."""
+        return not self._modes or self._modes[-1] is mode
+
+    def capture_began(self, graph: Graph, stream: Stream) -> None:
+        self._scope.append(stream.name)  # a capture places its callable without a scope of the seam
+        with self._lock:
+            self._outside, self._index = self._index, {}  # what is captured counts from the graph's beginning
+        super().capture_began(graph, stream)
+
+    def capture_ended(self, graph: Graph, failed: bool) -> None:
+        super().capture_ended(graph, failed)
+        with self._lock:
+            self._captured[graph] = self._index.get(self._scope.pop(), 0)
+            self._index = self._outside
+
+    def replayed(self, graph: Graph, stream: Stream, generation: int) -> None:
+        super().replayed(graph, stream, generation)
+        with self._lock:
+            if graph in self._captured:
+                self._index[stream.name] = self._index.get(stream.name, 0) + 1 + self._captured[graph]
+
+    def recorded(self, stream: Stream, event: Event, generation: int) -> None:
+        super().recorded(stream, event, generation)
+        self._step(stream.name)
+
+    def waited(self, stream: Stream, event: Event, generation: int) -> None:
+        super().waited(stream, event, generation)
+        self._step(stream.name)
+
+    def _step(self, stream: str) -> int:
+        """Count a step; which one it is."""
+        with self._lock:
+            index = self._index.get(stream, 0)
+            self._index[stream] = index + 1
+        return index
+
+    def _steps(self, stream: str) -> tuple[str, int] | None:
+        return None if stream == HOST else (stream, self._index.get(stream, 0))
+
+    def locate(self, tensor: Tensor) -> Access | None:
+        known = self._storages.known(tensor)
+        return _extent(tensor, known[0].number, False, "", -1) if known is not None else None
+
+    # -- operators -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def scope(self) -> Generator[None]:
+        """Also see reads of host memory that don't pass the dispatcher."""
+        before = {name: getattr(Tensor, name) for name in ("tolist", "numpy")}
+
+        def reading(original: Any) -> Any:
+            def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+                self._host_read(tensor)
+                return original(tensor, *args, **kwargs)
+
+            return read
+
+        for name, original in before.items():
+            setattr(Tensor, name, reading(original))
+        try:
+            yield
+        finally:
+            for name, original in before.items():
+                setattr(Tensor, name, original)
+
+    def _host_read(self, tensor: Tensor) -> None:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return  # device memory comes to the host through an operator
+        with self._lock:
+            known = self._storages.known(tensor)
+            if known is not None:
+                self.host_accessed(_extent(tensor, known[0].number, False, "", getattr(tensor, _BORN, -1)), here())
+
+    def thread_scope(self) -> AbstractContextManager[Any]:
+        """What a watched thread runs in."""
+        return _Mode(self)
+
+    def dispatched(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """An operator was called and has returned."""
+        operands = self._schemas.get(func)
+        if operands is None:
+            operands = self._schemas[func] = _operands(func)
+        inputs: list[tuple[str, Tensor]] = []
+        for name, value in zip(operands.names, args, strict=False):
+            _tensors(name, value, inputs)
+        for name, value in kwargs.items():
+            _tensors(name, value, inputs)
+        outputs: list[tuple[str, Tensor]] = []
+        _tensors("out", result, outputs)
+        with self._lock:
+            self._freed()
+            self._note(func, operands, inputs, outputs)
+
+    def _freed(self) -> None:
+        for known in self._storages.gone():
+            self.freed(known.number, known.home or _AMBIENT)
+
+    def _note(
+        self, func: Any, operands: _Operands, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]]
+    ) -> None:
+        scope = self._scope
+        on_device = bool(scope) if self._host_only else any(_on(t, self.backend) for _, t in (*inputs, *outputs))
+        stream = (scope[-1] if scope else _AMBIENT) if on_device else "host"
+        location = here()
+        accesses: list[Access] = []
+        seen: set[int] = set()
+        for name, tensor in inputs:
+            found = self._storages.known(tensor)
+            if found is None:
+                continue
+            seen.add(found[0].number)
+            if found[1]:
+                self._storages.note(tensor)
+            write = name in operands.writes
+            if operands.empty and not write:
+                continue  # its shape is looked at, not its bytes
+            born = getattr(tensor, _BORN, -1)
+            by_rows = self._rows_apart and name in operands.rows
+            accesses.append(_extent(tensor, found[0].number, write, name, born, by_rows))
+        fresh = False
+        for name, tensor in outputs:
+            found = self._storages.known(tensor)
+            if found is None:
+                continue
+            if found[0].number in seen:
+                if not any(tensor is t for _, t in inputs):  # a view: it keeps the storage, and has an age
+                    setattr(tensor, _BORN, self.backend.replays)
+                    self._storages.note(tensor)
+                continue
+            self._storages.note(tensor)
+            fresh = True
+            if found[1]:
+                found[0].home = "host" if found[0].pinned or stream == "host" else stream
+                self.allocated(found[0].number, tensor.untyped_storage().nbytes(), found[0].home, location)
+            if not operands.empty:
+                accesses.append(_extent(tensor, found[0].number, True, name, -1))
+        if not accesses or not (fresh or operands.writes or operands.waits):
+            return  # views and questions move no bytes
+        if stream == "host":
+            for access in accesses:
+                self.host_accessed(access, location)
+            return
+        self.launched(Operation(func._schema.name, stream, self._step(stream), tuple(accesses), location))
+        if operands.waits or self._pageable(inputs, outputs):
+            self._ordering.stream_synchronized(stream)
+
+    def _pageable(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]]) -> bool:
+        """A copy with pageable host memory at one end has run when it returns."""
+        if self._host_only:
+            return False
+        return any(t.device.type == "cpu" and t.dim() > 0 and self._storages.known(t) is None for _, t in (*inputs, *outputs))
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, sanitizer: DerivedSanitizer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sanitizer = sanitizer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._sanitizer.innermost(self):
+            self._sanitizer.dispatched(func, args, kwargs, result)
+        return result
+
+
+def _tensors(name: str, value: Any, into: list[tuple[str, Tensor]]) -> None:
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and value.device.type != "meta":
+            into.append((name, value))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _tensors(name, item, into)
+
+
+def _on(tensor: Tensor, backend: Backend) -> bool:
+    return tensor.device.type == backend.device.type
+
+
+def _extent(tensor: Tensor, storage: int, write: bool, argument: str, born: int, by_rows: bool = False) -> Access:
+    size = tensor.element_size()
+    low = int(tensor.storage_offset()) * size
+    if tensor.is_contiguous():
+        return Access(storage, low, low + int(tensor.numel()) * size, write, None, None, argument, by_rows, born)
+    shape = tuple(int(n) for n in tensor.shape)
+    stride = tuple(int(s) * size for s in tensor.stride())
+    span = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + size if tensor.numel() else 0
+    return Access(storage, low, low + span, write, shape, stride, argument, by_rows, born)

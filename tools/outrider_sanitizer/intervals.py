@@ -1,0 +1,308 @@
+"""Who accessed which bytes last: a map of disjoint intervals for one storage.
+
+Each interval keeps the last writes and the reads since, as (point, access) pairs. A dense write that comes after
+everything there replaces it: whoever conflicts with what was there conflicts with the write as well, so nothing is
+missed and the map stays as small as the storage is divided. Accesses with holes, or whose rows aren't known, are kept
+beside each other and never replace what they may not cover.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from outrider.device import Access
+from outrider_sanitizer.clocks import Clock, Point
+from outrider_sanitizer.regions import dense_parts, overlap
+
+Record = tuple[Point, Access | None]
+"""Who accessed it, and how; None is an allocation or release of the whole storage."""
+
+Records = tuple[Record, ...]
+Over = tuple[str, Record | None, int]
+"""Why contents may no longer be read, since which record, and the place of that in the trace; no reason: they were never
+written.
+"""
+
+
+class Sink(Protocol):
+    """Where a history tells what it finds; the last argument is whose history it is."""
+
+    @property
+    def conflict(self) -> Callable[[Record, Point, Access | None, Any], None]:
+        """An older record, and the access that nothing orders against it."""
+
+    @property
+    def stale(self) -> Callable[[str, Record | None, Point, Access, Any], None]:
+        """A read of bytes that are over, why, and since when."""
+
+    @property
+    def settled(self) -> Callable[[], Clock]:
+        """What everything that is still to be enqueued comes after."""
+
+
+UNKNOWN_END = 1 << 62
+UNWRITTEN: Over = ("", None, -1)
+_PARTS = 64
+_KEPT = 48
+_MANY = 4
+
+
+class Interval:
+    """Bytes [start, end) with one history. ``over`` says why their contents may no longer be read, if so."""
+
+    __slots__ = ("end", "over", "reads", "start", "writes")
+
+    def __init__(self, start: int, end: int, writes: Records, reads: Records, over: Over | None) -> None:
+        self.start = start
+        self.end = end
+        self.writes = writes
+        self.reads = reads
+        self.over = over
+
+
+class IntervalMap:
+    """The history of one storage. ``owner`` (the map itself, if none is given) goes to the sink with what is found."""
+
+    __slots__ = ("forgotten", "intervals", "owner")
+
+    def __init__(
+        self, nbytes: int = UNKNOWN_END, origin: Record | None = None, over: Over | None = None, owner: object = None
+    ) -> None:
+        self.owner = owner  # None: itself, without the cycle
+        self.intervals = [Interval(0, nbytes or UNKNOWN_END, () if origin is None else (origin,), (), over)]
+        self.forgotten = 0
+
+    def touch(self, point: Point, access: Access, sink: Sink, late: bool = False) -> None:
+        """Check an access against the history, then add it.
+
+        ``late``: the access is told after others that were enqueued after it, so it may also precede what is here.
+        """
+        record = (point, access)
+        if access.shape is None and not access.by_rows:
+            if late or not self._whole(record, point, access):
+                self._dense(access.start, access.end, record, sink, late)
+            return
+        parts = None if access.by_rows else dense_parts(access, _PARTS)
+        if parts is None:
+            self._scattered(record, access, sink, late)
+            return
+        for start, end in parts:
+            self._dense(start, end, record, sink, late)
+
+    def _whole(self, record: Record, point: Point, access: Access) -> bool:
+        """The common case in one go: all of an undivided storage, and nothing to tell. False: take the long way."""
+        if len(self.intervals) != 1:
+            return False
+        interval = self.intervals[0]
+        if access.start or access.end != interval.end:
+            return False
+        clock = point.clock
+        for old in interval.writes:
+            if old[0].epoch > clock.get(old[0].number, 0):
+                return False
+        reads = interval.reads
+        if access.write:
+            for old in reads:
+                if old[0].epoch > clock.get(old[0].number, 0):
+                    return False
+            interval.writes = (record,)
+            interval.reads = ()
+            interval.over = None
+        elif interval.over is not None:
+            return False
+        elif not reads or (len(reads) == 1 and reads[0][0].number == point.number):
+            interval.reads = (record,)
+        else:
+            interval.reads = (*_unless_covered(reads, point), record)
+        return True
+
+    def expire(self, start: int, end: int, over: Over) -> None:
+        """Mark what the bytes hold as over."""
+        first, last = self._cut(start, end)
+        for interval in self.intervals[first:last]:
+            interval.over = over
+
+    def last_write(self, start: int, end: int) -> Record | None:
+        """The latest write, in the order of the program, to any of the bytes."""
+        best: Record | None = None
+        for interval in self.within(start, end):
+            for record in interval.writes:
+                if record[1] is not None and (best is None or record[0].sequence > best[0].sequence):
+                    best = record
+        return best
+
+    def within(self, start: int, end: int) -> list[Interval]:
+        """The intervals that share a byte with [start, end)."""
+        first = self._index(start)
+        last = first + 1
+        intervals = self.intervals
+        while last < len(intervals) and intervals[last].start < end:
+            last += 1
+        return intervals[first:last]
+
+    def records(self) -> list[Record]:
+        """Everything that is remembered, each record once."""
+        if len(self.intervals) == 1:
+            return [*self.intervals[0].writes, *self.intervals[0].reads]
+        seen: dict[int, Record] = {}
+        for interval in self.intervals:
+            for record in (*interval.writes, *interval.reads):
+                seen[id(record)] = record
+        return list(seen.values())
+
+    def _index(self, offset: int) -> int:
+        """The interval that ``offset`` lies in."""
+        intervals = self.intervals
+        return bisect_right(intervals, offset, key=_start) - 1 if len(intervals) > 1 else 0
+
+    def _cut(self, start: int, end: int) -> tuple[int, int]:
+        """Indices of the intervals that make up [start, end), cutting those at its ends."""
+        intervals = self.intervals
+        first = self._index(start)
+        interval = intervals[first]
+        if interval.start < start:
+            first += 1
+            self._split(first, interval, start)
+        last = first
+        while intervals[last].end < end:
+            if last + 1 == len(intervals):  # a storage that is larger than was told
+                intervals[last].end = end
+                break
+            last += 1
+        if intervals[last].end > end:
+            self._split(last + 1, intervals[last], end)
+        return first, last + 1
+
+    def _split(self, at: int, interval: Interval, offset: int) -> None:
+        right = Interval(offset, interval.end, interval.writes, interval.reads, interval.over)
+        interval.end = offset
+        self.intervals.insert(at, right)
+
+    def _dense(self, start: int, end: int, record: Record, sink: Sink, late: bool) -> None:
+        if start >= end:
+            return
+        point, access = record
+        assert access is not None
+        first, last = self._cut(start, end)
+        intervals = self.intervals
+        write = access.write
+        told: set[int] = set()
+        for at in range(first, last):
+            interval = intervals[at]
+            self._check(interval, point, access, sink, late, told)
+            if not write:
+                interval.reads = (*_unless_covered(interval.reads, point), record) if interval.reads else (record,)
+            elif late:
+                if interval.over is not None and not _later(interval.over, point):
+                    interval.over = None
+                interval.reads = _unless_covered(interval.reads, point)
+                interval.writes = (*_unless_covered(interval.writes, point), record)
+                self._bound(interval)
+        if write and not late:
+            intervals[first:last] = [Interval(start, end, (record,), (), None)]
+        elif not write and last - first > _MANY:
+            self._merge(first, last, sink.settled())
+
+    def _merge(self, first: int, last: int, settled: Clock) -> None:
+        """Join neighbours whose histories have become the same, once what everything comes after is forgotten.
+
+        A pool whose rows were written one by one would else stay divided into rows, and each read of it walk them all.
+        """
+        intervals = self.intervals
+        kept: list[Interval] = []
+        for interval in intervals[first:last]:
+            if interval.writes:
+                interval.writes = tuple([w for w in interval.writes if w[0].epoch > settled.get(w[0].number, 0)])
+            left = kept[-1] if kept else None
+            if (
+                left is not None
+                and left.over is interval.over
+                and _same(left.writes, interval.writes)
+                and _same(left.reads, interval.reads)
+            ):
+                left.end = interval.end
+            else:
+                kept.append(interval)
+        if len(kept) < last - first:
+            intervals[first:last] = kept
+
+    def _scattered(self, record: Record, access: Access, sink: Sink, late: bool) -> None:
+        point = record[0]
+        first, last = self._cut(access.start, access.end)
+        told: set[int] = set()
+        for interval in self.intervals[first:last]:
+            self._check(interval, point, access, sink, late, told)
+            same = interval.writes if access.write else interval.reads
+            kept = (*(old for old in same if not (_same_region(old, access) and old[0].before(point))), record)
+            if access.write:
+                interval.writes = kept
+                if interval.over is not None and not _later(interval.over, point):
+                    interval.over = None
+            else:
+                interval.reads = kept
+            self._bound(interval)
+
+    def _check(self, interval: Interval, point: Point, access: Access, sink: Sink, late: bool, told: set[int]) -> None:
+        clock = point.clock
+        for old in interval.writes:
+            before = old[0]
+            if before.epoch > clock.get(before.number, 0):
+                self._compare(old, point, access, sink, late, told)
+        if access.write:
+            for old in interval.reads:
+                before = old[0]
+                if before.epoch > clock.get(before.number, 0):
+                    self._compare(old, point, access, sink, late, told)
+        elif interval.over is not None and not access.by_rows and id(interval.over) not in told:
+            if _later(interval.over, point):
+                return  # it was read, in the order of the program, before it was declared over
+            told.add(id(interval.over))
+            sink.stale(interval.over[0], interval.over[1], point, access, self.owner or self)
+
+    def _compare(self, old: Record, point: Point, access: Access, sink: Sink, late: bool, told: set[int]) -> None:
+        if id(old) in told or (late and point.before(old[0])):
+            return
+        known = old[1]
+        if known is not None and ((known.by_rows and access.by_rows) or not overlap(known, access)):
+            return
+        told.add(id(old))
+        sink.conflict(old, point, access, self.owner or self)
+
+    def _bound(self, interval: Interval) -> None:
+        for name in ("writes", "reads"):
+            records: Records = getattr(interval, name)
+            if len(records) > _KEPT:
+                self.forgotten += len(records) - _KEPT
+                setattr(interval, name, records[-_KEPT:])
+
+
+def _later(over: Over, point: Point) -> bool:
+    return over[2] >= point.sequence
+
+
+def _same(one: Records, other: Records) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _start(interval: Interval) -> int:
+    return interval.start
+
+
+def _unless_covered(records: Records, point: Point) -> Records:
+    """The records that a new dense access doesn't stand for: those that aren't ordered before it."""
+    clock = point.clock
+    return tuple([record for record in records if record[0].epoch > clock.get(record[0].number, 0)])
+
+
+def _same_region(record: Record, access: Access) -> bool:
+    old = record[1]
+    return (
+        old is not None
+        and old.start == access.start
+        and old.end == access.end
+        and old.shape == access.shape
+        and old.stride == access.stride
+        and old.by_rows == access.by_rows
+    )

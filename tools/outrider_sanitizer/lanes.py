@@ -1,0 +1,161 @@
+"""Actors and their steps: streams that may be held, host threads, and hand-overs between those."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from weakref import ReferenceType, ref
+
+from outrider.device import Operation
+from outrider_sanitizer.clocks import NOTHING, Actor, Clock, Point
+
+_TOKENS = 4096
+
+Step = Callable[[], bool]
+"""Something enqueued on a stream; False while it has to wait for a flag, or for what waits for one."""
+
+
+class Edge:
+    """The last wait by which one actor learnt of another, for hints."""
+
+    __slots__ = ("event", "generation", "location")
+
+    def __init__(self, event: str, generation: int, location: str) -> None:
+        self.event = event
+        self.generation = generation
+        self.location = location
+
+
+class Lane(Actor):
+    """A stream: an actor whose steps may be held."""
+
+    __slots__ = ("edges", "held")
+
+    def __init__(self, number: int, name: str) -> None:
+        super().__init__(number, name, host=False)
+        self.held: deque[Step] | None = None
+        self.edges: dict[int, Edge] = {}
+
+
+class Lanes:
+    """The actors of one device. Not thread-safe: the caller holds a lock around each call."""
+
+    def __init__(self) -> None:
+        self.lanes: dict[str, Lane] = {}
+        self.sequence = 0
+        self._actors = 0
+        self._free_numbers: list[tuple[int, int]] = []
+        self._local = threading.local()
+        self._threads: list[tuple[ReferenceType[threading.Thread], Actor]] = []
+        self._tokens: OrderedDict[int, tuple[object, Clock]] = OrderedDict()
+        self._held: list[Lane] = []
+
+    # -- actors ----------------------------------------------------------------------------------------------------
+
+    def _number(self) -> int:
+        self._actors += 1
+        return self._actors
+
+    def lane(self, name: str) -> Lane:
+        """The actor of a stream."""
+        lane = self.lanes.get(name)
+        if lane is None:
+            lane = self.lanes[name] = Lane(self._number(), name)
+        return lane
+
+    def thread(self) -> Actor:
+        """The actor of the calling host thread."""
+        actor: Actor | None = getattr(self._local, "actor", None)
+        if actor is None:
+            actor = self._local.actor = self._new_thread()
+        return actor
+
+    def _new_thread(self) -> Actor:
+        alive = []
+        for thread, actor in self._threads:
+            found = thread()
+            if not _lives(found):
+                self._free_numbers.append((actor.number, actor.clock.get(actor.number, 0)))
+            else:
+                alive.append((thread, actor))
+        self._threads = alive
+        current = threading.current_thread()
+        # A thread that is over leaves its number to a new one, so that clocks don't grow with every thread.
+        number, epoch = self._free_numbers.pop() if self._free_numbers else (self._number(), 0)
+        new = Actor(number, f"host thread {current.name}", host=True)
+        if epoch:
+            new.clock = {number: epoch}
+        self._threads.append((ref(current), new))
+        return new
+
+    def settled(self) -> Clock:
+        """What everything that is still to be enqueued comes after: all that every live host thread knows."""
+        if self._held:
+            return NOTHING  # what is held was enqueued by somebody who knew less
+        clocks = [actor.clock for thread, actor in self._threads if _lives(thread())]
+        if len(clocks) == 1:
+            return clocks[0]
+        first, *others = clocks or [NOTHING]
+        return {n: min([epoch, *(clock.get(n, 0) for clock in others)]) for n, epoch in first.items()}
+
+    def host_released(self, token: object) -> None:
+        """The calling thread hands over what it knows."""
+        known = self._tokens.get(id(token))
+        clock = self.thread().release()
+        if known is not None:
+            merged = dict(known[1])
+            for number, epoch in clock.items():
+                merged[number] = max(epoch, merged.get(number, 0))
+            clock = merged
+        self._tokens[id(token)] = (token, clock)
+        self._tokens.move_to_end(id(token))
+        if len(self._tokens) > _TOKENS:
+            self._tokens.popitem(last=False)
+
+    def host_acquired(self, token: object) -> None:
+        """The calling thread takes over what was released."""
+        known = self._tokens.get(id(token))
+        if known is not None:
+            self.thread().join(known[1])
+
+    # -- steps of streams --------------------------------------------------------------------------------------------
+
+    def _enqueue(self, lane: Lane, step: Step) -> None:
+        """Take a step on ``lane``, now or when what it waits for has come."""
+        thread = self.thread()
+        if lane.held is None:
+            lane.launched_by(thread)
+            if not step():
+                lane.held = deque([step])
+                self._held.append(lane)
+            return
+        known = thread.release()
+
+        def later() -> bool:
+            lane.join(known)
+            return step()
+
+        lane.held.append(later)
+
+    def _resume(self) -> None:
+        """Take the steps that have become possible."""
+        progress = bool(self._held)
+        while progress:
+            progress = False
+            for lane in list(self._held):
+                held = lane.held
+                while held and held[0]():
+                    held.popleft()
+                    progress = True
+                if not held:
+                    lane.held = None
+                    self._held.remove(lane)
+
+    def _point(self, actor: Actor, name: str, location: str = "", operation: Operation | None = None) -> Point:
+        self.sequence += 1
+        return Point(actor, name, location, self.sequence, operation)
+
+
+def _lives(thread: threading.Thread | None) -> bool:
+    return thread is not None and thread.is_alive()

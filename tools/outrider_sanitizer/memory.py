@@ -1,0 +1,117 @@
+"""The shadow of all memory: a history for each storage, from its allocation to the reuse of its addresses."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from outrider_sanitizer.clocks import Actor, Point
+from outrider_sanitizer.intervals import UNWRITTEN, IntervalMap, Over, Record
+
+_GRAVES = 256
+"""Freed storages that are remembered for the reuse of their addresses."""
+_LOOSE = 1024
+"""Releases on one stream that are remembered until that stream allocates again."""
+
+
+class Shadow(IntervalMap):
+    """What is known of one storage: its history, and where it comes from.
+
+    ``aged`` is set while views of it can become stale: it's written by graph replays. ``label`` says whose it is.
+    """
+
+    __slots__ = ("aged", "label", "location", "nbytes", "storage", "stream")
+
+    def __init__(
+        self, storage: int, nbytes: int, stream: str, location: str, origin: Record | None = None, over: Over | None = None
+    ) -> None:
+        super().__init__(nbytes, origin, over)
+        self.storage = storage
+        self.nbytes = nbytes
+        self.stream = stream
+        self.location = location
+        self.label = ""
+        self.aged: list[tuple[int, int, object]] | None = None
+
+    @property
+    def described(self) -> str:
+        """For reports: what it is and where it comes from."""
+        what = self.label or ("pinned host memory" if self.stream == "host" else "device memory")
+        size = f" of {self.nbytes} bytes" if self.nbytes else ""
+        origin = f", allocated on {self.stream!r}" if self.stream else ""
+        return f"{what}{size}{origin}{f' at {self.location}' if self.location else ''}"
+
+
+Loose = tuple["Shadow", list[Record], str]
+"""A freed storage, its accesses that weren't ordered before the release, and where that was."""
+
+Reused = Callable[[Shadow, Record, Point, str], None]
+"""A freed storage, its unordered access, the new allocation, and where it was freed."""
+
+
+class Memory:
+    """Shadows by storage, and what waits for its addresses to be reused."""
+
+    def __init__(self, reused: Reused) -> None:
+        self.shadows: dict[int, Shadow] = {}
+        self._reused = reused
+        self._graves: OrderedDict[int, Shadow] = OrderedDict()
+        self._loose: dict[str, list[Loose]] = {}
+
+    def shadow(self, storage: int) -> Shadow:
+        """The shadow of a storage; one that was allocated before anybody looked starts empty."""
+        shadow = self.shadows.get(storage)
+        if shadow is None:
+            shadow = self.shadows[storage] = Shadow(storage, 0, "", "")
+        return shadow
+
+    def allocate(self, storage: int, nbytes: int, stream: str, location: str, point: Point | None, defined: bool) -> None:
+        """Memory was handed out at ``point`` (None inside a capture)."""
+        origin: Record | None = None if point is None else (point, None)
+        over = None if defined else UNWRITTEN
+        self.shadows[storage] = Shadow(storage, nbytes, stream, location, origin, over)
+        waiting = self._loose.pop(stream, None) if point is not None else None
+        if waiting and point is not None:
+            self._unordered(waiting, point)
+
+    def waits_for(self, stream: str) -> bool:
+        """Whether memory that was released too early may be handed out by the next allocation there."""
+        return stream in self._loose
+
+    def _unordered(self, waiting: list[Loose], point: Point) -> None:
+        for shadow, records, freed in waiting:
+            for record in records:
+                if not record[0].before(point):
+                    self._reused(shadow, record, point, freed)
+
+    def free(self, storage: int, stream: str, releaser: Actor, location: Callable[[], str]) -> None:
+        """Memory went back to the order of ``stream``.
+
+        Work that isn't ordered before the release is a fault only if the stream hands the memory out again before it's
+        ordered; the next allocation there tells. Which block the allocator would take is luck, so any allocation counts.
+        """
+        shadow = self.shadows.pop(storage, None)
+        if shadow is None:
+            return
+        clock = releaser.clock
+        loose = [
+            record
+            for record in shadow.records()
+            if record[0].epoch > clock.get(record[0].number, 0) and record[1] is not None and record[0].actor is not releaser
+        ]
+        if loose:
+            waiting = self._loose.setdefault(stream, [])
+            waiting.append((shadow, loose, location()))
+            del waiting[:-_LOOSE]
+        self._graves[storage] = shadow
+        if len(self._graves) > _GRAVES:
+            self._graves.popitem(last=False)
+
+    def reuse(self, previous: int, point: Point | None) -> None:
+        """The memory that ``point`` was handed lies where ``previous`` lay."""
+        old = self._graves.pop(previous, None) or self.shadows.get(previous)
+        if old is None or point is None or old.stream == point.actor.name:
+            return  # what is loose in the stream's own order was told by the allocation
+        for record in old.records():
+            if record[1] is not None and not record[0].before(point):
+                self._reused(old, record, point, "")

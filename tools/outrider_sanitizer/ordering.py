@@ -1,0 +1,184 @@
+"""The ordering detector: what is ordered before what, over streams, host threads, events, flags and graphs.
+
+It takes the trace of enqueued work, in the order of the program, and needs no other order: a wait takes the generation
+that was visible when it was enqueued, so what orders two operations doesn't depend on when the device ran them. One run
+therefore stands for every schedule of the same trace. Flags are the exception, since a wait may be enqueued before its
+set: a stream whose wait isn't satisfied yet is held, with all that follows on it, until the set has been seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, WeakSet
+
+from outrider.device import Access, Operation
+from outrider_sanitizer.captured import Captured
+from outrider_sanitizer.clocks import NOTHING, Actor, Clock, Point, Replay
+from outrider_sanitizer.intervals import IntervalMap
+from outrider_sanitizer.lanes import Lane
+from outrider_sanitizer.places import here
+from outrider_sanitizer.streams import HOST, Listener, StreamOrdering
+
+if TYPE_CHECKING:
+    from outrider.device import Event, Graph
+
+__all__ = ["HOST", "Lane", "Listener", "Ordering"]
+
+
+class Ordering(StreamOrdering):
+    """See the module. Not thread-safe: the caller holds a lock around each call."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        *,
+        rows_follow: bool = False,
+        steps: Callable[[str], tuple[str, int] | None] = lambda stream: None,
+    ) -> None:
+        super().__init__(listener, rows_follow=rows_follow, steps=steps)
+        self._graphs: WeakKeyDictionary[Graph, Captured] = WeakKeyDictionary()
+        self._params: WeakKeyDictionary[Graph, IntervalMap] = WeakKeyDictionary()
+        self._params_sink = Listener(conflict=lambda old, new, how, graph: listener.rebind(old, new, how, str(graph)))
+
+    # -- graphs ------------------------------------------------------------------------------------------------------
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the calling thread captures."""
+        return getattr(self._local, "capture", None) is not None
+
+    def capture_began(self, graph: Graph, stream: str) -> None:
+        """What the calling thread enqueues from here belongs to ``graph``."""
+        self._local.capture = self._graphs[graph] = Captured(stream)
+
+    def capture_ended(self, graph: Graph, failed: bool) -> None:
+        """The capture is over."""
+        capture: Captured | None = getattr(self._local, "capture", None)
+        self._local.capture = None
+        if capture is None:
+            return
+        if failed:
+            self._graphs.pop(graph, None)
+            return
+        capture.finish()
+        for storage in capture.outside():
+            self._users.setdefault(storage, WeakSet()).add(capture)
+
+    def captured(self, graph: Graph) -> Captured | None:
+        """What was captured, or None for a graph that runs eagerly."""
+        return self._graphs.get(graph)
+
+    def replayed(self, graph: Graph, stream: str, generation: int) -> None:
+        """The accesses of ``graph`` happen again."""
+        captured = self._graphs.get(graph)
+        if captured is None:
+            return
+        lane = self.lane(stream)
+        replay = Replay(graph.name, generation, here(), self.steps(stream))
+        if captured.dead:
+            self._enqueue(lane, lambda: self._use_dead(captured, lane, replay))
+        if captured.summary is not None:
+            summary = captured.summary
+
+            def step() -> bool:
+                self._read_params(graph, lane, replay)
+                for operation, accesses in summary:
+                    self._access(self._replay_point(lane, operation, replay), accesses)
+                return True
+
+            self._enqueue(lane, step)
+            return
+        walk = self._walk(graph, captured, lane, replay)
+        self._enqueue(lane, lambda: next(walk, True))
+        self._resume()
+
+    def _use_dead(self, captured: Captured, lane: Lane, replay: Replay) -> bool:
+        point = self._point(lane, f"replay of graph {replay.graph!r}", replay.location)
+        for shadow, freed in captured.dead.values():
+            self.listener.dead(shadow, point, freed)
+        return True
+
+    def _replay_point(self, actor: Actor, operation: Operation, replay: Replay) -> Point:
+        point = self._point(actor, operation.name, operation.location, operation)
+        point.replay = replay
+        return point
+
+    def _param_history(self, graph: Graph) -> IntervalMap:
+        history = self._params.get(graph)
+        if history is None:
+            history = self._params[graph] = IntervalMap(owner=graph.name)
+        return history
+
+    def _read_params(self, graph: Graph, actor: Actor, replay: Replay) -> None:
+        if not graph.context.params:
+            return
+        history = self._param_history(graph)
+        point = self._point(actor, f"replay of graph {graph.name!r}", replay.location)
+        point.replay = replay
+        for at, name in enumerate(graph.context.params):
+            history.touch(point, Access(0, at, at + 1, False, argument=name), self._params_sink)
+
+    def _walk(self, graph: Graph, captured: Captured, lane: Lane, replay: Replay) -> Generator[bool]:
+        """The captured steps, one after the other; yields False while a flag holds the graph."""
+        edges: dict[Event, Clock] = {}
+        touched: dict[str, Actor] = {captured.main: lane}
+        params_read = False
+
+        def actor(branch: str) -> Actor:
+            known = touched.get(branch)
+            if known is None:
+                known = captured.branches.get(branch)
+                if known is None:
+                    known = captured.branches[branch] = Lane(self._number(), f"{branch} in graph {graph.name}")
+                touched[branch] = known
+            return known
+
+        if not captured.flags:
+            self._read_params(graph, lane, replay)
+            params_read = True
+        for verb in captured.verbs:
+            branch = actor(verb.branch)
+            if verb.what == "launch":
+                self._access(self._replay_point(branch, verb.subject, replay), verb.subject.accesses)
+            elif verb.what == "record":
+                edges[verb.subject] = branch.release()
+            elif verb.what == "wait":
+                branch.join(edges.get(verb.subject[0], NOTHING))
+            elif verb.what == "join":
+                state = self._event(verb.subject[0])
+                while state.clocks.get(verb.subject[1], NOTHING) is None:
+                    yield False
+                branch.join(state.clocks.get(verb.subject[1]) or NOTHING)
+            elif verb.what in ("set", "await", "reset"):
+                assert isinstance(branch, Lane)
+                while not self._flag_verb(verb.what, branch, verb.subject, replay.location, replay):
+                    yield False
+                if verb.what == "await" and not params_read:
+                    # A parameter behind a flag is read by the operation that the flag holds.
+                    self._read_params(graph, branch, replay)
+                    params_read = True
+        for branch in touched.values():
+            if branch is not lane:
+                lane.join(branch.release())
+        yield True
+
+    def params_updated(self, graph: Graph, stream: str, names: tuple[str, ...]) -> None:
+        """Host parameters of a captured graph were rebound on a stream."""
+        if graph not in self._graphs:
+            return  # it runs eagerly and reads them on the host
+        lane = self.lane(stream)
+        location = here()
+        after = self.steps(stream)  # it was enqueued before it is told, in however many steps
+        history = self._param_history(graph)
+        order = list(graph.context.params)
+
+        def step() -> bool:
+            point = self._point(lane, f"rebinding of graph {graph.name!r}", location)
+            point.step, point.between = after, True
+            for name in names:
+                at = order.index(name)
+                history.touch(point, Access(0, at, at + 1, True, argument=name), self._params_sink)
+            return True
+
+        self._enqueue(lane, step)

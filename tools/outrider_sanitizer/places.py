@@ -1,0 +1,22 @@
+"""Where in the person's program something happened."""
+
+from __future__ import annotations
+
+import sys
+
+_INSIDE = ("outrider.device", "outrider_sanitizer", "outrider_", "torch", "contextlib", "threading", "weakref", "concurrent.")
+
+_PROGRAMS = "outrider_sanitizer.races"
+
+
+def here() -> str:
+    """``file:line`` of the innermost caller outside torch, the seam, the sanitizer and the plugins; or an empty string."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(_INSIDE) or name.startswith(_PROGRAMS):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,91 @@
+"""Faults with resettable flags."""
+
+from __future__ import annotations
+
+from outrider.device import Backend, DeadlockError
+from outrider_sanitizer.findings import Kind
+from outrider_sanitizer.races.program import Race, WrongValue, expect, filled, order
+
+
+def set_twice(backend: Backend, fixed: bool) -> None:
+    """The second round's set comes while the first round's is still up, so one wait is never served."""
+    update, forward = backend.create_stream("update"), backend.create_stream("forward")
+    flag = backend.create_flag("bound")
+    x = filled(backend, forward, 0.0)
+    order(forward, update)
+    for step in range(2):
+        with backend.on(update):
+            x.fill_(float(step + 1))
+        flag.set(update)
+        if fixed:
+            flag.wait(forward)
+            flag.reset(forward)
+            order(forward, update)
+    if not fixed:
+        for _ in range(2):
+            flag.wait(forward)
+            flag.reset(forward)
+    _expect(backend, x, 2.0)
+
+
+def never_set(backend: Backend, fixed: bool) -> None:
+    """A wait for a flag that nobody sets hangs its stream."""
+    update, forward = backend.create_stream("update"), backend.create_stream("forward")
+    flag = backend.create_flag("bound")
+    flag.wait(forward)
+    if fixed:
+        flag.set(update)
+    x = filled(backend, forward, 1.0)
+    _expect(backend, x, 1.0)
+
+
+def reset_beside_the_next_set(backend: Backend, fixed: bool) -> None:
+    """The next round's set isn't ordered after this round's reset, which may then undo it."""
+    update, forward = backend.create_stream("update"), backend.create_stream("forward")
+    flag = backend.create_flag("bound")
+    x = filled(backend, forward, 0.0)
+    order(forward, update)
+    for _ in range(2):
+        flag.set(update)
+        flag.wait(forward)
+        flag.reset(forward)
+        if fixed:
+            order(forward, update)
+    with backend.on(forward):
+        x.fill_(1.0)
+    _expect(backend, x, 1.0)
+
+
+def _expect(backend: Backend, x: object, value: float) -> None:
+    try:
+        expect(backend, x, value)  # type: ignore[arg-type]
+    except DeadlockError as error:
+        raise WrongValue(f"the device hangs: {error}") from None
+
+
+RACES = (
+    Race(
+        name="flag-set-twice",
+        about="A set of a flag that is up is lost.",
+        body=set_twice,
+        kind=Kind.FLAG_LOST,
+        names=("flag 'bound'",),
+        needs="flags",
+    ),
+    Race(
+        name="flag-never-set",
+        about="A flag that is waited for and never set.",
+        body=never_set,
+        kind=Kind.FLAG_NEVER_SET,
+        names=("flag 'bound'", "'forward' hangs"),
+        needs="flags",
+    ),
+    Race(
+        name="reset-beside-the-next-set",
+        about="A reset that may undo the set of the next round.",
+        body=reset_beside_the_next_set,
+        kind=Kind.FLAG_LOST,
+        names=("make 'update' wait",),
+        needs="flags",
+    ),
+)

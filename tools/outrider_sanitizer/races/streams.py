@@ -1,0 +1,280 @@
+"""Faults between streams."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.device import Backend
+from outrider_sanitizer.findings import Kind
+from outrider_sanitizer.races.program import Race, expect, filled, order
+
+
+def read_after_write(backend: Backend, fixed: bool) -> None:
+    """Plan reads what forward writes."""
+    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
+    x = filled(backend, forward, 1.0)
+    order(forward, plan)
+    with backend.on(forward):
+        x.fill_(2.0)
+    if fixed:
+        order(forward, plan)
+    with backend.on(plan):
+        y = x * 1.0
+    expect(backend, y, 2.0)
+
+
+def write_after_read(backend: Backend, fixed: bool) -> None:
+    """Forward overwrites what plan still reads."""
+    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
+    x = filled(backend, forward, 1.0)
+    order(forward, plan)
+    with backend.on(plan):
+        y = x * 1.0
+    if fixed:
+        order(plan, forward)
+    with backend.on(forward):
+        x.fill_(2.0)
+    expect(backend, y, 1.0)
+
+
+def write_after_write(backend: Backend, fixed: bool) -> None:
+    """Two streams write; the later one should win."""
+    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
+    x = filled(backend, forward, 0.0)
+    order(forward, plan)
+    with backend.on(forward):
+        x.fill_(1.0)
+    if fixed:
+        order(forward, plan)
+    with backend.on(plan):
+        x.fill_(2.0)
+    expect(backend, x, 2.0)
+
+
+def stale_generation(backend: Backend, fixed: bool) -> None:
+    """Plan waits before the event is recorded again, so it has the generation of the round before."""
+    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
+    done = backend.create_event("draft_done")
+    x = filled(backend, forward, 1.0)
+    forward.record(done)
+    if not fixed:
+        plan.wait(done)
+    with backend.on(forward):
+        x.fill_(2.0)
+    forward.record(done)
+    if fixed:
+        plan.wait(done)
+    with backend.on(plan):
+        y = x * 1.0
+    expect(backend, y, 2.0)
+
+
+def optional_wait(backend: Backend, fixed: bool) -> None:
+    """The wait hangs on a tensor that isn't always there; what it protects is."""
+    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
+    done = backend.create_event("accept_ready")
+    lengths = filled(backend, forward, 1.0)
+    order(forward, plan)
+    for boundary in (filled(backend, forward, 0.0), None):
+        with backend.on(forward):
+            lengths.add_(1.0)
+        forward.record(done)
+        if fixed or boundary is not None:
+            plan.wait(done)
+        with backend.on(plan):
+            planned = lengths * 1.0
+        order(plan, forward)
+    expect(backend, planned, 3.0)
+
+
+def covers_a_subset(backend: Backend, fixed: bool) -> None:
+    """The event was recorded after the publish, and the reader takes the stash as well."""
+    forward, schedule = backend.create_stream("forward"), backend.create_stream("schedule")
+    published, stashed = backend.create_event("published"), backend.create_event("stashed")
+    lengths, stash = filled(backend, forward, 0.0), filled(backend, forward, 0.0)
+    order(forward, schedule)
+    with backend.on(forward):
+        lengths.fill_(5.0)
+    forward.record(published)
+    with backend.on(forward):
+        stash.fill_(5.0)
+    forward.record(stashed)
+    schedule.wait(stashed if fixed else published)
+    with backend.on(schedule):
+        both = lengths + stash
+    expect(backend, both, 10.0)
+
+
+def cast_in_the_wrong_scope(backend: Backend, fixed: bool) -> None:
+    """A cast is a kernel: inside plan's scope it reads forward's memory on plan, before plan has waited."""
+    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
+    done = backend.create_event("draft_outputs_ready")
+    x = filled(backend, forward, 1.0)
+    order(forward, plan)
+    with backend.on(forward):
+        x.fill_(2.0)
+        if fixed:
+            positions = x.to(torch.int64)
+    forward.record(done)
+    with backend.on(plan):
+        if not fixed:
+            positions = x.to(torch.int64)
+        plan.wait(done)
+        y = positions + 0
+    expect(backend, y, 2)
+
+
+def overlapping_views(backend: Backend, fixed: bool) -> None:
+    """Two views of one storage at different offsets: these share a row unless they are apart."""
+    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
+    base = filled(backend, forward, 0.0, 6, 2)
+    order(forward, plan)
+    with backend.on(forward):
+        base[:3].fill_(1.0)
+    with backend.on(plan):
+        base[3 if fixed else 2 :].fill_(2.0)
+    expect(backend, base[2], 1.0 if fixed else 2.0)
+
+
+def columns(backend: Backend, fixed: bool) -> None:
+    """Columns of one matrix interleave without meeting: no alarm where they are disjoint."""
+    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
+    base = filled(backend, forward, 0.0, 128, 4)
+    order(forward, plan)
+    with backend.on(forward):
+        base[:, :2].fill_(1.0)
+    with backend.on(plan):
+        base[:, 2 if fixed else 1 :].fill_(2.0)
+    expect(backend, base[:, 1], 1.0 if fixed else 2.0)
+
+
+def scatters(backend: Backend, fixed: bool) -> None:
+    """Two streams scatter rows into one pool. Disjoint rows need no order; these share row 2 unless they are."""
+    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
+    pool = filled(backend, forward, 0.0, 8, 2)
+    with backend.on(forward):
+        ours = torch.arange(3, device=backend.device)
+        theirs = ours + (3 if fixed else 2)
+    order(forward, plan)
+    with backend.on(forward):
+        pool.index_copy_(0, ours, torch.full((3, 2), 1.0, device=backend.device))
+    with backend.on(plan):
+        pool.index_copy_(0, theirs, torch.full((3, 2), 2.0, device=backend.device))
+    expect(backend, pool[2], 1.0 if fixed else 2.0)
+
+
+def reuse_across_streams(backend: Backend, fixed: bool) -> None:
+    """Forward's memory is dropped while plan still reads it; forward's next tensor may lie there."""
+    forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
+    read = backend.create_event("plan_read")
+    index = filled(backend, forward, 1.0)
+    order(forward, plan)
+    with backend.on(plan):
+        y = index * 1.0
+    plan.record(read)
+    if fixed:
+        backend.keep_alive([index], until=read)
+    del index
+    other = filled(backend, forward, 9.0)
+    expect(backend, y, 1.0)
+    backend.release_finished()
+    del other
+
+
+def read_before_write(backend: Backend, fixed: bool) -> None:
+    """Fresh memory holds whatever was there before."""
+    forward = backend.create_stream("forward")
+    with backend.on(forward):
+        x = torch.empty(4, device=backend.device)
+        if fixed:
+            x.zero_()
+        y = x + 1.0
+    expect(backend, y, 1.0)
+
+
+RACES = (
+    Race(
+        name="read-after-write",
+        about="A reader on another stream doesn't wait for the writer.",
+        body=read_after_write,
+        kind=Kind.READ_AFTER_WRITE,
+        names=("record an event on 'forward' after aten::fill_", "make 'plan' wait"),
+    ),
+    Race(
+        name="write-after-read",
+        about="A writer doesn't wait for a reader on another stream.",
+        body=write_after_read,
+        kind=Kind.WRITE_AFTER_READ,
+        names=("record an event on 'plan' after aten::mul", "make 'forward' wait"),
+    ),
+    Race(
+        name="write-after-write",
+        about="Two streams write the same memory.",
+        body=write_after_write,
+        kind=Kind.WRITE_AFTER_WRITE,
+        names=("record an event on 'forward' after aten::fill_", "make 'plan' wait"),
+    ),
+    Race(
+        name="stale-generation",
+        about="The wait came before the record that it was meant for.",
+        body=stale_generation,
+        kind=Kind.READ_AFTER_WRITE,
+        names=("generation 1 of event 'draft_done'", "make 'plan' wait"),
+    ),
+    Race(
+        name="optional-wait",
+        about="A wait that is skipped when an optional tensor is absent.",
+        body=optional_wait,
+        kind=Kind.READ_AFTER_WRITE,
+        names=("generation 1 of event 'accept_ready'", "make 'plan' wait"),
+    ),
+    Race(
+        name="covers-a-subset",
+        about="A fence that was recorded before the last of what its waiter reads.",
+        body=covers_a_subset,
+        kind=Kind.READ_AFTER_WRITE,
+        names=("event 'published'", "make 'schedule' wait"),
+    ),
+    Race(
+        name="cast-in-the-wrong-scope",
+        about="An implicit kernel runs on the stream of the scope that it's written in.",
+        body=cast_in_the_wrong_scope,
+        kind=Kind.READ_AFTER_WRITE,
+        names=("make 'plan' wait",),
+    ),
+    Race(
+        name="overlapping-views",
+        about="Two views of one storage at different offsets that share bytes.",
+        body=overlapping_views,
+        kind=Kind.WRITE_AFTER_WRITE,
+        names=("record an event on 'forward'", "make 'plan' wait"),
+    ),
+    Race(
+        name="columns",
+        about="Interleaved columns of one matrix, overlapping and not.",
+        body=columns,
+        kind=Kind.WRITE_AFTER_WRITE,
+        names=("record an event on 'forward'", "make 'plan' wait"),
+    ),
+    Race(
+        name="scatters",
+        about="Scatters by data into one pool, overlapping and not.",
+        body=scatters,
+        kind=Kind.WRITE_AFTER_WRITE,
+        names=("index_copy_", "make 'plan' wait"),
+    ),
+    Race(
+        name="reuse-across-streams",
+        about="Memory is freed in one stream's order while another stream uses it.",
+        body=reuse_across_streams,
+        kind=Kind.REUSE,
+        names=("keep the tensor alive until an event recorded on 'plan'",),
+    ),
+    Race(
+        name="read-before-write",
+        about="A read of memory that nobody wrote.",
+        body=read_before_write,
+        kind=Kind.UNDEFINED,
+        names=("allocated on 'forward'",),
+    ),
+)

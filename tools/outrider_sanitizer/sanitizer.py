@@ -1,0 +1,268 @@
+"""The observer that feeds the detectors, and :func:`watch`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+from outrider.device import Access, CapabilityError, Observer, Operation, SeamError
+from outrider_sanitizer.advisor import Advisor
+from outrider_sanitizer.clocks import Point
+from outrider_sanitizer.diagnose import Diagnosis
+from outrider_sanitizer.findings import Finding, Report
+from outrider_sanitizer.hostsync import host_edges
+from outrider_sanitizer.ordering import HOST, Listener, Ordering
+from outrider_sanitizer.places import here
+from outrider_sanitizer.staleness import Staleness
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from outrider.device import Backend, Event, Flag, Graph, Stream
+    from outrider_sanitizer.memory import Shadow
+
+
+class Sanitizer(Observer):
+    """Attach it to a backend (or use :func:`watch`), run, then :meth:`finish` and read ``report``."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.report = Report(backend=backend.label)
+        self._lock = threading.RLock()
+        self._labels: dict[str, str] = {}
+        # Weakly, or the names of streams that are over would stay taken.
+        self._streams: WeakValueDictionary[str, Stream] = WeakValueDictionary()
+        self._diagnosis = Diagnosis(backend.control, self._labels)
+        self._advisor = Advisor()
+        self._ordering = Ordering(
+            Listener(
+                conflict=lambda *of: self._add(self._diagnosis.conflict(*of)),
+                reused=lambda *of: self._add(self._diagnosis.reused(*of)),
+                dead=lambda *of: self._add(self._diagnosis.dead(*of)),
+                stale=lambda *of: self._staleness.stale(*of),
+                flag=lambda *of: self._add(self._diagnosis.flag(*of)),
+                rebind=lambda *of: self._add(self._diagnosis.rebind(*of)),
+                waited=self._advisor.waited,
+            ),
+            rows_follow=backend.capabilities.row_exact_accesses,
+            steps=self._steps,
+        )
+        self._staleness = Staleness(self._ordering, self._diagnosis, self._add, self._locate)
+
+    # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _add(self, finding: Finding) -> None:
+        self.report.add(finding)
+
+    def _steps(self, stream: str) -> tuple[str, int] | None:
+        control = self.backend.control
+        if control is None:
+            return None
+        if stream == HOST:
+            return control.steps(None)
+        known = self._streams.get(stream)
+        return control.steps(known) if known is not None else None
+
+    def position(self, stream: Stream | None) -> int:
+        """How many steps ``stream`` has been given so far, of None: the calling thread has taken; 0 where nobody counts."""
+        control = self.backend.control
+        steps = self._steps(stream.name if stream else HOST) if control is None else control.steps(stream)
+        return 0 if steps is None else steps[1]
+
+    def thread_scope(self) -> AbstractContextManager[Any]:
+        """What a watched thread runs in."""
+        return nullcontext()
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """What a whole watched run is inside."""
+        return nullcontext()
+
+    def locate(self, tensor: Tensor) -> Access | None:
+        """Where a tensor lies; overridden where accesses are derived."""
+        try:
+            return self.backend.locate(tensor)
+        except (CapabilityError, SeamError):
+            return None
+
+    def _locate(self, tensor: Tensor) -> Access | None:
+        return self.locate(tensor)
+
+    def _read(self, point: Point, access: Access, shadow: Shadow) -> None:
+        self._staleness.read(point, access, shadow)
+
+    def _watch_reads(self) -> None:
+        # Reads pass through Python once more only when a rule needs them.
+        self._ordering.listener.read = self._read
+
+    def finish(self) -> Report:
+        """The run is over: what hangs, which waits could go, what wasn't seen."""
+        with self._lock:
+            self._ordering.finish()
+            self.report.advice = list(self._advisor.redundant())
+            blind = dict(self._ordering.blind)
+            forgotten = sum(shadow.forgotten for shadow in self._ordering.memory.shadows.values())
+            if forgotten:
+                blind["the oldest of many accesses with holes to the same bytes"] = forgotten
+            self.report.blind_spots += [f"{what} ({count} times)" for what, count in sorted(blind.items())]
+        return self.report
+
+    # -- the observer ----------------------------------------------------------------------------------------------
+
+    def stream_created(self, stream: Stream) -> None:
+        with self._lock:
+            self._streams[stream.name] = stream
+            self._ordering.lane(stream.name)
+            if self.backend.control is not None:
+                self._labels[stream.name] = self.backend.control.steps(stream)[0]
+
+    def launched(self, operation: Operation) -> None:
+        with self._lock:
+            self.report.operations += 1
+            self._ordering.launched(operation)
+
+    def rows_touched(self, operation: Operation, accesses: tuple[Access, ...]) -> None:
+        with self._lock:
+            self._ordering.rows_touched(operation, accesses)
+
+    def recorded(self, stream: Stream, event: Event, generation: int) -> None:
+        with self._lock:
+            self._ordering.recorded(stream.name, event, generation)
+
+    def waited(self, stream: Stream, event: Event, generation: int) -> None:
+        with self._lock:
+            self._ordering.waited(stream.name, event, generation)
+
+    def event_synchronized(self, event: Event, generation: int) -> None:
+        with self._lock:
+            self._ordering.event_synchronized(event, generation)
+
+    def event_queried(self, event: Event, generation: int, done: bool) -> None:
+        with self._lock:
+            self._ordering.event_queried(event, generation, done)
+
+    def stream_synchronized(self, stream: Stream) -> None:
+        with self._lock:
+            self._ordering.stream_synchronized(stream.name)
+
+    def stream_queried(self, stream: Stream, done: bool) -> None:
+        with self._lock:
+            self._ordering.stream_queried(stream.name, done)
+
+    def device_synchronized(self) -> None:
+        with self._lock:
+            self._ordering.device_synchronized()
+
+    def flag_set(self, stream: Stream, flag: Flag) -> None:
+        with self._lock:
+            self._ordering.flag_step("set", stream.name, flag)
+
+    def flag_waited(self, stream: Stream, flag: Flag) -> None:
+        with self._lock:
+            self._ordering.flag_step("await", stream.name, flag)
+
+    def flag_reset(self, stream: Stream, flag: Flag) -> None:
+        with self._lock:
+            self._ordering.flag_step("reset", stream.name, flag)
+
+    def allocated(self, storage: int, nbytes: int, stream: str, location: str) -> None:
+        with self._lock:
+            self._ordering.allocated(storage, nbytes, stream, location)
+
+    def freed(self, storage: int, stream: str) -> None:
+        with self._lock:
+            self._staleness.freed(storage)
+            self._ordering.freed(storage, stream)
+
+    def address_reused(self, storage: int, previous: int) -> None:
+        with self._lock:
+            self._ordering.address_reused(storage, previous)
+
+    def host_accessed(self, access: Access, location: str) -> None:
+        with self._lock:
+            self._ordering.host_accessed(access, location)
+
+    def capture_began(self, graph: Graph, stream: Stream) -> None:
+        with self._lock:
+            self._ordering.capture_began(graph, stream.name)
+
+    def capture_ended(self, graph: Graph, failed: bool) -> None:
+        with self._lock:
+            self._ordering.capture_ended(graph, failed)
+
+    def replayed(self, graph: Graph, stream: Stream, generation: int) -> None:
+        with self._lock:
+            self._watch_reads()
+            self._staleness.replayed(graph, stream.name, generation, self.backend.replays, here())
+            self._ordering.replayed(graph, stream.name, generation)
+
+    def params_updated(self, graph: Graph, stream: Stream, params: Mapping[str, tuple[int, ...]]) -> None:
+        with self._lock:
+            self._ordering.params_updated(graph, stream.name, tuple(params))
+            self._staleness.rebound(graph, tuple(params))
+
+    def renewed(self, owner: str, tensor: Tensor, generation: int) -> None:
+        with self._lock:
+            place = self._locate(tensor)
+            if place is None:
+                return
+            # Whoever renews says that the last reader and writer are over: a write that checks it.
+            label = f"pinned buffer {owner!r}"
+            self._ordering.memory.shadow(place.storage).label = label
+            self._ordering.host_accessed(Access(place.storage, place.start, place.end, True, argument="renew"), here())
+            self._staleness.over(tensor, f"{label} was renewed for generation {generation} and not filled since")
+
+    def marked_over(self, tensor: Tensor, reason: str) -> None:
+        with self._lock:
+            self._staleness.over(tensor, reason)
+
+    def marked_mirror(self, mirror: Tensor | tuple[Graph, str], source: Tensor) -> None:
+        with self._lock:
+            self._watch_reads()
+            self._staleness.mirror(mirror, source)
+
+    def host_released(self, token: object) -> None:
+        with self._lock:
+            self._ordering.host_released(token)
+
+    def host_acquired(self, token: object) -> None:
+        with self._lock:
+            self._ordering.host_acquired(token)
+
+
+def _make(backend: Backend, rows_apart: bool) -> Sanitizer:
+    if backend.capabilities.reports_accesses:
+        return Sanitizer(backend)
+    from outrider_sanitizer.dispatch import DerivedSanitizer  # imports this module
+
+    return DerivedSanitizer(backend, rows_apart=rows_apart)
+
+
+@contextmanager
+def watch(backend: Backend, *, rows_apart: bool = True) -> Generator[Report]:
+    """Sanitize what runs inside the ``with``; the report fills as it goes and is complete at its end.
+
+    On a backend that reports its memory accesses nothing else is needed. Elsewhere they are derived from torch's
+    dispatcher on the calling thread and on the threads that it starts. There, two accesses whose rows are decided by data
+    are taken to be disjoint; without ``rows_apart`` they're taken to overlap, which finds more and may raise false alarms.
+    """
+    with watching(backend, rows_apart=rows_apart) as sanitizer:
+        yield sanitizer.report
+
+
+@contextmanager
+def watching(backend: Backend, *, rows_apart: bool = True) -> Generator[Sanitizer]:
+    """:func:`watch`, for tools that also ask the sanitizer where streams stand."""
+    with ExitStack() as stack:
+        sanitizer = _make(backend, rows_apart)
+        backend.attach(sanitizer)
+        stack.callback(backend.detach)
+        stack.enter_context(host_edges(sanitizer, sanitizer.thread_scope))
+        stack.enter_context(sanitizer.scope())
+        stack.enter_context(sanitizer.thread_scope())
+        try:
+            yield sanitizer
+        finally:
+            sanitizer.finish()

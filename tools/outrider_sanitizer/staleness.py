@@ -1,0 +1,285 @@
+"""The staleness detector: reads that are ordered and yet see old or undefined contents.
+
+Most of it is bookkeeping on the order of the program: which write came last, how old a view is, what was declared over.
+It believes the program's order, so it is as good in one run as in many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+from outrider.device import Access
+from outrider_sanitizer.clocks import Point
+from outrider_sanitizer.findings import Finding, Kind
+from outrider_sanitizer.intervals import Record
+from outrider_sanitizer.regions import dense_parts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from outrider.device import Graph
+    from outrider_sanitizer.diagnose import Diagnosis
+    from outrider_sanitizer.memory import Shadow
+    from outrider_sanitizer.ordering import Ordering
+
+
+_PARTS = 256
+"""Runs of a strided region that are looked at one by one; one of more runs counts as the whole of its extent."""
+
+
+class Age:
+    """When a graph was replayed, counted over all graphs of the device, and the place of its last replay in the trace."""
+
+    __slots__ = ("before", "first", "generation", "inputs", "last", "name", "rebound", "sequence")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.first = 0
+        self.last = 0
+        self.generation = 0
+        self.sequence = 0
+        self.before = 0
+        self.inputs: list[tuple[str, Access]] = []
+        self.rebound: dict[str, int] = {}
+
+
+class Mirror(NamedTuple):
+    """A region that stands for the present value of another."""
+
+    start: int
+    end: int
+    source: Access
+
+
+class Staleness:
+    """Rules about graphs' inputs and outputs, mirrors and marks, on the histories that the ordering detector keeps."""
+
+    def __init__(
+        self,
+        ordering: Ordering,
+        diagnosis: Diagnosis,
+        add: Callable[[Finding], None],
+        locate: Callable[[Tensor], Access | None],
+    ) -> None:
+        self._ordering = ordering
+        self._diagnosis = diagnosis
+        self._add = add
+        self._locate = locate
+        self._ages: WeakKeyDictionary[Graph, Age] = WeakKeyDictionary()
+        self._mirrors: dict[int, list[Mirror]] = {}
+        self._params: WeakKeyDictionary[Graph, dict[str, Access]] = WeakKeyDictionary()
+
+    # -- marks -----------------------------------------------------------------------------------------------------
+
+    def over(self, tensor: Tensor, reason: str, label: str = "") -> None:
+        """What the tensor holds is over."""
+        place = self._locate(tensor)
+        if place is None:
+            return
+        shadow = self._ordering.memory.shadow(place.storage)
+        shadow.label = shadow.label or label
+        over = (reason, None, self._ordering.sequence)
+        for start, end in dense_parts(place, _PARTS) or ((place.start, place.end),):
+            shadow.expire(start, end, over)
+
+    def mirror(self, mirror: Tensor | tuple[Graph, str], source: Tensor) -> None:
+        """One region, or a graph's host parameter, is read as the present value of another."""
+        place = self._locate(source)
+        if place is None:
+            return
+        if isinstance(mirror, tuple):
+            graph, name = mirror
+            self._params.setdefault(graph, {})[name] = place
+            self._age(graph).rebound.setdefault(name, self._ordering.sequence)
+            return
+        seen = self._locate(mirror)
+        if seen is not None:
+            known = self._mirrors.setdefault(seen.storage, [])
+            known[:] = [m for m in known if (m.start, m.end) != (seen.start, seen.end)]
+            known.append(Mirror(seen.start, seen.end, place))
+
+    def freed(self, storage: int) -> None:
+        """Memory is gone, and what was said of it."""
+        self._mirrors.pop(storage, None)
+
+    # -- graphs ----------------------------------------------------------------------------------------------------
+
+    def _age(self, graph: Graph) -> Age:
+        age = self._ages.get(graph)
+        if age is None:
+            age = self._ages[graph] = Age(graph.name)
+            age.before = self._ordering.sequence
+            inputs = {id(tensor) for tensor in graph.inputs.values()}
+            for kind, tensors in (("input", graph.inputs), ("output", graph.outputs)):
+                for name, tensor in tensors.items():
+                    place = self._locate(tensor)
+                    if place is None:
+                        continue
+                    shadow = self._ordering.memory.shadow(place.storage)
+                    shadow.label = shadow.label or f"{kind} {name!r} of graph {graph.name!r}"
+                    if kind == "input":
+                        age.inputs.append((name, place))
+                    elif id(tensor) not in inputs:
+                        shadow.aged = [*(shadow.aged or []), (place.start, place.end, age)]
+        return age
+
+    def replayed(self, graph: Graph, stream: str, generation: int, replays: int, location: str) -> None:
+        """A replay is about to be enqueued; told before its accesses."""
+        age = self._age(graph)
+        for name, place in age.inputs:
+            if age.first:
+                self._padding(age, name, place, stream, generation, location)
+        for name, source in self._params.get(graph, {}).items():
+            self._rebound(age, name, source, stream, generation, location)
+        age.first = age.first or replays
+        age.last = replays
+        age.generation = generation
+        age.sequence = self._ordering.sequence
+
+    def rebound(self, graph: Graph, names: tuple[str, ...]) -> None:
+        """Host parameters have a new value."""
+        age = self._age(graph)
+        for name in names:
+            age.rebound[name] = self._ordering.sequence
+
+    def _replay_point(self, stream: str, age: Age, location: str) -> Point:
+        return self._ordering._point(self._ordering.lane(stream), f"replay of graph {age.name!r}", location)
+
+    def _padding(self, age: Age, name: str, place: Access, stream: str, generation: int, location: str) -> None:
+        """A statement that wrote more of the input for an earlier replay than for this one left the rest behind."""
+        shadow = self._ordering.memory.shadow(place.storage)
+        fresh: list[Record] = []
+        old: list[tuple[int, int, Record]] = []
+        for begin, finish in dense_parts(place, _PARTS) or ((place.start, place.end),):
+            for interval in shadow.within(begin, finish):
+                for record in interval.writes:
+                    if record[1] is None:
+                        continue
+                    if record[0].sequence > age.sequence:
+                        fresh.append(record)
+                    else:
+                        old.append((max(interval.start, begin), min(interval.end, finish), record))
+        for start, end, record in old:
+            before, was = record
+            assert was is not None
+            for point, now in fresh:
+                assert now is not None
+                if _shrunk(before, was, point, now):
+                    self._add(
+                        Finding(
+                            kind=Kind.STALE_PADDING,
+                            first=self._diagnosis.site(before, was),
+                            second=self._diagnosis.site(
+                                self._replay_point(stream, age, location),
+                                Access(place.storage, start, end, False, argument=name),
+                            ),
+                            missing=(
+                                f"write bytes {start} to {end} of input {name!r} again before replay {generation} of graph "
+                                f"{age.name!r}: {point.location or point.name} wrote bytes {now.start} to {now.end} this "
+                                f"time and {was.start} to {was.end} before"
+                            ),
+                            memory=shadow.described,
+                            hint="the graph reads its whole input; what lies behind this batch is left from a larger one",
+                        )
+                    )
+                    return
+
+    def _rebound(self, age: Age, name: str, source: Access, stream: str, generation: int, location: str) -> None:
+        shadow = self._ordering.memory.shadow(source.storage)
+        write = shadow.last_write(source.start, source.end)
+        if write is None or write[0].sequence <= age.rebound.get(name, age.before):
+            return
+        self._add(
+            Finding(
+                kind=Kind.NOT_REBOUND,
+                first=self._diagnosis.site(write[0], write[1]),
+                second=self._diagnosis.site(self._replay_point(stream, age, location)),
+                missing=(
+                    f"call update_params({name!r}) on graph {age.name!r} after {self._diagnosis.site(write[0]).brief} and "
+                    f"before replay {generation}"
+                ),
+                memory=f"host parameter {name!r} of graph {age.name!r}, which stands for {shadow.described}",
+            )
+        )
+
+    # -- reads -----------------------------------------------------------------------------------------------------
+
+    @property
+    def watches_reads(self) -> bool:
+        """Whether any rule needs to see reads."""
+        return bool(self._mirrors or self._ages)
+
+    def read(self, point: Point, access: Access, shadow: Shadow) -> None:
+        """A read, before it is added to the history."""
+        if shadow.aged is not None and access.born >= 0 and point.replay is None:
+            self._output(point, access, shadow)
+        mirrors = self._mirrors.get(access.storage) if self._mirrors else None
+        if mirrors:
+            for mirror in mirrors:
+                if mirror.start < access.end and access.start < mirror.end:
+                    self._mirrored(point, access, shadow, mirror)
+
+    def _output(self, point: Point, access: Access, shadow: Shadow) -> None:
+        for start, end, age in shadow.aged or ():
+            assert isinstance(age, Age)
+            if not (start < access.end and access.start < end and 0 < age.first <= access.born < age.last):
+                continue
+            write = shadow.last_write(access.start, access.end)
+            if write is None or write[0].sequence <= age.sequence:
+                continue
+            self._add(
+                Finding(
+                    kind=Kind.STALE_OUTPUT,
+                    first=self._diagnosis.site(write[0], write[1]),
+                    second=self._diagnosis.site(point, access),
+                    missing=(
+                        f"read the view, or clone it, before replay {age.generation} of graph {age.name!r} is enqueued; a "
+                        "view that is meant to follow the graph is made before its first replay"
+                    ),
+                    memory=shadow.described,
+                    hint=f"the view was made before replay {age.generation}, which overwrote what it showed",
+                )
+            )
+
+    def _mirrored(self, point: Point, access: Access, shadow: Shadow, mirror: Mirror) -> None:
+        source = self._ordering.memory.shadow(mirror.source.storage)
+        written = source.last_write(mirror.source.start, mirror.source.end)
+        if written is None:
+            return
+        refreshed = shadow.last_write(mirror.start, mirror.end)
+        if refreshed is not None and refreshed[0].sequence > written[0].sequence:
+            return
+        self._add(
+            Finding(
+                kind=Kind.STALE_MIRROR,
+                first=self._diagnosis.site(written[0], written[1]),
+                second=self._diagnosis.site(point, access),
+                missing=(
+                    f"copy the value again after {self._diagnosis.site(written[0]).brief} and before "
+                    f"{self._diagnosis.site(point).brief}, or keep it up to date beside it"
+                ),
+                memory=f"{shadow.described}, which mirrors {source.described}",
+            )
+        )
+
+    def stale(self, reason: str, origin: Record | None, point: Point, access: Access, shadow: Shadow) -> None:
+        """Bytes were read that are over, or that nobody wrote yet."""
+        self._add(
+            Finding(
+                kind=Kind.STALE if reason else Kind.UNDEFINED,
+                first=self._diagnosis.site(origin[0]) if origin is not None else None,
+                second=self._diagnosis.site(point, access),
+                missing=(
+                    "write all of it again before it's read" if reason else "write all of it, or read only what was written"
+                ),
+                memory=shadow.described,
+                hint=reason,
+            )
+        )
+
+
+def _shrunk(before: Point, was: Access, after: Point, now: Access) -> bool:
+    same_place = before.location == after.location and before.name == after.name
+    return same_place and was.start == now.start and now.end < was.end

@@ -1,0 +1,350 @@
+"""Accesses, events and flags: what the ordering detector knows without graphs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, WeakSet
+
+from outrider.device import Access, Operation
+from outrider_sanitizer.captured import Captured, Verb
+from outrider_sanitizer.clocks import NOTHING, Actor, Clock, Point, Replay
+from outrider_sanitizer.flags import FlagState
+from outrider_sanitizer.intervals import Record
+from outrider_sanitizer.lanes import Edge, Lane, Lanes
+from outrider_sanitizer.memory import Memory, Shadow
+from outrider_sanitizer.places import here
+
+if TYPE_CHECKING:
+    from outrider.device import Event, Flag
+
+HOST = "host"
+_GENERATIONS = 16
+_AWAITED = 4096
+
+
+@dataclass
+class Listener:
+    """What the detector tells; every field may be left as it is."""
+
+    conflict: Callable[[Record, Point, Access | None, Shadow], None] = lambda *_: None
+    settled: Callable[[], Clock] = lambda: NOTHING
+    reused: Callable[[Shadow, Record, Point, str], None] = lambda *_: None
+    stale: Callable[[str, Record | None, Point, Access, Shadow], None] = lambda *_: None
+    read: Callable[[Point, Access, Shadow], None] | None = None
+    dead: Callable[[Shadow, Point, str], None] = lambda *_: None
+    flag: Callable[[str, str, Point | None, Point], None] = lambda *_: None
+    rebind: Callable[[Record, Point, Access | None, str], None] = lambda *_: None
+    waited: Callable[[Lane, str, int, str, bool], None] = lambda *_: None
+
+
+@dataclass
+class _EventState:
+    name: str
+    clocks: OrderedDict[int, Clock | None] = field(default_factory=OrderedDict)
+
+
+class StreamOrdering(Lanes):
+    """What happens on streams and host threads outside graphs; inside a capture it's noted for the replays."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        *,
+        rows_follow: bool = False,
+        steps: Callable[[str], tuple[str, int] | None] = lambda stream: None,
+    ) -> None:
+        super().__init__()
+        self.listener = listener
+        listener.settled = self.settled
+        self.rows_follow = rows_follow
+        self.steps = steps
+        self.memory = Memory(listener.reused)
+        self.blind: dict[str, int] = {}
+        self._events: WeakKeyDictionary[Event, _EventState] = WeakKeyDictionary()
+        self._flags: WeakKeyDictionary[Flag, FlagState] = WeakKeyDictionary()
+        self._users: dict[int, WeakSet[Captured]] = {}
+        self._awaited: OrderedDict[int, deque[Point]] = OrderedDict()
+        self._lost: set[str] = set()
+        self._waiting_flag: dict[int, tuple[str, Point]] = {}
+
+    # -- accesses ----------------------------------------------------------------------------------------------------
+
+    def launched(self, operation: Operation) -> None:
+        """An operation was enqueued."""
+        capture: Captured | None = getattr(self._local, "capture", None)
+        if capture is not None:
+            capture.verbs.append(Verb("launch", operation.stream, operation))
+            return
+        lane = self.lanes.get(operation.stream) or self.lane(operation.stream)
+        if lane.held is not None:
+            self._enqueue(lane, lambda: self._launch(lane, operation))
+            return
+        lane.launched_by(self.thread())
+        self._launch(lane, operation)
+
+    def _launch(self, lane: Lane, operation: Operation) -> bool:
+        self.sequence += 1
+        self._access(Point(lane, operation.name, operation.location, self.sequence, operation), operation.accesses)
+        return True
+
+    def _access(self, point: Point, accesses: tuple[Access, ...] | list[Access]) -> None:
+        awaited = False
+        shadows = self.memory.shadows
+        listener = self.listener
+        for access in accesses:
+            if access.by_rows and self.rows_follow:
+                awaited = True
+                continue
+            shadow = shadows.get(access.storage) or self.memory.shadow(access.storage)
+            if listener.read is not None and not access.write:
+                listener.read(point, access, shadow)
+            shadow.touch(point, access, listener)
+        if awaited:
+            self._await_rows(point)
+
+    def touch(self, point: Point, access: Access, shadow: Shadow, late: bool = False) -> None:
+        """One access, against all that came before it."""
+        listener = self.listener
+        if listener.read is not None and not access.write:
+            listener.read(point, access, shadow)
+        shadow.touch(point, access, listener, late)
+
+    def _await_rows(self, point: Point) -> None:
+        # By identity: a captured operation is the same object in every replay, and the point keeps it alive.
+        key = id(point.operation)
+        waiting = self._awaited.get(key)
+        if waiting is None:
+            waiting = self._awaited[key] = deque(maxlen=64)
+            if len(self._awaited) > _AWAITED:
+                self._awaited.popitem(last=False)
+        waiting.append(point)
+
+    def rows_touched(self, operation: Operation, accesses: tuple[Access, ...]) -> None:
+        """The rows of an operation that was launched (or replayed) before."""
+        key = id(operation)
+        waiting = self._awaited.get(key)
+        if not waiting:
+            return
+        point = waiting.popleft()
+        if not waiting:
+            del self._awaited[key]
+        late = point.sequence != self.sequence
+        for access in accesses:
+            self.touch(point, access, self.memory.shadow(access.storage), late)
+
+    def host_accessed(self, access: Access, location: str) -> None:
+        """The calling thread touched pinned memory."""
+        thread = self.thread()
+        point = self._point(thread, "host write" if access.write else "host read", location)
+        step = self.steps(HOST)
+        point.step = (step[0], step[1] - 1) if step is not None else None
+        self.touch(point, access, self.memory.shadow(access.storage))
+
+    def allocated(self, storage: int, nbytes: int, stream: str, location: str) -> None:
+        """Memory was handed out in the order of a stream, or of the calling thread."""
+        capture: Captured | None = getattr(self._local, "capture", None)
+        if capture is not None and stream != HOST:
+            capture.temporaries.add(storage)
+            self.memory.allocate(storage, nbytes, stream, location, None, True)
+            return
+        if stream == HOST:
+            self._allocate(self.thread(), storage, nbytes, stream, location)
+            return
+        lane = self.lanes.get(stream) or self.lane(stream)
+        if lane.held is not None:
+            self._enqueue(lane, lambda: self._allocate(lane, storage, nbytes, stream, location))
+            return
+        lane.launched_by(self.thread())
+        self._allocate(lane, storage, nbytes, stream, location)
+
+    def _allocate(self, actor: Actor, storage: int, nbytes: int, stream: str, location: str) -> bool:
+        self.sequence += 1
+        point = Point(actor, "allocation", location, self.sequence)
+        if self.memory.waits_for(stream):
+            point.step = self.steps(stream)  # the next step there is the first that can use the memory
+        self.memory.allocate(storage, nbytes, stream, location, point, False)
+        self._local.allocation = (storage, point)
+        return True
+
+    def freed(self, storage: int, stream: str) -> None:
+        """Memory went back to the order of a stream, or of the calling thread."""
+        capture: Captured | None = getattr(self._local, "capture", None)
+        if capture is not None and stream != HOST:
+            return  # the addresses stay with the graph
+        users = self._users.pop(storage, None) if self._users else None
+        shadow = self.memory.shadows.get(storage) if users else None
+        if users and shadow is not None:
+            location = here()
+            for captured in users:
+                captured.dead[storage] = (shadow, location)
+        if stream == HOST:
+            self.memory.free(storage, stream, self.thread(), here)
+            return
+        lane = self.lanes.get(stream) or self.lane(stream)
+        if lane.held is None:
+            lane.launched_by(self.thread())
+            self.memory.free(storage, stream, lane, here)
+            return
+
+        def step() -> bool:
+            self.memory.free(storage, stream, lane, here)
+            return True
+
+        self._enqueue(lane, step)
+
+    def address_reused(self, storage: int, previous: int) -> None:
+        """A new storage lies where an old one lay; told right after its allocation."""
+        last: tuple[int, Point] | None = getattr(self._local, "allocation", None)
+        self.memory.reuse(previous, last[1] if last is not None and last[0] == storage else None)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def _event(self, event: Event) -> _EventState:
+        state = self._events.get(event)
+        if state is None:
+            state = self._events[event] = _EventState(event.name)
+        return state
+
+    def recorded(self, stream: str, event: Event, generation: int) -> None:
+        """A new generation covers what is enqueued on the stream so far."""
+        capture: Captured | None = getattr(self._local, "capture", None)
+        if capture is not None:
+            capture.verbs.append(Verb("record", stream, event))
+            return
+        lane = self.lane(stream)
+        state = self._event(event)
+        state.clocks[generation] = None
+        while len(state.clocks) > _GENERATIONS:
+            state.clocks.popitem(last=False)
+
+        def step() -> bool:
+            state.clocks[generation] = lane.release()
+            return True
+
+        self._enqueue(lane, step)
+
+    def waited(self, stream: str, event: Event, generation: int) -> None:
+        """What follows on the stream comes after that generation."""
+        capture: Captured | None = getattr(self._local, "capture", None)
+        if capture is not None:
+            capture.verbs.append(Verb("join" if generation else "wait", stream, (event, generation)))
+            return
+        lane = self.lane(stream)
+        state = self._event(event)
+        location = here()
+        self._enqueue(lane, lambda: self._wait(lane, state, generation, location))
+
+    def _wait(self, lane: Lane, state: _EventState, generation: int, location: str) -> bool:
+        if generation not in state.clocks:
+            return True
+        clock = state.clocks[generation]
+        if clock is None:
+            return False
+        new = lane.join(clock)
+        edge = Edge(state.name, generation, location)
+        for number in clock:
+            lane.edges[number] = edge
+        self.listener.waited(lane, state.name, generation, location, new)
+        return True
+
+    def event_synchronized(self, event: Event, generation: int) -> None:
+        """The calling thread comes after that generation."""
+        state = self._event(event)
+        if state.clocks.get(generation, NOTHING) is None:
+            self._force()
+        clock = state.clocks.get(generation)
+        if clock is not None:
+            self.thread().join(clock)
+
+    def event_queried(self, event: Event, generation: int, done: bool) -> None:
+        """The calling thread comes after that generation, when it's over."""
+        if done:
+            self.event_synchronized(event, generation)
+
+    def stream_synchronized(self, stream: str) -> None:
+        """The calling thread comes after all that is enqueued on the stream."""
+        lane = self.lane(stream)
+        if lane.held is not None:
+            self._force()
+        self.thread().join(lane.release())
+
+    def stream_queried(self, stream: str, done: bool) -> None:
+        """The calling thread comes after the stream, when it's empty."""
+        if done:
+            self.stream_synchronized(stream)
+
+    def device_synchronized(self) -> None:
+        """The calling thread comes after every stream."""
+        for stream in list(self.lanes):
+            self.stream_synchronized(stream)
+
+    # -- flags -------------------------------------------------------------------------------------------------------
+
+    def _flag(self, flag: Flag) -> FlagState:
+        state = self._flags.get(flag)
+        if state is None:
+            state = self._flags[flag] = FlagState()
+        return state
+
+    def flag_step(self, what: str, stream: str, flag: Flag) -> None:
+        """A ``set``, ``await`` or ``reset`` was enqueued."""
+        capture: Captured | None = getattr(self._local, "capture", None)
+        if capture is not None:
+            capture.verbs.append(Verb(what, stream, flag))
+            return
+        lane = self.lane(stream)
+        location = here()
+        self._enqueue(lane, lambda: self._flag_verb(what, lane, flag, location, None))
+        if what == "set":
+            self._resume()
+
+    def _flag_verb(self, what: str, lane: Lane, flag: Flag, location: str, replay: Replay | None) -> bool:
+        state = self._flag(flag)
+        name = f"{'wait for' if what == 'await' else what} flag {flag.name!r}"
+        if what == "await" and not state.up:
+            if lane.number not in self._waiting_flag:
+                self._waiting_flag[lane.number] = (flag.name, self._point(lane, name, location))
+            return False
+        if what == "await":
+            self._waiting_flag.pop(lane.number, None)
+            lane.join(state.clock)
+        # A point of its own epoch: resets and sets are ordered against it.
+        lane.taken = True
+        point = self._point(lane, name, location)
+        point.replay = replay
+        if what == "await":
+            state.wait(point)
+        elif what == "set":
+            wrong = state.set(point)
+            if wrong is not None:
+                self._lost.add(flag.name)
+                self.listener.flag(wrong[0], flag.name, wrong[1], point)
+        else:
+            early = state.reset(point)
+            if early is not None:
+                self.listener.flag("early", flag.name, early, point)
+        return True
+
+    def _force(self) -> None:
+        """The device got past a wait whose set we never saw: go on without it."""
+        for lane in list(self._held):
+            held = lane.held
+            if held:
+                held.popleft()
+                self._waiting_flag.pop(lane.number, None)
+        self._blind("a flag was raised outside the seam", 1)
+        self._resume()
+
+    def finish(self) -> None:
+        """The run is over: what still waits for a flag would wait for ever."""
+        self._resume()
+        for name, point in self._waiting_flag.values():
+            if name not in self._lost:  # else it's the consequence of what was told
+                self.listener.flag("never", name, None, point)
+        self._waiting_flag.clear()
+
+    def _blind(self, what: str, count: int) -> None:
+        self.blind[what] = self.blind.get(what, 0) + count

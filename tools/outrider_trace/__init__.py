@@ -1,0 +1,1 @@
+"""Timelines: when each operation ran, on which stream, and which fences held it. On the seam alone."""

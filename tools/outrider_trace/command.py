@@ -1,0 +1,86 @@
+"""``outrider trace``: run a script and draw what ran when."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cli.environment import backend_from_environment
+from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.device.errors import ConfigError
+from outrider.registry import Registry
+from outrider_sanitizer.command import as_main, with_new_backends
+
+if TYPE_CHECKING:
+    from outrider.device import Backend
+    from outrider_trace.timeline import Timeline
+
+
+def trace(
+    script: Annotated[list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help="The script and its arguments.")],
+    backend: BackendOption = None,
+    out: Annotated[Path, typer.Option(help="The timeline, for Perfetto.")] = Path("trace.json"),
+    picture: Annotated[Path | None, typer.Option(help="The picture; FILE.svg or a page. Default: beside --out.")] = None,
+    start: Annotated[float, typer.Option("--from", metavar="US", help="Where the picture begins.")] = 0.0,
+    end: Annotated[float | None, typer.Option("--to", metavar="US", help="Where it ends; the end of the run.")] = None,
+    json_output: JsonOption = False,
+) -> Report:
+    """Run a Python script and write a timeline of its streams, operations and fences, and a picture of it.
+
+    Times are the device's own, or virtual ones on a simulated device.
+    """
+    del json_output
+    from outrider_trace.picture import page, svg
+    from outrider_trace.timeline import record
+
+    path = Path(script[0])
+    if not path.is_file():
+        raise ConfigError(f"script {script[0]!r} doesn't exist; usage: outrider trace [--backend NAME] -- script.py args")
+    registry = Registry()
+    timelines: list[tuple[Backend, Timeline]] = []
+    first = registry.create(registry.select(backend, backend_from_environment()))
+    with (
+        with_new_backends(first, lambda made, stack: timelines.append((made, stack.enter_context(record(made))))),
+        as_main(path, script),
+    ):
+        runpy.run_path(str(path), run_name="__main__")
+    # The busiest device is the one that the script is about.
+    device, timeline = max(timelines, key=lambda pair: sum(map(len, pair[1].spans.values())))
+    target = picture or out.with_suffix(".html")
+    title = f"{path.name} on {device.label}"
+    out.write_text(json.dumps(timeline.perfetto()), encoding="utf-8")
+    shown = timeline.between(start, timeline.end if end is None else end)
+    target.write_text(svg(shown) if target.suffix == ".svg" else page(shown, title), encoding="utf-8")
+    costs = timeline.costs()
+    data = {
+        "trace": str(out),
+        "picture": str(target),
+        "operations": sum(len(lane) for lane in timeline.spans.values()),
+        "streams": list(timeline.spans),
+        "end_us": timeline.end,
+        "waits": [cost.as_dict() for cost in costs],
+    }
+
+    def render(console: Console) -> None:
+        console.print(f"{data['operations']} operations on {len(timeline.spans)} streams in {timeline.end:.1f} us")
+        console.print(f"{out} (open it at ui.perfetto.dev), {target}")
+        if costs:
+            table = Table("stream", "waits for", "at", "times", "stalled, us", "critical, us", box=None, pad_edge=False)
+            for cost in costs[:20]:
+                table.add_row(
+                    cost.stream,
+                    cost.event,
+                    cost.location,
+                    str(cost.count),
+                    f"{cost.stall_us:.1f}",
+                    f"{cost.critical_us:.1f}",
+                )
+            console.print(table)
+
+    return Report(data=data, render=render)
