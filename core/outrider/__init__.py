@@ -11,6 +11,7 @@ from outrider._moved import install
 
 if TYPE_CHECKING:
     from outrider.device.errors import OutriderError
+    from outrider.engine.async_engine import AsyncEngine
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
     from outrider.engine.requests.request import StepOutput
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 install()
 
 _HOMES = {
+    "AsyncEngine": "outrider.engine.async_engine",
     "Engine": "outrider.engine.engine",
     "EngineConfig": "outrider.engine.config",
     "OutriderError": "outrider.device.errors",
@@ -28,7 +30,7 @@ _HOMES = {
     "get_backend": "outrider.registry",
 }
 
-__all__ = ["Engine", "EngineConfig", "OutriderError", "SamplingParams", "StepOutput", "get_backend"]
+__all__ = ["AsyncEngine", "Engine", "EngineConfig", "OutriderError", "SamplingParams", "StepOutput", "get_backend"]
 
 if not TYPE_CHECKING:  # a type checker must see a misspelt name as an error
 

@@ -7,7 +7,7 @@ import pytest
 import outrider
 import outrider.device
 
-TOP = {"Engine", "EngineConfig", "OutriderError", "SamplingParams", "StepOutput", "get_backend"}
+TOP = {"AsyncEngine", "Engine", "EngineConfig", "OutriderError", "SamplingParams", "StepOutput", "get_backend"}
 SEAM = """
     ENTRY_POINT_GROUP KERNELS_GROUP LANE_ACCEPT LANE_DRAFT LANE_RESIDUAL LANE_SAMPLE ROW_ACCESS SEAM_VERSION
     Access ActiveCapture AmbiguousBackend AttentionMetadata AttentionShape Backend BackendError BackendHooks BackendInfo

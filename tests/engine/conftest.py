@@ -90,6 +90,7 @@ def accounted(monkeypatch):
     for engine in made:
         if engine._lifeline.stopped is not None:
             continue
+        engine.adopt()  # some were used by a thread that is over
         engine.drain()
         running = engine._scheduler.running
         held = {page for request in running for page in request.pages}

@@ -10,22 +10,34 @@ from outrider.device import ConfigError
 
 NAN, INF = math.nan, math.inf
 BAD = {
-    "top_k": [-1, 1.5, True, "3"],
-    "top_p": [0.0, -0.1, 1.01, NAN, INF, None, True],
+    "top_k": [-1, 1.5, True, "3", 2**31, 10**30],
+    "top_p": [1e-50, 0.0, -0.1, 1.01, NAN, INF, None, True],
     "min_p": [-0.1, 1.1, NAN, "x"],
-    "repetition_penalty": [0.0, -1.0, NAN, INF],
+    "repetition_penalty": [0.0, -1.0, NAN, INF, 1e39, 10**400, 1e-50],
     "presence_penalty": [-2.1, 2.1, NAN],
     "frequency_penalty": [-2.1, 2.1, NAN],
-    "temperature": [-0.1, NAN, INF, "hot", True],
-    "max_tokens": [0, 1.0, True],
+    "temperature": [-0.1, NAN, INF, "hot", True, 1e39, 10**400, 2.0**-33, 1e-50],
+    "max_tokens": [0, 1.0, True, 2**31, 10**30],
     "min_tokens": [-1, 65, 0.5],
-    "logprobs": [-1, 1.5, True],
-    "n": [0, -1, 1.5],
+    "logprobs": [10**30, -1, 1.5, True],
+    "n": [0, -1, 1.5, 1025, 10**9],
     "seed": [1.5, True, 2**63],
     "ignore_eos": [1, None],
     "stop": ["", ("a", ""), (1,), None],
-    "stop_token_ids": ["12", (1.5,), None, 3],
-    "logit_bias": [{1: NAN}, {1: INF}, {-1: 1.0}, {"a": 1.0}, {True: 1.0}, ((1, 2.0, 3),), ((1, 0.5), (1, 0.6)), "ab", 3],
+    "stop_token_ids": [tuple(range(1025)), "12", (1.5,), None, 3],
+    "logit_bias": [
+        {1: 1e39},
+        {1: -(10**400)},
+        {1: NAN},
+        {1: INF},
+        {-1: 1.0},
+        {"a": 1.0},
+        {True: 1.0},
+        ((1, 2.0, 3),),
+        ((1, 0.5), (1, 0.6)),
+        "ab",
+        3,
+    ],
 }
 
 
@@ -33,6 +45,10 @@ BAD = {
 def test_a_bad_value_is_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=f"{name} is .*; expected"):
         SamplingParams(**{name: value})
+
+
+def test_extremes_that_the_device_can_compute_with():
+    SamplingParams(temperature=2.0**-32, repetition_penalty=2.0**32, top_p=2.0**-32, logit_bias={0: 2.0**64, 1: -(2.0**64)})
 
 
 def test_frozen_and_by_keyword():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, RequestError, StepMode
 from outrider.engine.config import EngineConfig
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS, SamplingParams
@@ -105,6 +107,13 @@ def check_options(params: SamplingParams, stops: set[int], *, config: EngineConf
         wrong = next((token for token in params.stop_token_ids if not 0 <= token < vocabulary), None)
     if wrong is not None:
         raise RequestError(f"token {wrong} of the sampling options is outside the model's vocabulary of {vocabulary}")
+    most_bias = torch.finfo(config.torch_dtype).max
+    wide = next((token for token, value in listed.items() if most_bias < abs(value) < float("inf")), None)
+    if wide is not None:
+        raise RequestError(
+            f"logit_bias of token {wide} is {listed[wide]:g}; {config.dtype}, in which this engine computes, "
+            f"holds {most_bias:g} at most"
+        )
     banned = {token for token, value in listed.items() if value == float("-inf")}
     if params.min_tokens:
         banned |= stops

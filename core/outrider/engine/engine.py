@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from outrider.device import Backend, ConfigError, DeviceFault, Fence, RequestError, StepMode
+from outrider.device import Backend, ConfigError, DeviceError, DeviceFault, Fence, RequestError, StepMode
+from outrider.engine.admission import Admission
 from outrider.engine.assembly import assemble, build_runner, ring_slots
-from outrider.engine.checks import (
-    check_invariance,
-    check_options,
-    check_pages,
-    check_policy,
-    check_prompt,
-    check_tree,
-    context_limit,
-)
+from outrider.engine.checks import check_invariance, check_policy, check_tree, context_limit
 from outrider.engine.config import EngineConfig
 from outrider.engine.graphs import Caller, CaptureProgress
 from outrider.engine.loading import load_checkpoint
+from outrider.engine.owner import Owner
 from outrider.engine.recovery.lifeline import Lifeline
 from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.hand_over import HandOver
-from outrider.engine.requests.media import expanded, request_media
+from outrider.engine.requests.outbox import Outbox
 from outrider.engine.requests.pages import FreeList, PagePool
 from outrider.engine.requests.request import Completion, FinishReason, Request, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.scheduler import OutOfPages, Scheduler, SchedulerLimits
-from outrider.engine.requests.text import watch
 from outrider.engine.stages import Stages
 from outrider.engine.state.results import Outcome, Ticket
 from outrider.engine.state.transfer import bring_here, collect
 from outrider.engine.stats import EngineStats as EngineStats
 from outrider.engine.step import Step
+from outrider.engine.streaming import RequestStream
 from outrider.engine.streams import Streams
 from outrider.engine.warm_up import warm_up
 from outrider.model import LanguageModel, Media, Tokenizer, VisionTower
@@ -47,7 +42,9 @@ Progress = Callable[[str, int, int], None]
 class Engine:
     """Runs requests in continuous batches on one backend.
 
-    Not thread-safe: one thread calls it. Everything that it allocates on the device is made here, before the first step.
+    It belongs to the thread that makes it, or that calls :meth:`adopt`: any other one, and a forked process, gets a
+    :class:`~outrider.engine.owner.WrongThread`. Everything that it allocates on the device is made here, before the first
+    step.
 
     Any call may raise a :class:`DeviceError`. Where the device lives on, so does the engine: what was in flight is done
     again, and requests keep the tokens that they have. Once it's lost or stuck, every call raises :class:`EngineStopped`.
@@ -65,6 +62,7 @@ class Engine:
         vision: VisionTower | None = None,
         capture_progress: CaptureProgress | None = None,
     ) -> None:
+        self._owner, self._used = Owner(), False
         self.config = config = config or EngineConfig()
         self.backend = backend
         self.model = model
@@ -98,6 +96,15 @@ class Engine:
                 growth=proposer.depth + 1, slots=proposer.slots, spare=spare, prefill_chunk=config.prefill_chunk
             ),
         )
+        self._admission = Admission(
+            config=config,
+            model=model.config,
+            max_context=self.max_context,
+            pages=parts.cache.pages - 1,
+            pages_of=self._scheduler.most_pages,
+            tokenizer=tokenizer,
+            vision=vision,
+        )
         self._begin()
         stages, slots = Stages(parts), ring_slots(config)
         fused_waits = config.step_mode is StepMode.FUSED and backend.speculative_sync.fused_host_wait
@@ -119,7 +126,8 @@ class Engine:
         self._in_flight: deque[Ticket] = deque()
         self._requests: dict[int, Request] = {}
         self._next_id = 0
-        self._pending: list[StepOutput] = []
+        self._outbox = Outbox()
+        self._abandoned: deque[Request] = deque()
         self._counts = {"iterations": 0, "request_iterations": 0, "verified_tokens": 0, "emitted_tokens": 0}
 
     @classmethod
@@ -188,7 +196,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether :meth:`step` has anything to do."""
-        return bool(self._pending or self._in_flight or self._scheduler.has_work)
+        return bool(self._outbox.waiting or self._abandoned or self._in_flight or self._scheduler.has_work)
 
     @property
     def free_pages(self) -> int:
@@ -230,40 +238,19 @@ class Engine:
 
         Raises :class:`RequestError` for a request that can't be served.
         """
-        self._lifeline.check()
-        params = params or SamplingParams()
-        model = self.model.config
-        prompt = expanded([int(token) for token in tokens], media, model.vision)
-        stops = self._check(prompt, params)
-        pictures = request_media(media, prompt, model.vision, self._vision)
-        rope_key = model.rope.sharing_key(len(prompt))
-        samples = []
-        for index in range(params.n):
-            request = Request(self._next_id, prompt, params.sample(index), stops, priority, pictures, rope_key)
-            if params.stop:
-                request.stop_text = watch(self.tokenizer, params)
-            self._next_id += 1
-            self._requests[request.id] = request
-            samples.append(request)
-        first = samples[0]
-        first.followers = samples[1:]
-        self._scheduler.add(first)
-        if not self.config.prefix_cache:
-            self._start_followers(first)
-        return first.id
+        with self._use():
+            return self._submit(self._admission.requests(self._next_id, tokens, params, priority=priority, media=media))
 
     def abort(self, request_id: int) -> None:
         """End a request now. What it has produced so far stays valid; its last iteration, if one is in flight, is
         discarded when it comes back. Raises :class:`RequestError` for an id that isn't running or waiting.
         """
-        self._lifeline.check()
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            raise RequestError(f"request {request_id} isn't waiting or running; it may have finished already")
-        self._pending.append(request.end(FinishReason.ABORT))
-        self._scheduler.drop_waiting(request)
-        self._start_followers(request)
-        self._scheduler.retire()
+        with self._use():
+            request = self._requests.get(request_id)
+            if request is None:
+                raise RequestError(f"request {request_id} isn't waiting or running; it may have finished already")
+            self._end(request, FinishReason.ABORT)
+            self._scheduler.retire()
 
     def hand_over(self, request_id: int) -> HandOver:
         """Take a decoding request out, with its caches and its draft state, for another engine's :meth:`take_over`.
@@ -272,21 +259,24 @@ class Engine:
         the next :meth:`step`, and are in the hand-over's output too. Raises :class:`RequestError` for a request that has
         finished, or has no output yet.
         """
-        request = self._requests.get(request_id)
-        with self._lifeline.working("waiting for a request's iterations"):
-            while request is not None and request.in_flight:
-                self._handle_oldest()
-        if request is None or request.finished:
-            raise RequestError(f"request {request_id} isn't running; it may have finished already")
-        if not request.row or request.needs_prefill or not request.output:
-            raise RequestError(f"request {request_id} waits or is at its prompt; hand it over once it has put out a token")
-        with self._lifeline.working("handing a request over"):
-            handed = collect(self._parts, request)
-        del self._requests[request_id]
-        request.finish_reason = FinishReason.HAND_OVER
-        self._pending.append(StepOutput(request_id, (), FinishReason.HAND_OVER))
-        self._scheduler.retire()
-        return handed
+        with self._use():
+            request = self._requests.get(request_id)
+            with self._lifeline.working("waiting for a request's iterations"):
+                while request is not None and request.in_flight:
+                    self._handle_oldest()
+            if request is None or request.finished:
+                raise RequestError(f"request {request_id} isn't running; it may have finished already")
+            if not request.row or request.needs_prefill or not request.output:
+                raise RequestError(
+                    f"request {request_id} waits or is at its prompt; hand it over once it has put out a token"
+                )
+            with self._lifeline.working("handing a request over"):
+                handed = collect(self._parts, request)
+            del self._requests[request_id]
+            request.finish_reason = FinishReason.HAND_OVER
+            self._outbox.put(StepOutput(request_id, (), FinishReason.HAND_OVER))
+            self._scheduler.retire()
+            return handed
 
     def take_over(self, handed: HandOver) -> int:
         """Go on with a request from another engine of the same model and kind of proposer; returns its id here.
@@ -297,29 +287,26 @@ class Engine:
         Raises :class:`ConfigError` when the engines don't fit, and :class:`RequestError` for a request that can't be served.
         """
         handed.check_fits(self.model.config, self.model.dtype, self.proposer)
-        stops = self._check(handed.prompt, handed.params)
-        request = Request(self._next_id, handed.prompt, handed.params, stops, handed.priority)
-        request.media = request_media(handed.media, handed.prompt, self.model.config.vision, self._vision)
-        request.rope_key = self.model.config.rope.sharing_key(len(handed.prompt))
-        request.output, request.logprobs = list(handed.output), list(handed.logprobs)
-        request.iterations, request.verified_tokens = handed.iterations, handed.verified_tokens
-        request.context = (*handed.prompt, *handed.output[:-1])
-        if handed.params.stop:
-            request.stop_text = watch(self.tokenizer, handed.params, handed.output)
-            request.text.append(request.stop_text.take())
-        with self._lifeline.working("taking a request over"):
-            request.arrival = bring_here(self._parts, handed)
-        self._next_id += 1
-        self._requests[request.id] = request
-        self._scheduler.add(request)
-        return request.id
+        with self._use():
+            request = self._admission.arrival(self._next_id, handed)
+            with self._lifeline.working("taking a request over"):
+                request.arrival = bring_here(self._parts, handed)
+            self._next_id += 1
+            self._requests[request.id] = request
+            self._scheduler.add(request)
+            return request.id
 
     def step(self) -> list[StepOutput]:
         """Run one iteration; returns the new tokens that the host learnt of, a record for each request that has some.
 
         With ``overlap`` the iteration is launched, and the results are those of the one before.
         """
-        with self._lifeline.working("running an iteration"):
+        self._advance()
+        return self._outbox.take()
+
+    def _advance(self) -> None:
+        """Run one iteration; what the host learns goes to whoever asked for it."""
+        with self._use(), self._lifeline.working("running an iteration"):
             batch = self._next_batch()
             if batch is not None:
                 self._in_flight.append(self._launch(batch))
@@ -332,8 +319,6 @@ class Engine:
                 self._handle_oldest()
             self._scheduler.retire()
             self.backend.release_finished()
-        outputs, self._pending = self._pending, []
-        return outputs
 
     def generate(
         self,
@@ -347,76 +332,120 @@ class Engine:
         ``media``: those of each prompt, in the order of ``prompts``. Requests added before run along; what they produce
         meanwhile comes out of the next :meth:`step`.
         """
-        if params is None or isinstance(params, SamplingParams):
-            each: Sequence[SamplingParams] = [params or SamplingParams()] * len(prompts)
-        else:
-            each = params
-        if len(each) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one, or as many")
-        pictures = media if media is not None else [()] * len(prompts)
-        if len(pictures) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts came with media for {len(pictures)}; give one sequence for each")
-        firsts = [
-            (self.add_request(prompt, chosen, media=seen), chosen)
-            for prompt, chosen, seen in zip(prompts, each, pictures, strict=True)
-        ]
-        requests = [self._requests[first + i] for first, chosen in firsts for i in range(chosen.n if chosen else 1)]
-        ours = {request.id for request in requests}
-        others: list[StepOutput] = []
-        while not all(request.finished for request in requests):
-            others += (output for output in self.step() if output.request_id not in ours)
-        self.drain()
-        self._pending[:0] = others
+        with self._use():
+            return self._generate(self._admission.batch(self._next_id, prompts, params, media))
+
+    def _generate(self, waiting: Sequence[Sequence[Request]]) -> list[Completion]:
+        requests = [request for samples in waiting for request in samples]
+        for request in requests:
+            self._outbox.open(request.id)
+        try:
+            for samples in waiting:
+                self._submit(samples)
+            while not all(request.finished for request in requests):
+                self._advance()
+            self.drain()
+        except DeviceError:  # they go on where the device does, and come out of the next steps
+            for request in requests:
+                self._outbox.release(request.id)
+            raise
+        except BaseException:
+            self._forget(requests)
+            raise
+        for request in requests:
+            self._outbox.close(request.id)
         return [request.completion() for request in requests]
 
     def stream(
         self, tokens: Sequence[int], params: SamplingParams | None = None, *, media: Sequence[Media] = ()
-    ) -> Iterator[StepOutput]:
-        """Run one request, yielding its tokens as they come. Closing the iterator early aborts the request.
+    ) -> RequestStream:
+        """Queue one request, and read its tokens as they come. Closing the stream early, or dropping it, aborts the request.
 
-        Requests added before run along; what they produce meanwhile comes out of the next :meth:`step`.
+        Any number of streams may be open and read in turn: each has its own outputs, and reading one runs iterations for all.
+        What other requests produce comes out of the next :meth:`step`.
+
+        Raises :class:`RequestError` for a request that can't be served.
         """
-        if params is not None and params.n > 1:
+        if isinstance(params, SamplingParams) and params.n > 1:
             raise RequestError(f"n is {params.n}; a stream is one sample: use add_request and step, or generate")
-        request = self._requests[self.add_request(tokens, params, media=media)]
-        others: list[StepOutput] = []
-        try:
-            while not request.finished:
-                for output in self.step():
-                    if output.request_id == request.id:
-                        yield output
-                    else:
-                        others.append(output)
-        finally:
-            if self._lifeline.stopped is None:
-                if not request.finished:
-                    self.abort(request.id)
-                    self._pending = [output for output in self._pending if output.request_id != request.id]
-                self.drain()
-            self._pending[:0] = others
+        with self._use():
+            (request,) = self._admission.requests(self._next_id, tokens, params, media=media)
+            outputs = self._outbox.open(request.id)
+            self._submit([request])
+        return RequestStream(request, outputs, advance=self._advance, close=self._close_stream)
+
+    def adopt(self) -> None:
+        """The calling thread uses the engine from now on. The one that used it before must have stopped doing so.
+
+        Raises :class:`~outrider.engine.owner.WrongThread` in a forked process: devices don't survive a fork.
+        """
+        self._owner.adopt()
 
     def drain(self) -> None:
         """Handle every iteration in flight without launching another; what it yields comes out of the next step."""
-        with self._lifeline.working("waiting for the iterations in flight"):
+        with self._use(), self._lifeline.working("waiting for the iterations in flight"):
             while self._in_flight:
                 self._handle_oldest()
-        self._scheduler.retire()
+            self._scheduler.retire()
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _check(self, prompt: tuple[int, ...], params: SamplingParams) -> frozenset[int]:
-        """Raise for what can't be served; else the request's stop tokens."""
-        config, vocabulary = self.config, self.model.config.vocab_size
-        check_prompt(prompt, params, context=self.max_context, vocabulary=vocabulary)
-        needed = self._scheduler.most_pages(len(prompt) + params.max_tokens)
-        check_pages(needed, self._scheduler.pages.count - 1, config.page_size)
-        stops = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stops.update(self.model.config.eos_token_ids)
-        check_options(params, stops, config=config, vocabulary=vocabulary)
-        if params.stop:
-            self.tokenizer  # noqa: B018  (raises when there is none)
-        return frozenset(stops)
+    @contextmanager
+    def _use(self) -> Generator[None]:
+        """Around whatever changes the engine. Raises where this thread may not use it, or it can't go on; what streams that
+        were dropped meanwhile leave is ended before and after.
+        """
+        self._owner.check()
+        self._lifeline.check()
+        outermost, self._used = not self._used, True
+        try:
+            if outermost:
+                self._end_abandoned()
+            yield
+            if outermost:
+                self._end_abandoned()
+        finally:
+            self._used = not outermost
+
+    def _end_abandoned(self) -> None:
+        while self._abandoned:
+            self._forget([self._abandoned.popleft()])
+
+    def _submit(self, samples: Sequence[Request]) -> int:
+        """Queue the samples of one prompt, which have been checked; returns the first one's id. All or nothing."""
+        first = samples[0]
+        self._next_id = samples[-1].id + 1
+        self._requests.update({request.id: request for request in samples})
+        self._scheduler.add(first)
+        if not self.config.prefix_cache:
+            self._start_followers(first)
+        return first.id
+
+    def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        """End a request here; its samples that waited for it go on."""
+        del self._requests[request.id]
+        self._scheduler.drop_waiting(request)
+        self._outbox.put(request.end(reason, error))
+        self._start_followers(request)
+
+    def _forget(self, requests: Sequence[Request]) -> None:
+        """Nobody reads these any more: abort those that go on, and drop what they put out."""
+        for request in requests:
+            if request.id in self._requests and self._lifeline.stopped is None:
+                self._end(request, FinishReason.ABORT)
+            self._outbox.close(request.id)
+        self._scheduler.retire()
+
+    def _close_stream(self, request: Request) -> None:
+        """A stream was closed, or dropped: perhaps by the garbage collector, in another thread or within an iteration."""
+        if self._used or not self._owner.is_here:
+            self._abandoned.append(request)
+        elif self._lifeline.stopped is not None:
+            self._outbox.close(request.id)
+        else:
+            with self._use():
+                self._forget([request])
+                self.drain()
 
     def _launch(self, batch: Batch) -> Ticket:
         """Launch, or leave the engine as if the batch had never been: an interrupt may come anywhere in a launch."""
@@ -482,12 +511,12 @@ class Engine:
             # Nobody may take over a page whose keys and values may be bad as well.
             self._scheduler.pages.forget_all()
             found = "; ".join(str(each) for each in bad)
-            self._pending.append(request.end(FinishReason.ERROR, f"request {request.id}: {found}"))
+            self._outbox.put(request.end(FinishReason.ERROR, f"request {request.id}: {found}"))
         else:
             output = request.take(tokens, outcome.logprobs.get(request.id, ()))
             self._scheduler.register(request, len(request.prompt) + len(request.output) - 1)
             self._counts["emitted_tokens"] += len(output.tokens)
-            self._pending.append(output)
+            self._outbox.put(output)
         if request.finished:
             del self._requests[request.id]
             self._start_followers(request)

@@ -10,6 +10,15 @@ from outrider.device import ConfigError
 
 MAX_LOGIT_BIAS = 300
 """Entries of a request's bias list, bans for ``min_tokens`` included."""
+MAX_SAMPLES = 1024
+"""Samples of one prompt."""
+MAX_STOPS = 1024
+"""Stop tokens, and stop strings, of a request."""
+_LARGEST, _SMALLEST, _LARGEST_BIAS = 2.0**32, 2.0**-32, 2.0**64
+"""The device computes in float32. Within these, a logit of any model stays finite with all options at their extremes: biased,
+penalised and divided by the temperature."""
+_RANGE = "from 2**-32 to 2**32"
+_MOST_INT = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +40,10 @@ class SamplingParams:
     (A stop token gives no text.) Those that begin in the first ``min_tokens`` are overlooked. ``logprobs``: report for each
     token its log-probability and those of that many likeliest tokens, of the model's own distribution: before biases,
     penalties and temperature. None: don't. ``n``: samples of the prompt, each with a seed of its own made from ``seed``;
-    the first has ``seed``.
+    the first has ``seed``, ``n`` at most :data:`MAX_SAMPLES`.
+
+    Numbers are checked against what the device can compute with: a positive temperature, repetition penalty or share is from
+    2**-32 to 2**32, a bias at most 2**64, a whole number at most 2**31 - 1 (``seed``: 64 bits).
     """
 
     max_tokens: int = 64
@@ -52,20 +64,20 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        _check_int("max_tokens", self.max_tokens, 1)
-        _check_float("temperature", self.temperature, "a finite number of at least 0", lambda x: x >= 0)
+        _check_int("max_tokens", self.max_tokens, 1, _MOST_INT)
+        _check_float("temperature", self.temperature, f"0, or a number {_RANGE}", lambda x: x == 0 or _within(x))
         if not _is_int(self.seed) or not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed is {self.seed!r}; expected a whole number that fits in 64 bits")
-        _check_int("top_k", self.top_k, 0)
-        _check_float("top_p", self.top_p, "a number above 0, at most 1", lambda x: 0 < x <= 1)
-        _check_float("min_p", self.min_p, "a number from 0 to 1", lambda x: 0 <= x <= 1)
-        _check_float("repetition_penalty", self.repetition_penalty, "a finite number above 0", lambda x: x > 0)
+        _check_int("top_k", self.top_k, 0, _MOST_INT)
+        _check_float("top_p", self.top_p, "a number above 0, at most 1", lambda x: x <= 1 and _within(x))
+        _check_float("min_p", self.min_p, "a number from 0 to 1", lambda x: x == 0 or (x <= 1 and _within(x)))
+        _check_float("repetition_penalty", self.repetition_penalty, f"a number {_RANGE}", _within)
         for name in ("presence_penalty", "frequency_penalty"):
             _check_float(name, getattr(self, name), "a number from -2 to 2", lambda x: -2 <= x <= 2)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens, " (max_tokens)")
         if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0)
-        _check_int("n", self.n, 1)
+            _check_int("logprobs", self.logprobs, 0, _MOST_INT)
+        _check_int("n", self.n, 1, MAX_SAMPLES)
         if self.n > 1 and self.temperature == 0:
             raise ConfigError(f"n is {self.n} at temperature 0, which gives the same sample each time; raise the temperature")
         for name in ("ignore_eos",):
@@ -120,6 +132,11 @@ def derived_seed(seed: int, index: int) -> int:
     return mixed - 2**64 if mixed >= 2**63 else mixed
 
 
+def _within(value: float) -> bool:
+    """Whether a positive number is within what the device can compute with."""
+    return _SMALLEST <= value <= _LARGEST
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -132,26 +149,37 @@ def _check_int(name: str, value: int, least: int, most: int | None = None, why: 
 
 def _check_float(name: str, value: float, expected: str, valid: Callable[[float], bool]) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not valid(value):
+    if not number or (isinstance(value, float) and not math.isfinite(value)) or not valid(value):
         raise ConfigError(f"{name} is {value!r}; expected {expected}")
 
 
 def _token_ids(given: object) -> tuple[int, ...]:
-    if isinstance(given, Sequence) and not isinstance(given, str) and all(_is_int(token) for token in given):
-        return tuple(given)
-    raise ConfigError(f"stop_token_ids is {given!r}; expected whole numbers")
+    if isinstance(given, Sequence) and not isinstance(given, str) and all(_is_int(token) for token in given[: MAX_STOPS + 1]):
+        found = tuple(dict.fromkeys(given[: MAX_STOPS + 1]))
+        if len(found) <= MAX_STOPS:
+            return found
+    raise ConfigError(f"stop_token_ids is {_shown(given)}; expected whole numbers, {MAX_STOPS} at most")
 
 
 def _strings(given: object) -> tuple[str, ...]:
     strings = (given,) if isinstance(given, str) else given
-    if isinstance(strings, Sequence) and all(isinstance(text, str) and text for text in strings):
-        return tuple(strings)
-    raise ConfigError(f"stop is {given!r}; expected strings that aren't empty")
+    if isinstance(strings, Sequence) and all(isinstance(text, str) and text for text in strings[: MAX_STOPS + 1]):
+        found = tuple(dict.fromkeys(strings[: MAX_STOPS + 1]))
+        if len(found) <= MAX_STOPS:
+            return found
+    raise ConfigError(f"stop is {_shown(given)}; expected strings that aren't empty, {MAX_STOPS} at most")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:199]}…"
 
 
 def _biases(given: object) -> tuple[tuple[int, float], ...]:
     pairs = list(given.items()) if isinstance(given, Mapping) else given
-    wrong = ConfigError(f"logit_bias is {given!r}; expected token ids with finite numbers, or -inf to ban a token")
+    wrong = ConfigError(
+        f"logit_bias is {_shown(given)}; expected token ids with numbers of at most 2**64, or -inf to ban a token"
+    )
     if not isinstance(pairs, Sequence) or isinstance(pairs, str):
         raise wrong
     found: dict[int, float] = {}
@@ -159,7 +187,11 @@ def _biases(given: object) -> tuple[tuple[int, float], ...]:
         if not isinstance(pair, Sequence) or len(pair) != 2 or not _is_int(pair[0]) or pair[0] < 0 or pair[0] in found:
             raise wrong
         value = pair[1]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value == math.inf:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not (abs(value) <= _LARGEST_BIAS or value == -math.inf)
+        ):
             raise wrong
         found[pair[0]] = float(value)
     return tuple(sorted(found.items()))

@@ -1,0 +1,110 @@
+"""From what a caller asks for to requests that can be served. Nothing of the engine changes here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.device import ConfigError, RequestError
+from outrider.engine.checks import check_options, check_pages, check_prompt
+from outrider.engine.config import EngineConfig
+from outrider.engine.requests.given import checked_int, checked_tokens
+from outrider.engine.requests.hand_over import HandOver
+from outrider.engine.requests.media import expanded, request_media
+from outrider.engine.requests.request import Request
+from outrider.engine.requests.sampling import SamplingParams
+from outrider.engine.requests.text import watch
+from outrider.model import Media, ModelConfig, Tokenizer, VisionTower
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admission:
+    """What a request is checked against. ``pages``: those that requests can have; ``pages_of``: the most that a request of
+    so many tokens can hold at a time.
+    """
+
+    config: EngineConfig
+    model: ModelConfig
+    max_context: int
+    pages: int
+    pages_of: Callable[[int], int]
+    tokenizer: Tokenizer | None
+    vision: VisionTower | None
+
+    def requests(self, first_id: int, tokens: Any, params: Any, *, priority: Any = 0, media: Any = ()) -> list[Request]:
+        """The samples of one prompt, with ids from ``first_id`` on; the first leads, the others are its followers.
+
+        Raises :class:`RequestError` for what can't be served.
+        """
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"the sampling parameters are a {type(params).__name__}; expected SamplingParams")
+        urgency = checked_int(priority, "priority")
+        seen = checked_media(media)
+        prompt = expanded(checked_tokens(tokens, limit=self.max_context), seen, self.model.vision)
+        stops = self.check(prompt, params)
+        pictures = request_media(seen, prompt, self.model.vision, self.vision)
+        rope_key = self.model.rope.sharing_key(len(prompt))
+        samples = []
+        for index in range(params.n):
+            request = Request(first_id + index, prompt, params.sample(index), stops, urgency, pictures, rope_key)
+            if params.stop and self.tokenizer is not None:
+                request.stop_text = watch(self.tokenizer, params)
+            samples.append(request)
+        samples[0].followers = samples[1:]
+        return samples
+
+    def batch(self, first_id: int, prompts: Any, params: Any, media: Any) -> list[list[Request]]:
+        """The samples of each prompt. ``params``: one for all, or one for each; ``media``: None, or those of each."""
+        count = len(prompts)
+        each = [params] * count if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != count:
+            raise RequestError(f"{count} prompts came with {len(each)} sampling parameters; give one, or as many")
+        pictures = [()] * count if media is None else list(media)
+        if len(pictures) != count:
+            raise RequestError(f"{count} prompts came with media for {len(pictures)}; give one sequence for each")
+        found: list[list[Request]] = []
+        for prompt, chosen, seen in zip(prompts, each, pictures, strict=True):
+            found.append(self.requests(first_id, prompt, chosen, media=seen))
+            first_id += len(found[-1])
+        return found
+
+    def arrival(self, request_id: int, handed: HandOver) -> Request:
+        """The request that another engine handed over, without its device state."""
+        stops = self.check(handed.prompt, handed.params)
+        request = Request(request_id, handed.prompt, handed.params, stops, handed.priority)
+        request.media = request_media(handed.media, handed.prompt, self.model.vision, self.vision)
+        request.rope_key = self.model.rope.sharing_key(len(handed.prompt))
+        request.output, request.logprobs = list(handed.output), list(handed.logprobs)
+        request.iterations, request.verified_tokens = handed.iterations, handed.verified_tokens
+        request.context = (*handed.prompt, *handed.output[:-1])
+        if handed.params.stop and self.tokenizer is not None:
+            request.stop_text = watch(self.tokenizer, handed.params, handed.output)
+            request.text.append(request.stop_text.take())
+        return request
+
+    def check(self, prompt: tuple[int, ...], params: SamplingParams) -> frozenset[int]:
+        """Raise :class:`RequestError` for what can't be served; else the request's stop tokens."""
+        config, vocabulary = self.config, self.model.vocab_size
+        check_prompt(prompt, params, context=self.max_context, vocabulary=vocabulary)
+        check_pages(self.pages_of(len(prompt) + params.max_tokens), self.pages, config.page_size)
+        stops = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops.update(self.model.eos_token_ids)
+        check_options(params, stops, config=config, vocabulary=vocabulary)
+        if params.stop and self.tokenizer is None:
+            raise ConfigError(
+                "the request has stop strings, and this engine was built without a tokenizer; use Engine.from_checkpoint, or "
+                "give stop_token_ids"
+            )
+        return frozenset(stops)
+
+
+def checked_media(media: Any) -> tuple[Media, ...]:
+    """Raises :class:`RequestError` for anything but a sequence of :class:`Media`."""
+    listed = tuple(media) if isinstance(media, Iterable) and not isinstance(media, str | bytes) else (media,)
+    for each in listed:
+        if not isinstance(each, Media):
+            raise RequestError(f"media has a {type(each).__name__}; expected what MediaProcessor makes")
+    return listed

@@ -1,0 +1,286 @@
+"""An engine for asyncio and for several threads: it runs in a thread of its own, and is spoken to through a queue."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any
+
+from outrider.device import DeviceError, OutriderError, RequestError
+from outrider.engine.engine import Engine
+from outrider.engine.requests.request import FinishReason, StepOutput
+from outrider.engine.requests.sampling import SamplingParams
+from outrider.model import Media
+
+_FAILURES = 8
+"""Recoverable failures in a row after which the engine is given up."""
+
+
+class AsyncEngineClosed(OutriderError):
+    """The engine was closed, or its thread has ended; no request is taken any more."""
+
+
+@dataclass(eq=False)
+class _Reader:
+    """Where the outputs of one call go: a queue that belongs to an event loop. ``left``: samples that haven't finished."""
+
+    loop: asyncio.AbstractEventLoop
+    outputs: asyncio.Queue[StepOutput | BaseException] = field(default_factory=asyncio.Queue)
+    left: set[int] = field(default_factory=set)
+
+    def put(self, item: StepOutput | BaseException) -> bool:
+        """From the engine's thread. False where the loop is closed, so that nobody reads any more."""
+        try:
+            self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
+        except RuntimeError:
+            return False
+        return True
+
+
+class AsyncEngine:
+    """Serves requests from any number of tasks, event loops and threads with one :class:`Engine`.
+
+    ``make`` returns the engine; it's called in the engine's own thread, so that loading a model doesn't hold an event loop
+    up. An engine that exists already may be given instead: it's adopted, and its maker must not use it any more.
+
+    Use it as an async context manager, or call :meth:`start` and :meth:`close`. All other methods may be called from any
+    thread that runs an event loop, once it's started.
+
+    The device's recoverable failures are retried: requests keep the tokens that they have. Once it's lost or stuck, every
+    open stream and every later call raises the engine's error.
+    """
+
+    def __init__(self, make: Engine | Callable[[], Engine]) -> None:
+        self._make: Callable[[], Engine] = (lambda: make) if isinstance(make, Engine) else make
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._readers: dict[int, _Reader] = {}
+        self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
+        self._started: Future[Engine] = Future()
+        self._stop: bool | None = None  # None: go on; False: when all requests have ended; True: now
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._lock = threading.Lock()  # between the last command that is taken and the thread's end
+
+    # -- starting and ending ---------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the thread and wait until the engine is there. Raises what making it raised."""
+        self._thread.start()
+        await asyncio.wrap_future(self._started)
+
+    async def close(self, *, drain: bool = False) -> None:
+        """End the thread, and wait for that. ``drain``: finish open requests first; else they are aborted. Allowed twice."""
+        with self._lock:
+            self._stop = not drain or bool(self._stop)
+        self._commands.put(lambda: None)
+        if self._thread.ident is None:
+            self._ended.set()
+            return
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+
+    async def __aenter__(self) -> AsyncEngine:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, for its tokenizer, its configuration and its counts. Its own methods belong to its thread.
+
+        Raises :class:`AsyncEngineClosed` before :meth:`start` is through.
+        """
+        if not self._started.done() or self._started.exception() is not None:
+            raise AsyncEngineClosed("this engine hasn't started; await start() first, or use `async with`")
+        return self._started.result()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the engine can't go on; None while it can."""
+        return self._error
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that haven't ended."""
+        return len(self._readers)
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    async def stream(
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        media: Sequence[Media] = (),
+    ) -> AsyncIterator[StepOutput]:
+        """Run a request, yielding its tokens as they come; with ``n`` samples, those of all, told apart by their ids.
+
+        A task that is cancelled, or an iterator that is closed early, aborts the request. Raises :class:`RequestError` for
+        one that can't be served, before anything is yielded.
+        """
+        reader = _Reader(asyncio.get_running_loop())
+        left = reader.left
+        try:
+            # Cancelled here, the request may have been admitted all the same: `left` says so then.
+            await self._call(lambda engine: self._admit(engine, reader, tokens, params, priority, media))
+            while left:
+                item = await reader.outputs.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item.finish_reason is not None:
+                    left.discard(item.request_id)
+                yield item
+        finally:
+            self._post(lambda: self._drop(left))
+
+    async def generate(
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        media: Sequence[Media] = (),
+    ) -> tuple[tuple[int, ...], ...]:
+        """Run a request to its end: the output tokens of each of its samples, in order. A request that ends with an error
+        raises it as :class:`RequestError`.
+        """
+        outputs: dict[int, list[int]] = {}
+        async for output in self.stream(tokens, params, priority=priority, media=media):
+            outputs.setdefault(output.request_id, []).extend(output.tokens)
+            if output.finish_reason is FinishReason.ERROR:
+                raise RequestError(output.error or f"request {output.request_id} ended with an error")
+        return tuple(tuple(outputs[request]) for request in sorted(outputs))
+
+    async def abort(self, request_id: int) -> None:
+        """End a request; its stream ends with the finish reason ``abort``. Raises :class:`RequestError` for an unknown id."""
+        await self._call(lambda engine: engine.abort(request_id))
+
+    async def call(self, function: Callable[[Engine], Any]) -> Any:
+        """What ``function`` returns for the engine, called in its thread between two iterations: for counts and the like."""
+        return await self._call(function)
+
+    # -- between threads -------------------------------------------------------------------------------------------
+
+    async def _call(self, function: Callable[[Engine], Any]) -> Any:
+        answer: Future[Any] = Future()
+
+        def command() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(function(self._started.result()))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        self._post(command, answer)
+        return await asyncio.wrap_future(answer)
+
+    def _post(self, command: Callable[[], None], answer: Future[Any] | None = None) -> None:
+        with self._lock:
+            gone = self._stop is not None or self._ended.is_set() or self._thread.ident is None
+            if not gone:
+                self._commands.put(command)
+        if gone and answer is not None:
+            answer.set_exception(self._error or AsyncEngineClosed("this engine isn't running: start it, or make a new one"))
+
+    # -- in the engine's thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            engine = self._make()
+            engine.adopt()
+        except BaseException as error:
+            self._error = error
+            self._finish(None)
+            self._started.set_exception(error)
+            return
+        self._started.set_result(engine)
+        try:
+            self._serve(engine)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._finish(engine)
+
+    def _serve(self, engine: Engine) -> None:
+        failures = 0
+        while True:
+            self._take_commands(block=not engine.has_unfinished)
+            if self._stop or (self._stop is not None and not engine.has_unfinished):
+                return
+            if not engine.has_unfinished:
+                continue
+            try:
+                outputs = engine.step()
+                failures = 0
+            except DeviceError as error:
+                failures += 1
+                if error.device_lost or failures >= _FAILURES:
+                    raise
+                continue
+            for output in outputs:
+                self._hand_on(output)
+
+    def _take_commands(self, *, block: bool) -> None:
+        """Carry out what is queued; where there is nothing else to do, wait for something."""
+        try:
+            command = self._commands.get(block=block and self._stop is None)
+            while True:
+                command()
+                command = self._commands.get_nowait()
+        except Empty:
+            pass
+
+    def _admit(
+        self,
+        engine: Engine,
+        reader: _Reader,
+        tokens: Sequence[int],
+        params: SamplingParams | None,
+        priority: int,
+        media: Sequence[Media],
+    ) -> None:
+        first = engine.add_request(tokens, params, priority=priority, media=media)
+        ids = range(first, first + (params.n if params is not None else 1))
+        reader.left.update(ids)
+        self._readers.update(dict.fromkeys(ids, reader))
+
+    def _hand_on(self, output: StepOutput) -> None:
+        reader = self._readers.get(output.request_id)
+        if output.finish_reason is not None:
+            self._readers.pop(output.request_id, None)
+        if reader is not None and not reader.put(output):
+            self._drop(reader.left)
+
+    def _drop(self, requests: set[int]) -> None:
+        """Nobody reads these any more."""
+        engine = self._started.result()
+        for request in list(requests):
+            if self._readers.pop(request, None) is not None and request in engine.open_requests:
+                engine.abort(request)
+
+    def _finish(self, engine: Engine | None) -> None:
+        """Abort what is open, tell who waits, and refuse what comes later."""
+        with self._lock:
+            self._ended.set()
+        if engine is not None and self._error is None:
+            for request in list(self._readers):
+                engine.abort(request)
+            for output in engine.step():
+                self._hand_on(output)
+            engine.drain()
+        error = self._error or AsyncEngineClosed("this engine was closed")
+        for reader in set(self._readers.values()):
+            reader.put(error)
+        self._readers.clear()
+        while not self._commands.empty():
+            self._commands.get_nowait()()

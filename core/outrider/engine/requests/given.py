@@ -1,0 +1,47 @@
+"""What callers hand over, checked before anything is made of it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Set
+from itertools import islice
+from typing import Any
+
+from outrider.device import RequestError
+
+_LIMIT = 2**62
+_SHOWN = 60
+
+
+def checked_tokens(given: Any, *, limit: int) -> tuple[int, ...]:
+    """Token ids as whole numbers: from a sequence of them, a one-dimensional array or tensor. ``limit``: how many at most.
+
+    Raises :class:`RequestError` for text, numbers with a fraction, truth values, mappings, sets, and for more than ``limit``.
+    """
+    listed = given.tolist() if callable(getattr(given, "tolist", None)) else given
+    if isinstance(listed, str | bytes | bytearray | Mapping | Set) or not isinstance(listed, Iterable):
+        raise RequestError(
+            f"the prompt is {_named(given)}; expected token ids, a sequence of whole numbers (encode text first)"
+        )
+    tokens = tuple(
+        checked_int(token, f"token {index} of the prompt") for index, token in enumerate(islice(listed, limit + 1))
+    )
+    if len(tokens) > limit:
+        raise RequestError(f"the prompt has more than {limit} tokens, all that fit in the context; shorten it")
+    return tokens
+
+
+def checked_int(given: Any, what: str) -> int:
+    """A whole number within 63 bits; truth values don't count. Raises :class:`RequestError`."""
+    try:
+        value = None if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        value = None
+    if value is None or not -_LIMIT < value < _LIMIT:
+        raise RequestError(f"{what} is {_named(given)}; expected a whole number")
+    return value
+
+
+def _named(given: object) -> str:
+    text = repr(given)
+    return f"{text if len(text) <= _SHOWN else text[: _SHOWN - 1] + '…'} (a {type(given).__name__})"

@@ -1,0 +1,191 @@
+"""One engine for many tasks, loops and threads: the same tokens, and clean ends of every kind."""
+
+import asyncio
+import threading
+
+import pytest
+
+from outrider import AsyncEngine, SamplingParams
+from outrider.device import DeviceFault, DeviceLost, RequestError
+from outrider.engine.async_engine import AsyncEngineClosed
+from outrider.engine.owner import WrongThread
+from outrider.speculative.eagle import EagleProposer
+from outrider_proof import tiny
+
+PROMPTS = [(3,), (1, 2, 3, 4, 5), (7, 7), (9, 2, 4)]
+PARAMS = SamplingParams(max_tokens=10)
+
+
+def make():
+    return tiny.engine(EagleProposer(tiny.eagle_head(), draft_tokens=2), overlap=True, max_requests=2)
+
+
+def run(main, source=make):
+    """Run ``main(engine)`` in a loop; afterwards the engine's thread is gone, and nothing is held."""
+
+    async def with_engine():
+        async with AsyncEngine(source) as engine:
+            inner = engine.engine
+            result = await asyncio.wait_for(main(engine), 60)
+        assert not engine._thread.is_alive()
+        inner.adopt()
+        if engine.error is None:
+            inner.drain()
+            assert inner.open_requests == {}
+            assert inner.free_rows == inner.config.max_requests
+        return result
+
+    return asyncio.run(with_engine())
+
+
+def test_many_tasks():
+    async def main(engine):
+        return await asyncio.gather(*(engine.generate(prompt, PARAMS) for prompt in PROMPTS * 3))
+
+    assert [tokens for (tokens,) in run(main)] == [tiny.plain(prompt, 10) for prompt in PROMPTS] * 3
+
+
+def test_several_loops_in_several_threads():
+    async def main(engine):
+        found = {}
+
+        def elsewhere(index):
+            found[index] = asyncio.run(engine.generate(PROMPTS[index], PARAMS))
+
+        threads = [threading.Thread(target=elsewhere, args=(index,)) for index in range(len(PROMPTS))]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            await asyncio.sleep(0.01)
+        return found
+
+    found = run(main)
+    assert {index: tokens for index, (tokens,) in found.items()} == {i: tiny.plain(p, 10) for i, p in enumerate(PROMPTS)}
+
+
+def test_samples_come_side_by_side():
+    async def main(engine):
+        return await engine.generate(PROMPTS[0], SamplingParams(max_tokens=5, temperature=1.0, n=3))
+
+    assert [len(tokens) <= 5 for tokens in run(main)] == [True] * 3
+
+
+def test_a_bad_request_harms_only_itself():
+    async def main(engine):
+        good = asyncio.create_task(engine.generate(PROMPTS[1], PARAMS))
+        for bad in ("123", [1.5], [], [10**6]):
+            with pytest.raises(RequestError):
+                await engine.generate(bad, PARAMS)
+        return await good
+
+    assert run(main) == (tiny.plain(PROMPTS[1], 10),)
+
+
+@pytest.mark.parametrize("when", range(4))
+def test_a_task_that_is_cancelled_aborts_its_request(when):
+    async def main(engine):
+        task = asyncio.create_task(engine.generate(PROMPTS[1], SamplingParams(max_tokens=50, ignore_eos=True)))
+        for _ in range(when):
+            await asyncio.sleep(0)
+        if when == 3:
+            await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await engine.generate(PROMPTS[0], PARAMS) == (tiny.plain(PROMPTS[0], 10),)
+        assert await engine.call(lambda inner: inner.open_requests) == {}
+
+    run(main)
+
+
+def test_abort_ends_the_stream():
+    async def main(engine):
+        outputs = []
+        async for output in engine.stream(PROMPTS[1], SamplingParams(max_tokens=50, ignore_eos=True)):
+            outputs.append(output)
+            if len(outputs) == 1:
+                await engine.abort(output.request_id)
+        assert outputs[-1].finish_reason == "abort"
+        with pytest.raises(RequestError, match="isn't waiting or running"):
+            await engine.abort(10**6)
+
+    run(main)
+
+
+def failing(error, times):
+    def source():
+        engine = make()
+        honest, left = engine.model.forward_captured, [times]
+
+        def forward(*arguments, **named):
+            if left[0]:
+                left[0] -= 1
+                raise error
+            return honest(*arguments, **named)
+
+        object.__setattr__(engine.model, "forward_captured", forward)
+        return engine
+
+    return source
+
+
+@pytest.fixture
+def _own_model():
+    yield
+    tiny.target().__dict__.pop("forward_captured", None)
+
+
+@pytest.mark.usefixtures("_own_model")
+def test_a_recoverable_fault_is_retried():
+    async def main(engine):
+        return await engine.generate(PROMPTS[1], PARAMS)
+
+    assert run(main, failing(DeviceFault("put in the way"), 3)) == (tiny.plain(PROMPTS[1], 10),)
+
+
+@pytest.mark.usefixtures("_own_model")
+@pytest.mark.parametrize("error", [DeviceLost("gone"), ZeroDivisionError("a bug"), DeviceFault("again and again")])
+def test_what_ends_the_engine_reaches_everybody(error):
+    async def main(engine):
+        found = await asyncio.gather(*(engine.generate(prompt, PARAMS) for prompt in PROMPTS), return_exceptions=True)
+        assert {type(each) for each in found} == {type(error)}
+        with pytest.raises(type(error)):
+            await engine.generate(PROMPTS[0], PARAMS)
+
+    run(main, failing(error, 10**6))
+
+
+def test_closing_drains_or_aborts():
+    async def main(drain):
+        engine = AsyncEngine(make())
+        await engine.start()
+        task = asyncio.create_task(engine.generate(PROMPTS[1], PARAMS))
+        await asyncio.sleep(0.02)
+        await engine.close(drain=drain)
+        with pytest.raises(AsyncEngineClosed):
+            await engine.generate(PROMPTS[0], PARAMS)
+        await engine.close()
+        return await asyncio.gather(task, return_exceptions=True)
+
+    assert asyncio.run(main(True)) == [(tiny.plain(PROMPTS[1], 10),)]
+    (ended,) = asyncio.run(main(False))
+    assert isinstance(ended, AsyncEngineClosed | tuple)
+
+
+def test_what_making_raises_comes_out_of_start():
+    def broken():
+        raise ValueError("no model")
+
+    async def main():
+        with pytest.raises(ValueError, match="no model"):
+            await AsyncEngine(broken).start()
+
+    asyncio.run(main())
+
+
+def test_the_engine_itself_belongs_to_its_thread():
+    async def main(engine):
+        with pytest.raises(WrongThread, match="AsyncEngine"):
+            engine.engine.add_request((1,))
+
+    run(main)
