@@ -3,6 +3,7 @@
 import pytest
 
 from fuzz.histories import History
+from outrider import SamplingParams
 from outrider.speculative.eagle import EagleProposer
 from outrider.speculative.ngram import NgramProposer
 from outrider_proof import tiny
@@ -44,4 +45,4 @@ def test_ten_thousand(name):
 def test_a_fork_has_no_engine():
     engine = tiny.engine(None)
     History(engine, 0).fork()
-    assert engine.generate([(1, 2, 3)])[0].token_ids
+    assert engine.generate([(1, 2, 3)], SamplingParams(max_tokens=4))[0].token_ids == tiny.plain((1, 2, 3), 4)
