@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from outrider.device import Backend, ConfigError, DeviceFault, Fence, RequestError, StepMode
-from outrider.engine.assembly import assemble, build_runner, ring_slots
+from outrider.device import Backend, ConfigError, Fence, RequestError, StepMode
+from outrider.engine.assembly import assemble, build_loop, build_runner, build_stages, build_step
 from outrider.engine.checks import (
     check_invariance,
     check_options,
@@ -18,23 +17,16 @@ from outrider.engine.checks import (
     context_limit,
 )
 from outrider.engine.config import EngineConfig
-from outrider.engine.graphs import Caller, CaptureProgress
+from outrider.engine.graphs import CaptureProgress, EagerRunner
 from outrider.engine.loading import load_checkpoint
-from outrider.engine.recovery.lifeline import Lifeline
 from outrider.engine.recovery.watchdog import Watchdog
-from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.hand_over import HandOver
 from outrider.engine.requests.media import expanded, request_media
-from outrider.engine.requests.pages import FreeList, PagePool
 from outrider.engine.requests.request import Completion, FinishReason, Request, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.engine.requests.scheduler import OutOfPages, Scheduler, SchedulerLimits
 from outrider.engine.requests.text import watch
-from outrider.engine.stages import Stages
-from outrider.engine.state.results import Outcome, Ticket
-from outrider.engine.state.transfer import bring_here, collect
+from outrider.engine.stages import Iteration
 from outrider.engine.stats import EngineStats as EngineStats
-from outrider.engine.step import Step
 from outrider.engine.streams import Streams
 from outrider.engine.warm_up import warm_up
 from outrider.model import LanguageModel, Media, Tokenizer, VisionTower
@@ -76,7 +68,6 @@ class Engine:
         check_tree(model, proposer)
         self.max_context = context_limit(config, model, proposer)
         watchdog = Watchdog(config.device_timeout_s)
-        self._lifeline = Lifeline(backend, watchdog, open_requests=lambda: self.open_requests, undo=self._undo)
         self._parts = parts = assemble(
             model,
             backend,
@@ -86,41 +77,22 @@ class Engine:
             vision=vision,
             wrap_fence=watchdog.around(wrap_fence),
         )
-        # A tree's nodes are scattered over slots behind the cached tokens, and all of them count until they're moved.
-        spare = max(proposer.slots - 2, 0) if proposer.is_tree else 0
-        self._fences, self._results = parts.fences, parts.results
-        self._scheduler = Scheduler(
-            rows=FreeList("request row", config.max_requests + 1),
-            pages=PagePool(
-                count=parts.cache.pages, page_size=config.page_size, ahead=proposer.lookahead, share=config.prefix_cache
-            ),
-            limits=SchedulerLimits(
-                growth=proposer.depth + 1, slots=proposer.slots, spare=spare, prefill_chunk=config.prefill_chunk
-            ),
-        )
-        self._begin()
-        stages, slots = Stages(parts), ring_slots(config)
-        fused_waits = config.step_mode is StepMode.FUSED and backend.speculative_sync.fused_host_wait
-        self._runs_ahead = config.overlap and not fused_waits
+        stages = build_stages(parts)
+        iteration = Iteration(parts.streams.forward, stages, parts.staging)
         variants, self.warm_up = model.kernels.every_variant(), None
         if variants is not None:
-            self._step = Step(parts, stages, Caller(parts, stages), mode=StepMode.STAGED, slots=slots)
+            eager = EagerRunner(backend, parts.buffers)
+            throwaway = build_loop(parts, build_step(parts, stages, iteration, eager, StepMode.STAGED), watchdog)
+            room = min(self.max_context, throwaway.scheduler.pages.available * config.page_size - parts.spare)
             with variants:
-                self.warm_up = warm_up(self, room=min(self.max_context, self.free_pages * config.page_size - spare))
-            self._scheduler.pages.forget_all()
-            self._begin()
+                self.warm_up = warm_up(throwaway, backend, model, proposer, config, room=room)
         with backend.guard("capturing the engine's graphs"):
-            runner = build_runner(parts, stages, config, capture_progress)
+            runner = build_runner(parts, stages, iteration, capture_progress)
         self.captured = runner.report
-        self._step = Step(parts, stages, runner, mode=config.step_mode, slots=slots)
-
-    def _begin(self) -> None:
-        """No request was ever served."""
-        self._in_flight: deque[Ticket] = deque()
-        self._requests: dict[int, Request] = {}
+        self._step = build_step(parts, stages, iteration, runner, config.step_mode)
+        self._loop = loop = build_loop(parts, self._step, watchdog)
+        self._lifeline, self._scheduler, self._requests = loop.lifeline, loop.scheduler, loop.requests
         self._next_id = 0
-        self._pending: list[StepOutput] = []
-        self._counts = {"iterations": 0, "request_iterations": 0, "verified_tokens": 0, "emitted_tokens": 0}
 
     @classmethod
     def from_checkpoint(
@@ -183,12 +155,12 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counts so far."""
-        return EngineStats(**self._counts, blocked_s=self._lifeline.blocked_s)
+        return EngineStats(**self._loop.counts, blocked_s=self._lifeline.blocked_s)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether :meth:`step` has anything to do."""
-        return bool(self._pending or self._in_flight or self._scheduler.has_work)
+        return self._loop.has_work
 
     @property
     def free_pages(self) -> int:
@@ -208,7 +180,7 @@ class Engine:
     @property
     def open_requests(self) -> dict[int, tuple[int, ...]]:
         """The requests that wait or run, by id, with the output that the host knows of; also of an engine that stopped."""
-        return {request.id: tuple(request.output) for request in self._requests.values()}
+        return self._loop.open_requests
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -249,7 +221,7 @@ class Engine:
         first.followers = samples[1:]
         self._scheduler.add(first)
         if not self.config.prefix_cache:
-            self._start_followers(first)
+            self._loop.start_followers(first)
         return first.id
 
     def abort(self, request_id: int) -> None:
@@ -260,9 +232,9 @@ class Engine:
         request = self._requests.pop(request_id, None)
         if request is None:
             raise RequestError(f"request {request_id} isn't waiting or running; it may have finished already")
-        self._pending.append(request.end(FinishReason.ABORT))
+        self._loop.pending.append(request.end(FinishReason.ABORT))
         self._scheduler.drop_waiting(request)
-        self._start_followers(request)
+        self._loop.start_followers(request)
         self._scheduler.retire()
 
     def hand_over(self, request_id: int) -> HandOver:
@@ -273,18 +245,18 @@ class Engine:
         finished, or has no output yet.
         """
         request = self._requests.get(request_id)
-        with self._lifeline.working("waiting for a request's iterations"):
-            while request is not None and request.in_flight:
-                self._handle_oldest()
+        self._lifeline.check()
+        if request is not None:
+            self._loop.settle(request)
         if request is None or request.finished:
             raise RequestError(f"request {request_id} isn't running; it may have finished already")
         if not request.row or request.needs_prefill or not request.output:
             raise RequestError(f"request {request_id} waits or is at its prompt; hand it over once it has put out a token")
         with self._lifeline.working("handing a request over"):
-            handed = collect(self._parts, request)
+            handed = self._parts.transfer.collect(request)
         del self._requests[request_id]
         request.finish_reason = FinishReason.HAND_OVER
-        self._pending.append(StepOutput(request_id, (), FinishReason.HAND_OVER))
+        self._loop.pending.append(StepOutput(request_id, (), FinishReason.HAND_OVER))
         self._scheduler.retire()
         return handed
 
@@ -308,10 +280,9 @@ class Engine:
             request.stop_text = watch(self.tokenizer, handed.params, handed.output)
             request.text.append(request.stop_text.take())
         with self._lifeline.working("taking a request over"):
-            request.arrival = bring_here(self._parts, handed)
+            request.arrival = self._parts.transfer.bring_here(handed)
         self._next_id += 1
-        self._requests[request.id] = request
-        self._scheduler.add(request)
+        self._loop.add(request)
         return request.id
 
     def step(self) -> list[StepOutput]:
@@ -319,21 +290,7 @@ class Engine:
 
         With ``overlap`` the iteration is launched, and the results are those of the one before.
         """
-        with self._lifeline.working("running an iteration"):
-            batch = self._next_batch()
-            if batch is not None:
-                self._in_flight.append(self._launch(batch))
-                self._counts["iterations"] += 1
-                for chunk in batch.prefill:
-                    if chunk.final:
-                        self._start_followers(chunk.request)
-            keep = 1 if self._runs_ahead and batch is not None else 0
-            while len(self._in_flight) > keep:
-                self._handle_oldest()
-            self._scheduler.retire()
-            self.backend.release_finished()
-        outputs, self._pending = self._pending, []
-        return outputs
+        return self._loop.iterate()
 
     def generate(
         self,
@@ -366,7 +323,7 @@ class Engine:
         while not all(request.finished for request in requests):
             others += (output for output in self.step() if output.request_id not in ours)
         self.drain()
-        self._pending[:0] = others
+        self._loop.pending[:0] = others
         return [request.completion() for request in requests]
 
     def stream(
@@ -391,16 +348,13 @@ class Engine:
             if self._lifeline.stopped is None:
                 if not request.finished:
                     self.abort(request.id)
-                    self._pending = [output for output in self._pending if output.request_id != request.id]
+                    self._loop.pending = [output for output in self._loop.pending if output.request_id != request.id]
                 self.drain()
-            self._pending[:0] = others
+            self._loop.pending[:0] = others
 
     def drain(self) -> None:
         """Handle every iteration in flight without launching another; what it yields comes out of the next step."""
-        with self._lifeline.working("waiting for the iterations in flight"):
-            while self._in_flight:
-                self._handle_oldest()
-        self._scheduler.retire()
+        self._loop.drain()
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -417,77 +371,3 @@ class Engine:
         if params.stop:
             self.tokenizer  # noqa: B018  (raises when there is none)
         return frozenset(stops)
-
-    def _launch(self, batch: Batch) -> Ticket:
-        """Launch, or leave the engine as if the batch had never been: an interrupt may come anywhere in a launch."""
-        try:
-            return self._step.launch(batch)
-        except BaseException as error:
-            self._undo(batch, failed=isinstance(error, DeviceFault))
-            raise
-
-    def _undo(self, *unlaunched: Batch, failed: bool = True) -> None:
-        """Take back what was being launched; and what is in flight too if an operation ``failed``, since nobody knows
-        whose results that has spoilt.
-        """
-        well = self._lifeline.quiet(self._parts.streams) and not failed
-        try:
-            while well and self._in_flight:
-                self._handle_oldest()
-        finally:
-            batches = [*(ticket.batch for ticket in self._in_flight), *unlaunched]
-            self._in_flight.clear()
-            self._scheduler.take_back(batches, spoilt=not well)
-
-    def _next_batch(self) -> Batch | None:
-        """The scheduler's next batch. Where it must preempt, what is in flight is handled first: that's rare."""
-        try:
-            return self._scheduler.next_batch()
-        except OutOfPages:
-            self.drain()
-            return self._scheduler.next_batch()
-
-    def _start_followers(self, request: Request) -> None:
-        """Queue the samples that waited for the prompt of ``request``, to share its pages."""
-        for follower in request.followers:
-            if not follower.finished:
-                self._scheduler.add(follower)
-        request.followers = []
-
-    def _handle_oldest(self) -> None:
-        """Take in the results of the oldest iteration in flight; those of requests that are over are dropped."""
-        ticket = self._in_flight[0]
-        outcome = self._results.redeem(ticket, self._fences.results_copied[ticket.slot])
-        self._in_flight.popleft()
-        for request, tokens in zip(ticket.batch.decode, outcome.decoded, strict=True):
-            request.in_flight -= 1
-            request.decodes_in_flight -= 1
-            if not request.finished:
-                request.iterations += 1
-                request.verified_tokens += len(tokens)
-                self._counts["request_iterations"] += 1
-                self._counts["verified_tokens"] += len(tokens)
-                self._emit(request, tokens, outcome)
-        for chunk, first in zip(ticket.batch.prefill, outcome.first_tokens, strict=True):
-            chunk.request.in_flight -= 1
-            if (first is not None or chunk.request.id in outcome.bad) and not chunk.request.finished:
-                self._emit(chunk.request, () if first is None else (first,), outcome)
-        for request, _ in ticket.batch.arrivals:
-            request.in_flight -= 1
-
-    def _emit(self, request: Request, tokens: Sequence[int], outcome: Outcome) -> None:
-        """Hand new tokens on; none, and the request's end, where a probe found a bad value."""
-        bad = outcome.bad.get(request.id, ())
-        if bad:
-            # Nobody may take over a page whose keys and values may be bad as well.
-            self._scheduler.pages.forget_all()
-            found = "; ".join(str(each) for each in bad)
-            self._pending.append(request.end(FinishReason.ERROR, f"request {request.id}: {found}"))
-        else:
-            output = request.take(tokens, outcome.logprobs.get(request.id, ()))
-            self._scheduler.register(request, len(request.prompt) + len(request.output) - 1)
-            self._counts["emitted_tokens"] += len(output.tokens)
-            self._pending.append(output)
-        if request.finished:
-            del self._requests[request.id]
-            self._start_followers(request)
