@@ -45,4 +45,4 @@ def honour_old_names(cls: type, base: type) -> None:
         if not isinstance(renamed, Renamed) or old not in vars(cls) or renamed.new in vars(cls):
             continue
         setattr(cls, renamed.new, property(lambda self, old=old: getattr(self, old)))
-        renamed.warn(cls, stacklevel=4)
+        renamed.warn(cls, stacklevel=5)  # past abc, to the class statement

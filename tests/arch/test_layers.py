@@ -98,5 +98,7 @@ def test_catches_every_step_upward_inside_the_engine(tree):
         path.write_text(f"{path.read_text()}\nimport outrider.engine.{other}\n")
     result = lint(tree)
     assert "Inside the engine imports point downward BROKEN" in result.stdout
-    missed = {room: other for room, other in ROOMS.items() if f"engine.{room} -> outrider.engine.{other}" not in result.stdout}
+    missed = {
+        room: other for room, other in ROOMS.items() if f"engine.{room} -> outrider.engine.{other}" not in result.stdout
+    }
     assert not missed, result.stdout

@@ -155,7 +155,7 @@ class Loop:
         """Hand new tokens on; none, and the request's end, where a probe found a bad value."""
         bad = outcome.bad.get(request.id, ())
         if bad:
-            # Nobody may take over a page whose keys and values may be bad as well.
+            # No request may share a page whose keys and values may be bad as well.
             self.scheduler.pages.forget_all()
             found = "; ".join(str(each) for each in bad)
             self.pending.append(request.end(FinishReason.ERROR, f"request {request.id}: {found}"))

@@ -18,7 +18,7 @@ from outrider.speculative.cached import CachedProposer, TreeProposer
 from outrider.speculative.places import given_places, text_places
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw
 from outrider.speculative.slots import slots_of
-from outrider.speculative.tree import Level, TreeShape
+from outrider.speculative.tree import Level, TreeShape, likeliest
 
 
 def _check_vocabulary(model: LanguageModel, target: LanguageModel) -> None:
@@ -216,5 +216,5 @@ class DraftModelTreeProposer(TreeProposer):
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """One pass over the accepted tokens (two over a prompt)."""
         hidden = _take_in(self._model, self.cache, self._page_size, inputs)
-        first = torch.log_softmax(self._model.logits(hidden).float(), dim=-1).topk(self._shape.branches, dim=-1)
-        return {"tokens": first.indices, "scores": first.values}
+        first, scores = likeliest(self._model.logits(hidden), self._shape.branches)
+        return {"tokens": first, "scores": scores}

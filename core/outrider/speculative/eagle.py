@@ -19,7 +19,7 @@ from outrider.speculative.cached import CachedProposer, TreeProposer
 from outrider.speculative.places import given_places, text_places
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw
 from outrider.speculative.slots import slots_of
-from outrider.speculative.tree import Level, TreeShape
+from outrider.speculative.tree import Level, TreeShape, likeliest
 
 DraftHead = EagleHead | Eagle3Head
 
@@ -105,9 +105,7 @@ class EagleProposer(_HeadDrafts):
             rope_positions = text_places(self._head.config.rope, places.positions[index], inputs.mrope_position_deltas)
             flat = ForwardInput(token, rope_positions, places.slots[index], places.attention(index, f"draft.{step}"))
             hidden = self._head.forward(flat, hidden, self.cache)
-            logits = self._head.logits(hidden)
-            drawn, drawn_from = draw(self._head.kernels, logits, inputs, places.positions[step + 1])
-            token = self._tokens(drawn)
+            token, drawn_from = self._draw(hidden, inputs, places.positions[step + 1])
             tokens.append(token)
             probs.append(drawn_from)
         return Draft(torch.stack(tokens, dim=1), self._over_target(torch.stack(probs, dim=1)) if inputs.sampling else None)
@@ -115,11 +113,16 @@ class EagleProposer(_HeadDrafts):
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """One pass over the accepted pairs."""
         hidden = self._take_in(inputs)
-        token, probs = draw(self._head.kernels, self._head.logits(hidden), inputs, inputs.next_positions)
-        relay = {"token": self._tokens(token), "hidden": hidden}
+        token, probs = self._draw(hidden, inputs, inputs.next_positions)
+        relay = {"token": token, "hidden": hidden}
         if inputs.sampling:
             relay["probs"] = probs
         return relay
+
+    def _draw(self, hidden: Tensor, inputs: DraftInputs | ExtendInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's token behind each row of ``hidden`` [B, H], and the distribution [B, Vd] that it was drawn from."""
+        drawn, drawn_from = draw(self._head.kernels, self._head.logits(hidden), inputs, positions)
+        return self._tokens(drawn), drawn_from
 
     def _over_target(self, probs: Tensor) -> Tensor:
         """Distributions [B, K, Vd] over the draft vocabulary, as ones over the target's [B, K, V]."""
@@ -205,5 +208,5 @@ class EagleTreeProposer(_HeadDrafts, TreeProposer):
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """One pass over the accepted pairs."""
         hidden = self._take_in(inputs)
-        first = torch.log_softmax(self._head.logits(hidden).float(), dim=-1).topk(self._shape.branches, dim=-1)
-        return {"tokens": self._tokens(first.indices), "scores": first.values, "hidden": hidden}
+        first, scores = likeliest(self._head.logits(hidden), self._shape.branches)
+        return {"tokens": self._tokens(first), "scores": scores, "hidden": hidden}
