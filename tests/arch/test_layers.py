@@ -50,7 +50,6 @@ def tree(tmp_path):
         ("tools/outrider_sanitizer/__init__.py", "import outrider.speculative.slots", "knows the seam alone BROKEN"),
         ("tools/outrider_trace/timeline.py", "import outrider.engine.step", "knows the seam alone BROKEN"),
         ("tools/outrider_sanitizer/clocks.py", "import outrider_trace.timeline", "Tools stand on top BROKEN"),
-        ("core/outrider/engine/requests/pages.py", "import outrider.engine.state.rows", "no device state BROKEN"),
         ("core/outrider/engine/step.py", "import outrider_sanitizer", "no vendor package and no tool BROKEN"),
         ("backends/cuda/outrider_cuda/backend.py", "import outrider_cpu.backend", "don't know each other BROKEN"),
         ("kernels/outrider_triton/table.py", "import outrider_cuda.backend", "belong to no backend BROKEN"),
@@ -73,3 +72,33 @@ def test_catches(tree, file, line, contract):
     result = lint(tree)
     assert result.returncode != 0
     assert contract in result.stdout + result.stderr
+
+
+ROOMS = {
+    "warm_up": "engine",
+    "loop": "assembly",
+    "step": "loop",
+    "graphs": "step",
+    "stages": "graphs",
+    "prefill": "stages",
+    "plan_stages": "stages",
+    "stage_io": "plan_stages",
+    "state.rows": "stage_io",
+    "requests.pages": "state.rows",
+    "recovery.watchdog": "requests.pages",
+    "fences": "requests.pages",
+    "config": "fences",
+}
+"""Rooms of the engine, and one that each must not know: the next one above, or one beside it."""
+
+
+def test_catches_every_step_upward_inside_the_engine(tree):
+    for room, other in ROOMS.items():
+        path = tree / f"core/outrider/engine/{room.replace('.', '/')}.py"
+        path.write_text(f"{path.read_text()}\nimport outrider.engine.{other}\n")
+    result = lint(tree)
+    assert "Inside the engine imports point downward BROKEN" in result.stdout
+    missed = {
+        room: other for room, other in ROOMS.items() if f"engine.{room} -> outrider.engine.{other}" not in result.stdout
+    }
+    assert not missed, result.stdout

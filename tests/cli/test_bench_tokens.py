@@ -104,7 +104,7 @@ def test_the_host_knows_how_long_it_waited(monkeypatch):
     engine = load("cpu", speculation, max_requests=1, dtype="float32")
     engine.generate([[5]], SamplingParams(max_tokens=2, ignore_eos=True))
     before = engine.stats.blocked_s
-    fence = type(engine._fences.results_copied[0]._inner)
+    fence = type(engine._parts.fences.results_copied[0]._inner)
     late = fence.wait_host_within
     monkeypatch.setattr(fence, "wait_host_within", lambda self, seconds: (time.sleep(0.05), late(self, seconds))[1])
     engine.generate([[5]], SamplingParams(max_tokens=3, ignore_eos=True))

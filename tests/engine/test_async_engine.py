@@ -8,7 +8,7 @@ import pytest
 from outrider import AsyncEngine, SamplingParams
 from outrider.device import DeviceFault, DeviceLost, RequestError
 from outrider.engine.async_engine import AsyncEngineClosed
-from outrider.engine.owner import WrongThread
+from outrider.engine.requests.owner import WrongThread
 from outrider.speculative.eagle import EagleProposer
 from outrider_proof import tiny
 
@@ -115,7 +115,7 @@ def test_abort_ends_the_stream():
 def failing(error, times):
     def source():
         engine = make()
-        honest, left = engine.model.forward_captured, [times]
+        honest, left = engine.model.logits, [times]
 
         def forward(*arguments, **named):
             if left[0]:
@@ -123,7 +123,7 @@ def failing(error, times):
                 raise error
             return honest(*arguments, **named)
 
-        object.__setattr__(engine.model, "forward_captured", forward)
+        object.__setattr__(engine.model, "logits", forward)
         return engine
 
     return source
@@ -132,7 +132,7 @@ def failing(error, times):
 @pytest.fixture
 def _own_model():
     yield
-    tiny.target().__dict__.pop("forward_captured", None)
+    tiny.target().__dict__.pop("logits", None)
 
 
 @pytest.mark.usefixtures("_own_model")

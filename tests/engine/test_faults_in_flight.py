@@ -171,16 +171,16 @@ def test_a_fault_in_the_model_is_raised_once_and_the_engine_goes_on(device, expe
     backend, target, _ = device
     start(device, "lazy")
     engine = engine_on(device, "eagle")
-    honest, calls = target.forward_captured, 0
+    honest, calls = target.forward_with_aux_hidden_states, 0
 
-    def forward_captured(*arguments):
+    def forward_with_aux_hidden_states(*arguments):
         nonlocal calls
         calls += 1
         if calls == forward:
             backend.control.inject(kind, number)
         return honest(*arguments)
 
-    monkeypatch.setattr(target, "forward_captured", forward_captured)
+    monkeypatch.setattr(target, "forward_with_aux_hidden_states", forward_with_aux_hidden_states)
     run = Run(engine).to_the_end()
     run.check(expected)
     assert [type(error) for error in run.raised] == [LIVES[kind]]

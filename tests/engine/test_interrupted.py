@@ -18,7 +18,7 @@ def test_the_next_step_goes_on(bundle64, prompt_tokens, monkeypatch, when, overl
     pages, rows = engine.free_pages, engine.free_rows
     prompts = [tokens[:11] for tokens in prompt_tokens[:3]]
     ids = [engine.add_request(prompt, SamplingParams(max_tokens=12)) for prompt in prompts]
-    honest, calls = bundle64.target.forward_captured, 0
+    honest, calls = bundle64.target.forward_with_aux_hidden_states, 0
 
     def forward(*arguments):
         nonlocal calls
@@ -27,7 +27,7 @@ def test_the_next_step_goes_on(bundle64, prompt_tokens, monkeypatch, when, overl
             raise error
         return honest(*arguments)
 
-    monkeypatch.setattr(bundle64.target, "forward_captured", forward)
+    monkeypatch.setattr(bundle64.target, "forward_with_aux_hidden_states", forward)
     got, raised = {i: [] for i in ids}, 0
     while engine.has_unfinished:
         try:

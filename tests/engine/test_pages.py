@@ -137,17 +137,17 @@ def test_a_shared_prefix_is_computed_once(bundle64, prompt_tokens):
     prompts = [[*prefix, *prompt_tokens[i][:6]] for i in (1, 2, 3)]
     results = engine.generate(prompts[:1], SamplingParams(max_tokens=8))
     taken = []
-    forward = bundle64.target.forward_captured
+    forward = bundle64.target.forward_with_aux_hidden_states
 
     def counted(inputs, cache, layers):
         taken.append(inputs.tokens.shape[0])
         return forward(inputs, cache, layers)
 
     try:
-        bundle64.target.forward_captured = counted
+        bundle64.target.forward_with_aux_hidden_states = counted
         results += engine.generate(prompts[1:], SamplingParams(max_tokens=8))
     finally:
-        del bundle64.target.forward_captured
+        del bundle64.target.forward_with_aux_hidden_states
     # 32 tokens are known; the last page of them isn't hit, since the draft depends on the token after it.
     assert taken[0] == 2 * (4 + 6)
     for prompt, result in zip(prompts, results, strict=True):

@@ -12,7 +12,7 @@ import numpy as np
 
 from outrider import SamplingParams
 from outrider.device import ConfigError, DeviceFault, RequestError
-from outrider.engine.owner import WrongThread
+from outrider.engine.requests.owner import WrongThread
 from outrider_proof import tiny
 
 PROMPTS = tuple(tuple(random.Random(f"prompt {i}").choices(range(tiny.VOCABULARY), k=3 + 4 * i)) for i in range(5))

@@ -53,7 +53,7 @@ def test_head_is_the_published_one(tmp_path, backend, fmt):
     inputs = driver.inputs([(driver.sequence(), TOKENS)])
     shifted = torch.tensor([*TOKENS[1:], 12])
     with torch.no_grad():
-        final, captured = target.forward_captured(inputs, driver.cache, head.capture_layers)
+        final, captured = target.forward_with_aux_hidden_states(inputs, driver.cache, head.aux_hidden_state_layers)
         hidden = head.condition(final, captured)
         assert torch.allclose(hidden, torch.cat(captured, -1) @ state["fc.weight"].T, atol=1e-5)
         cache = KVCache.allocate(1, 2, 8, pages=64, page_size=4, dtype=torch.float32, device=target.device)
@@ -76,7 +76,7 @@ def test_published_choice_of_layers(tmp_path, backend):
     write_eagle3(tmp_path / "head", layers=None)
     target = load_decoder(tmp_path / "target", backend=backend, dtype=torch.float32)
     head = load_eagle3(tmp_path / "head", target=target, backend=backend, dtype=torch.float32)
-    assert head.capture_layers == (2, 4, 5)
+    assert head.aux_hidden_state_layers == (2, 4, 5)
 
 
 @pytest.mark.parametrize("layers", [(0, 1), (0, 1, 3)])

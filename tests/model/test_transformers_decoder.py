@@ -62,14 +62,14 @@ def test_batches_and_captured_states(tmp_path, backend):
     driver.logits([(first, PROMPT[:5])])
     inputs = driver.inputs([(first, PROMPT[5:9]), (second, PROMPT)], padding=2)
     with torch.no_grad():
-        final, captured = driver.model.forward_captured(inputs, driver.cache, (2, 0))
+        final, captured = driver.model.forward_with_aux_hidden_states(inputs, driver.cache, (2, 0))
         states = reference(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
     assert torch.allclose(final[4:-2], states[3][0], atol=1e-3)
     assert torch.allclose(captured[0][4:-2], states[2][0], atol=1e-3)
     assert torch.allclose(captured[1][4:-2], states[0][0], atol=1e-3)
     assert torch.equal(driver.model.embed(torch.tensor(PROMPT)), captured[1][4:-2])
     with pytest.raises(ConfigError, match=r"no layers \[3\]"):
-        driver.model.forward_captured(inputs, driver.cache, (3,))
+        driver.model.forward_with_aux_hidden_states(inputs, driver.cache, (3,))
 
 
 def test_native_families_pass_the_door_too(tmp_path, backend):

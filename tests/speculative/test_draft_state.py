@@ -15,8 +15,8 @@ from speculative.test_proposers import PROPOSERS
 
 def state(engine, request):
     """The proposer's entries for a running request's text, [layers, positions, numbers], and the text."""
-    parts, record = engine._step._parts, engine._requests[request]
-    length = int(parts.future.lengths[record.row])
+    parts, record = engine._parts, engine._requests[request]
+    length = int(parts.future.seq_lens[record.row])
     text = (*record.prompt, *record.output)
     assert len(text) == length + 1
     known = length - engine.proposer.lookahead + 1

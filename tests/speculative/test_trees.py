@@ -162,7 +162,7 @@ class Scripted(Proposer):
         pass
 
     def draft(self, inputs):
-        batch, width = inputs.lens.shape[0], self._nodes + 1
+        batch, width = inputs.seq_lens.shape[0], self._nodes + 1
         parents = torch.full((batch, width), -1)
         depths = torch.zeros(batch, width, dtype=torch.int64)
         tokens = torch.zeros(batch, width, dtype=torch.int64)
@@ -245,9 +245,9 @@ def test_a_request_may_fill_the_context_to_its_end(make, page_size):
 
 def cached(engine, request):
     """Keys and values of a running request's tokens, [layers, 2, tokens, heads, size], and these tokens."""
-    step = engine._step._parts
+    step = engine._parts
     record = engine._requests[request]
-    length = int(step.future.lengths[record.row])
+    length = int(step.future.seq_lens[record.row])
     pages, size = record.pages, engine.config.page_size
     slots = torch.tensor([pages[i // size] * size + i % size for i in range(length)])
     flat = [[t.flatten(0, 1)[slots] for t in pair] for pair in step.cache.layers]

@@ -39,7 +39,7 @@ def eagle(target):
 
 def eagle3(target):
     head = tiny.eagle3_head()
-    return Eagle3Head(head.config, moved(head.weights, target.device), target, capture_layers=head.capture_layers)
+    return Eagle3Head(head.config, moved(head.weights, target.device), target, aux_hidden_state_layers=head.aux_hidden_state_layers)
 
 
 def mtp(target):

@@ -160,7 +160,7 @@ def eagle3_head(draft_vocabulary=23):
         layer=_self_attention(generator, heads),
         target_ids=ids,
     )
-    return Eagle3Head(config(1, num_heads=heads, num_kv_heads=heads), weights, target(), capture_layers=(2, 1, 0))
+    return Eagle3Head(config(1, num_heads=heads, num_kv_heads=heads), weights, target(), aux_hidden_state_layers=(2, 1, 0))
 
 
 @functools.cache

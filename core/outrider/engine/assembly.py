@@ -1,30 +1,76 @@
-"""Everything that an engine allocates on its device, made before the first step."""
+"""Everything that an engine allocates on its device, made before the first step, and who is given what of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from outrider.device import Backend, Fence, StepMode
 from outrider.engine.config import EngineConfig
 from outrider.engine.fences import FenceSet
-from outrider.engine.graphs import Caller, CaptureProgress, GraphRunner, Runner, buckets_up_to
-from outrider.engine.parts import StepParts
+from outrider.engine.graphs import AnyStage, CaptureProgress, EagerRunner, GraphRunner, Runner, buckets_up_to
+from outrider.engine.loop import Loop
+from outrider.engine.plan_stages import ExtendAttention, Fill, Place, PlanExtend, VerifyAttention
+from outrider.engine.prefill import Prefill
+from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.requests.features import Features
-from outrider.engine.stages import Stage, Stages
+from outrider.engine.requests.pages import FreeList, PagePool
+from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
+from outrider.engine.stages import DraftStage, Extend, Gather, Iteration, Stages, Verify
 from outrider.engine.state.attention_plans import AttentionPlans
 from outrider.engine.state.buffers import StaticBuffers, step_buffers
+from outrider.engine.state.intake import Intake
 from outrider.engine.state.options import OptionTable
 from outrider.engine.state.plans import Plans
 from outrider.engine.state.probes import Probes
 from outrider.engine.state.results import Results
-from outrider.engine.state.rows import FutureMap, LengthsOnHost, RowTable
+from outrider.engine.state.rows import FutureMap, RowTable, SeqLensRing
 from outrider.engine.state.staging import Staging, staging_capacity
+from outrider.engine.state.transfer import Transfer
+from outrider.engine.step import Step
 from outrider.engine.streams import Streams
 from outrider.model import KVCache, LanguageModel, VisionTower
 from outrider.speculative.proposer import Proposer
 
 
-def ring_slots(config: EngineConfig) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What lives as long as the engine. Only this module hands it out: each component is given what it needs of it."""
+
+    backend: Backend
+    streams: Streams
+    fences: FenceSet
+    model: LanguageModel
+    cache: KVCache
+    proposer: Proposer
+    rows: RowTable
+    options: OptionTable
+    future: FutureMap
+    buffers: StaticBuffers
+    plans: Plans
+    attention: AttentionPlans
+    probes: Probes
+    staging: Staging
+    results: Results
+    seq_lens_ring: SeqLensRing
+    transfer: Transfer
+    config: EngineConfig
+    vision: VisionTower | None
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a block table holds."""
+        return self.rows.tables.shape[1] * self.config.page_size
+
+    @property
+    def spare(self) -> int:
+        """Cache slots that a request needs behind those of its tokens: a tree's nodes are scattered over slots behind the
+        cached tokens, and all of them count until they're moved.
+        """
+        return max(self.proposer.slots - 2, 0) if self.proposer.is_tree else 0
+
+
+def ring_entries(config: EngineConfig) -> int:
     """Iterations whose pinned buffers are in use at the same time."""
     return 2 if config.overlap else 1
 
@@ -38,11 +84,11 @@ def assemble(
     max_context: int,
     vision: VisionTower | None,
     wrap_fence: Callable[[Fence], Fence] | None = None,
-) -> StepParts:
+) -> EngineParts:
     """Streams, fences, caches and buffers of an engine; all of it is there when this returns."""
     table_width = -(-(max_context + proposer.slots) // config.page_size)
     pages = config.num_pages or config.max_requests * table_width + 1
-    slots = ring_slots(config)
+    entries = ring_entries(config)
     device = backend.device
 
     sync = backend.speculative_sync
@@ -79,22 +125,23 @@ def assemble(
             max_context=max_context,
             penalties=config.penalties,
         )
-        staging = Staging(backend, slots=slots, capacity=capacity, max_requests=config.max_requests)
+        staging = Staging(backend, entries=entries, capacity=capacity, max_requests=config.max_requests)
         probes = Probes(model.kernels, proposer, vocabulary=model.config.vocab_size)
         results = Results(
             backend,
-            slots=slots,
+            entries=entries,
             max_requests=config.max_requests,
             depth=proposer.depth,
             probes=probes,
             max_logprobs=min(config.max_logprobs, model.config.vocab_size),
         )
-        lengths = LengthsOnHost(backend, slots=slots, rows=config.max_requests + 1)
+        seq_lens_ring = SeqLensRing(backend, future.seq_lens, entries=entries)
     streams.forward.synchronize()
-    return StepParts(
+    fences = FenceSet(backend.speculative_sync, entries=entries, wrap=wrap_fence)
+    return EngineParts(
         backend=backend,
         streams=streams,
-        fences=FenceSet(backend.speculative_sync, slots=slots, wrap=wrap_fence),
+        fences=fences,
         model=model,
         cache=cache,
         proposer=proposer,
@@ -102,26 +149,69 @@ def assemble(
         options=options,
         future=future,
         buffers=buffers,
-        plans=Plans(model.kernels, buffers, proposer, page_size=config.page_size, max_context=max_context),
+        plans=Plans(model.kernels, proposer, lane=buffers.lane, page_size=config.page_size, max_context=max_context),
         attention=AttentionPlans(model, proposer, page_size=config.page_size),
         probes=probes,
         staging=staging,
         results=results,
-        lengths=lengths,
-        page_size=config.page_size,
-        max_context=max_context,
+        seq_lens_ring=seq_lens_ring,
+        transfer=Transfer(backend, streams.forward, model, proposer, cache=cache, rows=rows, future=future, fences=fences),
+        config=config,
         vision=vision,
     )
 
 
-def build_runner(parts: StepParts, stages: Stages, config: EngineConfig, progress: CaptureProgress | None = None) -> Runner:
+def build_stages(parts: EngineParts) -> Stages:
+    """The stages, on their streams."""
+    forward, plan = parts.streams.forward, parts.streams.plan
+    kernels, proposer, buffers = parts.model.kernels, parts.proposer, parts.buffers
+    probes, results, options, future = parts.probes, parts.results, parts.options, parts.future
+    return Stages(
+        gather=Gather(
+            forward,
+            kernels,
+            rows=parts.rows,
+            future=future,
+            options=options,
+            probes=probes,
+            results=results,
+            buffers=buffers,
+        ),
+        draft=DraftStage(forward, proposer, probes=probes, results=results, buffers=buffers),
+        place=Place(plan, parts.plans, buffers),
+        fill=Fill(plan, parts.plans),
+        verify_attention=VerifyAttention(plan, parts.attention, buffers, proposer),
+        verify=Verify(
+            forward,
+            parts.model,
+            proposer,
+            cache=parts.cache,
+            options=options,
+            probes=probes,
+            results=results,
+            future=future,
+            buffers=buffers,
+        ),
+        plan_extend=PlanExtend(plan, parts.plans, buffers),
+        extend_attention=ExtendAttention(plan, parts.attention, buffers, proposer),
+        extend=Extend(forward, kernels, proposer, cache=parts.cache, future=future),
+        extends=proposer.extends or proposer.is_tree,
+    )
+
+
+def build_runner(parts: EngineParts, stages: Stages, iteration: Iteration, progress: CaptureProgress | None = None) -> Runner:
     """Graphs for every bucket, captured now, or none."""
+    config, proposer = parts.config, parts.proposer
     fused = config.step_mode is StepMode.FUSED
     if not (fused or config.graphs):
-        return Caller(parts, stages)
-    which = [Stage.ITERATION]
+        return EagerRunner(parts.backend, parts.buffers)
+    which: list[AnyStage] = [iteration]
     if not fused:
-        which = [*([Stage.DRAFT] if stages.drafts else []), Stage.VERIFY, *([Stage.EXTEND] if stages.extends else [])]
+        which = [
+            *([stages.draft] if proposer.nodes else []),
+            stages.verify,
+            *([stages.extend] if stages.extends else []),
+        ]
     everything = Features(
         sampling=True,
         biased=True,
@@ -129,5 +219,85 @@ def build_runner(parts: StepParts, stages: Stages, config: EngineConfig, progres
         truncated=True,
         logprobs=min(config.max_logprobs, parts.model.config.vocab_size),
     )
-    buckets = config.buckets or buckets_up_to(config.max_requests)
-    return GraphRunner(parts, stages, which=which, buckets=buckets, everything=everything, progress=progress)
+    return GraphRunner(
+        parts.backend,
+        parts.buffers,
+        stages,
+        which=which,
+        buckets=config.buckets or buckets_up_to(config.max_requests),
+        everything=everything,
+        capacity=parts.capacity,
+        progress=progress,
+    )
+
+
+def build_step(parts: EngineParts, stages: Stages, iteration: Iteration, runner: Runner, mode: StepMode) -> Step:
+    """The step over ``runner``. Nothing may be in flight: it says that everything is free."""
+    prefill = Prefill(
+        parts.backend,
+        parts.streams.forward,
+        parts.model,
+        parts.proposer,
+        cache=parts.cache,
+        rows=parts.rows,
+        future=parts.future,
+        options=parts.options,
+        attention=parts.attention,
+        probes=parts.probes,
+        staging=parts.staging,
+        results=parts.results,
+        vision=parts.vision,
+        capacity=parts.capacity,
+    )
+    intake = Intake(
+        staging=parts.staging,
+        rows=parts.rows,
+        options=parts.options,
+        future=parts.future,
+        page_size=parts.config.page_size,
+        rope=parts.model.config.rope,
+    )
+    return Step(
+        parts.backend,
+        parts.streams,
+        parts.fences,
+        intake=intake,
+        transfer=parts.transfer,
+        prefill=prefill,
+        stages=stages,
+        iteration=iteration,
+        runner=runner,
+        plans=parts.plans,
+        proposer=parts.proposer,
+        results=parts.results,
+        seq_lens_ring=parts.seq_lens_ring,
+        plans_on_host=parts.attention.on_host,
+        mode=mode,
+        entries=ring_entries(parts.config),
+        capacity=parts.capacity,
+    )
+
+
+def build_loop(parts: EngineParts, step: Step, watchdog: Watchdog) -> Loop:
+    """A loop over ``step`` with a scheduler of its own, which no request has used: all rows and pages are free."""
+    config, proposer = parts.config, parts.proposer
+    scheduler = Scheduler(
+        rows=FreeList("request row", config.max_requests + 1),
+        pages=PagePool(
+            count=parts.cache.pages, page_size=config.page_size, ahead=proposer.lookahead, share=config.prefix_cache
+        ),
+        limits=SchedulerLimits(
+            growth=proposer.depth + 1, slots=proposer.slots, spare=parts.spare, prefill_chunk=config.prefill_chunk
+        ),
+    )
+    fused_waits = config.step_mode is StepMode.FUSED and parts.backend.speculative_sync.fused_host_wait
+    return Loop(
+        parts.backend,
+        parts.streams,
+        parts.fences,
+        scheduler=scheduler,
+        step=step,
+        results=parts.results,
+        watchdog=watchdog,
+        runs_ahead=config.overlap and not fused_waits,
+    )

@@ -7,29 +7,21 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from outrider.device import Backend, ConfigError, DeviceError, DeviceFault, Fence, RequestError, StepMode
+from outrider.device import Backend, ConfigError, DeviceError, Fence, RequestError, StepMode
 from outrider.engine.admission import Admission
-from outrider.engine.assembly import assemble, build_runner, ring_slots
+from outrider.engine.assembly import assemble, build_loop, build_runner, build_stages, build_step
 from outrider.engine.checks import check_invariance, check_policy, check_tree, context_limit
 from outrider.engine.config import EngineConfig
-from outrider.engine.graphs import Caller, CaptureProgress
+from outrider.engine.graphs import CaptureProgress, EagerRunner
 from outrider.engine.loading import load_checkpoint
-from outrider.engine.owner import Owner
-from outrider.engine.recovery.lifeline import Lifeline
 from outrider.engine.recovery.watchdog import Watchdog
-from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.hand_over import HandOver
-from outrider.engine.requests.outbox import Outbox
-from outrider.engine.requests.pages import FreeList, PagePool
+from outrider.engine.requests.owner import Owner
 from outrider.engine.requests.request import Completion, FinishReason, Request, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.engine.requests.scheduler import OutOfPages, Scheduler, SchedulerLimits
-from outrider.engine.stages import Stages
-from outrider.engine.state.results import Outcome, Ticket
-from outrider.engine.state.transfer import bring_here, collect
+from outrider.engine.requests.streaming import RequestStream
+from outrider.engine.stages import Iteration
 from outrider.engine.stats import EngineStats as EngineStats
-from outrider.engine.step import Step
-from outrider.engine.streaming import RequestStream
 from outrider.engine.streams import Streams
 from outrider.engine.warm_up import warm_up
 from outrider.model import LanguageModel, Media, Tokenizer, VisionTower
@@ -43,8 +35,8 @@ class Engine:
     """Runs requests in continuous batches on one backend.
 
     It belongs to the thread that makes it, or that calls :meth:`adopt`: any other one, and a forked process, gets a
-    :class:`~outrider.engine.owner.WrongThread`. Everything that it allocates on the device is made here, before the first
-    step.
+    :class:`~outrider.engine.requests.owner.WrongThread`. Everything that it allocates on the device is made here, before
+    the first step.
 
     Any call may raise a :class:`DeviceError`. Where the device lives on, so does the engine: what was in flight is done
     again, and requests keep the tokens that they have. Once it's lost or stuck, every call raises :class:`EngineStopped`.
@@ -63,6 +55,7 @@ class Engine:
         capture_progress: CaptureProgress | None = None,
     ) -> None:
         self._owner, self._used = Owner(), False
+        self._abandoned: deque[Request] = deque()
         self.config = config = config or EngineConfig()
         self.backend = backend
         self.model = model
@@ -74,7 +67,6 @@ class Engine:
         check_tree(model, proposer)
         self.max_context = context_limit(config, model, proposer)
         watchdog = Watchdog(config.device_timeout_s)
-        self._lifeline = Lifeline(backend, watchdog, open_requests=lambda: self.open_requests, undo=self._undo)
         self._parts = parts = assemble(
             model,
             backend,
@@ -84,51 +76,31 @@ class Engine:
             vision=vision,
             wrap_fence=watchdog.around(wrap_fence),
         )
-        # A tree's nodes are scattered over slots behind the cached tokens, and all of them count until they're moved.
-        spare = max(proposer.slots - 2, 0) if proposer.is_tree else 0
-        self._fences, self._results = parts.fences, parts.results
-        self._scheduler = Scheduler(
-            rows=FreeList("request row", config.max_requests + 1),
-            pages=PagePool(
-                count=parts.cache.pages, page_size=config.page_size, ahead=proposer.lookahead, share=config.prefix_cache
-            ),
-            limits=SchedulerLimits(
-                growth=proposer.depth + 1, slots=proposer.slots, spare=spare, prefill_chunk=config.prefill_chunk
-            ),
-        )
+        stages = build_stages(parts)
+        iteration = Iteration(parts.streams.forward, stages, parts.staging)
+        variants, self.warm_up = model.kernels.every_variant(), None
+        if variants is not None:
+            eager = EagerRunner(backend, parts.buffers)
+            throwaway = build_loop(parts, build_step(parts, stages, iteration, eager, StepMode.STAGED), watchdog)
+            room = min(self.max_context, throwaway.scheduler.pages.available * config.page_size - parts.spare)
+            with variants:
+                self.warm_up = warm_up(throwaway, backend, model, proposer, config, room=room)
+        with backend.guard("capturing the engine's graphs"):
+            runner = build_runner(parts, stages, iteration, capture_progress)
+        self.captured = runner.report
+        self._step = build_step(parts, stages, iteration, runner, config.step_mode)
+        self._loop = loop = build_loop(parts, self._step, watchdog)
+        self._lifeline, self._scheduler, self._requests = loop.lifeline, loop.scheduler, loop.requests
         self._admission = Admission(
             config=config,
             model=model.config,
             max_context=self.max_context,
-            pages=parts.cache.pages - 1,
-            pages_of=self._scheduler.most_pages,
+            pages=loop.scheduler.pages.count - 1,
+            pages_of=loop.scheduler.most_pages,
             tokenizer=tokenizer,
             vision=vision,
         )
-        self._begin()
-        stages, slots = Stages(parts), ring_slots(config)
-        fused_waits = config.step_mode is StepMode.FUSED and backend.speculative_sync.fused_host_wait
-        self._runs_ahead = config.overlap and not fused_waits
-        variants, self.warm_up = model.kernels.every_variant(), None
-        if variants is not None:
-            self._step = Step(parts, stages, Caller(parts, stages), mode=StepMode.STAGED, slots=slots)
-            with variants:
-                self.warm_up = warm_up(self, room=min(self.max_context, self.free_pages * config.page_size - spare))
-            self._scheduler.pages.forget_all()
-            self._begin()
-        with backend.guard("capturing the engine's graphs"):
-            runner = build_runner(parts, stages, config, capture_progress)
-        self.captured = runner.report
-        self._step = Step(parts, stages, runner, mode=config.step_mode, slots=slots)
-
-    def _begin(self) -> None:
-        """No request was ever served."""
-        self._in_flight: deque[Ticket] = deque()
-        self._requests: dict[int, Request] = {}
         self._next_id = 0
-        self._outbox = Outbox()
-        self._abandoned: deque[Request] = deque()
-        self._counts = {"iterations": 0, "request_iterations": 0, "verified_tokens": 0, "emitted_tokens": 0}
 
     @classmethod
     def from_checkpoint(
@@ -191,12 +163,12 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counts so far."""
-        return EngineStats(**self._counts, blocked_s=self._lifeline.blocked_s)
+        return EngineStats(**self._loop.counts, blocked_s=self._lifeline.blocked_s)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether :meth:`step` has anything to do."""
-        return bool(self._outbox.waiting or self._abandoned or self._in_flight or self._scheduler.has_work)
+        return bool(self._abandoned) or self._loop.has_work
 
     @property
     def free_pages(self) -> int:
@@ -216,7 +188,7 @@ class Engine:
     @property
     def open_requests(self) -> dict[int, tuple[int, ...]]:
         """The requests that wait or run, by id, with the output that the host knows of; also of an engine that stopped."""
-        return {request.id: tuple(request.output) for request in self._requests.values()}
+        return self._loop.open_requests
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -249,7 +221,7 @@ class Engine:
             request = self._requests.get(request_id)
             if request is None:
                 raise RequestError(f"request {request_id} isn't waiting or running; it may have finished already")
-            self._end(request, FinishReason.ABORT)
+            self._loop.end(request, FinishReason.ABORT)
             self._scheduler.retire()
 
     def hand_over(self, request_id: int) -> HandOver:
@@ -261,9 +233,8 @@ class Engine:
         """
         with self._use():
             request = self._requests.get(request_id)
-            with self._lifeline.working("waiting for a request's iterations"):
-                while request is not None and request.in_flight:
-                    self._handle_oldest()
+            if request is not None:
+                self._loop.settle(request)
             if request is None or request.finished:
                 raise RequestError(f"request {request_id} isn't running; it may have finished already")
             if not request.row or request.needs_prefill or not request.output:
@@ -271,10 +242,10 @@ class Engine:
                     f"request {request_id} waits or is at its prompt; hand it over once it has put out a token"
                 )
             with self._lifeline.working("handing a request over"):
-                handed = collect(self._parts, request)
+                handed = self._parts.transfer.collect(request)
             del self._requests[request_id]
             request.finish_reason = FinishReason.HAND_OVER
-            self._outbox.put(StepOutput(request_id, (), FinishReason.HAND_OVER))
+            self._loop.outbox.put(StepOutput(request_id, (), FinishReason.HAND_OVER))
             self._scheduler.retire()
             return handed
 
@@ -290,10 +261,9 @@ class Engine:
         with self._use():
             request = self._admission.arrival(self._next_id, handed)
             with self._lifeline.working("taking a request over"):
-                request.arrival = bring_here(self._parts, handed)
+                request.arrival = self._parts.transfer.bring_here(handed)
             self._next_id += 1
-            self._requests[request.id] = request
-            self._scheduler.add(request)
+            self._loop.add(request)
             return request.id
 
     def step(self) -> list[StepOutput]:
@@ -301,24 +271,8 @@ class Engine:
 
         With ``overlap`` the iteration is launched, and the results are those of the one before.
         """
-        self._advance()
-        return self._outbox.take()
-
-    def _advance(self) -> None:
-        """Run one iteration; what the host learns goes to whoever asked for it."""
-        with self._use(), self._lifeline.working("running an iteration"):
-            batch = self._next_batch()
-            if batch is not None:
-                self._in_flight.append(self._launch(batch))
-                self._counts["iterations"] += 1
-                for chunk in batch.prefill:
-                    if chunk.final:
-                        self._start_followers(chunk.request)
-            keep = 1 if self._runs_ahead and batch is not None else 0
-            while len(self._in_flight) > keep:
-                self._handle_oldest()
-            self._scheduler.retire()
-            self.backend.release_finished()
+        self._iterate()
+        return self._loop.outbox.take()
 
     def generate(
         self,
@@ -335,27 +289,6 @@ class Engine:
         with self._use():
             return self._generate(self._admission.batch(self._next_id, prompts, params, media))
 
-    def _generate(self, waiting: Sequence[Sequence[Request]]) -> list[Completion]:
-        requests = [request for samples in waiting for request in samples]
-        for request in requests:
-            self._outbox.open(request.id)
-        try:
-            for samples in waiting:
-                self._submit(samples)
-            while not all(request.finished for request in requests):
-                self._advance()
-            self.drain()
-        except DeviceError:  # they go on where the device does, and come out of the next steps
-            for request in requests:
-                self._outbox.release(request.id)
-            raise
-        except BaseException:
-            self._forget(requests)
-            raise
-        for request in requests:
-            self._outbox.close(request.id)
-        return [request.completion() for request in requests]
-
     def stream(
         self, tokens: Sequence[int], params: SamplingParams | None = None, *, media: Sequence[Media] = ()
     ) -> RequestStream:
@@ -370,30 +303,28 @@ class Engine:
             raise RequestError(f"n is {params.n}; a stream is one sample: use add_request and step, or generate")
         with self._use():
             (request,) = self._admission.requests(self._next_id, tokens, params, media=media)
-            outputs = self._outbox.open(request.id)
+            outputs = self._loop.outbox.open(request.id)
             self._submit([request])
-        return RequestStream(request, outputs, advance=self._advance, close=self._close_stream)
+        return RequestStream(request, outputs, advance=self._iterate, close=self._close_stream)
+
+    def drain(self) -> None:
+        """Handle every iteration in flight without launching another; what it yields comes out of the next step."""
+        with self._use():
+            self._loop.drain()
 
     def adopt(self) -> None:
         """The calling thread uses the engine from now on. The one that used it before must have stopped doing so.
 
-        Raises :class:`~outrider.engine.owner.WrongThread` in a forked process: devices don't survive a fork.
+        Raises :class:`~outrider.engine.requests.owner.WrongThread` in a forked process: devices don't survive a fork.
         """
         self._owner.adopt()
-
-    def drain(self) -> None:
-        """Handle every iteration in flight without launching another; what it yields comes out of the next step."""
-        with self._use(), self._lifeline.working("waiting for the iterations in flight"):
-            while self._in_flight:
-                self._handle_oldest()
-            self._scheduler.retire()
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _use(self) -> Generator[None]:
-        """Around whatever changes the engine. Raises where this thread may not use it, or it can't go on; what streams that
-        were dropped meanwhile leave is ended before and after.
+        """Around whatever changes the engine. Raises where this thread may not use it, or it can't go on. Ends what streams
+        left that were dropped meanwhile, before and after.
         """
         self._owner.check()
         self._lifeline.check()
@@ -409,114 +340,50 @@ class Engine:
 
     def _end_abandoned(self) -> None:
         while self._abandoned:
-            self._forget([self._abandoned.popleft()])
+            self._loop.forget([self._abandoned.popleft()])
+
+    def _iterate(self) -> None:
+        with self._use():
+            self._loop.iterate()
 
     def _submit(self, samples: Sequence[Request]) -> int:
-        """Queue the samples of one prompt, which have been checked; returns the first one's id. All or nothing."""
+        """Queue the samples of one prompt, which have been checked; returns the first one's id."""
         first = samples[0]
         self._next_id = samples[-1].id + 1
         self._requests.update({request.id: request for request in samples})
         self._scheduler.add(first)
         if not self.config.prefix_cache:
-            self._start_followers(first)
+            self._loop.start_followers(first)
         return first.id
 
-    def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """End a request here; its samples that waited for it go on."""
-        del self._requests[request.id]
-        self._scheduler.drop_waiting(request)
-        self._outbox.put(request.end(reason, error))
-        self._start_followers(request)
-
-    def _forget(self, requests: Sequence[Request]) -> None:
-        """Nobody reads these any more: abort those that go on, and drop what they put out."""
+    def _generate(self, batch: Sequence[Sequence[Request]]) -> list[Completion]:
+        loop, requests = self._loop, [request for samples in batch for request in samples]
         for request in requests:
-            if request.id in self._requests and self._lifeline.stopped is None:
-                self._end(request, FinishReason.ABORT)
-            self._outbox.close(request.id)
-        self._scheduler.retire()
+            loop.outbox.open(request.id)
+        try:
+            for samples in batch:
+                self._submit(samples)
+            while not all(request.finished for request in requests):
+                loop.iterate()
+            loop.drain()
+        except DeviceError:  # they go on where the device does, and come out of the next steps
+            for request in requests:
+                loop.outbox.release(request.id)
+            raise
+        except BaseException:
+            loop.forget(requests)
+            raise
+        for request in requests:
+            loop.outbox.close(request.id)
+        return [request.completion() for request in requests]
 
     def _close_stream(self, request: Request) -> None:
         """A stream was closed, or dropped: perhaps by the garbage collector, in another thread or within an iteration."""
         if self._used or not self._owner.is_here:
             self._abandoned.append(request)
         elif self._lifeline.stopped is not None:
-            self._outbox.close(request.id)
+            self._loop.outbox.close(request.id)
         else:
             with self._use():
-                self._forget([request])
-                self.drain()
-
-    def _launch(self, batch: Batch) -> Ticket:
-        """Launch, or leave the engine as if the batch had never been: an interrupt may come anywhere in a launch."""
-        try:
-            return self._step.launch(batch)
-        except BaseException as error:
-            self._undo(batch, failed=isinstance(error, DeviceFault))
-            raise
-
-    def _undo(self, *unlaunched: Batch, failed: bool = True) -> None:
-        """Take back what was being launched; and what is in flight too if an operation ``failed``, since nobody knows
-        whose results that has spoilt.
-        """
-        well = self._lifeline.quiet(self._parts.streams) and not failed
-        try:
-            while well and self._in_flight:
-                self._handle_oldest()
-        finally:
-            batches = [*(ticket.batch for ticket in self._in_flight), *unlaunched]
-            self._in_flight.clear()
-            self._scheduler.take_back(batches, spoilt=not well)
-
-    def _next_batch(self) -> Batch | None:
-        """The scheduler's next batch. Where it must preempt, what is in flight is handled first: that's rare."""
-        try:
-            return self._scheduler.next_batch()
-        except OutOfPages:
-            self.drain()
-            return self._scheduler.next_batch()
-
-    def _start_followers(self, request: Request) -> None:
-        """Queue the samples that waited for the prompt of ``request``, to share its pages."""
-        for follower in request.followers:
-            if not follower.finished:
-                self._scheduler.add(follower)
-        request.followers = []
-
-    def _handle_oldest(self) -> None:
-        """Take in the results of the oldest iteration in flight; those of requests that are over are dropped."""
-        ticket = self._in_flight[0]
-        outcome = self._results.redeem(ticket, self._fences.results_copied[ticket.slot])
-        self._in_flight.popleft()
-        for request, tokens in zip(ticket.batch.decode, outcome.decoded, strict=True):
-            request.in_flight -= 1
-            request.decodes_in_flight -= 1
-            if not request.finished:
-                request.iterations += 1
-                request.verified_tokens += len(tokens)
-                self._counts["request_iterations"] += 1
-                self._counts["verified_tokens"] += len(tokens)
-                self._emit(request, tokens, outcome)
-        for chunk, first in zip(ticket.batch.prefill, outcome.first_tokens, strict=True):
-            chunk.request.in_flight -= 1
-            if (first is not None or chunk.request.id in outcome.bad) and not chunk.request.finished:
-                self._emit(chunk.request, () if first is None else (first,), outcome)
-        for request, _ in ticket.batch.arrivals:
-            request.in_flight -= 1
-
-    def _emit(self, request: Request, tokens: Sequence[int], outcome: Outcome) -> None:
-        """Hand new tokens on; none, and the request's end, where a probe found a bad value."""
-        bad = outcome.bad.get(request.id, ())
-        if bad:
-            # Nobody may take over a page whose keys and values may be bad as well.
-            self._scheduler.pages.forget_all()
-            found = "; ".join(str(each) for each in bad)
-            self._outbox.put(request.end(FinishReason.ERROR, f"request {request.id}: {found}"))
-        else:
-            output = request.take(tokens, outcome.logprobs.get(request.id, ()))
-            self._scheduler.register(request, len(request.prompt) + len(request.output) - 1)
-            self._counts["emitted_tokens"] += len(output.tokens)
-            self._outbox.put(output)
-        if request.finished:
-            del self._requests[request.id]
-            self._start_followers(request)
+                self._loop.forget([request])
+                self._loop.drain()

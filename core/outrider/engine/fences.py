@@ -3,8 +3,8 @@
 The backend's SpeculativeSync supplies the mechanism of each. Edges that need no fence, because both ends are on one
 stream: the stash is written and gathered on forward; every access to KV pages is on forward, so that the reuse of a page
 is ordered; a gather precedes the *inputs ready* of its own iteration; the plan of an iteration never meets the verify of
-the one before, since *shared reads done* comes behind that on forward. And pinned staging: a slot is filled again only
-after the host has read the results of the iteration that it was filled for.
+the one before, since *shared reads done* comes behind that on forward. And pinned staging: an entry of the ring is filled
+again only after the host has read the results of the iteration that it was filled for.
 """
 
 from __future__ import annotations
@@ -99,12 +99,12 @@ FENCES: tuple[FenceSpec, ...] = (
 
 
 class FenceSet:
-    """The fences of one engine, by name; those of pinned memory have one for each slot of the ring.
+    """The fences of one engine, by name; those of pinned memory have one for each entry of the ring.
 
     ``wrap`` is put around each fence: the way in for tools that prove them.
     """
 
-    def __init__(self, sync: SpeculativeSync, *, slots: int, wrap: Callable[[Fence], Fence] | None = None) -> None:
+    def __init__(self, sync: SpeculativeSync, *, entries: int, wrap: Callable[[Fence], Fence] | None = None) -> None:
         def create(name: str) -> Fence:
             fence = sync.create_fence(name)
             return fence if wrap is None else wrap(fence)
@@ -116,10 +116,10 @@ class FenceSet:
         self.accept_ready = create("accept_ready")
         self.extend_plan_ready = create("extend_plan_ready")
         self.published = create("published")
-        self.lengths_on_host = tuple(create(f"lengths_on_host[{slot}]") for slot in range(slots))
+        self.lengths_on_host = tuple(create(f"lengths_on_host[{entry}]") for entry in range(entries))
         self.params_free = create("params_free")
         self.params_bound = create("params_bound")
         self.results_ready = create("results_ready")
         self.results_taken = create("results_taken")
-        self.results_copied = tuple(create(f"results_copied[{slot}]") for slot in range(slots))
+        self.results_copied = tuple(create(f"results_copied[{entry}]") for entry in range(entries))
         self.handed_over = create("handed_over")

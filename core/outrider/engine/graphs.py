@@ -9,31 +9,31 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from outrider.device import AttentionMetadata, CaptureContext, Graph, GraphPool, Stream
-from outrider.engine.parts import StepParts
+from outrider.device import AttentionMetadata, Backend, CaptureContext, Graph, GraphPool, Stream
 from outrider.engine.requests.features import Features
-from outrider.engine.stages import Call, Stage, Stages
-from outrider.engine.state.buffers import DRAFT, EXTEND, INPUTS, OUTPUTS, VERIFY
-from outrider.speculative.lengths import HostLengths
+from outrider.engine.stage_io import (
+    AttentionInput,
+    Capturable,
+    DecodeBatch,
+    DraftStageInput,
+    ExtendAttentionInput,
+    ExtendStageInput,
+    In,
+    IterationInput,
+    Out,
+    Stage,
+    VerifyStageInput,
+)
+from outrider.engine.stages import DraftStage, Extend, Iteration, Stages, Verify
+from outrider.engine.state.buffers import StaticBuffers
+from outrider.speculative.seq_lens import HostSeqLens
 
 CaptureProgress = Callable[[int, int], None]
-
-
-_READS = {
-    Stage.DRAFT: (INPUTS,),
-    Stage.VERIFY: (INPUTS, DRAFT, VERIFY),
-    Stage.EXTEND: (INPUTS, VERIFY, OUTPUTS, EXTEND),
-    Stage.ITERATION: (),
-}
-_WRITES = {
-    Stage.DRAFT: (DRAFT,),
-    Stage.VERIFY: (OUTPUTS,),
-    Stage.EXTEND: (),
-    Stage.ITERATION: (INPUTS, DRAFT, VERIFY, OUTPUTS, EXTEND),
-}
+AnyStage = Capturable[Any, Any]
 
 
 def buckets_up_to(most: int) -> tuple[int, ...]:
@@ -47,48 +47,42 @@ def buckets_up_to(most: int) -> tuple[int, ...]:
 
 
 class Runner(ABC):
-    """Runs stages on forward. What it is asked for a batch is the same for graphs and without. ``report``: what was captured;
-    None without graphs.
+    """Runs stages on their streams. What it is asked for a batch is the same for graphs and without. ``report``: what was
+    captured; None without graphs.
     """
 
     report: CaptureReport | None = None
 
-    def __init__(self, parts: StepParts, stages: Stages) -> None:
-        self._parts = parts
-        self._stages = stages
+    def __init__(self, backend: Backend, buffers: StaticBuffers) -> None:
+        self._backend = backend
+        self._buffers = buffers
 
     @abstractmethod
-    def call(self, count: int, features: Features, max_kv: int, lengths: HostLengths | None) -> Call:
-        """What the stages are run for: views that hold ``count`` requests, and abilities that cover ``features``."""
+    def batch(self, count: int, features: Features, max_kv: int, seq_lens_host: HostSeqLens | None) -> DecodeBatch:
+        """What the stages are told of ``count`` requests: a size that holds them, abilities that cover ``features``."""
 
-    def bind(self, call: Call, stream: Stream) -> None:
+    def bind(self, batch: DecodeBatch, stream: Stream) -> None:
         """Give the stages the host parameters of this iteration; work on ``stream``. Nothing where they come with a call."""
-        del call, stream
+        del batch, stream
 
-    @abstractmethod
-    def run(self, stage: Stage, call: Call, attention: AttentionMetadata | None = None) -> None:
-        """Enqueue a stage on forward, with the planned ``attention`` if it has any."""
+    def run(self, stage: Stage[In, Out], given: In) -> Out:
+        """Enqueue a stage on its stream, and fill the padding behind what it begins; returns what it writes."""
+        batch, group = given.batch, stage.fills
+        with self._backend.on(stage.stream):
+            if group is None:
+                return stage.run(given)
+            self._buffers.mark_stale(group, bucket=batch.bucket)
+            written = stage.run(given)
+            self._buffers.pad(group, count=batch.count, bucket=batch.bucket)
+            return written
 
 
-class Caller(Runner):
+class EagerRunner(Runner):
     """Calls the stages: no padding, no graphs."""
 
-    def call(self, count: int, features: Features, max_kv: int, lengths: HostLengths | None) -> Call:
-        """Views of just the batch."""
-        return Call(self._parts.buffers.views(count), features, max_kv, lengths=lengths)
-
-    def run(self, stage: Stage, call: Call, attention: AttentionMetadata | None = None) -> None:
-        """Call it in the scope of forward."""
-        with self._parts.backend.on(self._parts.streams.forward):
-            self._stages.run(stage, call, attention)
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """One size with all its stages: what they're called with, and their graphs."""
-
-    call: Call
-    graphs: dict[Stage, Graph]
+    def batch(self, count: int, features: Features, max_kv: int, seq_lens_host: HostSeqLens | None) -> DecodeBatch:
+        """Just the batch."""
+        return DecodeBatch(count, count, features, max_kv, seq_lens_host=seq_lens_host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,118 +102,141 @@ class CaptureReport:
 
 
 class GraphRunner(Runner):
-    """Captures ``stages`` for every bucket when it's made; nothing is captured later.
+    """Captures the stages ``which`` for every bucket when it's made; nothing is captured later. Other stages are called.
 
     Three sets of features are captured: greedy, sampling, and everything. A batch gets the first that covers it.
+    ``capacity``: tokens that a block table holds.
     """
 
     def __init__(
         self,
-        parts: StepParts,
+        backend: Backend,
+        buffers: StaticBuffers,
         stages: Stages,
         *,
-        which: Sequence[Stage],
+        which: Sequence[AnyStage],
         buckets: Sequence[int],
         everything: Features,
+        capacity: int,
         progress: CaptureProgress | None = None,
     ) -> None:
-        super().__init__(parts, stages)
+        super().__init__(backend, buffers)
         self.buckets = tuple(sorted(buckets))
+        self._stages = stages
+        self._which = tuple(which)
         self._features = tuple(dict.fromkeys((Features(), Features(sampling=True), everything)))
-        self._capacity = parts.rows.tables.shape[1] * parts.page_size
-        self._captured: dict[tuple[int, Features], Captured] = {}
-        pools = {stage: parts.backend.create_graph_pool(stage.value) for stage in which}
-        limited = parts.backend.capabilities.memory_limit
-        before = parts.backend.memory_info().free if limited else 0
+        self._capacity = capacity
+        self._graphs: dict[tuple[int, Features], Mapping[str, Graph]] = {}
+        pools = {stage.name: backend.create_graph_pool(stage.name) for stage in which}
+        limited = backend.capabilities.memory_limit
+        before = backend.memory_info().free if limited else 0
         began = time.perf_counter()
         total, done = len(self.buckets) * len(self._features), 0
         for count in range(1, self.buckets[-1] + 1):
-            parts.buffers.views(count)  # made before any replay, they are known to follow what graphs write
-        self._shared: dict[tuple[Stage, int, bool], Graph] = {}
+            buffers.views(count)  # made before any replay, they are known to follow what graphs write
+        self._shared: dict[tuple[str, int, bool], Graph] = {}
         # The largest first: the smaller ones then fit into the memory that the pool has already.
         for bucket in reversed(self.buckets):
             for features in self._features:
-                self._captured[bucket, features] = self._capture(bucket, features, pools)
+                self._graphs[bucket, features] = self._capture(bucket, features, pools)
                 done += 1
                 if progress is not None:
                     progress(done, total)
-        after = parts.backend.memory_info().free if limited else 0
-        count = len({id(graph) for captured in self._captured.values() for graph in captured.graphs.values()})
+        after = backend.memory_info().free if limited else 0
+        graphs = len({id(graph) for captured in self._graphs.values() for graph in captured.values()})
         seconds = time.perf_counter() - began
-        self.report = CaptureReport(count, self.buckets, before - after if limited else None, seconds)
+        self.report = CaptureReport(graphs, self.buckets, before - after if limited else None, seconds)
 
     def bucket(self, count: int) -> int:
         """The smallest bucket that holds ``count`` requests."""
         return next(bucket for bucket in self.buckets if bucket >= count)
 
-    def call(self, count: int, features: Features, max_kv: int, lengths: HostLengths | None) -> Call:
-        """That of the smallest bucket. Its bound of cached tokens is the capacity, since it was captured once for all."""
+    def batch(self, count: int, features: Features, max_kv: int, seq_lens_host: HostSeqLens | None) -> DecodeBatch:
+        """In the smallest bucket. Its bound of cached tokens is the capacity, since it was captured once for all."""
         del max_kv
         bucket = self.bucket(count)
-        call = next(self._captured[bucket, each].call for each in self._features if each.covers(features))
-        return call if lengths is None else replace(call, lengths=lengths.padded(bucket))
+        features = next(each for each in self._features if each.covers(features))
+        padded = None if seq_lens_host is None else seq_lens_host.padded(bucket)
+        return DecodeBatch(count, bucket, features, self._capacity, captured=True, seq_lens_host=padded)
 
-    def bind(self, call: Call, stream: Stream) -> None:
+    def bind(self, batch: DecodeBatch, stream: Stream) -> None:
         """Rebind the lengths of every stage's graph, padding included."""
-        if call.lengths is None:
+        seq_lens = batch.seq_lens_host
+        if seq_lens is None:
             return
-        for stage, graph in self._of(call).graphs.items():
-            ahead = self._stages.ahead(stage)
-            if ahead:
-                graph.update_params({name: call.lengths.plus(more) for name, more in ahead.items()}, stream=stream)
+        for stage in self._which:
+            if stage.host_params:
+                params = {name: seq_lens.plus(ahead) for name, ahead in stage.host_params.items()}
+                self._graph_of(stage, batch).update_params(params, stream=stream)
 
-    def run(self, stage: Stage, call: Call, attention: AttentionMetadata | None = None) -> None:
-        """Replay. A library that plans has brought the plan that was captured up to date."""
-        del attention
-        self._of(call).graphs[stage].replay(self._parts.streams.forward)
+    def run(self, stage: Stage[In, Out], given: In) -> Out:
+        """Replay what was captured. A library that plans has brought the plan that was captured up to date."""
+        if not isinstance(stage, Capturable) or stage not in self._which:
+            return super().run(stage, given)
+        self._graph_of(stage, given.batch).replay(stage.stream)
+        written: Out = stage.written(given.batch)
+        return written
 
-    def _of(self, call: Call) -> Captured:
-        return self._captured[call.views.count, call.features]
+    def _graph_of(self, stage: AnyStage, batch: DecodeBatch) -> Graph:
+        return self._graphs[batch.bucket, batch.features][stage.name]
 
-    def _capture(self, bucket: int, features: Features, pools: dict[Stage, GraphPool]) -> Captured:
-        parts, stages = self._parts, self._stages
-        call = Call(parts.buffers.views(bucket), features, self._capacity, static=True)
-        plan, nothing = parts.streams.plan, HostLengths((0,) * bucket, self._capacity)
-        with parts.backend.on(plan):
-            attention = stages.plan_verify(call, nothing, plan)
-            along = stages.plan_extend(call, attention, nothing, plan)
+    def _capture(self, bucket: int, features: Features, pools: Mapping[str, GraphPool]) -> Mapping[str, Graph]:
+        """One size with all its stages."""
+        stages = self._stages
+        batch = DecodeBatch(bucket, bucket, features, self._capacity, captured=True)
+        nothing, plan = HostSeqLens((0,) * bucket, self._capacity), stages.verify_attention.stream
+        with self._backend.on(plan):
+            attention = stages.verify_attention.run(AttentionInput(batch, nothing))
+            along = stages.extend_attention.run(ExtendAttentionInput(batch, attention, nothing))
         plan.synchronize()
-        planned = {Stage.VERIFY: attention, Stage.EXTEND: along}
-        graphs: dict[Stage, Graph] = {}
-        for stage, pool in pools.items():
-            if stage in (Stage.DRAFT, Stage.EXTEND):
-                # They know of sampling alone.
-                key = (stage, bucket, features.sampling)
-                narrow = replace(call, features=Features(sampling=features.sampling))
-                if key not in self._shared:
-                    self._shared[key] = self._graph(stage, narrow, planned.get(stage), pool)
-                graphs[stage] = self._shared[key]
-            else:
-                graphs[stage] = self._graph(stage, call, planned.get(stage), pool)
-        return Captured(call, graphs)
+        graphs: dict[str, Graph] = {}
+        for stage in self._which:
+            if not isinstance(stage, DraftStage | Extend):
+                graphs[stage.name] = self._graph(stage, batch, attention, pools[stage.name])
+                continue
+            # They know of sampling alone.
+            key = (stage.name, bucket, features.sampling)
+            narrow = replace(batch, features=Features(sampling=features.sampling))
+            if key not in self._shared:
+                self._shared[key] = self._graph(stage, narrow, along, pools[stage.name])
+            graphs[stage.name] = self._shared[key]
+        return graphs
 
-    def _graph(self, stage: Stage, call: Call, attention: AttentionMetadata | None, pool: GraphPool) -> Graph:
-        parts, count = self._parts, call.views.count
-
-        exact = parts.backend.speculative_sync.exact_host_lengths
-        nothing = HostLengths((0,) * count, self._capacity)
-        ahead = self._stages.ahead(stage) if exact else {}
+    def _graph(self, stage: AnyStage, batch: DecodeBatch, attention: AttentionMetadata, pool: GraphPool) -> Graph:
+        backend, count, features = self._backend, batch.count, batch.features
+        exact = backend.speculative_sync.exact_host_lengths
+        nothing = HostSeqLens((0,) * count, self._capacity)
+        params = stage.host_params if exact else {}
 
         def run(context: CaptureContext) -> None:
             # The stage reads the same buffers by their views; only host parameters are the context's.
-            lengths = replace(nothing, captured=context.params) if exact else None
-            self._stages.run(stage, replace(call, lengths=lengths), attention)
+            seq_lens = replace(nothing, captured=context.params) if exact else None
+            stage.run(self._given(stage, replace(batch, seq_lens_host=seq_lens), attention))
 
-        kind = "everything" if call.features.options else "sampling" if call.features.sampling else "greedy"
-        graph = parts.backend.capture(
-            f"{stage}[{count}, {kind}]",
+        kind = "everything" if features.options else "sampling" if features.sampling else "greedy"
+        graph = backend.capture(
+            f"{stage.name}[{count}, {kind}]",
             run,
-            stream=parts.streams.forward,
-            inputs=parts.buffers.group(*_READS[stage], count=count),
-            outputs=parts.buffers.group(*_WRITES[stage], count=count),
-            params={name: nothing.plus(more) for name, more in ahead.items()},
+            stream=stage.stream,
+            inputs=self._buffers.group(*stage.reads, count=count),
+            outputs=self._buffers.group(*stage.writes, count=count),
+            params={name: nothing.plus(ahead) for name, ahead in params.items()},
             pool=pool,
         )
-        for name in ahead:
-            parts.backend.mark_mirror((graph, name), call.views.inputs.lens)
+        for name in params:
+            backend.mark_mirror((graph, name), self._buffers.views(count).inputs.seq_lens)
         return graph
+
+    def _given(self, stage: AnyStage, batch: DecodeBatch, attention: AttentionMetadata) -> object:
+        """A stage's input, all of it in static buffers."""
+        views = self._buffers.views(batch.count)
+        match stage:
+            case DraftStage():
+                return DraftStageInput(batch, views.inputs)
+            case Verify():
+                return VerifyStageInput(batch, views.inputs, views.draft, views.verify, attention)
+            case Extend():
+                return ExtendStageInput(batch, views.inputs, views.verify, views.outputs, views.extend, attention)
+            case Iteration():
+                return IterationInput(batch)
+        raise AssertionError(f"{stage.name} isn't captured")

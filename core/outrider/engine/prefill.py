@@ -5,37 +5,70 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.engine.parts import StepParts
+from outrider.device import Backend, DeviceError, Stream
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.features import Features
-from outrider.engine.state.attention_plans import Planned
-from outrider.engine.state.staging import Packer, prefill_attention, prefill_inputs
-from outrider.model import ForwardInput
-from outrider.speculative.lengths import HostLengths
-from outrider.speculative.proposer import ExtendInputs
+from outrider.engine.requests.request import RequestFailed
+from outrider.engine.state.attention_plans import AttentionPlans, Planned
+from outrider.engine.state.options import OptionTable
+from outrider.engine.state.probes import Probes
+from outrider.engine.state.results import Results
+from outrider.engine.state.rows import FutureMap, RowTable
+from outrider.engine.state.staging import Packer, PrefillInputs, Staging, prefill_attention, prefill_inputs
+from outrider.model import ForwardInput, KVCache, LanguageModel, VisionTower
+from outrider.speculative.proposer import ExtendInputs, Proposer
+from outrider.speculative.seq_lens import HostSeqLens
 
 
 class Prefill:
-    """Launches the prompt chunks of a batch."""
+    """Launches the prompt chunks of a batch. ``capacity``: tokens that a block table holds."""
 
-    def __init__(self, parts: StepParts) -> None:
-        self._parts = parts
-        self._exact = parts.backend.speculative_sync.exact_host_lengths
+    def __init__(
+        self,
+        backend: Backend,
+        forward: Stream,
+        model: LanguageModel,
+        proposer: Proposer,
+        *,
+        cache: KVCache,
+        rows: RowTable,
+        future: FutureMap,
+        options: OptionTable,
+        attention: AttentionPlans,
+        probes: Probes,
+        staging: Staging,
+        results: Results,
+        vision: VisionTower | None,
+        capacity: int,
+    ) -> None:
+        self._backend = backend
+        self._forward = forward
+        self._model = model
+        self._proposer = proposer
+        self._cache = cache
+        self._rows = rows
+        self._future = future
+        self._options = options
+        self._attention = attention
+        self._probes = probes
+        self._staging = staging
+        self._results = results
+        self._vision = vision
+        self._capacity = capacity
+        self._exact = backend.speculative_sync.exact_host_lengths
 
     def launch(self, batch: Batch, packer: Packer) -> None:
         """Enqueue the chunks. Only a prompt's last chunk publishes and stashes."""
-        parts, forward = self._parts, self._parts.streams.forward
-        kernels = parts.model.kernels
-        requests = tuple(chunk.request for chunk in batch.prefill)
-        features = Features.of(requests)
-        with parts.backend.on(forward):
-            inputs = prefill_inputs(batch, parts.staging, packer.segments)
-            tables = parts.rows.tables.index_select(0, inputs.rows)
-            temperature = parts.rows.temperature.index_select(0, inputs.rows)
-            seeds = parts.rows.seeds.index_select(0, inputs.rows)
-            lengths = self._lengths(batch)
-            attention = prefill_attention(inputs, tables, lengths if self._exact else None)
-            attention = parts.attention.plan(Planned.PREFILL, attention, lengths, 0, forward)
+        model, rows, future, proposer = self._model, self._rows, self._future, self._proposer
+        features = Features.of(tuple(chunk.request for chunk in batch.prefill))
+        with self._backend.on(self._forward):
+            inputs = prefill_inputs(batch, self._staging, packer.segments)
+            tables = rows.tables.index_select(0, inputs.rows)
+            temperature = rows.temperature.index_select(0, inputs.rows)
+            seeds = rows.seeds.index_select(0, inputs.rows)
+            seq_lens_host = HostSeqLens(tuple(chunk.end for chunk in batch.prefill), self._capacity)
+            attention = prefill_attention(inputs, tables, seq_lens_host if self._exact else None)
+            attention = self._attention.plan(Planned.PREFILL, attention, seq_lens_host, 0, self._forward)
             embeddings, embedded = self._features(batch, inputs.tokens.shape[0])
             flat = ForwardInput(
                 inputs.tokens,
@@ -46,44 +79,25 @@ class Prefill:
                 embedded,
                 inputs.prompt_lens,
             )
-            layers = parts.proposer.capture_layers
-            hidden, captured = parts.model.forward_captured(flat, parts.cache, layers)
-            logits = parts.model.logits(hidden[inputs.last])
-            found = parts.results.found_in_prefill(len(requests))
-            parts.probes.look("target.logits", logits, found)
-            options = parts.options.gather(features, inputs.rows)
-            shaped = logits
-            if options is not None:
-                shaped = options.process(
-                    kernels,
-                    logits.unsqueeze(1),
-                    temperature=temperature,
-                    tokens=inputs.ends.unsqueeze(1),  # a single node has no drafted token: not read
-                    tree_mask=None,
-                    positions=inputs.ends.unsqueeze(1),
-                ).squeeze(1)
-            first = kernels.sample(shaped, temperature, seeds, inputs.ends)
-            if options is not None:
-                options.commit(kernels, torch.where(inputs.final, first, -1).unsqueeze(1))
-            if features.logprobs is not None:
-                reported = kernels.logprobs(logits.unsqueeze(1), first.unsqueeze(1), features.logprobs)
-                parts.results.write_prefill_logprobs(*reported)
-            parts.results.write_prefill(first)
+            layers = proposer.aux_hidden_state_layers
+            hidden, aux_hidden_states = model.forward_with_aux_hidden_states(flat, self._cache, layers)
+            first = self._choose(features, inputs, model.logits(hidden[inputs.last]), temperature, seeds)
+            self._results.write_prefill(first)
             # Row 0 takes what an unfinished prompt must not publish.
-            rows = torch.where(inputs.final, inputs.rows, 0)
-            parts.future.publish(rows, inputs.ends)
-            if parts.proposer.extends:
+            future.publish(torch.where(inputs.final, inputs.rows, 0), inputs.ends)
+            if proposer.extends:
                 following = inputs.following.index_copy(
                     0, inputs.last, torch.where(inputs.final, first, inputs.following[inputs.last])
                 )
-                relay = parts.proposer.extend(
+                axes = bool(model.config.rope.sections)
+                relay = proposer.extend(
                     ExtendInputs(
                         tokens=following,
                         hidden=hidden,
-                        captured=captured,
+                        aux_hidden_states=aux_hidden_states,
                         positions=inputs.positions,
                         rope_positions=inputs.rope_positions,
-                        deltas=parts.rows.deltas.index_select(0, inputs.rows) if parts.model.config.rope.sections else None,
+                        mrope_position_deltas=rows.mrope_position_deltas.index_select(0, inputs.rows) if axes else None,
                         slots=inputs.slots,
                         attention=attention,
                         last=inputs.last,
@@ -91,39 +105,64 @@ class Prefill:
                         temperature=temperature,
                         seeds=seeds,
                         sampling=features.sampling,
-                        relay=parts.future.relayed(inputs.rows),
+                        relay=future.relayed(inputs.rows),
                         continues=inputs.continues,
                         prompt=inputs.tokens,
                         embeddings=embeddings,
                         embedded=embedded,
                         prompt_lens=inputs.prompt_lens,
-                        host_lens=lengths if self._exact else None,
+                        seq_lens_host=seq_lens_host if self._exact else None,
                     )
                 )
             else:
                 relay = {}
             # A chunk that isn't the last stashes too, for the next one; its row isn't drafted for before that.
-            parts.future.stash(inputs.rows, first, relay)
+            future.stash(inputs.rows, first, relay)
 
-    def _lengths(self, batch: Batch) -> HostLengths:
-        """How far each chunk goes."""
-        parts = self._parts
-        capacity = parts.rows.tables.shape[1] * parts.page_size
-        return HostLengths(tuple(chunk.end for chunk in batch.prefill), capacity)
+    def _choose(
+        self, features: Features, inputs: PrefillInputs, logits: Tensor, temperature: Tensor, seeds: Tensor
+    ) -> Tensor:
+        """The token behind each chunk [S], from ``logits`` [S, V]; meaningless where the prompt goes on."""
+        kernels = self._model.kernels
+        self._probes.look("target.logits", logits, self._results.found_in_prefill(logits.shape[0]))
+        options = self._options.gather(features, inputs.rows)
+        shaped = logits
+        if options is not None:
+            shaped = options.process(
+                kernels,
+                logits.unsqueeze(1),
+                temperature=temperature,
+                tokens=inputs.ends.unsqueeze(1),  # a single node has no drafted token: not read
+                tree_mask=None,
+                positions=inputs.ends.unsqueeze(1),
+            ).squeeze(1)
+        first = kernels.sample(shaped, temperature, seeds, inputs.ends)
+        if options is not None:
+            options.commit(kernels, torch.where(inputs.final, first, -1).unsqueeze(1))
+        if features.logprobs is not None:
+            reported = kernels.logprobs(logits.unsqueeze(1), first.unsqueeze(1), features.logprobs)
+            self._results.write_prefill_logprobs(*reported)
+        return first
 
     def _features(self, batch: Batch, tokens: int) -> tuple[Tensor | None, Tensor | None]:
         """Features of images and videos in the chunks [T, H], and where they are, bool [T]."""
-        parts = self._parts
         chunks = [chunk for chunk in batch.prefill if chunk.request.media is not None]
-        if parts.vision is None or not chunks:
+        if self._vision is None or not chunks:
             return None, None
-        model = parts.model
+        model = self._model
         embeddings = torch.zeros((tokens, model.config.hidden_size), dtype=model.dtype, device=model.device)
         embedded = torch.zeros(tokens, dtype=torch.bool, device=model.device)
         begin = 0
         for chunk in batch.prefill:
             end = begin + chunk.end - chunk.start
             if chunk.request.media is not None:
-                chunk.request.media.embed(parts.vision, chunk.start, chunk.end, embeddings[begin:end], embedded[begin:end])
+                place = embeddings[begin:end], embedded[begin:end]
+                try:
+                    with self._backend.guard("reading a request's media"):
+                        chunk.request.media.embed(self._vision, chunk.start, chunk.end, *place)
+                except DeviceError:
+                    raise
+                except Exception as error:  # what transformers' tower says of this image
+                    raise RequestFailed(chunk.request, error) from error
             begin = end
         return embeddings, embedded

@@ -1,295 +1,373 @@
-"""The stages of a decode iteration: device work on static buffers, which can be captured as it stands.
+"""The stages of a decode iteration on the forward stream: gather, draft, verify, extend, and all of it in one.
 
-A stage reads and writes buffers that were allocated before, decides nothing by a device value, and waits for nothing: who
-runs it orders it. So a stage that is called, a stage that is replayed from a graph of its own, and all stages in one graph
-compute the same.
+What each reads and writes says :mod:`outrider.engine.stage_io`; the stages of the plan stream are in
+:mod:`outrider.engine.plan_stages`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, Stream
-from outrider.engine.parts import StepParts
-from outrider.engine.requests.features import Features
-from outrider.engine.state.attention_plans import Planned
-from outrider.engine.state.buffers import Views
-from outrider.model import ForwardInput
-from outrider.speculative.lengths import HostLengths
-from outrider.speculative.proposer import DraftInputs, ExtendInputs
+from outrider.device import AttentionMetadata, KernelSet, Stream
+from outrider.engine.plan_stages import ExtendAttention, Fill, Place, PlanExtend, VerifyAttention
+from outrider.engine.stage_io import (
+    Capturable,
+    DecodeBatch,
+    DraftStageInput,
+    ExtendPlanInput,
+    ExtendStageInput,
+    FillInput,
+    GatherInput,
+    IterationInput,
+    PlaceInput,
+    Stage,
+    VerifyStageInput,
+)
+from outrider.engine.state.buffers import DRAFT, EXTEND, INPUTS, OUTPUTS, VERIFY, DecodeInputs, StaticBuffers, VerifyOutputs
+from outrider.engine.state.options import OptionTable
+from outrider.engine.state.probes import Probes
+from outrider.engine.state.results import Results
+from outrider.engine.state.rows import FutureMap, RowTable
+from outrider.engine.state.staging import Staging
+from outrider.model import ForwardInput, KVCache, LanguageModel
+from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Proposer
 
 
-class Stage(StrEnum):
-    """What runs, or is captured, as one."""
+class Gather(Stage[GatherInput, DecodeInputs]):
+    """Private copies of everything shared that the iteration reads.
 
-    DRAFT = "draft"
-    VERIFY = "verify"
-    EXTEND = "extend"
-    ITERATION = "iteration"
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What a stage is run for. ``max_kv``: host bound of cached tokens after the iteration. ``static``: it's captured, and
-    reads the copies that are made for that. ``lengths``: those of the requests, only where attention takes host integers.
+    What the iteration before relayed is looked at on the way. Nothing is found yet when this begins.
     """
 
-    views: Views
-    features: Features
-    max_kv: int
-    static: bool = False
-    lengths: HostLengths | None = None
+    name, fills = "gather", INPUTS
 
+    def __init__(
+        self,
+        stream: Stream,
+        kernels: KernelSet,
+        *,
+        rows: RowTable,
+        future: FutureMap,
+        options: OptionTable,
+        probes: Probes,
+        results: Results,
+        buffers: StaticBuffers,
+    ) -> None:
+        super().__init__(stream)
+        self._kernels = kernels
+        self._rows = rows
+        self._future = future
+        self._options = options
+        self._probes = probes
+        self._results = results
+        self._buffers = buffers
 
-class Stages:
-    """Gather, draft, verify and extend, each in the scope that the caller opened."""
-
-    def __init__(self, parts: StepParts) -> None:
-        self._parts = parts
-        self._width = parts.proposer.nodes + 1  # tokens that verify takes in
-        self._growth = parts.proposer.depth + 1  # the most tokens that it lets through
-        # The cache holds this many more tokens for draft-extend: all of verify's, or an accepted path moved together.
-        self._taken_in = self._growth if parts.proposer.is_tree else self._width
-        self.drafts = parts.proposer.nodes > 0
-        """Whether there is anything to draft."""
-        self.extends = parts.proposer.extends or parts.proposer.is_tree
-        """Whether there is work behind verify: a draft that must catch up, or keys and values of a tree that must move."""
-
-    # -- metadata --------------------------------------------------------------------------------------------------
-
-    def verify_attention(self, call: Call) -> AttentionMetadata:
-        """What verify's attention is told."""
-        return call.views.verify.attention(call.views.inputs.tables, max_query=self._width, max_kv=call.max_kv)
-
-    def ahead(self, stage: Stage) -> Mapping[str, int]:
-        """The host parameters of a stage's attention, and how many tokens each is ahead of the requests' lengths."""
-        declared = self._parts.proposer.host_lengths or {}
-        if stage is Stage.VERIFY:
-            return {"verify": self._width}
-        if stage is Stage.DRAFT:
-            return {name: ahead for name, ahead in declared.items() if name != "extend"}
-        return {"extend": self._taken_in + declared["extend"]} if "extend" in declared else {}
-
-    def extend_attention(self, call: Call, verify: AttentionMetadata) -> AttentionMetadata:
-        """What draft-extend's attention is told: verify's own for a chain, that of the accepted path for a tree."""
-        path = call.views.extend.path
-        if path is None:
-            return verify
-        return path.attention(call.views.inputs.tables, max_query=self._growth, max_kv=call.max_kv)
-
-    def plan_verify(self, call: Call, lengths: HostLengths | None, stream: Stream) -> AttentionMetadata:
-        """Verify's attention with its plan; ``lengths`` of the requests where planning reads them, those of padding too."""
-        attention = self.verify_attention(call)
-        return self._parts.attention.plan(Planned.VERIFY, attention, lengths, self._width, stream)
-
-    def plan_extend(
-        self, call: Call, verify: AttentionMetadata, lengths: HostLengths | None, stream: Stream
-    ) -> AttentionMetadata:
-        """Draft-extend's attention with its plan: that of ``verify``, planned already, for a chain."""
-        if call.views.extend.path is None:
-            return verify
-        along = self.extend_attention(call, verify)
-        return self._parts.attention.plan(Planned.PATH, along, lengths, self._growth, stream)
-
-    def run(self, stage: Stage, call: Call, attention: AttentionMetadata | None) -> None:
-        """Run a stage by its name; verify and extend have an ``attention``."""
-        if stage is Stage.DRAFT:
-            self.draft(call)
-        elif stage is Stage.ITERATION:
-            self.iteration(call)
-        else:
-            assert attention is not None
-            (self.verify if stage is Stage.VERIFY else self.extend)(call, attention)
-
-    # -- stages ----------------------------------------------------------------------------------------------------
-
-    def gather(self, call: Call, rows: Tensor, lens: Tensor | None) -> None:
-        """Private copies of everything shared that the iteration reads, for ``rows`` and their ``lens`` int64 [B]; None: what
-        was published last.
-
-        What the iteration before relayed is looked at on the way. Nothing is found yet when this begins.
-        """
-        parts, inputs = self._parts, call.views.inputs
-        found = parts.results.found(call.views.count)
-        parts.model.kernels.gather_requests(
+    def run(self, given: GatherInput) -> DecodeInputs:
+        """Copy the rows."""
+        table, future, rows = self._rows, self._future, given.rows
+        features, inputs = given.batch.features, self._buffers.views(given.batch.count).inputs
+        found = self._results.found(given.batch.count)
+        self._kernels.gather_requests(
             rows,
-            parts.future.lengths if lens is None else lens,
-            (parts.future.last_tokens, parts.rows.seeds, parts.rows.temperature, parts.rows.tables),
-            (inputs.rows, inputs.lens, inputs.last_tokens, inputs.seeds, inputs.temperature, inputs.tables),
+            future.seq_lens if given.seq_lens is None else given.seq_lens,
+            (future.last_tokens, table.seeds, table.temperature, table.tables),
+            (inputs.rows, inputs.seq_lens, inputs.last_tokens, inputs.seeds, inputs.temperature, inputs.tables),
             found,
-            lens_by_row=lens is None,
+            lens_by_row=given.seq_lens is None,
         )
-        if inputs.deltas is not None:
-            inputs.deltas.copy_(parts.rows.deltas.index_select(0, rows))
-        for name, value in parts.future.relay.items():
-            if self._is_kept(name, call.features):
-                parts.probes.take(f"relay.{name}", value, rows, inputs.relay[name], found)
-        parts.options.gather_into(call.features, rows, inputs)
+        if inputs.mrope_position_deltas is not None:
+            inputs.mrope_position_deltas.copy_(table.mrope_position_deltas.index_select(0, rows))
+        for name, value in future.relay.items():
+            if name != "probs" or features.sampling:  # distributions mean something only where somebody samples
+                self._probes.take(f"relay.{name}", value, rows, inputs.relay[name], found)
+        self._options.gather_into(features, rows, inputs)
+        return inputs
 
-    def draft(self, call: Call) -> None:
-        """Draft, and copy what came out, looking at it, to where plan and verify read it."""
-        inputs, out = call.views.inputs, call.views.draft
-        draft = self._parts.proposer.draft(
+
+class DraftStage(Capturable[DraftStageInput, Draft]):
+    """Draft, and copy what came out, looking at it, to where plan and verify read it."""
+
+    name, reads, writes = "draft", (INPUTS,), (DRAFT,)
+
+    def __init__(
+        self, stream: Stream, proposer: Proposer, *, probes: Probes, results: Results, buffers: StaticBuffers
+    ) -> None:
+        super().__init__(stream)
+        self._proposer = proposer
+        self._probes = probes
+        self._results = results
+        self._buffers = buffers
+
+    @property
+    def host_params(self) -> Mapping[str, int]:
+        """Those of the draft's own passes."""
+        declared = self._proposer.host_lengths or {}
+        return {name: ahead for name, ahead in declared.items() if name != "extend"}
+
+    def run(self, given: DraftStageInput) -> Draft:
+        """Nothing where the proposer drafts nothing."""
+        batch, inputs, out = given.batch, given.inputs, self.written(given.batch)
+        if not self._proposer.nodes:
+            return out
+        draft = self._proposer.draft(
             DraftInputs(
-                lens=inputs.lens,
+                seq_lens=inputs.seq_lens,
                 last_tokens=inputs.last_tokens,
                 tables=inputs.tables,
                 temperature=inputs.temperature,
                 seeds=inputs.seeds,
-                deltas=inputs.deltas,
+                mrope_position_deltas=inputs.mrope_position_deltas,
                 relay=inputs.relay,
-                max_kv=call.max_kv,
-                sampling=call.features.sampling,
-                host_lens=call.lengths,
+                max_kv=batch.max_kv,
+                sampling=batch.features.sampling,
+                seq_lens_host=batch.seq_lens_host,
             )
         )
-        probes, found = self._parts.probes, self._parts.results.found(call.views.count)
-        probes.take("draft.tokens", draft.tokens, None, out.tokens, found)
+        found = self._results.found(batch.count)
+        self._probes.take("draft.tokens", draft.tokens, None, out.tokens, found)
         if out.probs is not None and draft.probs is not None:
-            probes.take("draft.probs", draft.probs, None, out.probs, found)
+            self._probes.take("draft.probs", draft.probs, None, out.probs, found)
         if out.tree is not None and draft.tree is not None:
             out.tree.parents.copy_(draft.tree.parents)
             out.tree.depths.copy_(draft.tree.depths)
             out.tree.mask.copy_(draft.tree.mask)
+        return out
 
-    def verify(self, call: Call, attention: AttentionMetadata) -> None:
-        """Run the target over the draft, accept, publish the new lengths and write the results."""
-        parts, views, features = self._parts, call.views, call.features
-        kernels, inputs, verify, outputs = parts.model.kernels, views.inputs, views.verify, views.outputs
-        places = verify.static_rope_positions if call.static else verify.rope_positions
-        if call.lengths is not None:
-            attention = replace(attention, seq_lens_host=call.lengths.param("verify", self._width))
-        flat = ForwardInput(verify.tokens, places, verify.slots, attention)
-        hidden, captured = parts.model.forward_captured(flat, parts.cache, parts.proposer.capture_layers)
-        logits = parts.model.logits(hidden).view(views.count, self._width, -1)
-        parts.probes.look("target.logits", logits, parts.results.found(views.count))
+    def written(self, batch: DecodeBatch) -> Draft:
+        """Static buffers of the draft."""
+        return self._buffers.views(batch.count).draft
+
+
+class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
+    """Run the target over the draft, accept, publish the new lengths and write the results."""
+
+    name, reads, writes = "verify", (INPUTS, DRAFT, VERIFY), (OUTPUTS,)
+
+    def __init__(
+        self,
+        stream: Stream,
+        model: LanguageModel,
+        proposer: Proposer,
+        *,
+        cache: KVCache,
+        options: OptionTable,
+        probes: Probes,
+        results: Results,
+        future: FutureMap,
+        buffers: StaticBuffers,
+    ) -> None:
+        super().__init__(stream)
+        self._model = model
+        self._cache = cache
+        self._options = options
+        self._probes = probes
+        self._results = results
+        self._future = future
+        self._buffers = buffers
+        self._width = proposer.nodes + 1  # tokens that verify takes in
+        self._depth = proposer.depth
+        self._layers = proposer.aux_hidden_state_layers
+        self._keeps_states = _has_work_behind(proposer)
+
+    @property
+    def host_params(self) -> Mapping[str, int]:
+        """The lengths behind its own tokens."""
+        return {"verify": self._width}
+
+    def run(self, given: VerifyStageInput) -> VerifyOutputs:
+        """Everything up to the published lengths, and the states that draft-extend reads."""
+        batch, inputs, plan, outputs = given.batch, given.inputs, given.plan, self.written(given.batch)
+        model, kernels, features, count = self._model, self._model.kernels, given.batch.features, given.batch.count
+        positions = plan.static_rope_positions if batch.captured else plan.rope_positions
+        attention = given.attention
+        if batch.seq_lens_host is not None:
+            attention = replace(attention, seq_lens_host=batch.seq_lens_host.param("verify", self._width))
+        flat = ForwardInput(plan.tokens, positions, plan.slots, attention)
+        hidden, aux_hidden_states = model.forward_with_aux_hidden_states(flat, self._cache, self._layers)
+        logits = model.logits(hidden).view(count, self._width, -1)
+        self._probes.look("target.logits", logits, self._results.found(count))
         shaped = logits
-        options = parts.options.over(features, inputs)
+        options = self._options.over(features, inputs)
         if options is not None:
             shaped = options.process(
                 kernels,
                 logits,
                 temperature=inputs.temperature,
-                tokens=verify.tokens.view(views.count, self._width),
-                tree_mask=verify.mask,
-                positions=verify.positions.view(views.count, self._width) + 1,
+                tokens=plan.tokens.view(count, self._width),
+                tree_mask=plan.mask,
+                positions=plan.positions.view(count, self._width) + 1,
             )
-        tokens, path, accepted = self._accept(call, shaped)
+        tokens, path, accepted = self._accept(given, shaped)
         if options is not None:
             options.commit(kernels, tokens)
         if features.logprobs is not None:
             along = logits if path is None else logits.gather(1, path.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
-            parts.results.write_decode_logprobs(*kernels.logprobs(along, tokens, features.logprobs))
+            self._results.write_decode_logprobs(*kernels.logprobs(along, tokens, features.logprobs))
         kernels.publish_accepted(
             inputs.rows,
-            inputs.lens,
+            inputs.seq_lens,
             (tokens, accepted),
-            parts.future.lengths,
-            parts.future.last_tokens,
-            parts.results.decided(views.count),
+            self._future.seq_lens,
+            self._future.last_tokens,
+            self._results.decided(count),
             (outputs.tokens, outputs.accepted),
         )
-        if not self.extends:
-            return
-        outputs.hidden.copy_(hidden)
-        for kept, state in zip(outputs.captured, captured, strict=True):
-            kept.copy_(state)
-        if outputs.path is not None and path is not None:
-            outputs.path.copy_(path)
+        if self._keeps_states:
+            outputs.hidden.copy_(hidden)
+            for kept, state in zip(outputs.aux_hidden_states, aux_hidden_states, strict=True):
+                kept.copy_(state)
+            if outputs.path is not None and path is not None:
+                outputs.path.copy_(path)
+        return outputs
 
-    def extend(self, call: Call, attention: AttentionMetadata) -> None:
-        """Move a tree's accepted keys and values into place, let the draft catch up, and stash."""
-        parts, views = self._parts, call.views
-        along = views.extend.path
-        if along is not None:
-            for k_cache, v_cache in parts.cache.layers:
-                parts.model.kernels.move_cache(k_cache, v_cache, along.sources, along.destinations)
+    def written(self, batch: DecodeBatch) -> VerifyOutputs:
+        """Static buffers of what was accepted, and of the states there."""
+        return self._buffers.views(batch.count).outputs
 
-        if parts.proposer.extends:
-            parts.future.stash_relay(views.inputs.rows, self._take_in(call, attention))
-
-    def iteration(self, call: Call) -> None:
-        """All of it, on one stream: lengths and everything else come from the device."""
-        parts, views = self._parts, call.views
-        rows = parts.staging.decode_rows(views.count)
-        self.gather(call, rows, None)
-        if self.drafts:
-            self.draft(call)
-        parts.plans.from_lengths(views)
-        parts.plans.from_draft(views)
-        parts.plans.into_graph(views, static=call.static)
-        attention = self.verify_attention(call)
-        self.verify(call, attention)
-        if self.extends:
-            parts.plans.from_accepted(views)
-            self.extend(call, self.extend_attention(call, attention))
-
-    # -- inside ----------------------------------------------------------------------------------------------------
-
-    def _take_in(self, call: Call, attention: AttentionMetadata) -> Mapping[str, Tensor]:
-        """The draft sees what was accepted; returns what it relays."""
-        views = call.views
-        inputs, outputs, along = views.inputs, views.outputs, views.extend.path
-
-        def accepted_rows(state: Tensor) -> Tensor:
-            return state if along is None else state.index_select(0, along.gather)
-
-        lengths = call.lengths
-        if lengths is not None and self.ahead(Stage.EXTEND):
-            lengths = replace(lengths, values=lengths.plus(self._taken_in))
-            attention = replace(attention, seq_lens_host=lengths.param("extend", 0))
-        places = views.verify if along is None else along
-        static = call.static and along is None
-        return self._parts.proposer.extend(
-            ExtendInputs(
-                tokens=views.extend.tokens,
-                hidden=accepted_rows(outputs.hidden),
-                captured=tuple(accepted_rows(state) for state in outputs.captured),
-                positions=places.positions,
-                rope_positions=views.verify.static_rope_positions if static else places.rope_positions,
-                deltas=inputs.deltas,
-                slots=places.slots,
-                attention=attention,
-                last=views.extend.last,
-                next_positions=views.extend.next_positions,
-                temperature=inputs.temperature,
-                seeds=inputs.seeds,
-                sampling=call.features.sampling,
-                relay=inputs.relay,
-                continues=views.extend.continues,
-                prompt=None,
-                host_lens=lengths,
-            )
-        )
-
-    def _accept(self, call: Call, logits: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _accept(self, given: VerifyStageInput, logits: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Tokens [B, D+1], the path through the tree [B, D+1] (None for a chain) and accepted [B]."""
-        kernels, inputs, draft = self._parts.model.kernels, call.views.inputs, call.views.draft
+        kernels, inputs, draft, sampling = self._model.kernels, given.inputs, given.draft, given.batch.features.sampling
         if draft.tree is None and self._width > 1:
-            after = call.views.verify.positions.view(call.views.count, self._width)[:, 1]
-            probs = draft.probs if call.features.sampling else None
+            after = given.plan.positions.view(given.batch.count, self._width)[:, 1]
+            probs = draft.probs if sampling else None
             tokens, accepted = kernels.verify_chain(logits, draft.tokens, probs, inputs.temperature, inputs.seeds, after)
             return tokens, None, accepted
-        after = inputs.lens + 1
+        after = inputs.seq_lens + 1
         if draft.tree is None:  # nothing was drafted
             tokens = kernels.sample(logits.squeeze(1), inputs.temperature, inputs.seeds, after).unsqueeze(1)
-            return tokens, None, torch.zeros_like(inputs.lens)
+            return tokens, None, torch.zeros_like(inputs.seq_lens)
         return kernels.verify_tree(
             logits,
-            call.views.verify.tokens.view(logits.shape[:2]),
+            given.plan.tokens.view(logits.shape[:2]),
             draft.tree.parents,
             inputs.temperature,
             inputs.seeds,
             after,
-            depth=self._growth - 1,
-            sampling=call.features.sampling,
+            depth=self._depth,
+            sampling=sampling,
         )
 
-    def _is_kept(self, name: str, features: Features) -> bool:
-        """Whether a relayed tensor means anything in this iteration: distributions only where somebody samples."""
-        return name != "probs" or features.sampling
+
+class Extend(Capturable[ExtendStageInput, None]):
+    """Move a tree's accepted keys and values into place, let the draft catch up, and stash."""
+
+    name, reads, writes = "extend", (INPUTS, VERIFY, OUTPUTS, EXTEND), ()
+
+    def __init__(self, stream: Stream, kernels: KernelSet, proposer: Proposer, *, cache: KVCache, future: FutureMap) -> None:
+        super().__init__(stream)
+        self._kernels = kernels
+        self._proposer = proposer
+        self._cache = cache
+        self._future = future
+        # The cache holds this many more tokens: all of verify's, or an accepted path moved together.
+        self._taken_in = (proposer.depth if proposer.is_tree else proposer.nodes) + 1
+
+    @property
+    def host_params(self) -> Mapping[str, int]:
+        """That of the draft's pass over what was accepted, if it has one."""
+        declared = self._proposer.host_lengths or {}
+        return {"extend": self._taken_in + declared["extend"]} if "extend" in declared else {}
+
+    def run(self, given: ExtendStageInput) -> None:
+        """Everything behind verify."""
+        along = given.plan.path
+        if along is not None:
+            for k_cache, v_cache in self._cache.layers:
+                self._kernels.move_cache(k_cache, v_cache, along.sources, along.destinations)
+
+        if self._proposer.extends:
+            self._future.stash_relay(given.inputs.rows, self._take_in(given))
+
+    def written(self, batch: DecodeBatch) -> None:
+        """No static buffer."""
+        del batch
+
+    def _take_in(self, given: ExtendStageInput) -> Mapping[str, Tensor]:
+        """The draft sees what was accepted; returns what it relays."""
+        batch, inputs, verify, outputs, plan = given.batch, given.inputs, given.verify, given.outputs, given.plan
+        along = plan.path
+
+        def accepted_rows(state: Tensor) -> Tensor:
+            return state if along is None else state.index_select(0, along.gather)
+
+        attention, seq_lens_host = given.attention, batch.seq_lens_host
+        if seq_lens_host is not None and self.host_params:
+            seq_lens_host = replace(seq_lens_host, values=seq_lens_host.plus(self._taken_in))
+            attention = replace(attention, seq_lens_host=seq_lens_host.param("extend", 0))
+        places = verify if along is None else along
+        static = batch.captured and along is None
+        return self._proposer.extend(
+            ExtendInputs(
+                tokens=plan.tokens,
+                hidden=accepted_rows(outputs.hidden),
+                aux_hidden_states=tuple(accepted_rows(state) for state in outputs.aux_hidden_states),
+                positions=places.positions,
+                rope_positions=verify.static_rope_positions if static else places.rope_positions,
+                mrope_position_deltas=inputs.mrope_position_deltas,
+                slots=places.slots,
+                attention=attention,
+                last=plan.last,
+                next_positions=plan.next_positions,
+                temperature=inputs.temperature,
+                seeds=inputs.seeds,
+                sampling=batch.features.sampling,
+                relay=inputs.relay,
+                continues=plan.continues,
+                prompt=None,
+                seq_lens_host=seq_lens_host,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The stages of one engine. ``extends``: there is work behind verify."""
+
+    gather: Gather
+    draft: DraftStage
+    place: Place
+    fill: Fill
+    verify_attention: VerifyAttention
+    verify: Verify
+    plan_extend: PlanExtend
+    extend_attention: ExtendAttention
+    extend: Extend
+    extends: bool
+
+
+class Iteration(Capturable[IterationInput, None]):
+    """All of it, on one stream: lengths and everything else come from the device."""
+
+    name, reads, writes = "iteration", (), (INPUTS, DRAFT, VERIFY, OUTPUTS, EXTEND)
+
+    def __init__(self, stream: Stream, stages: Stages, staging: Staging) -> None:
+        super().__init__(stream)
+        self._stages = stages
+        self._staging = staging
+
+    def run(self, given: IterationInput) -> None:
+        """The stages one after the other."""
+        batch, stages = given.batch, self._stages
+        inputs = stages.gather.run(GatherInput(batch, self._staging.decode_rows(batch.count), None))
+        draft = stages.draft.run(DraftStageInput(batch, inputs))
+        verify = stages.place.run(PlaceInput(batch, inputs))
+        verify = stages.fill.run(FillInput(batch, inputs, draft, verify))
+        attention: AttentionMetadata = stages.verify_attention.metadata(batch)
+        outputs = stages.verify.run(VerifyStageInput(batch, inputs, draft, verify, attention))
+        if stages.extends:
+            plan = stages.plan_extend.run(ExtendPlanInput(batch, inputs, verify, outputs))
+            along = stages.extend_attention.of_path(batch) or attention
+            stages.extend.run(ExtendStageInput(batch, inputs, verify, outputs, plan, along))
+
+    def written(self, batch: DecodeBatch) -> None:
+        """What the next iteration reads is in the rows."""
+        del batch
+
+
+def _has_work_behind(proposer: Proposer) -> bool:
+    """Whether there is work behind verify: a draft that must catch up, or keys and values of a tree that must move."""
+    return proposer.extends or proposer.is_tree

@@ -9,47 +9,98 @@
 That is *staged*; each stage is called, or replayed from a graph of its own. In *fused* mode one graph on forward holds
 everything from gather to stash, and plan has nothing to do. Core runs ahead of the device: nothing here waits on the host,
 except where the backend's policy says that the host waits for *published*, or needs lengths itself.
+
+What a stage reads and writes is its record in :mod:`outrider.engine.stage_io`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from outrider.device import AttentionMetadata, StepMode, Waiter
+from outrider.device import AttentionMetadata, Backend, StepMode, Waiter
+from outrider.engine.fences import FenceSet
 from outrider.engine.graphs import Runner
-from outrider.engine.parts import StepParts
 from outrider.engine.prefill import Prefill
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.features import Features
-from outrider.engine.stages import Call, Stage, Stages
-from outrider.engine.state.buffers import EXTEND, INPUTS, VERIFY, Views
-from outrider.engine.state.plans import PlanAtJoin
-from outrider.engine.state.results import Ticket
-from outrider.engine.state.staging import Packer, pack
-from outrider.engine.state.transfer import bring_in
-from outrider.speculative.lengths import HostLengths
+from outrider.engine.stage_io import (
+    AttentionInput,
+    DecodeBatch,
+    DraftStageInput,
+    ExtendAttentionInput,
+    ExtendPlanInput,
+    ExtendStageInput,
+    FillInput,
+    GatherInput,
+    IterationInput,
+    PlaceInput,
+    VerifyStageInput,
+)
+from outrider.engine.stages import Iteration, Stages
+from outrider.engine.state.buffers import DecodeInputs, VerifyInputs, VerifyOutputs
+from outrider.engine.state.intake import Intake
+from outrider.engine.state.plans import PlanAtJoin, Plans
+from outrider.engine.state.results import Results, Ticket
+from outrider.engine.state.rows import SeqLensRing
+from outrider.engine.state.staging import Packer
+from outrider.engine.state.transfer import Transfer
+from outrider.engine.streams import Streams
+from outrider.speculative.proposer import Proposer
+from outrider.speculative.seq_lens import HostSeqLens
 
 
 class Step:
-    """Launches iterations, whose stages ``runner`` runs."""
+    """Launches iterations, whose stages ``runner`` runs.
 
-    def __init__(self, parts: StepParts, stages: Stages, runner: Runner, *, mode: StepMode, slots: int) -> None:
-        self._parts = parts
+    ``entries``: those of the rings of pinned buffers. ``capacity``: tokens that a block table holds.
+    ``plans_on_host``: attention is planned from exact lengths on the host.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        streams: Streams,
+        fences: FenceSet,
+        *,
+        intake: Intake,
+        transfer: Transfer,
+        prefill: Prefill,
+        stages: Stages,
+        iteration: Iteration,
+        runner: Runner,
+        plans: Plans,
+        proposer: Proposer,
+        results: Results,
+        seq_lens_ring: SeqLensRing,
+        plans_on_host: bool,
+        mode: StepMode,
+        entries: int,
+        capacity: int,
+    ) -> None:
+        self._backend = backend
+        self._streams = streams
+        self._fences = fences
+        self._intake = intake
+        self._transfer = transfer
+        self._prefill = prefill
         self._stages = stages
+        self._iteration = iteration
         self._runner = runner
+        self._plans = plans
+        self._results = results
+        self._seq_lens_ring = seq_lens_ring
         self._mode = mode
-        self._slots = slots
+        self._entries = entries
         self._launched = 0
-        self._prefill = Prefill(parts)
-        self._sync = parts.backend.speculative_sync
-        self._lengths_on_host = self._sync.exact_host_lengths or parts.attention.on_host
-        self._growth = parts.proposer.depth + 1  # the most tokens that verify lets through
-        self._capacity = parts.rows.tables.shape[1] * parts.page_size  # tokens that a block table holds
+        self._sync = backend.speculative_sync
+        self._plans_on_host = plans_on_host
+        self._is_tree = proposer.is_tree
+        self._growth = proposer.depth + 1  # the most tokens that verify lets through
+        self._writes_ahead = proposer.slots - self._growth  # cache slots that an iteration writes beyond them
+        self._capacity = capacity
         self._signal_what_is_free()
 
     def _signal_what_is_free(self) -> None:
         """Everything is free at the start: say so once, so that no wait in the step is conditional."""
-        streams, fences = self._parts.streams, self._parts.fences
+        streams, fences = self._streams, self._fences
         fences.shared_reads_done.signal(streams.forward)
         fences.published.signal(streams.forward)
         fences.results_taken.signal(streams.copy)
@@ -58,158 +109,139 @@ class Step:
 
     def launch(self, batch: Batch) -> Ticket:
         """Enqueue one iteration; returns the ticket for its results."""
-        parts, streams, fences = self._parts, self._parts.streams, self._parts.fences
-        slot = self._launched % self._slots
+        streams, fences = self._streams, self._fences
+        entry = self._launched % self._entries
         self._launched += 1
-
-        packer = pack(
-            batch,
-            page_size=parts.page_size,
-            table_width=parts.rows.tables.shape[1],
-            max_requests=parts.staging.max_requests,
-            rope=parts.model.config.rope,
-        )
-        parts.options.pack(batch.admitted, packer)
-        self._stage(batch, packer, slot)
+        packer = self._intake.pack(batch)
+        self._stage(batch, packer, entry)
 
         fences.inputs_ready.wait(streams.forward)
         fences.results_taken.wait(streams.forward)
         if any(request.params.penalized for request in batch.admitted):
-            with parts.backend.on(streams.forward):
-                parts.options.begin(parts.staging.view, packer.segments)
+            with self._backend.on(streams.forward):
+                self._intake.begin_counts(packer)
         if batch.arrivals:
-            bring_in(parts, batch.arrivals)
+            self._transfer.bring_in(batch.arrivals)
         if batch.prefill:
             self._prefill.launch(batch, packer)
         if not batch.decode:
             fences.shared_reads_done.signal(streams.forward)
-            self._publish(slot)
+            self._publish(entry)
         elif self._mode is StepMode.FUSED:
             self._decode_fused(batch)
         else:
-            self._decode(batch, slot)
+            self._decode(batch, entry)
         fences.results_ready.signal(streams.forward)
 
         fences.results_ready.wait(streams.copy)
-        ticket = parts.results.copy_out(batch, slot, streams.copy)
+        ticket = self._results.copy_out(batch, entry, streams.copy)
         fences.results_taken.signal(streams.copy)
-        fences.results_copied[slot].signal(streams.copy)
+        fences.results_copied[entry].signal(streams.copy)
         return ticket
 
-    def _stage(self, batch: Batch, packer: Packer, slot: int) -> None:
+    def _stage(self, batch: Batch, packer: Packer, entry: int) -> None:
         """Upload what the host decided, and resolve the lengths that the last iteration published."""
-        parts, fences, schedule = self._parts, self._parts.fences, self._parts.streams.schedule
+        fences, schedule = self._fences, self._streams.schedule
         fences.shared_reads_done.wait(schedule)
-        parts.staging.upload(slot, packer.values, schedule)
-        with parts.backend.on(schedule):
-            parts.rows.take_over(batch, parts.staging.view, packer.segments)
-            if batch.admitted:
-                parts.options.admit(parts.staging.view, packer.segments)
+        self._intake.upload(packer, entry, schedule)
+        with self._backend.on(schedule):
+            self._intake.update_rows(batch, packer)
         if self._mode is not StepMode.FUSED:
             if self._sync.published_waiter is Waiter.HOST:
                 fences.published.wait_host()
             else:
                 fences.published.wait(schedule)
-            with parts.backend.on(schedule):
-                parts.future.resolve_lengths(parts.staging.decode_rows(len(batch.decode)))
+            with self._backend.on(schedule):
+                self._intake.resolve_seq_lens(batch)
         fences.inputs_ready.signal(schedule)
 
-    def _decode(self, batch: Batch, slot: int) -> None:
+    def _decode(self, batch: Batch, entry: int) -> None:
         """Draft, verify, accept, publish, extend, stash; planning beside the draft."""
-        parts, streams, fences = self._parts, self._parts.streams, self._parts.fences
-        backend, stages, runner, plans = parts.backend, self._stages, self._runner, parts.plans
-        lengths = self._exact_lengths(batch, slot) if self._sync.exact_host_lengths else None
-        call = self._call(batch, lengths)
-        count, bucket = len(batch.decode), call.views.count
-        views = parts.buffers.views(count)
+        streams, fences, stages, run = self._streams, self._fences, self._stages, self._runner.run
+        seq_lens_host = self._exact_seq_lens(batch, entry) if self._sync.exact_host_lengths else None
+        decode = self._decode_batch(batch, seq_lens_host)
 
-        with backend.on(streams.forward):
-            parts.buffers.mark_over(INPUTS, bucket=bucket)
-            self._stages.gather(replace(call, views=views), parts.staging.decode_rows(count), parts.future.resolved[:count])
-            parts.buffers.pad(INPUTS, count=count, bucket=bucket)
+        rows, seq_lens = self._intake.decoding(decode.count)
+        inputs = run(stages.gather, GatherInput(decode, rows, seq_lens))
         fences.shared_reads_done.signal(streams.forward)
         if streams.update is not None:
             fences.params_free.wait(streams.update)
-            runner.bind(call, streams.update)
+            self._runner.bind(decode, streams.update)
             fences.params_bound.signal(streams.update)
             fences.params_bound.wait(streams.forward)
-        if self._stages.drafts:
-            runner.run(Stage.DRAFT, call)
+        draft = run(stages.draft, DraftStageInput(decode, inputs))
         fences.draft_outputs_ready.signal(streams.forward)
 
         fences.shared_reads_done.wait(streams.plan)
-        with backend.on(streams.plan):
-            parts.buffers.mark_over(VERIFY, bucket=bucket)
-            plans.from_lengths(views)
-            parts.buffers.pad(VERIFY, count=count, bucket=bucket)
-        if parts.attention.on_host:
+        verify = run(stages.place, PlaceInput(decode, inputs))
+        if self._plans_on_host:
             # The draft of this iteration is on its way: what the host now waits for is only the verify before it.
-            lengths = (lengths or self._exact_lengths(batch, slot)).padded(bucket)
-        tree = views.verify.mask is not None  # whose mask is one of the draft's outputs
-        if not tree:
-            with backend.on(streams.plan):
-                attention = stages.plan_verify(call, lengths, streams.plan)
+            seq_lens_host = (seq_lens_host or self._exact_seq_lens(batch, entry)).padded(decode.bucket)
+        if not self._is_tree:  # a tree's mask is one of the draft's outputs
+            attention = run(stages.verify_attention, AttentionInput(decode, seq_lens_host))
         fences.draft_outputs_ready.wait(streams.plan)
-        with backend.on(streams.plan):
-            plans.from_draft(views)
-            plans.into_graph(views, static=call.static)
-            if tree:
-                attention = stages.plan_verify(call, lengths, streams.plan)
+        verify = run(stages.fill, FillInput(decode, inputs, draft, verify))
+        if self._is_tree:
+            attention = run(stages.verify_attention, AttentionInput(decode, seq_lens_host))
         fences.plan_ready.signal(streams.plan)
-        for name, buffer in plans.before_join(views, self._sync, static=call.static).items():
-            backend.mark_over(buffer, f"{name} as they were before the join")
+        at_join = PlanAtJoin(self._plans, inputs, verify, decode.captured)
+        for name, buffer in at_join.written_again(self._sync).items():
+            self._backend.mark_over(buffer, f"{name} as they were before the join")
 
         fences.plan_ready.wait(streams.forward)
-        with backend.on(streams.forward):
-            self._sync.after_join(PlanAtJoin(plans, views, static=call.static))
-        runner.run(Stage.VERIFY, call, attention)
-        self._publish(slot)
-        if self._stages.extends:
-            self._extend(call, views, attention, lengths)
+        with self._backend.on(streams.forward):
+            self._sync.after_join(at_join)
+        outputs = run(stages.verify, VerifyStageInput(decode, inputs, draft, verify, attention))
+        self._publish(entry)
+        if stages.extends:
+            self._extend(decode, inputs, verify, outputs, attention, seq_lens_host)
         if streams.update is not None:
             fences.params_free.signal(streams.forward)
 
-    def _extend(self, call: Call, views: Views, attention: AttentionMetadata, lengths: HostLengths | None) -> None:
+    def _extend(
+        self,
+        decode: DecodeBatch,
+        inputs: DecodeInputs,
+        verify: VerifyInputs,
+        outputs: VerifyOutputs,
+        attention: AttentionMetadata,
+        seq_lens_host: HostSeqLens | None,
+    ) -> None:
         """Draft-extend: its plan always waits for verify, and it always for its plan."""
-        parts, streams, fences = self._parts, self._parts.streams, self._parts.fences
-        count, bucket = views.count, call.views.count
+        streams, fences, stages, run = self._streams, self._fences, self._stages, self._runner.run
         fences.accept_ready.signal(streams.forward)
 
         fences.accept_ready.wait(streams.plan)
-        with parts.backend.on(streams.plan):
-            parts.buffers.mark_over(EXTEND, bucket=bucket)
-            parts.plans.from_accepted(views)
-            parts.buffers.pad(EXTEND, count=count, bucket=bucket)
-            along = self._stages.plan_extend(call, attention, lengths, streams.plan)
+        plan = run(stages.plan_extend, ExtendPlanInput(decode, inputs, verify, outputs))
+        along = run(stages.extend_attention, ExtendAttentionInput(decode, attention, seq_lens_host))
         fences.extend_plan_ready.signal(streams.plan)
 
         fences.extend_plan_ready.wait(streams.forward)
-        self._runner.run(Stage.EXTEND, call, along)
+        run(stages.extend, ExtendStageInput(decode, inputs, verify, outputs, plan, along))
 
     def _decode_fused(self, batch: Batch) -> None:
         """One launch; all that it reads of what the host decided are the staged rows."""
-        self._runner.run(Stage.ITERATION, self._call(batch, None))
-        self._parts.fences.shared_reads_done.signal(self._parts.streams.forward)
+        self._runner.run(self._iteration, IterationInput(self._decode_batch(batch, None)))
+        self._fences.shared_reads_done.signal(self._streams.forward)
 
-    def _publish(self, slot: int) -> None:
+    def _publish(self, entry: int) -> None:
         """The lengths of this iteration are there; a copy goes to the host where a policy or a plan needs them exact."""
-        parts, streams, fences = self._parts, self._parts.streams, self._parts.fences
+        streams, fences = self._streams, self._fences
         fences.published.signal(streams.forward)
-        if self._lengths_on_host:
+        if self._sync.exact_host_lengths or self._plans_on_host:
             fences.published.wait(streams.copy)
-            parts.lengths.copy_out(slot, parts.future.lengths, streams.copy)
-            fences.lengths_on_host[slot].signal(streams.copy)
+            self._seq_lens_ring.copy_out(entry, streams.copy)
+            fences.lengths_on_host[entry].signal(streams.copy)
 
-    def _exact_lengths(self, batch: Batch, slot: int) -> HostLengths:
+    def _exact_seq_lens(self, batch: Batch, entry: int) -> HostSeqLens:
         """What the iteration before published: the host waits for that."""
-        before = (slot - 1) % self._slots
-        known = self._parts.lengths.read(before, self._parts.fences.lengths_on_host[before])
-        return HostLengths(tuple(known[request.row] for request in batch.decode), self._capacity)
+        before = (entry - 1) % self._entries
+        by_row = self._seq_lens_ring.read(before, self._fences.lengths_on_host[before])
+        return HostSeqLens(tuple(by_row[request.row] for request in batch.decode), self._capacity)
 
-    def _call(self, batch: Batch, lengths: HostLengths | None) -> Call:
-        """What the stages are run for."""
-        bound = max(request.length_bound(self._growth) for request in batch.decode)
+    def _decode_batch(self, batch: Batch, seq_lens_host: HostSeqLens | None) -> DecodeBatch:
+        """What the stages are told."""
         # Earlier iterations grew each request by a path at most; this one also writes the slots of the whole tree.
-        bound += self._parts.proposer.slots - self._growth
-        max_kv = min(bound, self._capacity)
-        return self._runner.call(len(batch.decode), Features.of(batch.decode), max_kv, lengths)
+        bound = max(request.length_bound(self._growth) for request in batch.decode) + self._writes_ahead
+        features = Features.of(batch.decode)
+        return self._runner.batch(len(batch.decode), features, min(bound, self._capacity), seq_lens_host)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from outrider.device import Backend
+from outrider.engine.config import EngineConfig
+from outrider.engine.loop import Loop
+from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from outrider.engine.engine import Engine
+from outrider.model import LanguageModel
+from outrider.speculative.proposer import Proposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +31,20 @@ class WarmUp:
         )
 
 
-def warm_up(engine: Engine, *, room: int) -> WarmUp:
+def warm_up(
+    loop: Loop, backend: Backend, model: LanguageModel, proposer: Proposer, config: EngineConfig, *, room: int
+) -> WarmUp:
     """Serve requests of its own that need everything which a request may ask for; a prompt that takes two chunks, and then
-    iterations that draft, verify and extend. The engine forgets them afterwards. ``room``: tokens that a request may have.
+    iterations that draft, verify and extend. ``loop`` is made for this, and let go behind it. ``room``: tokens that a
+    request may have.
     """
-    config, kernels, model = engine.config, engine.model.kernels, engine.model.config
+    kernels = model.kernels
     before, began = kernels.compiled(), time.perf_counter()
-    most = max(1, min(2 * engine.proposer.depth + 3, room - 1))
+    most = max(1, min(2 * proposer.depth + 3, room - 1))
     length = max(1, min(config.prefill_chunk + 2, room - most))
-    pictures = () if model.vision is None else (model.vision.image_token, model.vision.video_token)
-    word = next(token for token in range(model.vocab_size) if token not in pictures)
+    vision = model.config.vision
+    pictures = () if vision is None else (vision.image_token, vision.video_token)
+    word = next(token for token in range(model.config.vocab_size) if token not in pictures)
     greedy = SamplingParams(max_tokens=most, ignore_eos=True)
     everything = replace(
         greedy,
@@ -48,11 +54,16 @@ def warm_up(engine: Engine, *, room: int) -> WarmUp:
         min_p=0.1,
         logit_bias={word: 1.0},
         presence_penalty=1.0 if config.penalties else 0.0,
-        logprobs=min(config.max_logprobs, model.vocab_size),
+        logprobs=min(config.max_logprobs, model.config.vocab_size),
     )
-    for params in (greedy, replace(greedy, temperature=1.0), everything):
-        engine.generate([[word] * length], params)
-    engine.backend.synchronize()
+    rope_key = model.config.rope.sharing_key(length)
+    for number, params in enumerate((greedy, replace(greedy, temperature=1.0), everything)):
+        request = Request(number, (word,) * length, params.sample(0), frozenset(), rope_key=rope_key)
+        loop.add(request)
+        while not request.finished:
+            loop.iterate()
+        loop.drain()
+    backend.synchronize()
     after = kernels.compiled()
     new = {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)}
     return WarmUp(time.perf_counter() - began, new)

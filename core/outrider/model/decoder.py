@@ -55,10 +55,10 @@ class Decoder(LanguageModel):
         """Embeddings [T, H] of int64 ``tokens`` [T]."""
         return self.kernels.embedding(tokens, self.weights.embedding)
 
-    def forward_captured(
+    def forward_with_aux_hidden_states(
         self, inputs: ForwardInput, cache: KVCache, layers: tuple[int, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See :meth:`LanguageModel.forward_captured`."""
+        """See :meth:`LanguageModel.forward_with_aux_hidden_states`."""
         beyond = [layer for layer in layers if not 0 <= layer < len(self._layers)]
         if beyond:
             raise ConfigError(f"there are no layers {beyond} to capture, the decoder has {len(self._layers)}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from outrider._renamed import Renamed
 from outrider.device import Product
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
@@ -39,6 +40,8 @@ class EagleHead:
     ``config`` is the head's own, with the target's vocabulary and context.
     """
 
+    capture_layers = Renamed("aux_hidden_state_layers", since="0.2")
+
     def __init__(self, config: ModelConfig, weights: EagleWeights, target: LanguageModel) -> None:
         self.config = config
         self.weights = weights
@@ -54,7 +57,7 @@ class EagleHead:
         )
 
     @property
-    def capture_layers(self) -> tuple[int, ...]:
+    def aux_hidden_state_layers(self) -> tuple[int, ...]:
         """Layers of the target whose input the head reads: none."""
         return ()
 
@@ -68,9 +71,9 @@ class EagleHead:
         """The target's id of each draft token; None, since they're the same."""
         return None
 
-    def condition(self, final: Tensor, captured: tuple[Tensor, ...]) -> Tensor:
+    def condition(self, final: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
         """What the head reads of the target [T, H]: its final hidden states."""
-        del captured
+        del aux_hidden_states
         return final
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider._renamed import Renamed
 from outrider.device import KernelSet
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
@@ -41,16 +42,18 @@ class Eagle3Head:
     """Drafts from three intermediate states of the target. Placement and capture as for :class:`LanguageModel`.
 
     Used as :class:`EagleHead` is, but what the target computed passes through :meth:`condition` first, and draft logits
-    are over the head's own vocabulary. ``capture_layers`` are the target's layers whose input it reads.
+    are over the head's own vocabulary. ``aux_hidden_state_layers`` are the target's layers whose input it reads.
     """
 
+    capture_layers = Renamed("aux_hidden_state_layers", since="0.2")
+
     def __init__(
-        self, config: ModelConfig, weights: Eagle3Weights, target: LanguageModel, *, capture_layers: tuple[int, ...]
+        self, config: ModelConfig, weights: Eagle3Weights, target: LanguageModel, *, aux_hidden_state_layers: tuple[int, ...]
     ) -> None:
         self.config = config
         self.weights = weights
         self.target = target
-        self.capture_layers = capture_layers
+        self.aux_hidden_state_layers = aux_hidden_state_layers
         self.kernels: KernelSet = target.kernels
         context = max(config.max_context, target.config.max_context)
         self._rotary = rotary(
@@ -68,10 +71,10 @@ class Eagle3Head:
         """int64 [Vd]: the target's id of each draft token; None where they're the same."""
         return self.weights.target_ids
 
-    def condition(self, final: Tensor, captured: tuple[Tensor, ...]) -> Tensor:
-        """What the head reads of the target [T, H], from :meth:`LanguageModel.forward_captured`'s result."""
+    def condition(self, final: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
+        """What the head reads of the target [T, H], from :meth:`LanguageModel.forward_with_aux_hidden_states`'s result."""
         del final
-        return self.kernels.linear(torch.cat(captured, dim=-1), self.weights.fusion)
+        return self.kernels.linear(torch.cat(aux_hidden_states, dim=-1), self.weights.fusion)
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
         """The head's states [T, H] from ``inputs`` and ``hidden`` [T, H]: of :meth:`condition`, or an earlier result.

@@ -62,7 +62,7 @@ def load_eagle3(
         weights = load_tensors(files, targets, dtype=dtype, device=backend.device, progress=progress)
         ids = None if target_ids is None else target_ids.to(backend.device)
         record = eagle3_weights(weights, embedding=target.embedding, target_ids=ids)
-        return Eagle3Head(config, record, target, capture_layers=layers)
+        return Eagle3Head(config, record, target, aux_hidden_state_layers=layers)
 
 
 def head_config(

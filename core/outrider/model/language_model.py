@@ -49,7 +49,7 @@ class LanguageModel(ABC):
         """Embeddings [T, H] of int64 ``tokens`` [T]."""
 
     @abstractmethod
-    def forward_captured(
+    def forward_with_aux_hidden_states(
         self, inputs: ForwardInput, cache: KVCache, layers: tuple[int, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """:meth:`forward`, and also the residual stream [T, H] as it enters each of ``layers``, in that order.
@@ -59,7 +59,7 @@ class LanguageModel(ABC):
 
     def forward(self, inputs: ForwardInput, cache: KVCache) -> Tensor:
         """Hidden states [T, H] after the final norm; writes the tokens' keys and values to their slots."""
-        return self.forward_captured(inputs, cache, ())[0]
+        return self.forward_with_aux_hidden_states(inputs, cache, ())[0]
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:

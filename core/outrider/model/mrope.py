@@ -74,14 +74,16 @@ def prompt_positions(tokens: Sequence[int], media: Sequence[MediaGrid], vision: 
     return positions, int(positions[:, -1].max()) + 1 - len(tokens)
 
 
-def speculative_positions(positions: Tensor, deltas: Tensor, *, out: Tensor | None = None) -> Tensor:
+def speculative_positions(positions: Tensor, mrope_position_deltas: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Positions int64 [3, T] of new text tokens, drafts included, from their indices and their sequences' deltas.
 
-    ``positions`` int64 [T] are indices in the sequence (its length plus the depth in the draft tree); ``deltas`` int64
-    [T], each token's own sequence's. Always from these sources, never from an earlier result, so that computing it
-    again after a join changes nothing. ``out`` [3, T] is written in place, for a static buffer of a graph.
+    ``positions`` int64 [T] are indices in the sequence (its length plus the depth in the draft tree), equally many of each
+    sequence, one sequence after the other; ``mrope_position_deltas`` int64 [B]. Always from these sources, never from an
+    earlier result, so that computing it again after a join changes nothing. ``out`` [3, T] is written in place, for a
+    static buffer of a graph.
     """
-    shifted = (positions + deltas).expand(3, -1)
+    each = mrope_position_deltas.unsqueeze(1).expand(-1, positions.shape[0] // mrope_position_deltas.shape[0]).flatten()
+    shifted = (positions + each).expand(3, -1)
     return shifted.contiguous() if out is None else out.copy_(shifted)
 
 

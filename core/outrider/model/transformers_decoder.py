@@ -94,14 +94,14 @@ class TransformersDecoder(LanguageModel):
             embedded: Tensor = self._model.get_input_embeddings()(tokens)
         return embedded
 
-    def forward_captured(
+    def forward_with_aux_hidden_states(
         self, inputs: ForwardInput, cache: KVCache, layers: tuple[int, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See :meth:`LanguageModel.forward_captured`."""
+        """See :meth:`LanguageModel.forward_with_aux_hidden_states`."""
         return self.run(PagedPass(inputs, cache, self.kernels), layers)
 
     def run(self, paged: PagedPass, layers: tuple[int, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """:meth:`forward_captured` with a pass that the caller keeps, to see what the attention did."""
+        """:meth:`forward_with_aux_hidden_states` with a pass that the caller keeps, to see what the attention did."""
         beyond = [layer for layer in layers if not 0 <= layer < self.config.num_layers]
         if beyond:
             raise ConfigError(f"there are no layers {beyond} to capture, the decoder has {self.config.num_layers}")

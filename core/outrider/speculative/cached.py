@@ -17,14 +17,14 @@ class Places:
     """Where the n tokens behind each request's cached ones go, one of each request a pass. All computed at once."""
 
     def __init__(self, kernels: KernelSet, inputs: DraftInputs, query_start: Tensor, *, count: int, page_size: int) -> None:
-        batch = inputs.lens.shape[0]
+        batch = inputs.seq_lens.shape[0]
         self._inputs = inputs
         self._query_start = query_start[: batch + 1]
-        self.positions = inputs.lens.new_empty((count, batch))
+        self.positions = inputs.seq_lens.new_empty((count, batch))
         self.slots = torch.empty_like(self.positions)
         self._seq_lens = torch.empty_like(self.positions, dtype=torch.int32)
         columns = (self.positions.t(), self.slots.t(), self._seq_lens.t())
-        kernels.place_tokens(inputs.lens, inputs.tables, page_size, _UNBOUNDED, *columns)
+        kernels.place_tokens(inputs.seq_lens, inputs.tables, page_size, _UNBOUNDED, *columns)
 
     def attention(self, index: int, host_name: str) -> AttentionMetadata:
         """What a pass over the tokens at ``index`` is told; ``host_name``: its lengths, where the host has them."""
@@ -36,7 +36,7 @@ class Places:
             max_query=1,
             max_kv=inputs.max_kv,
             uniform=True,
-            seq_lens_host=inputs.host_lens.param(host_name, behind) if inputs.host_lens is not None else None,
+            seq_lens_host=inputs.seq_lens_host.param(host_name, behind) if inputs.seq_lens_host is not None else None,
         )
 
 

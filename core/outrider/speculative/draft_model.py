@@ -18,7 +18,7 @@ from outrider.speculative.cached import CachedProposer, TreeProposer
 from outrider.speculative.places import given_places, text_places
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw
 from outrider.speculative.slots import slots_of
-from outrider.speculative.tree import Level, TreeShape
+from outrider.speculative.tree import Level, TreeShape, likeliest
 
 
 def _check_vocabulary(model: LanguageModel, target: LanguageModel) -> None:
@@ -64,12 +64,12 @@ def _take_in(model: LanguageModel, cache: KVCache, page_size: int, inputs: Exten
         tree_mask=None,
         max_kv=attention.max_kv + 1,
         uniform=True,
-        seq_lens_host=inputs.host_lens.param("extend", 1) if inputs.host_lens is not None else None,
+        seq_lens_host=inputs.seq_lens_host.param("extend", 1) if inputs.seq_lens_host is not None else None,
         plan=None,  # what was planned has a token less
         host_query_start=None,
         shapes=(),
     )
-    places = text_places(model.config.rope, positions, inputs.deltas)
+    places = text_places(model.config.rope, positions, inputs.mrope_position_deltas)
     return model.forward(ForwardInput(tokens, places, slots, attention), cache)[last]
 
 
@@ -125,7 +125,7 @@ class DraftModelProposer(CachedProposer):
         tokens, probs = [token], [inputs.relay["probs"]]
         places = self.places(model.kernels, inputs, count=self._draft_tokens + 1)
         for step in range(1, self._draft_tokens):
-            rope_positions = text_places(model.config.rope, places.positions[step], inputs.deltas)
+            rope_positions = text_places(model.config.rope, places.positions[step], inputs.mrope_position_deltas)
             flat = ForwardInput(token, rope_positions, places.slots[step], places.attention(step, f"draft.{step}"))
             logits = model.logits(model.forward(flat, self.cache))
             token, drawn_from = draw(model.kernels, logits, inputs, places.positions[step + 1])
@@ -186,20 +186,24 @@ class DraftModelTreeProposer(TreeProposer):
         def expand(level: Level) -> Tensor:
             batch, nodes = level.tokens.shape
             device = level.tokens.device
-            places = inputs.lens.unsqueeze(1) + 1 + torch.arange(nodes, device=device)
+            places = inputs.seq_lens.unsqueeze(1) + 1 + torch.arange(nodes, device=device)
             attention = AttentionMetadata(
                 query_start=torch.arange(0, batch * nodes + 1, nodes, dtype=torch.int32, device=device),
-                seq_lens=(inputs.lens + 1 + nodes).to(torch.int32),
+                seq_lens=(inputs.seq_lens + 1 + nodes).to(torch.int32),
                 block_table=inputs.tables,
                 max_query=nodes,
                 max_kv=inputs.max_kv,
                 tree_mask=level.mask.flatten(0, 1),
                 uniform=True,
-                seq_lens_host=inputs.host_lens.param(f"draft.{nodes}", nodes + 1) if inputs.host_lens is not None else None,
+                seq_lens_host=inputs.seq_lens_host.param(f"draft.{nodes}", nodes + 1)
+                if inputs.seq_lens_host is not None
+                else None,
             )
             flat = ForwardInput(
                 level.tokens.flatten(),
-                text_places(model.config.rope, (inputs.lens.unsqueeze(1) + level.depths).flatten(), inputs.deltas),
+                text_places(
+                    model.config.rope, (inputs.seq_lens.unsqueeze(1) + level.depths).flatten(), inputs.mrope_position_deltas
+                ),
                 slots_of(places, inputs.tables, self._page_size).flatten(),
                 attention,
             )
@@ -212,5 +216,5 @@ class DraftModelTreeProposer(TreeProposer):
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """One pass over the accepted tokens (two over a prompt)."""
         hidden = _take_in(self._model, self.cache, self._page_size, inputs)
-        first = torch.log_softmax(self._model.logits(hidden).float(), dim=-1).topk(self._shape.branches, dim=-1)
-        return {"tokens": first.indices, "scores": first.values}
+        first, scores = likeliest(self._model.logits(hidden), self._shape.branches)
+        return {"tokens": first, "scores": scores}

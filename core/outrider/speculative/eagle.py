@@ -19,7 +19,7 @@ from outrider.speculative.cached import CachedProposer, TreeProposer
 from outrider.speculative.places import given_places, text_places
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw
 from outrider.speculative.slots import slots_of
-from outrider.speculative.tree import Level, TreeShape
+from outrider.speculative.tree import Level, TreeShape, likeliest
 
 DraftHead = EagleHead | Eagle3Head
 
@@ -39,9 +39,9 @@ class _HeadDrafts(CachedProposer):
         return self._head
 
     @property
-    def capture_layers(self) -> tuple[int, ...]:
+    def aux_hidden_state_layers(self) -> tuple[int, ...]:
         """Those that the head reads."""
-        return self._head.capture_layers
+        return self._head.aux_hidden_state_layers
 
     def attention_shapes(self, page_size: int) -> tuple[AttentionShape, ...]:
         """Those of the head's layers."""
@@ -51,7 +51,7 @@ class _HeadDrafts(CachedProposer):
         """One pass over the accepted pairs; hidden states [B, H] behind the last ones."""
         places = given_places(self._head.config.rope, inputs)
         flat = ForwardInput(inputs.tokens, places, inputs.slots, inputs.attention, prompt_lens=inputs.prompt_lens)
-        hidden = self._head.condition(inputs.hidden, inputs.captured)
+        hidden = self._head.condition(inputs.hidden, inputs.aux_hidden_states)
         return self._head.kernels.gather_rows(self._head.forward(flat, hidden, self.cache), inputs.last)
 
     def _tokens(self, draft_ids: Tensor) -> Tensor:
@@ -102,12 +102,10 @@ class EagleProposer(_HeadDrafts):
         places = self.places(self._head.kernels, inputs, count=self._draft_tokens + 1)
         for step in range(1, self._draft_tokens):
             index = step - 1
-            rope_positions = text_places(self._head.config.rope, places.positions[index], inputs.deltas)
+            rope_positions = text_places(self._head.config.rope, places.positions[index], inputs.mrope_position_deltas)
             flat = ForwardInput(token, rope_positions, places.slots[index], places.attention(index, f"draft.{step}"))
             hidden = self._head.forward(flat, hidden, self.cache)
-            logits = self._head.logits(hidden)
-            drawn, drawn_from = draw(self._head.kernels, logits, inputs, places.positions[step + 1])
-            token = self._tokens(drawn)
+            token, drawn_from = self._draw(hidden, inputs, places.positions[step + 1])
             tokens.append(token)
             probs.append(drawn_from)
         return Draft(torch.stack(tokens, dim=1), self._over_target(torch.stack(probs, dim=1)) if inputs.sampling else None)
@@ -115,11 +113,16 @@ class EagleProposer(_HeadDrafts):
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """One pass over the accepted pairs."""
         hidden = self._take_in(inputs)
-        token, probs = draw(self._head.kernels, self._head.logits(hidden), inputs, inputs.next_positions)
-        relay = {"token": self._tokens(token), "hidden": hidden}
+        token, probs = self._draw(hidden, inputs, inputs.next_positions)
+        relay = {"token": token, "hidden": hidden}
         if inputs.sampling:
             relay["probs"] = probs
         return relay
+
+    def _draw(self, hidden: Tensor, inputs: DraftInputs | ExtendInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's token behind each row of ``hidden`` [B, H], and the distribution [B, Vd] that it was drawn from."""
+        drawn, drawn_from = draw(self._head.kernels, self._head.logits(hidden), inputs, positions)
+        return self._tokens(drawn), drawn_from
 
     def _over_target(self, probs: Tensor) -> Tensor:
         """Distributions [B, K, Vd] over the draft vocabulary, as ones over the target's [B, K, V]."""
@@ -175,20 +178,22 @@ class EagleTreeProposer(_HeadDrafts, TreeProposer):
             else:
                 parents = level.parents[:, -level.fresh :].unsqueeze(-1).expand(-1, -1, root.shape[-1])
                 features = torch.cat((features, outputs.gather(1, parents)), dim=1)
-            places = inputs.lens.unsqueeze(1) + torch.arange(nodes, device=root.device)
+            places = inputs.seq_lens.unsqueeze(1) + torch.arange(nodes, device=root.device)
             attention = AttentionMetadata(
                 query_start=torch.arange(0, batch * nodes + 1, nodes, dtype=torch.int32, device=root.device),
-                seq_lens=(inputs.lens + nodes).to(torch.int32),
+                seq_lens=(inputs.seq_lens + nodes).to(torch.int32),
                 block_table=inputs.tables,
                 max_query=nodes,
                 max_kv=inputs.max_kv,
                 tree_mask=level.mask.flatten(0, 1),
                 uniform=True,
-                seq_lens_host=inputs.host_lens.param(f"draft.{nodes}", nodes) if inputs.host_lens is not None else None,
+                seq_lens_host=inputs.seq_lens_host.param(f"draft.{nodes}", nodes)
+                if inputs.seq_lens_host is not None
+                else None,
             )
             flat = ForwardInput(
                 level.tokens.flatten(),
-                text_places(rope, (inputs.lens.unsqueeze(1) + level.depths - 1).flatten(), inputs.deltas),
+                text_places(rope, (inputs.seq_lens.unsqueeze(1) + level.depths - 1).flatten(), inputs.mrope_position_deltas),
                 slots_of(places, inputs.tables, self._page_size).flatten(),
                 attention,
             )
@@ -203,5 +208,5 @@ class EagleTreeProposer(_HeadDrafts, TreeProposer):
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """One pass over the accepted pairs."""
         hidden = self._take_in(inputs)
-        first = torch.log_softmax(self._head.logits(hidden).float(), dim=-1).topk(self._shape.branches, dim=-1)
-        return {"tokens": self._tokens(first.indices), "scores": first.values, "hidden": hidden}
+        first, scores = likeliest(self._head.logits(hidden), self._shape.branches)
+        return {"tokens": self._tokens(first), "scores": scores, "hidden": hidden}

@@ -93,8 +93,8 @@ class NgramProposer(Proposer):
     def draft(self, inputs: DraftInputs) -> Draft:
         """Search and copy."""
         text = self._text(inputs)
-        agreement = self._agreement(text, inputs.lens)
-        lens = inputs.lens.unsqueeze(1)
+        agreement = self._agreement(text, inputs.seq_lens)
+        seq_lens = inputs.seq_lens.unsqueeze(1)
         index = torch.arange(text.shape[1], device=text.device)
         following = text.gather(1, (index + 1).clamp(max=text.shape[1] - 1).expand_as(text))
         ahead = torch.arange(1, self._draft_tokens + 1, device=text.device)
@@ -104,8 +104,8 @@ class NgramProposer(Proposer):
         for _ in range(self._branches):
             best = score.max(dim=1, keepdim=True)
             # Found nowhere, the last token is repeated: what lies behind it is some other request's.
-            place = torch.where(best.values >= 0, best.indices, lens - 2)
-            period = (lens - 1 - place).clamp(min=1)
+            place = torch.where(best.values >= 0, best.indices, seq_lens - 2)
+            period = (seq_lens - 1 - place).clamp(min=1)
             tokens.append(text.gather(1, (place + 1).clamp(min=0) + (ahead - 1) % period))
             found.append(best.values >= 0)
             first = tokens[-1][:, :1]
@@ -127,16 +127,16 @@ class NgramProposer(Proposer):
         slots = first.unsqueeze(2) + torch.arange(self._page_size, device=first.device)
         return self._history[slots.flatten(1)]
 
-    def _agreement(self, text: Tensor, lens: Tensor) -> Tensor:
+    def _agreement(self, text: Tensor, seq_lens: Tensor) -> Tensor:
         """How many tokens up to each place equal those up to the last one, int64 [B, S]; 0 from the last one on."""
-        lens = lens.unsqueeze(1)
+        seq_lens = seq_lens.unsqueeze(1)
         index = torch.arange(text.shape[1], device=text.device)
-        agrees = (index < lens - 1).expand_as(text)
+        agrees = (index < seq_lens - 1).expand_as(text)
         length = torch.zeros_like(text)
         for back in range(self._longest):
-            inside = (index >= back) & (lens - 1 >= back)
+            inside = (index >= back) & (seq_lens - 1 >= back)
             there = text.gather(1, (index - back).clamp(min=0).expand_as(text))
-            here = text.gather(1, (lens - 1 - back).clamp(min=0))
+            here = text.gather(1, (seq_lens - 1 - back).clamp(min=0))
             agrees = agrees & inside & (there == here)
             length = length + agrees.to(torch.int64)
         return length

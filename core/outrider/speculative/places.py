@@ -8,18 +8,17 @@ from outrider.model import RopeConfig, speculative_positions
 from outrider.speculative.proposer import ExtendInputs
 
 
-def text_places(rope: RopeConfig, positions: Tensor, deltas: Tensor | None) -> Tensor:
-    """Positions of new text tokens from their indices int64 [B * n] and their requests' ``deltas`` int64 [B].
+def text_places(rope: RopeConfig, positions: Tensor, mrope_position_deltas: Tensor | None) -> Tensor:
+    """Positions of new text tokens from their indices int64 [B * n] and ``mrope_position_deltas`` int64 [B].
 
-    What was made for plain positions gets the indices, whatever the target's rope is. ``deltas`` None: the target's
-    positions are plain.
+    What was made for plain positions gets the indices, whatever the target's rope is. ``mrope_position_deltas`` None: the
+    target's positions are plain.
     """
     if not rope.sections:
         return positions
-    if deltas is None:
+    if mrope_position_deltas is None:
         return positions.expand(3, -1)
-    each = deltas.unsqueeze(1).expand(-1, positions.shape[0] // deltas.shape[0]).flatten()
-    return speculative_positions(positions, each)
+    return speculative_positions(positions, mrope_position_deltas)
 
 
 def given_places(rope: RopeConfig, inputs: ExtendInputs) -> Tensor:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from outrider._renamed import Renamed, honour_old_names
 from outrider.device import AttentionMetadata, AttentionShape, Backend, KernelSet
-from outrider.speculative.lengths import HostLengths
+from outrider.speculative.seq_lens import HostSeqLens
 from outrider.speculative.tree import Tree
 
 
@@ -35,24 +37,29 @@ class RelaySpec:
 class DraftInputs:
     """What a draft works on; every tensor is private to the draft, on the stream that it runs on.
 
-    ``lens`` int64 [B]: tokens in the target's cache. ``last_tokens`` int64 [B]: the token after them, not cached yet.
-    ``tables`` int32 [B, P]. ``temperature`` float32 [B], ``seeds`` int64 [B]. ``deltas`` int64 [B]: what a position on
-    three axes is ahead of its index, None where the target's positions are plain. ``relay``: what the iteration before
-    relayed, each [B, ...]. ``max_kv``: host bound of cached tokens after this iteration. ``sampling``: some row has a
-    temperature above 0, so that draft distributions are needed. ``host_lens``: ``lens`` on the host, only where attention
-    takes host integers; every pass then names its own in its metadata (:attr:`Proposer.host_lengths`).
+    ``seq_lens`` int64 [B]: tokens in the target's cache. ``last_tokens`` int64 [B]: the token after them, not cached yet.
+    ``tables`` int32 [B, P]. ``temperature`` float32 [B], ``seeds`` int64 [B]. ``mrope_position_deltas`` int64 [B]: what a
+    position on three axes is ahead of its index, None where the target's positions are plain. ``relay``: what the
+    iteration before relayed, each [B, ...]. ``max_kv``: host bound of cached tokens after this iteration. ``sampling``:
+    some row has a temperature above 0, so that draft distributions are needed. ``seq_lens_host``: ``seq_lens`` on the
+    host, only where attention takes host integers; every pass then names its own in its metadata
+    (:attr:`Proposer.host_lengths`).
     """
 
-    lens: Tensor
+    seq_lens: Tensor
     last_tokens: Tensor
     tables: Tensor
     temperature: Tensor
     seeds: Tensor
-    deltas: Tensor | None
+    mrope_position_deltas: Tensor | None
     relay: Mapping[str, Tensor]
     max_kv: int
     sampling: bool
-    host_lens: HostLengths | None = None
+    seq_lens_host: HostSeqLens | None = None
+
+    lens = Renamed("seq_lens", since="0.2")
+    deltas = Renamed("mrope_position_deltas", since="0.2")
+    host_lens = Renamed("seq_lens_host", since="0.2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +82,10 @@ class ExtendInputs:
 
     Flat over M tokens, as many of each request as its accepted path or its chunk of the prompt has, or more (then the rest
     is padding): ``tokens`` int64 [M], the token *after* each position; ``hidden`` [M, H], the target's final hidden state
-    at it, and ``captured``, the states [M, H] that enter its layers ``capture_layers``; ``positions`` (indices) and
-    ``slots`` int64 [M]; ``attention`` over the draft's own cache. ``rope_positions``: positions as the target's rope takes
-    them, [3, M] with axes, and then ``deltas`` int64 [B] is there (see :class:`DraftInputs`).
+    at it, and ``aux_hidden_states``, the states [M, H] that enter its layers ``aux_hidden_state_layers``; ``positions``
+    (indices) and ``slots`` int64 [M]; ``attention`` over the draft's own cache. ``rope_positions``: positions as the
+    target's rope takes them, [3, M] with axes, and then ``mrope_position_deltas`` int64 [B] is there (see
+    :class:`DraftInputs`).
 
     Per request: ``last`` int64 [B], the index into M of its last valid token (what comes later is padding, never read);
     ``next_positions`` int64 [B], the position of the token to draft. ``relay``: what the call before relayed, each
@@ -85,15 +93,15 @@ class ExtendInputs:
 
     ``prompt`` int64 [M], the token *at* each position, where prompts are taken in; None when decoding, where these are
     tokens that earlier calls had in ``tokens``. With a prompt come ``embeddings``, ``embedded`` and ``prompt_lens`` as the
-    target has them (:class:`ForwardInput`). ``host_lens``: ``attention.seq_lens`` on the host, see :class:`DraftInputs`.
+    target has them (:class:`ForwardInput`). ``seq_lens_host``: ``attention.seq_lens`` on the host, see :class:`DraftInputs`.
     """
 
     tokens: Tensor
     hidden: Tensor
-    captured: tuple[Tensor, ...]
+    aux_hidden_states: tuple[Tensor, ...]
     positions: Tensor
     rope_positions: Tensor
-    deltas: Tensor | None
+    mrope_position_deltas: Tensor | None
     slots: Tensor
     attention: AttentionMetadata
     last: Tensor
@@ -107,7 +115,11 @@ class ExtendInputs:
     embeddings: Tensor | None = None
     embedded: Tensor | None = None
     prompt_lens: Tensor | None = None
-    host_lens: HostLengths | None = None
+    seq_lens_host: HostSeqLens | None = None
+
+    captured = Renamed("aux_hidden_states", since="0.2")
+    deltas = Renamed("mrope_position_deltas", since="0.2")
+    host_lens = Renamed("seq_lens_host", since="0.2")
 
 
 def draw(kernels: KernelSet, logits: Tensor, inputs: DraftInputs | ExtendInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,6 +144,14 @@ class Proposer(ABC):
 
     name: str
 
+    capture_layers = Renamed("aux_hidden_state_layers", since="0.2")
+    draft_tokens = Renamed("num_draft_tokens", since="0.2")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A proposer that was written for the old names says what it has to say under them: so they count."""
+        super().__init_subclass__(**options)
+        honour_old_names(cls, Proposer)
+
     @property
     @abstractmethod
     def depth(self) -> int:
@@ -155,7 +175,7 @@ class Proposer(ABC):
         return self.nodes + 1
 
     @property
-    def draft_tokens(self) -> int:
+    def num_draft_tokens(self) -> int:
         """K, as it's called where people choose it."""
         return self.nodes
 
@@ -165,7 +185,7 @@ class Proposer(ABC):
         return None
 
     @property
-    def capture_layers(self) -> tuple[int, ...]:
+    def aux_hidden_state_layers(self) -> tuple[int, ...]:
         """Layers of the target whose input it wants to see in ``extend``."""
         return ()
 
@@ -187,7 +207,7 @@ class Proposer(ABC):
     @property
     def host_lengths(self) -> Mapping[str, int] | None:
         """The host parameters that its attention has where lengths are host integers, by name: ``draft.…``, for each pass
-        of ``draft``, how many tokens are cached behind ``DraftInputs.lens`` then; ``extend``, how many behind
+        of ``draft``, how many tokens are cached behind ``DraftInputs.seq_lens`` then; ``extend``, how many behind
         ``ExtendInputs.attention.seq_lens``. None: its lengths are decided on the device, so that it can't run there.
         """
         return None
@@ -245,8 +265,8 @@ class PlainProposer(Proposer):
 
     def draft(self, inputs: DraftInputs) -> Draft:
         """An empty chain."""
-        batch = inputs.lens.shape[0]
-        tokens = inputs.lens.new_empty((batch, 0))
+        batch = inputs.seq_lens.shape[0]
+        tokens = inputs.seq_lens.new_empty((batch, 0))
         return Draft(tokens=tokens, probs=None)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:

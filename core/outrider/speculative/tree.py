@@ -61,6 +61,12 @@ Expand = Callable[[Level], Tensor]
 """Logits [B, fresh, V] of the token after each fresh node of a level."""
 
 
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` likeliest tokens of ``logits`` [..., V], best first, and their log-probabilities float32."""
+    found = torch.log_softmax(logits.float(), dim=-1).topk(count, dim=-1)
+    return found.indices, found.values
+
+
 class TreeShape(ABC):
     """How a draft tree grows from the likeliest first tokens."""
 
@@ -157,9 +163,9 @@ class DynamicTree(TreeShape):
         for step in range(1, self._depth):
             shape = Tree.from_parents(level_parents, depth=step - 1)
             logits = expand(Level(level_tokens, level_parents, shape.depths + 1, shape.mask, topk))
-            likely = torch.log_softmax(logits.float(), dim=-1).topk(topk, dim=-1)  # [B, T, T]
-            child_scores = (scores.unsqueeze(-1) + likely.values).flatten(1)
-            columns = likely.indices.flatten(1)
+            children, log_probs = likeliest(logits, topk)  # [B, T, T] each
+            child_scores = (scores.unsqueeze(-1) + log_probs).flatten(1)
+            columns = children.flatten(1)
             child_tokens = columns if ids is None else ids[columns]
             seen_tokens.append(child_tokens)
             seen_scores.append(child_scores)

@@ -1,10 +1,9 @@
 """Bugs of waits and records that were absent, conditional, early or late. Numbers are those of docs/scenarios.md."""
 
-from dataclasses import replace
+from copy import copy
 
 import pytest
 
-import outrider.engine.step as step
 from engine.scenarios.historical import MANY, TWO, Elsewhere, Historical, Skipping, after, before, program, request
 from outrider.registry import get_backend
 from outrider_proof.decode_program import WrongTokens
@@ -68,8 +67,11 @@ def test_3_a_wait_that_hangs_on_an_optional_tensor(sim, topk):
 def test_4_a_cast_runs_on_the_stream_of_its_scope(sim):
     """Positions are cast in the plan's first part, before it has waited for the draft that makes them."""
 
+    def drafted(engine, given):
+        return engine._parts.buffers.views(given.batch.count).draft.tokens
+
     def change(engine):
-        before(engine._parts.plans, "from_lengths", lambda views: views.draft.tokens.to(dtype=engine.model.dtype))
+        before(engine._step._stages.place, "run", lambda given: drafted(engine, given).to(dtype=engine.model.dtype))
 
     (finding,) = Historical(sim, change=change).races(TWO, Kind.READ_AFTER_WRITE)
     assert (finding.first.actor, finding.second.actor) == ("forward", "plan")
@@ -137,7 +139,7 @@ def test_9_results_are_handled_before_the_barrier(sim):
 
     def change(engine):
         late = fences["shared_reads_done"].inner
-        after(engine._parts.rows, "take_over", lambda *_: late.wait(engine._parts.streams.schedule))
+        after(engine._parts.rows, "update", lambda *_: late.wait(engine._parts.streams.schedule))
 
     explorer.wrapping, explorer.change = wrapping, change
     findings = explorer.races(TWO, Kind.WRITE_AFTER_READ)
@@ -157,7 +159,7 @@ def test_10_reads_are_declared_done_before_they_are(sim, mode):
     def change(engine):
         early, forward = fences["shared_reads_done"], engine._parts.streams.forward
         if mode == "staged":
-            before(engine._step._stages, "gather", lambda *_: early.record(forward))
+            before(engine._step._stages.gather, "run", lambda *_: early.record(forward))
         else:
             before(engine._step._runner, "run", lambda *_: early.record(forward))
 
@@ -166,18 +168,17 @@ def test_10_reads_are_declared_done_before_they_are(sim, mode):
     assert Kind.WRITE_AFTER_READ in kinds
 
 
-def test_11_a_hand_over_on_another_stream_than_the_stash(sim, monkeypatch):
+def test_11_a_hand_over_on_another_stream_than_the_stash(sim):
     """The state of a request that arrives is written on schedule, where *published* covers the lengths alone."""
-    honest = step.bring_in
     moving = program(request(6, 12, moves=(3,)), request(3, 14, start=40))
     Historical(sim).passes(moving)
 
-    def on_schedule(parts, arrivals):
-        streams = replace(parts.streams, forward=parts.streams.schedule)
-        honest(replace(parts, streams=streams), arrivals)
+    def change(engine):
+        elsewhere = copy(engine._parts.transfer)
+        elsewhere._forward = engine._parts.streams.schedule
+        engine._step._transfer = elsewhere
 
-    monkeypatch.setattr(step, "bring_in", on_schedule)
-    findings = Historical(sim).races(moving, *RACES, Kind.REUSE)
+    findings = Historical(sim, change=change).races(moving, *RACES, Kind.REUSE)
     assert somewhere(findings, "transfer.py")
     assert somewhere(findings, "rows.py")
 

@@ -10,7 +10,7 @@ from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.streams import Streams
 
 _PATIENCE = 8
-"""Failures in turn, of a device that lives on, while the engine waits for it to come to rest."""
+"""Recoverable failures in a row after which a device counts as stuck, while the engine waits for it to come to rest."""
 
 
 class Lifeline:
@@ -85,4 +85,4 @@ class Lifeline:
                 if error.device_lost:
                     raise
                 well = False
-        raise DeviceStuck(f"the device is stuck: it failed {_PATIENCE} times in turn while the engine waited for it")
+        raise DeviceStuck(f"the device is stuck: it failed {_PATIENCE} times in a row while the engine waited for it")

@@ -39,3 +39,13 @@ class Batch:
         """Every request that the iteration works on."""
         prefilled = (chunk.request for chunk in self.prefill)
         return (*self.decode, *prefilled, *(request for request, _ in self.arrivals))
+
+    def only(self, request: Request) -> Batch:
+        """The part of it that is about one request."""
+        return Batch(
+            prefill=tuple(chunk for chunk in self.prefill if chunk.request is request),
+            decode=tuple(each for each in self.decode if each is request),
+            admitted=tuple(each for each in self.admitted if each is request),
+            table_updates=tuple(update for update in self.table_updates if update[0] == request.row),
+            arrivals=tuple(arrival for arrival in self.arrivals if arrival[0] is request),
+        )

@@ -28,7 +28,7 @@ class RequestMedia:
     """
 
     def __init__(self, media: Sequence[Media], prompt: Sequence[int], vision: VisionConfig) -> None:
-        positions, self.delta = prompt_positions(prompt, [each.grid for each in media], vision)
+        positions, self.mrope_position_delta = prompt_positions(prompt, [each.grid for each in media], vision)
         self.media = tuple(media)
         self._positions: list[list[int]] = positions.tolist()
         self._spans = _spans(media, prompt, vision)
@@ -37,7 +37,7 @@ class RequestMedia:
     def positions(self, axis: int, start: int, end: int) -> list[int]:
         """Positions of the tokens ``start`` to ``end`` on one axis. Those behind the prompt are text."""
         prompt = self._positions[axis]
-        return prompt[start:end] + [index + self.delta for index in range(max(start, len(prompt)), end)]
+        return prompt[start:end] + [index + self.mrope_position_delta for index in range(max(start, len(prompt)), end)]
 
     def digests(self, start: int, end: int) -> tuple[tuple[int, bytes], ...]:
         """What tells the contents of the tokens ``start`` to ``end`` from those of another prompt with the same tokens."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from outrider.device import OutriderError
 from outrider.engine.requests.hand_over import HandOver
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.requests.media import RequestMedia
@@ -91,7 +92,7 @@ class Request:
     prefill_start: int = 0
     """Where the prefill of the context began: behind the prefix hit."""
     in_flight: int = 0
-    """Launched iterations whose results the host hasn't handled."""
+    """Launched iterations whose results the host hasn't handled; the scheduler counts."""
     decodes_in_flight: int = 0
     """Those among them that decode: each may have grown the request."""
     iterations: int = 0
@@ -118,9 +119,9 @@ class Request:
         return self.prefilled < len(self.context)
 
     @property
-    def delta(self) -> int:
+    def mrope_position_delta(self) -> int:
         """What positions on three axes are ahead of the index, behind the prompt."""
-        return self.media.delta if self.media is not None else 0
+        return self.media.mrope_position_delta if self.media is not None else 0
 
     def besides_tokens(self, start: int, end: int) -> object:
         """What keys and values of the tokens ``start`` to ``end`` depend on besides tokens: media, and the rope's state."""
@@ -192,3 +193,11 @@ class Request:
         return Completion(
             self.id, tuple(self.output), self.finish_reason, self.iterations, length, tuple(self.logprobs), text, self.error
         )
+
+
+class RequestFailed(OutriderError):
+    """One request of a batch can't be served further, for a reason of its own. It ends with an error; others don't."""
+
+    def __init__(self, request: Request, error: Exception) -> None:
+        super().__init__(f"request {request.id}: {type(error).__name__}: {error}")
+        self.request = request

@@ -85,11 +85,19 @@ class Scheduler:
             request.prefilled = len(request.context)
         batch = Batch(prefill, decode, admitted, tuple(self._table_updates), arrivals)
         self._table_updates.clear()
-        for request in batch.requests:
-            request.in_flight += 1
-        for request in decode:
-            request.decodes_in_flight += 1
+        self._count(batch, 1)
         return batch
+
+    def landed(self, batch: Batch) -> None:
+        """The results of ``batch`` are on the host: its requests have one iteration less in flight."""
+        self._count(batch, -1)
+
+    def _count(self, batch: Batch, change: int) -> None:
+        """Nothing else changes what counts as in flight."""
+        for request in batch.requests:
+            request.in_flight += change
+        for request in batch.decode:
+            request.decodes_in_flight += change
 
     def register(self, request: Request, filled: int) -> None:
         """Tell the prefix cache of the request's full pages among its first ``filled`` tokens."""
@@ -134,10 +142,7 @@ class Scheduler:
         """
         concerned = {request.id: request for request in self._running} if spoilt else {}
         for batch in batches:
-            for request in batch.requests:
-                request.in_flight -= 1
-            for request in batch.decode:
-                request.decodes_in_flight -= 1
+            self._count(batch, -1)
             # Who was admitted may not have got a token into the batch, but its row was to be made ready in it.
             concerned |= {request.id: request for request in (*batch.requests, *batch.admitted)}
         self.pages.forget_all()

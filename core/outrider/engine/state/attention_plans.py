@@ -7,8 +7,8 @@ from enum import StrEnum
 
 from outrider.device import AttentionMetadata, HostParam, Stream
 from outrider.model import LanguageModel, attention_shapes
-from outrider.speculative.lengths import HostLengths
 from outrider.speculative.proposer import Proposer
+from outrider.speculative.seq_lens import HostSeqLens
 
 
 class Planned(StrEnum):
@@ -41,17 +41,18 @@ class AttentionPlans:
         self._kept: dict[tuple[Planned, int], object | None] = {}
 
     def plan(
-        self, what: Planned, attention: AttentionMetadata, lengths: HostLengths | None, ahead: int, stream: Stream
+        self, what: Planned, attention: AttentionMetadata, seq_lens_host: HostSeqLens | None, ahead: int, stream: Stream
     ) -> AttentionMetadata:
         """``attention`` with its plan, made in the scope of ``stream``, or brought up to date.
 
-        ``lengths`` plus ``ahead`` are ``attention.seq_lens`` on the host, those of padding included; needed with ``on_host``.
+        ``seq_lens_host`` plus ``ahead`` are ``attention.seq_lens`` on the host, those of padding included; needed with
+        ``on_host``.
         """
         kept = (what, 0 if what is Planned.PREFILL else attention.seq_lens.shape[0])
         batch = replace(attention, shapes=self._shapes[what], plan=self._kept.get(kept))
         if self.on_host:
-            assert lengths is not None
-            batch = replace(batch, seq_lens_host=HostParam(what.value, lengths.plus(ahead)))
+            assert seq_lens_host is not None
+            batch = replace(batch, seq_lens_host=HostParam(what.value, seq_lens_host.plus(ahead)))
         planned = self._kernels.plan_attention(batch, stream=stream)
         self._kept[kept] = planned.plan
         return replace(planned, seq_lens_host=attention.seq_lens_host)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS
-from outrider.model import LanguageModel, speculative_positions
+from outrider.model import LanguageModel
 from outrider.speculative.proposer import Draft, Proposer
 from outrider.speculative.tree import Tree
 
@@ -46,18 +46,19 @@ INPUTS, DRAFT, VERIFY, EXTEND, OUTPUTS = "inputs", "draft", "verify", "extend", 
 class DecodeInputs:
     """Private copies of what the iteration reads of shared state, gathered on forward before the draft.
 
-    ``rows``, ``lens``, ``last_tokens``, ``seeds`` int64 [B]; ``temperature`` float32 [B]; ``tables`` int32 [B, P];
-    ``deltas`` int64 [B], None where the model's positions have no axes; ``relay`` by name, [B, ...]. Sampling options:
-    ``numbers`` int64 [B, 2], ``shares`` float32 [B, 5], ``biases``: tokens int64, values float32, ends int64, [B, M] each.
+    ``rows``, ``seq_lens``, ``last_tokens``, ``seeds`` int64 [B]; ``temperature`` float32 [B]; ``tables`` int32 [B, P];
+    ``mrope_position_deltas`` int64 [B], None where the model's positions have no axes; ``relay`` by name, [B, ...].
+    Sampling options: ``numbers`` int64 [B, 2], ``shares`` float32 [B, 5], ``biases``: tokens int64, values float32, ends
+    int64, [B, M] each.
     """
 
     rows: Tensor
-    lens: Tensor
+    seq_lens: Tensor
     last_tokens: Tensor
     seeds: Tensor
     temperature: Tensor
     tables: Tensor
-    deltas: Tensor | None
+    mrope_position_deltas: Tensor | None
     relay: Mapping[str, Tensor]
     numbers: Tensor
     shares: Tensor
@@ -140,12 +141,12 @@ class ExtendPlan:
 
 @dataclass(frozen=True, slots=True)
 class VerifyOutputs:
-    """Written by verify, on forward: ``hidden`` [B*N, H], ``captured`` states of inner layers, ``tokens`` int64 [B, E]
-    (accepted, decided, then -1), ``path`` int64 [B, E] of trees, ``accepted`` int64 [B].
+    """Written by verify, on forward: ``hidden`` [B*N, H], ``aux_hidden_states`` of inner layers, [B*N, H] each, ``tokens``
+    int64 [B, E] (accepted, decided, then -1), ``path`` int64 [B, E] of trees, ``accepted`` int64 [B].
     """
 
     hidden: Tensor
-    captured: tuple[Tensor, ...]
+    aux_hidden_states: tuple[Tensor, ...]
     tokens: Tensor
     path: Tensor | None
     accepted: Tensor
@@ -210,7 +211,7 @@ class StaticBuffers:
                 else:
                     rows.fill_(spec.padding)
 
-    def mark_over(self, prefix: str, *, bucket: int) -> None:
+    def mark_stale(self, prefix: str, *, bucket: int) -> None:
         """Tell a tool that a group is about to be written for a new batch: what isn't written again is stale."""
         if self._backend.observer is None:
             return
@@ -254,12 +255,12 @@ class StaticBuffers:
             count=count,
             inputs=DecodeInputs(
                 rows=get("inputs.rows"),
-                lens=get("inputs.lens"),
+                seq_lens=get("inputs.seq_lens"),
                 last_tokens=get("inputs.last_tokens"),
                 seeds=get("inputs.seeds"),
                 temperature=get("inputs.temperature"),
                 tables=get("inputs.tables"),
-                deltas=maybe("inputs.deltas"),
+                mrope_position_deltas=maybe("inputs.mrope_position_deltas"),
                 relay=several("inputs.relay."),
                 numbers=get("inputs.numbers"),
                 shares=get("inputs.shares"),
@@ -289,21 +290,12 @@ class StaticBuffers:
             ),
             outputs=VerifyOutputs(
                 hidden=get("outputs.hidden"),
-                captured=tuple(several("outputs.captured.").values()),
+                aux_hidden_states=tuple(several("outputs.aux_hidden_states.").values()),
                 tokens=get("outputs.tokens"),
                 path=maybe("outputs.path"),
                 accepted=get("outputs.accepted"),
             ),
         )
-
-
-def place_on_axes(positions: Tensor, deltas: Tensor, out: Tensor) -> None:
-    """Positions of new text on three axes [3, B*n], from their sources: indices int64 [B*n] and ``deltas`` int64 [B].
-
-    Doing it again changes nothing.
-    """
-    each = deltas.unsqueeze(1).expand(-1, positions.shape[0] // deltas.shape[0]).flatten()
-    speculative_positions(positions, each, out=out)
 
 
 def step_buffers(model: LanguageModel, proposer: Proposer, *, pages: int) -> tuple[BufferSpec, ...]:
@@ -314,12 +306,12 @@ def step_buffers(model: LanguageModel, proposer: Proposer, *, pages: int) -> tup
     int32, float32, booleans = torch.int32, torch.float32, torch.bool
     specs = [
         BufferSpec("inputs.rows"),
-        BufferSpec("inputs.lens"),
+        BufferSpec("inputs.seq_lens"),
         BufferSpec("inputs.last_tokens"),
         BufferSpec("inputs.seeds"),
         BufferSpec("inputs.temperature", dtype=float32),
         BufferSpec("inputs.tables", (pages,), int32),
-        *([BufferSpec("inputs.deltas")] if axes else []),
+        *([BufferSpec("inputs.mrope_position_deltas")] if axes else []),
         *(BufferSpec(f"inputs.relay.{spec.name}", spec.shape, spec.dtype) for spec in proposer.relay),
         BufferSpec("inputs.numbers", (2,)),
         BufferSpec("inputs.shares", (5,), float32),
@@ -353,8 +345,8 @@ def step_buffers(model: LanguageModel, proposer: Proposer, *, pages: int) -> tup
     specs += [
         BufferSpec("outputs.hidden", (hidden,), model.dtype, per=nodes),
         *(
-            BufferSpec(f"outputs.captured.{i}", (hidden,), model.dtype, per=nodes)
-            for i in range(len(proposer.capture_layers))
+            BufferSpec(f"outputs.aux_hidden_states.{i}", (hidden,), model.dtype, per=nodes)
+            for i in range(len(proposer.aux_hidden_state_layers))
         ),
         BufferSpec("outputs.tokens", (path,)),
         *([BufferSpec("outputs.path", (path,))] if proposer.is_tree else []),

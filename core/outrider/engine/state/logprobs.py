@@ -18,13 +18,13 @@ class LogprobBuffers:
     Rows as in ``Results``. The caller's fences order everything; they are those of the other results.
     """
 
-    def __init__(self, backend: Backend, *, slots: int, max_requests: int, width: int, most: int) -> None:
+    def __init__(self, backend: Backend, *, entries: int, max_requests: int, width: int, most: int) -> None:
         self._backend = backend
         self._most = most
         shape = (2 * max_requests, width, 1 + 2 * most)
         self._device = torch.zeros(shape, dtype=torch.int32, device=backend.device)
         self._ring: list[PinnedBuffer] = [
-            backend.empty_pinned(f"logprobs[{slot}]", shape, torch.int32) for slot in range(slots)
+            backend.empty_pinned(f"logprobs[{entry}]", shape, torch.int32) for entry in range(entries)
         ]
 
     def write(self, first_row: int, values: Tensor, ids: Tensor) -> None:
@@ -34,16 +34,16 @@ class LogprobBuffers:
         rows[..., : 1 + count] = values.contiguous().view(torch.int32)
         rows[..., 1 + self._most : 1 + self._most + count] = ids.to(torch.int32)
 
-    def copy_out(self, slot: int, stream: Stream) -> int:
-        """Copy into the pinned slot on ``stream``; returns the slot's generation."""
-        buffer = self._ring[slot]
+    def copy_out(self, entry: int, stream: Stream) -> int:
+        """Copy into the pinned entry on ``stream``; returns the entry's generation."""
+        buffer = self._ring[entry]
         generation = buffer.renew()
         self._backend.copy_async(buffer.tensor, self._device, stream=stream)
         return generation
 
-    def read(self, slot: int, generation: int, row: int, tokens: tuple[int, ...], count: int) -> tuple[TokenLogprobs, ...]:
+    def read(self, entry: int, generation: int, row: int, tokens: tuple[int, ...], count: int) -> tuple[TokenLogprobs, ...]:
         """Host, behind the fence: the report on ``tokens`` of one row, with ``count`` likeliest tokens each."""
-        bits = self._ring[slot].read(generation)[row, : len(tokens)]
+        bits = self._ring[entry].read(generation)[row, : len(tokens)]
         values: list[list[float]] = bits[:, : 1 + count].contiguous().view(torch.float32).tolist()
         ids: list[list[int]] = bits[:, 1 + self._most : 1 + self._most + count].tolist()
         return tuple(

@@ -21,7 +21,7 @@ class Ticket:
     """Redeems the results of one launched iteration, once. ``logprobs``: their generation, if the iteration has some."""
 
     batch: Batch
-    slot: int
+    entry: int
     generation: int
     logprobs: int | None = None
 
@@ -45,7 +45,7 @@ class Results:
     """
 
     def __init__(
-        self, backend: Backend, *, slots: int, max_requests: int, depth: int, probes: Probes, max_logprobs: int = 0
+        self, backend: Backend, *, entries: int, max_requests: int, depth: int, probes: Probes, max_logprobs: int = 0
     ) -> None:
         self._backend = backend
         self._max_requests = max_requests
@@ -54,9 +54,11 @@ class Results:
         shape = (2 * max_requests, self._tokens + probes.width)
         self._device = torch.full(shape, -1, dtype=torch.int64, device=backend.device)
         self._ring: list[PinnedBuffer] = [
-            backend.empty_pinned(f"results[{slot}]", shape, torch.int64) for slot in range(slots)
+            backend.empty_pinned(f"results[{entry}]", shape, torch.int64) for entry in range(entries)
         ]
-        self._logprobs = LogprobBuffers(backend, slots=slots, max_requests=max_requests, width=depth + 1, most=max_logprobs)
+        self._logprobs = LogprobBuffers(
+            backend, entries=entries, max_requests=max_requests, width=depth + 1, most=max_logprobs
+        )
 
     def decided(self, count: int) -> Tensor:
         """Where accepted and tokens of ``count`` decoding requests go, int64 [count, D + 2]; on forward."""
@@ -83,18 +85,18 @@ class Results:
         """``values`` [S, 1, 1+c], ``ids`` [S, 1, c] of the first tokens; on forward."""
         self._logprobs.write(self._max_requests, values, ids)
 
-    def copy_out(self, batch: Batch, slot: int, stream: Stream) -> Ticket:
-        """Copy into the pinned slot on ``stream``."""
-        buffer = self._ring[slot]
+    def copy_out(self, batch: Batch, entry: int, stream: Stream) -> Ticket:
+        """Copy into the pinned entry on ``stream``."""
+        buffer = self._ring[entry]
         generation = buffer.renew()
         self._backend.copy_async(buffer.tensor, self._device, stream=stream)
-        logprobs = self._logprobs.copy_out(slot, stream) if logprobs_of(batch.requests) is not None else None
-        return Ticket(batch, slot, generation, logprobs)
+        logprobs = self._logprobs.copy_out(entry, stream) if logprobs_of(batch.requests) is not None else None
+        return Ticket(batch, entry, generation, logprobs)
 
     def redeem(self, ticket: Ticket, copied: Fence) -> Outcome:
         """Host: wait until the copy has landed, then read it."""
         copied.wait_host()
-        rows: list[list[int]] = self._ring[ticket.slot].read(ticket.generation).tolist()
+        rows: list[list[int]] = self._ring[ticket.entry].read(ticket.generation).tolist()
         batch = ticket.batch
         bad = {request.id: self._probes.read(rows[i][self._tokens :]) for i, request in enumerate(batch.decode)}
         for i, chunk in enumerate(batch.prefill):
@@ -117,7 +119,7 @@ class Results:
             if first is not None:
                 emitted.append((self._max_requests + index, chunk.request, (first,)))
         return {
-            request.id: self._logprobs.read(ticket.slot, ticket.logprobs, row, tokens, request.params.logprobs)
+            request.id: self._logprobs.read(ticket.entry, ticket.logprobs, row, tokens, request.params.logprobs)
             for row, request, tokens in emitted
             if request.params.logprobs is not None
         }

@@ -19,30 +19,30 @@ View = Callable[[tuple[int, int]], Tensor]
 
 
 class RowTable:
-    """``tables`` int32 [R, P]: block table; ``temperature`` float32 [R]; ``seeds`` int64 [R]; ``deltas`` int64 [R]: what a
-    position on three axes is ahead of the index, behind the prompt.
+    """``tables`` int32 [R, P]: block table; ``temperature`` float32 [R]; ``seeds`` int64 [R]; ``mrope_position_deltas``
+    int64 [R]: what a position on three axes is ahead of the index, behind the prompt.
     """
 
     def __init__(self, *, rows: int, pages: int, device: torch.device) -> None:
         self.tables = torch.zeros((rows, pages), dtype=torch.int32, device=device)
         self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
         self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.deltas = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.mrope_position_deltas = torch.zeros(rows, dtype=torch.int64, device=device)
 
-    def take_over(self, batch: Batch, view: View, segments: Mapping[str, tuple[int, int]]) -> None:
+    def update(self, batch: Batch, view: View, segments: Mapping[str, tuple[int, int]]) -> None:
         """Write what the host decided: sampling parameters and empty tables of new requests, then new pages."""
         if batch.admitted:
             bits = view(segments["temperature"]).to(torch.int32)
-            seeds, deltas = view(segments["seeds"]), view(segments["deltas"])
+            seeds, deltas = view(segments["seeds"]), view(segments["mrope_position_deltas"])
             self.admit(view(segments["admitted"]), bits.view(torch.float32), seeds, deltas)
         if batch.table_updates:
             self.append(view(segments["entries"]), view(segments["pages"]))
 
     def admit(self, rows: Tensor, temperature: Tensor, seeds: Tensor, deltas: Tensor) -> None:
-        """Take over rows for new requests: sampling parameters, deltas, and an empty table."""
+        """Begin the rows of new requests: sampling parameters, mrope position deltas, and an empty table."""
         self.temperature[rows] = temperature
         self.seeds[rows] = seeds
-        self.deltas[rows] = deltas
+        self.mrope_position_deltas[rows] = deltas
         self.tables.index_fill_(0, rows, 0)
 
     def append(self, entries: Tensor, pages: Tensor) -> None:
@@ -53,27 +53,28 @@ class RowTable:
 class FutureMap:
     """What an iteration leaves for the next one, indexed by row.
 
-    *Publish*: ``lengths`` int64 [R], tokens in the target's cache, which the schedule stream reads behind the fence
+    *Publish*: ``seq_lens`` int64 [R], tokens in the target's cache, which the schedule stream reads behind the fence
     *published*. *Stash*: ``last_tokens`` int64 [R] and the proposer's ``relay``, which only forward reads, in stream order.
-    ``resolved`` int64 [R]: lengths of a batch, in its order, written on schedule. Row 0 keeps zeros: padding resolves to it.
+    ``batch_seq_lens`` int64 [R]: those of a batch, in its order, written on schedule. Row 0 keeps zeros: padding
+    resolves to it.
     """
 
     def __init__(self, kernels: KernelSet, *, rows: int, relay: tuple[RelaySpec, ...], device: torch.device) -> None:
         self._kernels = kernels
-        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.resolved = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.seq_lens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.batch_seq_lens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.relay: Mapping[str, Tensor] = {
             spec.name: torch.zeros((rows, *spec.shape), dtype=spec.dtype, device=device) for spec in relay
         }
 
-    def publish(self, rows: Tensor, lengths: Tensor) -> None:
+    def publish(self, rows: Tensor, seq_lens: Tensor) -> None:
         """New lengths; padding rows keep length 0."""
-        self.lengths[rows] = torch.where(rows > 0, lengths, 0)
+        self.seq_lens[rows] = torch.where(rows > 0, seq_lens, 0)
 
-    def resolve_lengths(self, rows: Tensor) -> None:
+    def resolve_seq_lens(self, rows: Tensor) -> None:
         """What was published for a batch; on schedule."""
-        self.resolved[: rows.shape[0]] = self.lengths.index_select(0, rows)
+        self.batch_seq_lens[: rows.shape[0]] = self.seq_lens.index_select(0, rows)
 
     def stash(self, rows: Tensor, last_tokens: Tensor, relay: Mapping[str, Tensor]) -> None:
         """Last tokens and the proposer's relay."""
@@ -90,23 +91,24 @@ class FutureMap:
         return {name: self._kernels.gather_rows(value, rows) for name, value in self.relay.items()}
 
 
-class LengthsOnHost:
-    """A pinned ring with what was published, for devices whose attention takes lengths as host integers."""
+class SeqLensRing:
+    """A pinned ring with what was published, ``seq_lens`` int64 [R], where attention takes lengths as host integers."""
 
-    def __init__(self, backend: Backend, *, slots: int, rows: int) -> None:
+    def __init__(self, backend: Backend, seq_lens: Tensor, *, entries: int) -> None:
         self._backend = backend
+        self._seq_lens = seq_lens
         self._ring: list[PinnedBuffer] = [
-            backend.empty_pinned(f"lengths[{slot}]", (rows,), torch.int64) for slot in range(slots)
+            backend.empty_pinned(f"lengths[{entry}]", seq_lens.shape, torch.int64) for entry in range(entries)
         ]
-        self._generations = [0] * slots
+        self._generations = [0] * entries
 
-    def copy_out(self, slot: int, lengths: Tensor, stream: Stream) -> None:
+    def copy_out(self, entry: int, stream: Stream) -> None:
         """Copy every row's length on ``stream``, which the caller has ordered behind their publishing."""
-        self._generations[slot] = self._ring[slot].renew()
-        self._backend.copy_async(self._ring[slot].tensor, lengths, stream=stream)
+        self._generations[entry] = self._ring[entry].renew()
+        self._backend.copy_async(self._ring[entry].tensor, self._seq_lens, stream=stream)
 
-    def read(self, slot: int, copied: Fence) -> list[int]:
-        """Host: wait for the copy of one slot, and read it."""
+    def read(self, entry: int, copied: Fence) -> list[int]:
+        """Host: wait for the copy of one entry, and read it."""
         copied.wait_host()
-        found: list[int] = self._ring[slot].read(self._generations[slot]).tolist()
+        found: list[int] = self._ring[entry].read(self._generations[entry]).tolist()
         return found

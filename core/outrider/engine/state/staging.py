@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.device import AttentionMetadata, Backend, Stream
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.model import RopeConfig
-from outrider.speculative.lengths import HostLengths
+from outrider.speculative.seq_lens import HostSeqLens
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,23 +53,23 @@ def float_bits(value: float) -> int:
 class Staging:
     """A pinned ring on the host and one buffer on the device, both int64.
 
-    ``slots`` is how many iterations may be staged before the oldest copy has to be over.
+    ``entries`` is how many iterations may be staged before the oldest copy has to be over.
     """
 
-    def __init__(self, backend: Backend, *, slots: int, capacity: int, max_requests: int) -> None:
+    def __init__(self, backend: Backend, *, entries: int, capacity: int, max_requests: int) -> None:
         self._backend = backend
         self.max_requests = max_requests
-        self._ring = [backend.empty_pinned(f"staging[{slot}]", (capacity,), torch.int64) for slot in range(slots)]
+        self._ring = [backend.empty_pinned(f"staging[{entry}]", (capacity,), torch.int64) for entry in range(entries)]
         self._device = torch.zeros(capacity, dtype=torch.int64, device=backend.device)
 
-    def upload(self, slot: int, values: list[int], stream: Stream) -> None:
-        """Host: fill the slot, whose last iteration's results have been read; then copy on ``stream``, which the caller
+    def upload(self, entry: int, values: Tensor, stream: Stream) -> None:
+        """Host: fill the entry, whose last iteration's results have been read; then copy on ``stream``, which the caller
         has ordered after the last reader of the device buffer.
         """
-        pinned = self._ring[slot]
+        pinned = self._ring[entry]
         pinned.renew()
-        count = len(values)
-        pinned.tensor[:count].copy_(torch.tensor(values, dtype=torch.int64))
+        count = values.shape[0]
+        pinned.tensor[:count].copy_(values)
         self._backend.copy_async(self._device[:count], pinned.tensor[:count], stream=stream)
 
     def decode_rows(self, count: int) -> Tensor:
@@ -95,6 +95,8 @@ class Packer:
 
     def __init__(self) -> None:
         self.values: list[int] = []
+        self.packed = torch.empty(0, dtype=torch.int64)
+        """All values, int64 on the host, once :meth:`close` was called."""
         self._segments: dict[str, tuple[int, int]] = {}
 
     def add(self, name: str, values: list[int]) -> None:
@@ -104,6 +106,10 @@ class Packer:
         start = len(self.values)
         self.values.extend(values)
         self._segments[name] = (start, len(self.values))
+
+    def close(self) -> None:
+        """Make the tensor of everything that was added. Raises OverflowError for a number beyond 64 bits."""
+        self.packed = torch.tensor(self.values, dtype=torch.int64)
 
     @property
     def segments(self) -> Mapping[str, tuple[int, int]]:
@@ -125,7 +131,7 @@ def pack(batch: Batch, *, page_size: int, table_width: int, max_requests: int, r
     packer.add("admitted", [r.row for r in batch.admitted])
     packer.add("temperature", [float_bits(r.params.temperature) for r in batch.admitted])
     packer.add("seeds", [r.params.seed for r in batch.admitted])
-    packer.add("deltas", [r.delta for r in batch.admitted])
+    packer.add("mrope_position_deltas", [r.mrope_position_delta for r in batch.admitted])
     packer.add("entries", [row * table_width + index for row, index, _ in batch.table_updates])
     packer.add("pages", [page for _, _, page in batch.table_updates])
     tokens: list[int] = []
@@ -190,7 +196,7 @@ def prefill_inputs(batch: Batch, staging: Staging, segments: Mapping[str, tuple[
     )
 
 
-def prefill_attention(inputs: PrefillInputs, tables: Tensor, lengths: HostLengths | None) -> AttentionMetadata:
+def prefill_attention(inputs: PrefillInputs, tables: Tensor, seq_lens_host: HostSeqLens | None) -> AttentionMetadata:
     """Metadata of the ragged prefill; ``tables`` are the block-table rows of its sequences."""
     return AttentionMetadata(
         query_start=inputs.query_start,
@@ -198,6 +204,6 @@ def prefill_attention(inputs: PrefillInputs, tables: Tensor, lengths: HostLength
         block_table=tables,
         max_query=inputs.max_query,
         max_kv=inputs.max_kv,
-        seq_lens_host=None if lengths is None else lengths.param("prefill", 0),
+        seq_lens_host=None if seq_lens_host is None else seq_lens_host.param("prefill", 0),
         host_query_start=inputs.host_query_start,
     )

@@ -9,7 +9,7 @@ from outrider.device import HostParam
 
 
 @dataclass(frozen=True, slots=True)
-class HostLengths:
+class HostSeqLens:
     """``values``: a length for each request. ``capacity``: the most that a block table holds; what counts further belongs to
     requests that are over. ``captured``: the parameters of the capture that is open, which are rebound before each replay.
     """
@@ -28,6 +28,6 @@ class HostLengths:
         """The lengths after ``ahead`` more tokens."""
         return tuple(min(value + ahead, self.capacity) for value in self.values)
 
-    def padded(self, count: int) -> HostLengths:
+    def padded(self, count: int) -> HostSeqLens:
         """The same for ``count`` requests; those behind have nothing cached."""
-        return HostLengths((*self.values, *[0] * (count - len(self.values))), self.capacity)
+        return HostSeqLens((*self.values, *[0] * (count - len(self.values))), self.capacity)

@@ -1,0 +1,190 @@
+"""Iterations from the scheduler's batch to results on the host: what is in flight, and what comes of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from outrider.device import Backend, DeviceFault
+from outrider.engine.fences import FenceSet
+from outrider.engine.recovery.lifeline import Lifeline
+from outrider.engine.recovery.watchdog import Watchdog
+from outrider.engine.requests.batch import Batch
+from outrider.engine.requests.outbox import Outbox
+from outrider.engine.requests.request import FinishReason, Request, RequestFailed
+from outrider.engine.requests.scheduler import OutOfPages, Scheduler
+from outrider.engine.state.results import Outcome, Results, Ticket
+from outrider.engine.step import Step
+from outrider.engine.streams import Streams
+
+
+class Loop:
+    """Launches what ``scheduler`` decides by ``step``, and takes the results in.
+
+    ``runs_ahead``: an iteration is launched before the results of the one before are handled.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        streams: Streams,
+        fences: FenceSet,
+        *,
+        scheduler: Scheduler,
+        step: Step,
+        results: Results,
+        watchdog: Watchdog,
+        runs_ahead: bool,
+    ) -> None:
+        self._backend = backend
+        self._streams = streams
+        self._fences = fences
+        self.scheduler = scheduler
+        self.step = step
+        self._results = results
+        self._runs_ahead = runs_ahead
+        self.lifeline = Lifeline(backend, watchdog, open_requests=lambda: self.open_requests, undo=self._undo)
+        self._in_flight: deque[Ticket] = deque()
+        self.requests: dict[int, Request] = {}
+        """Those that wait or run, by id."""
+        self.outbox = Outbox()
+        """What requests put out, for whoever asked."""
+        self.counts = {"iterations": 0, "request_iterations": 0, "verified_tokens": 0, "emitted_tokens": 0}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether an iteration would do anything, or has something to tell."""
+        return bool(self.outbox.waiting or self._in_flight or self.scheduler.has_work)
+
+    @property
+    def open_requests(self) -> dict[int, tuple[int, ...]]:
+        """The requests that wait or run, by id, with the output that the host knows of."""
+        return {request.id: tuple(request.output) for request in self.requests.values()}
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.requests[request.id] = request
+        self.scheduler.add(request)
+
+    def end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        """End a request that waits or runs, here and now; the samples that waited for its prompt go on."""
+        del self.requests[request.id]
+        self.scheduler.drop_waiting(request)
+        self.outbox.put(request.end(reason, error))
+        self.start_followers(request)
+
+    def forget(self, requests: Iterable[Request]) -> None:
+        """Nobody reads these any more: end those that go on, and drop what they put out."""
+        for request in requests:
+            if request.id in self.requests and self.lifeline.stopped is None:
+                self.end(request, FinishReason.ABORT)
+            self.outbox.close(request.id)
+        self.scheduler.retire()
+
+    def iterate(self) -> None:
+        """Run one iteration, and take in the results of this one or of the one before.
+
+        A request that can't be put into a batch, or whose media can't be read, ends with an error; the others go on.
+        """
+        with self.lifeline.working("running an iteration"):
+            batch = self._next_batch()
+            if batch is not None:
+                try:
+                    self._in_flight.append(self._launch(batch))
+                except RequestFailed as failed:
+                    self.end(failed.request, FinishReason.ERROR, str(failed))
+                else:
+                    self.counts["iterations"] += 1
+                    for chunk in batch.prefill:
+                        if chunk.final:
+                            self.start_followers(chunk.request)
+            keep = 1 if self._runs_ahead and batch is not None else 0
+            while len(self._in_flight) > keep:
+                self._handle_oldest()
+            self.scheduler.retire()
+            self._backend.release_finished()
+
+    def drain(self) -> None:
+        """Handle every iteration in flight without launching another; what it yields comes out of the next one."""
+        with self.lifeline.working("waiting for the iterations in flight"):
+            while self._in_flight:
+                self._handle_oldest()
+        self.scheduler.retire()
+
+    def settle(self, request: Request) -> None:
+        """Handle iterations until none in flight is of ``request``."""
+        with self.lifeline.working("waiting for a request's iterations"):
+            while request.in_flight:
+                self._handle_oldest()
+
+    def start_followers(self, request: Request) -> None:
+        """Queue the samples that waited for the prompt of ``request``, to share its pages."""
+        for follower in request.followers:
+            if not follower.finished:
+                self.scheduler.add(follower)
+        request.followers = []
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _launch(self, batch: Batch) -> Ticket:
+        """Launch, or leave everything as if the batch had never been: an interrupt may come anywhere in a launch."""
+        try:
+            return self.step.launch(batch)
+        except BaseException as error:
+            self._undo(batch, failed=isinstance(error, DeviceFault))
+            raise
+
+    def _undo(self, *unlaunched: Batch, failed: bool = True) -> None:
+        """Take back what was being launched; and what is in flight too if an operation ``failed``, since nobody knows
+        whose results that has spoilt.
+        """
+        well = self.lifeline.quiet(self._streams) and not failed
+        try:
+            while well and self._in_flight:
+                self._handle_oldest()
+        finally:
+            batches = [*(ticket.batch for ticket in self._in_flight), *unlaunched]
+            self._in_flight.clear()
+            self.scheduler.take_back(batches, spoilt=not well)
+
+    def _next_batch(self) -> Batch | None:
+        """The scheduler's next batch. Where it must preempt, what is in flight is handled first: that's rare."""
+        try:
+            return self.scheduler.next_batch()
+        except OutOfPages:
+            self.drain()
+            return self.scheduler.next_batch()
+
+    def _handle_oldest(self) -> None:
+        """Take in the results of the oldest iteration in flight; those of requests that are over are dropped."""
+        ticket = self._in_flight[0]
+        outcome = self._results.redeem(ticket, self._fences.results_copied[ticket.entry])
+        self._in_flight.popleft()
+        self.scheduler.landed(ticket.batch)
+        for request, tokens in zip(ticket.batch.decode, outcome.decoded, strict=True):
+            if not request.finished:
+                request.iterations += 1
+                request.verified_tokens += len(tokens)
+                self.counts["request_iterations"] += 1
+                self.counts["verified_tokens"] += len(tokens)
+                self._emit(request, tokens, outcome)
+        for chunk, first in zip(ticket.batch.prefill, outcome.first_tokens, strict=True):
+            if (first is not None or chunk.request.id in outcome.bad) and not chunk.request.finished:
+                self._emit(chunk.request, () if first is None else (first,), outcome)
+
+    def _emit(self, request: Request, tokens: Sequence[int], outcome: Outcome) -> None:
+        """Hand new tokens on; none, and the request's end, where a probe found a bad value."""
+        bad = outcome.bad.get(request.id, ())
+        if bad:
+            # No request may share a page whose keys and values may be bad as well.
+            self.scheduler.pages.forget_all()
+            found = "; ".join(str(each) for each in bad)
+            self.outbox.put(request.end(FinishReason.ERROR, f"request {request.id}: {found}"))
+        else:
+            output = request.take(tokens, outcome.logprobs.get(request.id, ()))
+            self.scheduler.register(request, len(request.prompt) + len(request.output) - 1)
+            self.counts["emitted_tokens"] += len(output.tokens)
+            self.outbox.put(output)
+        if request.finished:
+            del self.requests[request.id]
+            self.start_followers(request)

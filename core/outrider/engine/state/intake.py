@@ -1,0 +1,82 @@
+"""What the host decided of a batch, on its way to the device: packed, staged, written into rows."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from outrider.device import Stream
+from outrider.engine.requests.batch import Batch
+from outrider.engine.requests.request import RequestFailed
+from outrider.engine.state.options import OptionTable
+from outrider.engine.state.rows import FutureMap, RowTable
+from outrider.engine.state.staging import Packer, Staging, pack
+from outrider.model import RopeConfig
+
+
+class Intake:
+    """Parts of one upload. Each is enqueued in the scope that the caller opened, and ordered by the caller."""
+
+    def __init__(
+        self,
+        *,
+        staging: Staging,
+        rows: RowTable,
+        options: OptionTable,
+        future: FutureMap,
+        page_size: int,
+        rope: RopeConfig,
+    ) -> None:
+        self._staging = staging
+        self._rows = rows
+        self._options = options
+        self._future = future
+        self._page_size = page_size
+        self._rope = rope
+
+    def pack(self, batch: Batch) -> Packer:
+        """Host: everything that the device must know of ``batch``. Raises :class:`RequestFailed` where a request of it has
+        something that can't be packed.
+        """
+        try:
+            return self._packed(batch)
+        except Exception as error:
+            for request in dict.fromkeys((*batch.requests, *batch.admitted)):
+                try:
+                    self._packed(batch.only(request))
+                except Exception as its_own:
+                    raise RequestFailed(request, its_own) from error
+            raise
+
+    def _packed(self, batch: Batch) -> Packer:
+        packer = pack(
+            batch,
+            page_size=self._page_size,
+            table_width=self._rows.tables.shape[1],
+            max_requests=self._staging.max_requests,
+            rope=self._rope,
+        )
+        self._options.pack(batch.admitted, packer)
+        packer.close()
+        return packer
+
+    def upload(self, packer: Packer, entry: int, schedule: Stream) -> None:
+        """Copy it through an entry of the pinned ring."""
+        self._staging.upload(entry, packer.packed, schedule)
+
+    def update_rows(self, batch: Batch, packer: Packer) -> None:
+        """On schedule: new requests' parameters, and new pages."""
+        self._rows.update(batch, self._staging.view, packer.segments)
+        if batch.admitted:
+            self._options.admit(self._staging.view, packer.segments)
+
+    def resolve_seq_lens(self, batch: Batch) -> None:
+        """On schedule: the lengths that the last iteration published, of the decoding requests."""
+        self._future.resolve_seq_lens(self._staging.decode_rows(len(batch.decode)))
+
+    def begin_counts(self, packer: Packer) -> None:
+        """On forward: the history of new requests that penalise, before anything counts."""
+        self._options.begin(self._staging.view, packer.segments)
+
+    def decoding(self, count: int) -> tuple[Tensor, Tensor]:
+        """Rows and resolved lengths of the decoding requests, int64 [count] each."""
+        return self._staging.decode_rows(count), self._future.batch_seq_lens[:count]
