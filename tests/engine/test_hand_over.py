@@ -134,9 +134,8 @@ def test_sampling_penalties_and_logprobs_go_along():
 
 def test_stop_strings_go_along(bundle64, prompt_tokens):
     def make():
-        engine = bundle64.engine(speculate="none")
-        engine._tokenizer = tokenizer
-        return engine
+        config = EngineConfig(dtype=bundle64.dtype)
+        return Engine(bundle64.target, bundle64.backend, config=config, tokenizer=tokenizer)
 
     from engine.conftest import BUNDLED
     from outrider.model import Tokenizer
