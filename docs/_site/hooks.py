@@ -59,6 +59,11 @@ def on_config(config: Any) -> Any:
     return config
 
 
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """The index of records may be styled apart: its cells hold dates and commands."""
+    return f'<div class="records">{html}</div>' if page.file.src_uri == "evidence/README.md" else html
+
+
 def unlisted(folder: Path) -> list[str]:
     """What is wrong with the index of the records in ``folder``: a text for each record whose line is missing or wrong.
 
@@ -110,6 +115,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
             log.warning("%s links to %s, which isn't there", page.file.src_uri, match[2])
         return match[1]
 
+    if page.file.src_uri == "evidence/README.md":
+        page.meta["hide"] = ["toc"]
     markdown = LINK.sub(name, markdown)
     markdown = markdown.replace(ITERATION, iteration())
     if page.file.src_uri == "architecture.md":
@@ -196,8 +203,9 @@ def layers(root: Path) -> str:
     out.append(f'<path class="import" d="M{width + 18} {seam + 16}L{width + 6} {seam + 22}L{width + 18} {seam + 28}"/>')
     out.append("</svg>")
     caption = (
-        "The top row are tools: each imports what stands right of it, and the core. Below are the layers of the core: a part "
-        "imports from the rows below it, never from its own row or from above. Backends and kernels import the seam alone."
+        "The top row are tools: each may import the core and the tools right of it, except that bench and proof don't know "
+        "each other. Below are the layers of the core: a part imports from the rows below it, never from its own row or from "
+        "above. Of the core, backends and kernels import the seam alone."
     )
     return f'<figure class="wide">{"".join(out)}<figcaption>{caption}</figcaption></figure>'
 
@@ -250,7 +258,7 @@ def drawing(rows: list[tuple[str, str, tuple[str, ...], str]]) -> str:
 def iteration() -> str:
     """Two iterations that overlap, each with its streams; a sketch, without a scale."""
     lanes = ("host", "schedule", "forward", "plan", "copy")
-    left, width, height, top = 74, 560, 44, 12
+    left, width, height, top = 86, 560, 44, 12
     y = {lane: top + index * height for index, lane in enumerate(lanes)}
     # lane, from, to, text, whether it belongs to the next iteration
     bars = (
