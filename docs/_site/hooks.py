@@ -1,4 +1,6 @@
-"""What the site's build adds to the pages: a navigation that misses no page, and the fences drawn from their table."""
+"""What the site's build adds to the pages: a navigation that misses no page, an index that misses no record, the house with
+its lines of code, and the fences drawn from their table.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 FENCES = "<!-- every fence, drawn from the table -->"
+ROOM = re.compile(r"^\| `([\w/]+)` \|", re.MULTILINE)
+ROW = re.compile(r"^\| `([\w/]+)` \|.*\| (about [\d,]+ \|)$", re.MULTILINE)
 PARTS = re.compile(r"```mermaid\n.*?\n```", re.DOTALL)
 ITERATION = "<!-- one iteration as a drawing -->"
 LINK = re.compile(r"\[([^\]\n]*)\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
@@ -27,7 +31,10 @@ def on_config(config: Any) -> Any:
     absent = {name for name in named if name.endswith("?") and name.rstrip("?") not in pages}
     named = {name.rstrip("?") for name in named}
     folders = {name for name in named if name.endswith("/")}
-    rest = sorted(pages - named)
+    hidden = config["not_in_nav"]
+    rest = sorted(page for page in pages - named if hidden is None or not hidden.match_file(page))
+    for complaint in unlisted(root / "evidence"):
+        log.warning(complaint)
 
     def spell_out(entries: list[Any]) -> list[Any]:
         found: list[Any] = []
@@ -50,6 +57,38 @@ def on_config(config: Any) -> Any:
         if "Guides" in entry:
             entry["Guides"] += homeless
     return config
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """The index of records may be styled apart: its cells hold dates and commands."""
+    return f'<div class="records">{html}</div>' if page.file.src_uri == "evidence/README.md" else html
+
+
+def unlisted(folder: Path) -> list[str]:
+    """What is wrong with the index of the records in ``folder``: a text for each record whose line is missing or wrong.
+
+    A record is a page or a table whose name begins with its date. For a page the line that is missing is made from what
+    stands at its head.
+    """
+    index = folder / "README.md"
+    rows = [line for line in index.read_text(encoding="utf-8").splitlines() if line.startswith("|")] if index.exists() else []
+    found = []
+    for path in sorted(folder.glob("2*")):
+        row = next((row for row in rows if f"]({path.name})" in row), None)
+        if row is None:
+            found.append(f"evidence/README.md has no line for {path.name}. It may begin so: {line_of(path)}")
+        elif not row.startswith(f"| {path.name[:10]} |"):
+            found.append(f"evidence/README.md gives {path.name} another date than its name: {row}")
+    return found
+
+
+def line_of(path: Path) -> str:
+    """A line of the index for the record ``path``, from its title and its first command."""
+    text = path.read_text(encoding="utf-8")
+    title = re.search(r"^# (?:[\d-]+: )?(.+)$", text, re.MULTILINE) if path.suffix == ".md" else None
+    command = re.search(r"\b(?:outrider [a-z-]+(?: [a-z]+)?|pytest [^\s`]+|python [^\s`]+(?: [\w.]+)?)", text)
+    named = f"`{command[0]}`" if command and path.suffix == ".md" else "COMMAND"
+    return f"| {path.name[:10]} | [{title[1] if title else path.stem}]({path.name}) | {named} | DEVICE | WHAT IT SHOWS |"
 
 
 def _visit(entries: Any, see: Any) -> None:
@@ -76,11 +115,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
             log.warning("%s links to %s, which isn't there", page.file.src_uri, match[2])
         return match[1]
 
+    if page.file.src_uri == "evidence/README.md":
+        page.meta["hide"] = ["toc"]
     markdown = LINK.sub(name, markdown)
     markdown = markdown.replace(ITERATION, iteration())
     if page.file.src_uri == "architecture.md":
         # Where the page is read as a file, the same is drawn by mermaid, which the site would fetch from elsewhere.
-        markdown = PARTS.sub(lambda _: layers(root.parent / "pyproject.toml"), markdown)
+        markdown = PARTS.sub(lambda _: layers(root.parent), markdown, count=1)
+        markdown, complaints = counted(markdown, root.parent)
+        for complaint in complaints:
+            log.warning("architecture.md: %s", complaint)
     return markdown.replace(FENCES, fences()) if FENCES in markdown else markdown
 
 
@@ -95,33 +139,74 @@ def fences() -> str:
     return drawing([row[:4] for row in rows]) + "\n\n" + "\n".join(lines) + "\n"
 
 
-def layers(pyproject: Path) -> str:
-    """The layers as the import contract has them, with the plugins beside."""
-    contracts = tomllib.loads(pyproject.read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
-    (contract,) = (c for c in contracts if c["id"] == "layers")
-    rows = [[part.strip(" ()") for part in layer.split("|")] for layer in contract["layers"]]
+def counted(markdown: str, root: Path) -> tuple[str, list[str]]:
+    """The table of rooms with today's lines of code in its last column, and what is wrong with the table.
+
+    A row's first cell is a folder of the repository ``root``. Each package that is installed must have a row.
+    """
+    complaints, named = [], []
+
+    def count(match: re.Match[str]) -> str:
+        folder = root / match[1]
+        if not folder.is_dir():
+            complaints.append(f"the table of rooms names {match[1]}, which isn't there")
+            return match[0]
+        named.append(match[1])
+        inner = [root / other for other in ROOM.findall(markdown) if other != match[1] and other.startswith(match[1] + "/")]
+        files = [path for path in folder.rglob("*.py") if not any(path.is_relative_to(other) for other in inner)]
+        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+        return f"{match[0][: match.start(2) - match.start()]}{lines:,} |"
+
+    markdown = ROW.sub(count, markdown)
+    settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = settings["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    absent = [p for p in packages if not any(p.startswith(room) or room.startswith(p + "/") for room in named)]
+    return markdown, complaints + [f"the table of rooms has no row for {package}" for package in absent]
+
+
+def layers(root: Path) -> str:
+    """The house as the import contracts have it: tools on top, the core's layers, and plugins beside the seam."""
+    contracts = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+
+    def rows_of(name: str) -> list[list[str]]:
+        (contract,) = (c for c in contracts if c["id"] == name)
+        return [[part.strip(" ()") for part in layer.split("|")] for layer in contract["layers"]]
+
+    core = [[part for part in row if not part.startswith("_") and part != "bundled"] for row in rows_of("layers")]
+    core = [row for row in core if row]
+    tools = [part.removeprefix("outrider_") for row in rows_of("tools")[:-1] for part in row]
+    rooms = sorted(path.name for path in (root / "core/outrider/engine").iterdir() if (path / "__init__.py").exists())
+    said = {"engine": f"engine: {', '.join(rooms)}", "device": "device: the seam"}
     width, height, step = 760, 44, 62
     out = [
-        f'<svg class="layers" viewBox="0 0 {width + 240} {step * len(rows) + 8}" role="img" '
-        'aria-label="The layers of the core, and the plugins" xmlns="http://www.w3.org/2000/svg">'
+        f'<svg class="layers" viewBox="0 0 {width + 240} {step * (len(core) + 1) + 8}" role="img" '
+        'aria-label="Tools, the layers of the core, and the plugins" xmlns="http://www.w3.org/2000/svg">'
     ]
 
     def box(x: float, y: float, wide: float, text: str, kind: str = "") -> None:
         out.append(f'<rect class="part {kind}" x="{x}" y="{y}" width="{wide}" height="{height}" rx="6"/>')
         out.append(f'<text class="{kind}" x="{x + wide / 2}" y="{y + height / 2 + 5}">{text}</text>')
 
-    for index, row in enumerate(rows):
+    for index, row in enumerate([tools, *core]):
         each = (width - 12 * (len(row) - 1)) / len(row)
         for place, part in enumerate(row):
-            seam = index == len(rows) - 1
-            box(place * (each + 12), 4 + step * index, each, "device: the seam" if seam else part, "seam" if seam else "")
-    bottom = 4 + step * (len(rows) - 1)
-    box(width + 60, bottom, 170, "plugins", "plugin")
-    middle = bottom + height / 2
-    out.append(f'<path class="import" d="M{width + 60} {middle}H{width + 8}"/>')
-    out.append(f'<path class="import" d="M{width + 18} {middle - 6}L{width + 6} {middle}L{width + 18} {middle + 6}"/>')
+            kind = "tool" if index == 0 else "seam" if part == "device" else ""
+            box(place * (each + 12), 4 + step * index, each, said.get(part, part), kind)
+    seam = 4 + step * (1 + next(index for index, row in enumerate(core) if "device" in row))
+    for place, plugin in enumerate(("kernels", "backends")):
+        box(width + 60, seam + step * (place - 1), 170, plugin, "plugin")
+        middle = seam + step * (place - 1) + height / 2
+        out.append(
+            f'<path class="import" d="M{width + 60} {middle}C{width + 30} {middle} {width + 30} {seam + 22} '
+            f'{width + 8} {seam + 22}"/>'
+        )
+    out.append(f'<path class="import" d="M{width + 18} {seam + 16}L{width + 6} {seam + 22}L{width + 18} {seam + 28}"/>')
     out.append("</svg>")
-    caption = "A part imports from the rows below it, never from its own row or from above. Plugins import the seam alone."
+    caption = (
+        "The top row are tools: each may import the core and the tools right of it, except that bench and proof don't know "
+        "each other. Below are the layers of the core: a part imports from the rows below it, never from its own row or from "
+        "above. Of the core, backends and kernels import the seam alone."
+    )
     return f'<figure class="wide">{"".join(out)}<figcaption>{caption}</figcaption></figure>'
 
 
@@ -173,7 +258,7 @@ def drawing(rows: list[tuple[str, str, tuple[str, ...], str]]) -> str:
 def iteration() -> str:
     """Two iterations that overlap, each with its streams; a sketch, without a scale."""
     lanes = ("host", "schedule", "forward", "plan", "copy")
-    left, width, height, top = 74, 560, 44, 12
+    left, width, height, top = 86, 560, 44, 12
     y = {lane: top + index * height for index, lane in enumerate(lanes)}
     # lane, from, to, text, whether it belongs to the next iteration
     bars = (

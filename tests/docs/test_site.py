@@ -1,5 +1,6 @@
 """The site builds without a warning, misses no page, and a broken link would stop it."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -117,6 +118,44 @@ def test_the_reference_holds_the_contract(site):
     assert "OutOfDeviceMemory" in errors
 
 
+def hooks():
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "_site" / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_index_of_records_misses_none(tmp_path):
+    unlisted = hooks().unlisted
+    assert unlisted(ROOT / "docs" / "evidence") == []
+    (tmp_path / "2026-01-02-chip.md").write_text("# 2026-01-02: on a chip\n\n    outrider bench decode --backend chip\n")
+    (missing,) = unlisted(tmp_path)
+    line = "| 2026-01-02 | [on a chip](2026-01-02-chip.md) | `outrider bench decode` |"
+    assert line in missing
+    (tmp_path / "README.md").write_text(line)
+    assert unlisted(tmp_path) == []
+    (tmp_path / "README.md").write_text(line.replace("01-02 |", "01-03 |"))
+    (wrong,) = unlisted(tmp_path)
+    assert "another date" in wrong
+
+
+def test_the_table_of_rooms_is_complete(site):
+    counted = hooks().counted
+    table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert counted(table, ROOT)[1] == []
+    without = re.sub(r"^\| `tools/outrider_trace`.*\n", "", table, flags=re.MULTILINE)
+    assert counted(without, ROOT)[1] == ["the table of rooms has no row for tools/outrider_trace"]
+    astray = table.replace("| `tools/outrider_trace` |", "| `tools/outrider_tracing` |")
+    assert "the table of rooms names tools/outrider_tracing, which isn't there" in counted(astray, ROOT)[1]
+    assert "about" not in table_of(site / "architecture.html", "core/outrider/device")
+
+
+def table_of(page, first):
+    """The text of the row whose first cell is ``first``."""
+    (row,) = re.findall(rf"<tr>\s*<td><code>{first}</code>.*?</tr>", page.read_text(encoding="utf-8"), re.DOTALL)
+    return row
+
+
 def test_pictures_are_small():
     pictures = list((ROOT / "docs" / "images").glob("*.png"))
     assert pictures
@@ -128,7 +167,7 @@ def test_broken_links_stop_the_build(tmp_path):
     mistakes = ("nowhere.md", "home.md#no-such-heading", "images/none.png", "../examples/none")
     shutil.copytree(ROOT / "docs" / "_site", tmp_path / "docs" / "_site")
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    settings = settings[: settings.index("nav:")] + "nav:\n  - Guides: [home.md]\n"
+    settings = settings[: settings.index("\nnav:")] + "\nnav:\n  - Guides: [home.md]\n"
     (tmp_path / "mkdocs.yml").write_text(settings.replace("extra_css: [assets/site.css]", ""))
     (tmp_path / "docs" / "home.md").write_text("# Home\n\n[here](home.md#home)\n")
     assert build(tmp_path, tmp_path / "site").returncode == 0
