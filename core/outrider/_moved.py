@@ -21,6 +21,7 @@ MOVED: Mapping[str, str] = {
     "outrider.sanitizer": "outrider_sanitizer",
     "outrider.conformance": "outrider_conformance",
     "outrider.device.kernels.measure": "outrider_tune.measure",
+    "outrider.model.random_weights": "outrider_bench.random_weights",
     "outrider.engine.hand_over": "outrider.engine.requests.hand_over",
     "outrider.engine.logprobs": "outrider.engine.requests.logprobs",
     "outrider.engine.pages": "outrider.engine.requests.pages",

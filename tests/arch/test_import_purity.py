@@ -94,7 +94,6 @@ def test_importing_starts_no_device():
         (VENDOR, "import triton"),
         (VENDOR, "import torch_npu.npu"),
         (["torch"], "from outrider.device import Backend"),
-        (CHECKPOINTS, "import outrider.model"),
     ],
 )
 def test_the_blocker_catches(blocked, code):

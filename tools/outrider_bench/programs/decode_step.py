@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from outrider.device import AttentionMetadata
-from outrider.model import ForwardInput, KVCache, random_decoder, shape_config
+from outrider.model import ForwardInput, KVCache
+from outrider_bench.random_weights import random_decoder, shape_config
 
 if TYPE_CHECKING:
     from outrider.device import Backend, CaptureContext
