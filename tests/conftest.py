@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from command_line import child as child  # fixtures, for whoever runs a command
+from command_line import outrider as outrider
+
 # Two workers with two threads each would fight over two cores; child processes inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"

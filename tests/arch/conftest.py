@@ -20,7 +20,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     trees = {
         "core_file": core,
         "source_file": sorted(
-            [*core, *(ROOT / "backends").rglob("*.py"), *(ROOT / "kernels").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+            file
+            for folder in ("core", "backends", "kernels", "tools", "training", "examples", "tests")
+            for file in (ROOT / folder).rglob("*.py")
         ),
     }
     for name, files in trees.items():

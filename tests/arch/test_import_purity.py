@@ -58,13 +58,43 @@ def test_the_whole_seam_imports_no_vendor_package():
     assert_clean(run(VENDOR, "from outrider.device import *"))
 
 
+CHECKPOINTS = ["transformers", "tokenizers", "safetensors"]
+SEAM_ALONE = ["outrider_sanitizer", "outrider_trace", "outrider_sim", "outrider_conformance"]
+ENGINE = ["engines", "suite.test_l4_engine", "suite.test_l5_figures"]  # of the kit: levels above L3 run the engine
+
+EVERY_MODULE = """
+    import json, pathlib, pkgutil
+    from importlib import import_module
+    for package in {packages!r}:
+        for module in pkgutil.walk_packages(import_module(package).__path__, package + "."):
+            if module.name not in {left_out!r} and not module.name.endswith("__main__"):
+                import_module(module.name)
+
+    from outrider_conformance.run import conform
+    report = conform("cpu", level="L1", report=pathlib.Path({report!r}), extra=("-q", "-k", "test_l1_streams or test_l0"))
+    outcomes = {{test["outcome"] for test in report["tests"]}}
+    assert "passed" in outcomes and "failed" not in outcomes, outcomes
+"""
+
+
+def test_what_needs_the_seam_alone_imports_no_package_for_checkpoints(tmp_path):
+    """Every module of the sanitizer, the trace and the simulated device, and the kit up to L3, which also runs there."""
+    left_out = [f"outrider_conformance.{name}" for name in ENGINE]
+    code = textwrap.dedent(EVERY_MODULE).format(packages=SEAM_ALONE, left_out=left_out, report=str(tmp_path))
+    assert_clean(run(CHECKPOINTS, code))
+
+
 def test_importing_starts_no_device():
     assert_clean(run(VENDOR, "from outrider.device import *\nimport torch\nassert not torch.cuda.is_initialized()"))
 
 
 @pytest.mark.parametrize(
     ("blocked", "code"),
-    [(VENDOR, "import triton"), (VENDOR, "import torch_npu.npu"), (["torch"], "from outrider.device import Backend")],
+    [
+        (VENDOR, "import triton"),
+        (VENDOR, "import torch_npu.npu"),
+        (["torch"], "from outrider.device import Backend"),
+    ],
 )
 def test_the_blocker_catches(blocked, code):
     result = run(blocked, code)

@@ -9,6 +9,8 @@ import pytest
 LINES = 500
 ROOT = Path(__file__).resolve().parents[2]
 BACKENDS = sorted(path.name for path in (ROOT / "backends").iterdir() if path.is_dir())
+SHARED = sorted(f"{path.parent.parent.name}/{path.parent.name}" for path in ROOT.glob("[kt]*s/outrider_*/py.typed"))
+"""Packages of kernels and tools, by folder and name."""
 IGNORED = re.compile(r"__pycache__|\..*|.*\.egg-info")
 
 
@@ -58,6 +60,42 @@ def test_pyproject_knows_each_backend(name):
     assert f"outrider_{name}" in contracts["vendors"]["forbidden_modules"]
     if len(BACKENDS) > 1:
         assert f"outrider_{name}" in contracts["backends"]["modules"]
+
+
+def test_every_package_of_kernels_and_tools_says_that_it_is_typed():
+    packages = [path for folder in ("kernels", "tools") for path in (ROOT / folder).iterdir() if path.is_dir()]
+    found = sorted(f"{path.parent.name}/{path.name}" for path in packages if not IGNORED.fullmatch(path.name))
+    assert found == SHARED
+    assert len(SHARED) >= 8
+    assert [bare(ROOT / package) for package in SHARED] == [[]] * len(SHARED)
+
+
+@pytest.mark.parametrize("package", SHARED)
+def test_pyproject_knows_each_package_of_kernels_and_tools(package):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    tool = project["tool"]
+    folder, name = package.split("/")
+    assert package in tool["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert folder in tool["ruff"]["src"]
+    assert folder in tool["mypy"]["mypy_path"].split(":")
+    linter = tool["importlinter"]
+    assert name in linter["root_packages"]
+    contracts = {contract["id"]: contract for contract in linter["contracts"]}
+    assert name in contracts["vendors"]["forbidden_modules"]
+    if folder == "tools":
+        assert name in contracts["seam"]["allowed_importers"]
+        assert any(name in layer for layer in contracts["tools"]["layers"])
+    else:
+        assert name in contracts["kernels"]["source_modules"]
+
+
+def test_commands_of_tools_are_offered_by_tools():
+    """Each entry point of a command is a function of a tool, and each module of commands has one."""
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["outrider.commands"]
+    modules = {value.partition(":")[0] for value in points.values()}
+    files = [*ROOT.glob("tools/outrider_*/command.py"), *ROOT.glob("tools/outrider_*/commands/*.py")]
+    own = {".".join(file.relative_to(ROOT / "tools").with_suffix("").parts) for file in files if file.stem != "__init__"}
+    assert modules == own
 
 
 def test_catches(tmp_path):

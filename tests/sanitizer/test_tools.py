@@ -146,7 +146,7 @@ def test_a_timeline_has_streams_operations_and_fences(make: Any) -> None:
     assert sum(e["ph"] == "s" for e in events) == sum(e["ph"] == "f" for e in events) == 6
     starts = {e["id"]: e["ts"] for e in events if e["ph"] == "s"}
     assert all(e["ts"] >= starts[e["id"]] for e in events if e["ph"] == "f")
-    assert svg(timeline).count("<rect") == 7
+    assert svg(timeline).count('<rect class="op ') == 7
     assert "forward" in page(timeline, "a <title>")
     assert "<title>a &lt;title&gt;" in page(timeline, "a <title>")
 

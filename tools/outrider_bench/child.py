@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import IO, Any
 
-from outrider.cli.environment import with_variables
 from outrider.device.errors import OutriderError
+from outrider_bench.environment import with_variables
 
 _LINES = 6
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from outrider.cli.environment import quiet_profiler
+from outrider_bench.environment import quiet_profiler
 
 if TYPE_CHECKING:
     from outrider.device import Backend

@@ -77,8 +77,9 @@ class RandomModel:
 
     def make(self, device: Backend, dtype: torch.dtype) -> tuple[LanguageModel, Proposer | None]:
         """The weights, on a device."""
-        from outrider.model import Decoder, random_decoder, random_eagle, shape_config
+        from outrider.model import Decoder
         from outrider.speculative.eagle import EagleProposer
+        from outrider_bench.random_weights import random_decoder, random_eagle, shape_config
         from outrider_bench.synthetic import with_synthetic_acceptance
 
         model = random_decoder(shape_config(self.shape), backend=device, dtype=dtype)

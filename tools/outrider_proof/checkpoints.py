@@ -1,14 +1,23 @@
 """Tiny randomly initialised checkpoints, written by transformers, for every family that the decoder runs."""
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-SHAPE = {
+# transformers types neither of them
+_CAUSAL: Any = transformers.AutoModelForCausalLM
+_VISION: Any = transformers.AutoModelForImageTextToText
+
+SHAPE: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -22,7 +31,7 @@ SHAPE = {
     "initializer_range": 0.3,
 }
 
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -35,7 +44,7 @@ FAMILIES = {
     "qwen3-biases": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": True},
 }
 
-ROPES = {
+ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 5000.0},
     "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
@@ -69,16 +78,17 @@ ROPES = {
 }
 
 
-def tiny_config(name, **overrides):
+def tiny_config(name: str, **overrides: Any) -> Any:
+    """Transformers' config of a family, at the tiny shape. ``overrides``: fields of it."""
     fields = SHAPE | FAMILIES[name] | overrides
     family = fields.pop("model_type", name)
     return CONFIG_MAPPING[family](**fields)
 
 
-def write_checkpoint(directory, name, *, shards=1, seed=0, **overrides):
+def write_checkpoint(directory: str | Path, name: str, *, shards: int = 1, seed: int = 0, **overrides: Any) -> Any:
     """Write a checkpoint of family ``name`` and return transformers' model of it, in float32 and evaluation mode."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(name, **overrides), dtype=torch.float32)
+    model = _CAUSAL.from_config(tiny_config(name, **overrides), dtype=torch.float32)
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith(("norm.weight", ".bias")):  # ones and zeros would hide a mistake
             torch.nn.init.normal_(parameter, 1.0 if "norm" in parameter_name else 0.0, 0.3)
@@ -92,7 +102,7 @@ VISION_TOKENS = {"vision_start_token_id": 90, "vision_end_token_id": 91, "image_
 START, END = VISION_TOKENS["vision_start_token_id"], VISION_TOKENS["vision_end_token_id"]
 IMAGE, VIDEO = [START, VISION_TOKENS["image_token_id"], END], [START, VISION_TOKENS["video_token_id"], END]
 
-VISION_FAMILIES = {
+VISION_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
     "qwen2_5_vl": {
         "depth": 2,
@@ -107,27 +117,46 @@ VISION_FAMILIES = {
 }
 
 
-def write_vision_checkpoint(directory, family, *, shards=1, seed=0, rope=None, tie=False):
+def write_vision_checkpoint(
+    directory: str | Path,
+    family: str,
+    *,
+    shards: int = 1,
+    seed: int = 0,
+    rope: dict[str, Any] | None = None,
+    tie: bool = False,
+) -> Any:
     """Write a tiny vision-language checkpoint with its image processor; returns transformers' model."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     text = SHAPE | {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [1, 1, 2]}}
     text["rope_parameters"] |= rope or {}
     vision = VISION_FAMILIES[family] | {"patch_size": 4, "initializer_range": 0.2}
-    config = CONFIG_MAPPING[family](text_config=text, vision_config=vision, tie_word_embeddings=tie, **VISION_TOKENS)
+    make: Any = CONFIG_MAPPING[family]
+    config = make(text_config=text, vision_config=vision, tie_word_embeddings=tie, **VISION_TOKENS)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model = _VISION.from_config(config, dtype=torch.float32)
     size = sum(parameter.nbytes for parameter in model.parameters())
     model.save_pretrained(directory, max_shard_size=size if shards == 1 else size // shards)
     Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1600}).save_pretrained(directory)
     return model.eval()
 
 
-def picture(rows, columns, seed=0):
+def picture(rows: int, columns: int, seed: int = 0) -> npt.NDArray[np.uint8]:
+    """Random pixels, [rows, columns, 3]."""
     return np.random.default_rng(seed).integers(0, 256, (rows, columns, 3), dtype=np.uint8)
 
 
-def write_eagle(directory, *, hidden_size=32, seed=1, bias=True, input_norm=False, embedding=True, fmt="safetensors"):
+def write_eagle(
+    directory: str | Path,
+    *,
+    hidden_size: int = 32,
+    seed: int = 1,
+    bias: bool = True,
+    input_norm: bool = False,
+    embedding: bool = True,
+    fmt: str = "safetensors",
+) -> dict[str, torch.Tensor]:
     """Write a random EAGLE head in its published format; returns its tensors."""
     torch.manual_seed(seed)
     config = tiny_config("llama", hidden_size=hidden_size, num_hidden_layers=1)
@@ -150,20 +179,20 @@ def write_eagle(directory, *, hidden_size=32, seed=1, bias=True, input_norm=Fals
     if embedding:
         shapes["embed_tokens.weight"] = (config.vocab_size, hidden_size)
     state = {key: torch.randn(shape) * 0.3 for key, shape in shapes.items()}
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(directory)
-    if fmt == "safetensors":
-        from safetensors.torch import save_file
-
-        save_file(state, directory / "model.safetensors")
-    else:
-        torch.save(state, directory / "pytorch_model.bin")
+    _save(Path(directory), config, state, fmt)
     return state
 
 
-def write_eagle3(directory, *, draft_vocab=40, seed=2, layers=(0, 1, 2), fmt="safetensors", vocab=96):
+def write_eagle3(
+    directory: str | Path,
+    *,
+    draft_vocab: int = 40,
+    seed: int = 2,
+    layers: tuple[int, ...] | None = (0, 1, 2),
+    fmt: str = "safetensors",
+    vocab: int = 96,
+) -> dict[str, torch.Tensor]:
     """Write a random EAGLE-3 head in its published format; returns its tensors. ``layers``: whose inputs it reads."""
     torch.manual_seed(seed)
     config = tiny_config("llama", num_hidden_layers=1)
@@ -187,26 +216,28 @@ def write_eagle3(directory, *, draft_vocab=40, seed=2, layers=(0, 1, 2), fmt="sa
     kept = torch.randperm(vocab)[:draft_vocab].sort().values
     state["d2t"] = kept - torch.arange(draft_vocab)
     state["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, kept, True)
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     config.architectures = ["LlamaForCausalLMEagle3"]
     config.draft_vocab_size = draft_vocab
     if layers is not None:
         config.eagle_config = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]}
+    _save(Path(directory), config, state, fmt)
+    return state
+
+
+def _save(directory: Path, config: Any, state: dict[str, torch.Tensor], fmt: str) -> None:
+    """A head's config and tensors, in ``model.safetensors``, or by torch.save for any other ``fmt``."""
+    directory.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(directory)
     if fmt == "safetensors":
-        from safetensors.torch import save_file
-
         save_file(state, directory / "model.safetensors")
     else:
         torch.save(state, directory / "pytorch_model.bin")
-    return state
 
 
 TEXT = ["the cat sat on the mat", "naïve café, déjà vu", "日本語のテキスト", "smile 🙂 and 👩‍👩‍👧", "a  b   c\n\td"]
 
 
-def byte_level_tokenizer(size=300):
+def byte_level_tokenizer(size: int = 300) -> Tokenizer:
     """Byte-level BPE as Llama 3 and Qwen have it, with a start token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -222,7 +253,7 @@ def byte_level_tokenizer(size=300):
     return tokenizer
 
 
-def sentencepiece_tokenizer():
+def sentencepiece_tokenizer() -> Tokenizer:
     """BPE with byte fallback and spaces as sentencepiece writes them, as Llama 2 and Mistral have it."""
     words = ["▁", "▁the", "▁cat", "a", "b", "c", "t", "h", "e", "▁▁", "\n", "é", ".", "▁a", "日"]
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}

@@ -1,30 +1,44 @@
 """Running one host program of one setup, and what must hold."""
 
-import time
-from dataclasses import dataclass, field
+from __future__ import annotations
 
-from outrider_proof.decode_program import WrongTokens, implied_by
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.device import Backend
+from outrider_proof.decode_program import HostProgram, WrongTokens, implied_by
 from outrider_proof.fence_log import Drop, FenceLog
-from outrider_proof.setups import Served, alone, draw, engines_for, plain, simulated, synchronous
+from outrider_proof.setups import Served, Setup, alone, draw, engines_for, plain, simulated, synchronous
 from outrider_sanitizer import RaceError, watch
+from outrider_sanitizer import Report as Findings
 from outrider_sim.explore import run_once
 from outrider_sim.strategies import make_strategy
 
 
 @dataclass
 class Outcome:
-    """What a run came to. ``error``: its name where it failed; ``implied``: fences that the findings imply."""
+    """The result of a run.
+
+    ``error``, ``text``: name and message of what it failed with, empty where it passed. ``implied``: the fences that the
+    findings imply. ``left_out``: how often half a fence was; ``covered``: everything that it orders was ordered all the
+    same. ``counts``: of :func:`serve`.
+    """
 
     error: str = ""
     text: str = ""
     implied: tuple[str, ...] = ()
     left_out: int = 0
     covered: bool = False
-    counts: dict = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
 
 
-def serve(setup, program, log):
-    """Run the program and compare. Raises what went wrong; returns counts."""
+def serve(setup: Setup, program: HostProgram, log: FenceLog) -> dict[str, int]:
+    """Run the program and compare; returns counts of what happened in it.
+
+    Raises :class:`WrongTokens`, and whatever the engine raises.
+    """
     engines = engines_for(setup, program, log.wrap)
     free = [(engine.free_pages, engine.free_rows) for engine in engines]
     served = Served(engines, program, setup.proposer)
@@ -55,18 +69,32 @@ def serve(setup, program, log):
     }
 
 
-def once(setup, program, *, strategy="program", seed=0, watched=True, drop=None, half="wait", consumer=None):
-    """One run under one schedule."""
-    backend = simulated(setup.like)
+def once(
+    setup: Setup,
+    program: HostProgram,
+    *,
+    strategy: str = "program",
+    seed: int = 0,
+    watched: bool = True,
+    drop: str | None = None,
+    half: str = "wait",
+    consumer: str | None = None,
+) -> Outcome:
+    """One run under one schedule.
+
+    ``watched``: with the sanitizer, which decides what the outcome is. ``drop``, ``half``, ``consumer``: the fence, and what
+    of it, that is left out.
+    """
+    backend = simulated(setup.like, setup.emulations)
     log = FenceLog(lambda stream: backend.control.steps(stream)[1], drop=drop, half=Drop(half), consumer=consumer)
     outcome = Outcome()
-    reports = []
+    reports: list[Findings] = []
 
-    def run(device):
+    def run(device: Backend) -> None:
         if not watched:
             outcome.counts = serve(setup, program, log)
             return
-        problem = None
+        problem: Exception | None = None
         with watch(device) as report:
             try:
                 outcome.counts = serve(setup, program, log)
@@ -88,15 +116,15 @@ def once(setup, program, *, strategy="program", seed=0, watched=True, drop=None,
     if error is not None:
         outcome.error, outcome.text = type(error).__name__, str(error)[:2000]
         if isinstance(error, RaceError):
-            outcome.implied = implied_by(reports[0], log)
+            outcome.implied = implied_by(reports[0].findings, log)
     return outcome
 
 
-def prove(setup, number, schedules):
-    """One host program under many schedules, the first two watched; a plain record of what came of it."""
+def prove(setup: Setup, number: int, schedules: int) -> dict[str, Any]:
+    """One host program under many schedules, the first two watched; its record, for proof.json."""
     program = draw(number)
     start = time.perf_counter()
-    record = {"setup": setup.name, "program": number, "schedules": 0, "failures": []}
+    record: dict[str, Any] = {"setup": setup.name, "program": number, "schedules": 0, "failures": []}
     for seed in range(schedules):
         strategy = "program" if seed == 0 else "mixed"
         outcome = once(setup, program, strategy=strategy, seed=number * schedules + seed, watched=seed < 2)
@@ -108,7 +136,7 @@ def prove(setup, number, schedules):
     return record | {"seconds": round(time.perf_counter() - start, 2)}
 
 
-def ordered_otherwise(setup, fence):
+def ordered_otherwise(setup: Setup, fence: str) -> str:
     """Why a fence may be left out of a setup without a finding, though there is work around it; empty where it may not."""
     if fence == "draft_outputs_ready" and setup.proposer == "none":
         return "nothing is drafted"
@@ -119,9 +147,11 @@ def ordered_otherwise(setup, fence):
     return ""
 
 
-def drop(setup, fence, half, consumer, programs):
-    """Leave half a fence out until a watched run finds it and its findings imply that fence alone: *live*, or *unused* where
-    nothing was left out, or nothing that isn't ordered all the same.
+def drop(setup: Setup, fence: str, half: str, consumer: str | None, programs: Sequence[int]) -> dict[str, Any]:
+    """Leave half a fence out, in one program after the other, until a watched run finds it.
+
+    The result is *live* where its findings imply that fence alone; *unused* where nothing was left out, or everything that
+    it orders was ordered all the same.
     """
     left_out, covered = 0, True
     for number in programs:
@@ -136,9 +166,9 @@ def drop(setup, fence, half, consumer, programs):
     return {"result": "unused", "left_out": left_out, "why": ordered_otherwise(setup, fence)}
 
 
-def rate(setup, fence, consumer, number, schedules):
+def rate(setup: Setup, fence: str, consumer: str | None, number: int, schedules: int) -> dict[str, Any]:
     """How many schedules of one program show a dropped wait by tokens, acceptance, pages or errors alone."""
-    shown = {}
+    shown: dict[str, int] = {}
     program = draw(number)
     for seed in range(schedules):
         outcome = once(setup, program, strategy="mixed", seed=seed, watched=False, drop=fence, consumer=consumer)

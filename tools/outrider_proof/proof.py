@@ -1,4 +1,4 @@
-"""The proof of the engine's fences, at length: many host programs under many schedules, and each fence left out.
+"""The whole proof of the engine's fences: many host programs under many schedules, and each fence left out.
 
     python -m outrider_proof.proof -n 16 --out build/proof
 
@@ -12,8 +12,9 @@ fences     for each fence, consumer, half, mode and proposer: left out, it's fou
            finding (*live*), or nothing was left out in any program (*unused*).
 rate       how often wrong tokens, acceptance, pages or an error alone would have shown a wait that is left out.
 
-`--through outrider_npu` (or outrider_rocm) runs the plugin's own code on the emulation of its vendor's package instead.
-`--resume proof.json` takes over what an earlier run recorded, on whatever machine, and runs the rest.
+`--through outrider_npu --emulations DIR` (or outrider_rocm) runs the plugin's own code instead, on the emulation of its
+vendor's package in that directory.
+`--resume proof.json` takes over what an earlier run recorded, on any machine, and runs the rest.
 """
 
 from __future__ import annotations
@@ -24,15 +25,20 @@ import os
 import sys
 import time
 from collections import Counter, defaultdict
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+from outrider_proof.tables import RATED, Record, fences_table, programs_table, rate_table
+
+Job = tuple[str, tuple[Any, ...]]
+"""A part, and the arguments of :func:`work` for it: a setup first."""
 
 PARTS = ("programs", "fences", "rate")
 DROPPED_IN = (1, 3, 7, 0, 4, 5)
-"""Host programs that a fence is left out of, until one of them shows it."""
+"""The numbers of the host programs in which a fence is left out, until one of them shows it."""
 DIFFERENT = (
     "published",
     "lengths_on_host",
@@ -42,12 +48,11 @@ DIFFERENT = (
     "results_taken",
     "results_copied",
 )
-"""Fences that another personality carries out, or leaves out, otherwise; the others are tried on one."""
-RATED = (("eagle", "staged"), ("eagle-tree", "staged"), ("eagle", "graphs"), ("eagle", "fused"), ("none", "staged"))
+"""Fences that personalities carry out in different ways; the others are tried on one personality."""
 
 
-def cells():
-    """(fence, half, consumer) of every cell of the table."""
+def cells() -> Iterator[tuple[str, str, str | None]]:
+    """(fence, half, consumer) of every line of the table of fences."""
     from outrider.engine.fences import FENCES
 
     for fence in FENCES:
@@ -56,13 +61,13 @@ def cells():
         yield fence.name, "record", None
 
 
-def jobs(options):
+def jobs(options: argparse.Namespace) -> Iterator[Job]:
     """(part, arguments) of everything that is to be run, the longest first."""
     from outrider_proof.setups import PERSONALITIES, PROPOSERS, Setup, all_setups
 
     wanted = options.proposers or PROPOSERS
     likes = (options.through,) if options.through else PERSONALITIES
-    setups = [setup for setup in all_setups(likes) if setup.proposer in wanted]
+    setups = [setup for setup in all_setups(likes, options.emulations) if setup.proposer in wanted]
     if "programs" in options.parts:
         for number in range(options.first, options.programs):
             yield "programs", (setups[number % len(setups)], number, options.schedules)
@@ -83,7 +88,7 @@ NAMES = {"programs": (), "fences": ("fence", "half", "consumer"), "rate": ("fenc
 """What a record of each part says of its job, beside the setup."""
 
 
-def described(part, arguments):
+def described(part: str, arguments: tuple[Any, ...]) -> Record:
     """A job as its record names it."""
     setup, *rest = arguments
     if part == "programs":
@@ -92,8 +97,8 @@ def described(part, arguments):
     return of_setup | dict(zip(NAMES[part], rest, strict=False))
 
 
-def work(part, arguments):
-    """One job, in a process of its own."""
+def work(part: str, arguments: tuple[Any, ...]) -> Record:
+    """Run one job, in a process of the pool."""
     import torch
 
     torch.set_num_threads(1)
@@ -103,14 +108,15 @@ def work(part, arguments):
     if part == "programs":
         return checks.prove(setup, *rest)
     if part == "fences":
-        return described(part, arguments) | checks.drop(setup, *rest, DROPPED_IN)
+        fence, half, consumer = rest
+        return described(part, arguments) | checks.drop(setup, fence, half, consumer, DROPPED_IN)
     return described(part, arguments) | checks.rate(setup, *rest)
 
 
-def earlier(options, todo):
+def earlier(options: argparse.Namespace, todo: list[Job]) -> tuple[defaultdict[str, list[Record]], list[Job]]:
     """What earlier runs recorded of these jobs, by part, and the jobs that are left."""
     by_name = {str(sorted(described(*job).items(), key=str)): job for job in todo}
-    records = defaultdict(list)
+    records: defaultdict[str, list[Record]] = defaultdict(list)
     for file in options.resume:
         for part, rows in json.loads(file.read_text()).items():
             for row in rows if part in PARTS else ():
@@ -121,14 +127,14 @@ def earlier(options, todo):
     return records, list(by_name.values())
 
 
-def run(options):
-    """Records by part, and how many jobs there were."""
+def run(options: argparse.Namespace) -> tuple[defaultdict[str, list[Record]], Counter[str]]:
+    """Run the jobs; records by part, and how many jobs each part has. What failed outside a check is in part "broken"."""
     todo = list(jobs(options))
     planned = Counter(part for part, _ in todo)
     records, todo = earlier(options, todo)
     end = time.monotonic() + options.seconds
     queue = iter(todo)
-    running = {}
+    running: dict[Future[Record], Job] = {}
     with ProcessPoolExecutor(options.n, mp_context=get_context("spawn")) as pool:
         while True:
             while len(running) < 2 * options.n and time.monotonic() < end:
@@ -152,133 +158,9 @@ def run(options):
     return records, planned
 
 
-def reason(row):
-    """Why a fence isn't used in a cell."""
-    fence, mode, consumer = row["fence"], row["mode"], row["consumer"]
-    like = row["like"].removeprefix("outrider_")
-    if row.get("why"):
-        return row["why"]
-    if row.get("left_out"):
-        return "what it orders is ordered by its stream or by other fences"
-    if fence.startswith("params") and (like != "npu" or mode != "graphs"):
-        return "no graph has host parameters"
-    if fence == "lengths_on_host" and like != "npu":
-        return "no attention takes host integers"
-    if fence == "published" and consumer == "copy" and like != "npu":
-        return "lengths don't go to the host"
-    if fence.startswith("results_") and like == "rocm":
-        return "results are copied on forward"
-    if fence == "published" and consumer == "schedule" and like == "rocm":
-        return "the host waits in its place"
-    if fence == "handed_over" and consumer == "host":
-        return "both engines have one backend"
-    if mode == "fused":
-        return "the iteration is one graph on forward"
-    if fence in ("accept_ready", "extend_plan_ready") and row["proposer"] in ("none", "ngram", "ngram, images"):
-        return "nothing runs behind verify"
-    return "not reached by these programs"
-
-
-def programs_table(rows, lines):
-    from outrider_proof.setups import draw
-
-    total = Counter()
-    by = defaultdict(Counter)
-    failures = []
-    for row in rows:
-        proposer = row["setup"].rsplit(", ", 2)[0]
-        for key in (
-            "requests",
-            "aborted",
-            "preempted",
-            "prefix_hits",
-            "moved",
-            "compared",
-            "iterations",
-            "verified",
-            "schedules",
-        ):
-            total[key] += row.get(key, 0)
-            by[proposer][key] += row.get(key, 0)
-        by[proposer]["programs"] += 1
-        by[proposer]["failures"] += len(row["failures"])
-        failures += [(row["setup"], row["program"], failure) for failure in row["failures"]]
-    distinct = len({(row["setup"].rsplit(", ", 2)[0], draw(row["program"])) for row in rows})
-    lines += [
-        f"{len(rows)} host programs ({distinct} distinct with their proposer), {total['schedules']} runs, "
-        f"{len(failures)} failures. In one run of each: {total['requests']} requests, {total['aborted']} aborted, "
-        f"{total['preempted']} preempted, {total['prefix_hits']} with a prefix hit, {total['moved']} hand-overs; "
-        f"acceptance of {total['compared']} compared with the synchronous engine.",
-        "",
-        "| proposer | programs | runs | requests | preempted | hand-overs | acceptance length | failures |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for proposer, sums in sorted(by.items()):
-        length = sums["verified"] / sums["iterations"] if sums["iterations"] else 0.0
-        lines.append(
-            f"| {proposer} | {sums['programs']} | {sums['schedules']} | {sums['requests']} | {sums['preempted']} | "
-            f"{sums['moved']} | {length:.2f} | {sums['failures']} |"
-        )
-    lines += ["", *(f"- {setup}, program {number}, seed {f['seed']}: {f['error']}" for setup, number, f in failures[:40])]
-
-
-def fences_table(rows, lines):
-    from outrider_proof.setups import MODES
-
-    order = {mode: number for number, mode in enumerate(MODES)}
-    columns = sorted({(row["like"], row["mode"]) for row in rows}, key=lambda column: (column[0], order[column[1]]))
-    table = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        table[row["fence"], row["half"], row["consumer"]][row["like"], row["mode"]].append(row)
-    lines += ["| fence | left out | at | " + " | ".join(f"{like}, {mode}" for like, mode in columns) + " |"]
-    lines += ["|---" * (3 + len(columns)) + "|"]
-    odd, why = [], {}
-    for (fence, half, consumer), by_column in sorted(table.items(), key=lambda item: str(item[0])):
-        texts = []
-        for column in columns:
-            found = by_column.get(column, [])
-            live = sum(row["result"] == "live" for row in found)
-            unused = [row for row in found if row["result"] == "unused"]
-            odd += [row for row in found if row["result"] not in ("live", "unused")]
-            parts = [f"{live} live"] if live else []
-            for text, count in Counter(reason(row) for row in unused).items():
-                parts.append(f"{count} unused ({why.setdefault(text, chr(97 + len(why)))})")
-            texts.append(", ".join(parts))
-        lines.append(f"| {fence} | {half} | {consumer or 'all'} | {' | '.join(texts)} |")
-    lines += ["", "Numbers are proposers. " + "; ".join(f"({letter}) {text}" for text, letter in why.items()) + "."]
-    lines += [f"Neither live nor unused: {len(odd)}." if odd else "None is neither live nor unused."]
-    lines += [
-        f"- {row['fence']} ({row['half']} at {row['consumer'] or 'all'}), {row['proposer']}, {row['like']}, {row['mode']}: "
-        + row["result"]
-        + (f", the finding implies {', '.join(row['implied'])}" if row.get("implied") else "")
-        for row in odd
-    ]
-
-
-def rate_table(rows, lines):
-    runs, shown, found = Counter(), Counter(), Counter()
-    kinds = defaultdict(Counter)
-    for row in rows:
-        key = row["fence"], row["consumer"], f"{row['proposer']}, {row['mode']}"
-        runs[key] += row["runs"]
-        shown[key] += sum(row["shown"].values())
-        found[key] += bool(row["shown"])
-        kinds[key].update(row["shown"])
-    setups = [f"{proposer}, {mode}" for proposer, mode in RATED]
-    lines += ["", "| wait left out | at | " + " | ".join(setups) + " |", "|---|---|" + "---|" * len(setups)]
-    for fence, consumer in dict.fromkeys((f, c) for f, c, _ in runs):
-        texts = []
-        for setup in setups:
-            key = (fence, consumer, setup)
-            texts.append(f"{shown[key]} of {runs[key]}" if runs[key] else "not run")
-        lines.append(f"| {fence} | {consumer} | {' | '.join(texts)} |")
-    total = Counter()
-    for counts in kinds.values():
-        total.update(counts)
-    lines += ["", "By what: " + ", ".join(f"{name} {count}" for name, count in total.most_common()) + "."]
-
-
-def main():
+def main() -> None:
+    """Parse the options, run, write proof.json and proof.md. Exit code 1 where a host program failed or a job broke."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes of the pool, before torch is imported
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--programs", type=int, default=600, help="host programs, spread over the setups")
@@ -288,10 +170,15 @@ def main():
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing new after this long")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--through", choices=("outrider_npu", "outrider_rocm"), help="a plugin, on its emulation")
+    parser.add_argument("--emulations", type=Path, metavar="DIR", help="--through: where the emulations of packages are")
     parser.add_argument("--resume", type=Path, nargs="+", default=[], help="proof.json of earlier runs")
     parser.add_argument("--proposers", nargs="+", help="these alone")
     parser.add_argument("--out", type=Path, default=Path("build/proof"))
     options = parser.parse_args()
+    if options.through and not options.emulations:
+        parser.error("--through needs --emulations DIR, the directory with the emulation of the vendor's package")
+    if options.emulations:
+        options.emulations = options.emulations.resolve()
     start = time.monotonic()
     records, planned = run(options)
     spent = time.monotonic() - start

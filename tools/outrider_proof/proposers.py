@@ -1,6 +1,10 @@
 """Every proposer over tiny models, as programs for the simulated accelerator."""
 
+from __future__ import annotations
+
 import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,44 +17,54 @@ from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.tree import DynamicTree, FixedTree
 from outrider_proof import tiny
 
-PROMPTS, NEW_TOKENS = [(3,), (1, 2, 3, 4, 5)], 10
+if TYPE_CHECKING:
+    from outrider.device import Backend
+    from outrider.speculative.proposer import Proposer
+
+PROMPTS: list[tuple[int, ...]] = [(3,), (1, 2, 3, 4, 5)]
+NEW_TOKENS = 10
 
 
-def moved(value, device):
-    """Weights, copied to a device."""
+def moved(value: Any, device: torch.device) -> Any:
+    """Weights, copied to a device: a tensor, or tuples and dataclasses of them; anything else is returned as it is."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, tuple):
         return tuple(moved(each, device) for each in value)
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: moved(getattr(value, field.name), device) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)
     return value
 
 
-def decoder(model, backend):
+def decoder(model: Decoder, backend: Backend) -> Decoder:
+    """The same model on another backend, with the kernels chosen there."""
     return Decoder(model.config, moved(model.weights, backend.device), backend.kernels_in_use)
 
 
-def eagle(target):
+def eagle(target: Decoder) -> EagleHead:
+    """The tiny EAGLE head, on the device of its target."""
     head = tiny.eagle_head()
     return EagleHead(head.config, moved(head.weights, target.device), target)
 
 
-def eagle3(target):
+def eagle3(target: Decoder) -> Eagle3Head:
+    """The tiny EAGLE-3 head, on the device of its target."""
     head = tiny.eagle3_head()
     return Eagle3Head(head.config, moved(head.weights, target.device), target, aux_hidden_state_layers=head.aux_hidden_state_layers)
 
 
-def mtp(target):
+def mtp(target: Decoder) -> list[MtpHead]:
+    """The tiny MTP heads, on the device of their target."""
     return [MtpHead(h.config, moved(h.weights, target.device), target, ahead=h.ahead) for h in tiny.mtp_heads()]
 
 
-def shape():
+def shape() -> DynamicTree:
+    """The tree that every tree proposer here drafts."""
     return DynamicTree(topk=3, depth=3)
 
 
-MAKERS = {
+MAKERS: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
     "eagle": lambda t, _: EagleProposer(eagle(t), draft_tokens=3),
     "eagle-tree": lambda t, _: EagleTreeProposer(eagle(t), shape()),
     "eagle-fixed-tree": lambda t, _: EagleTreeProposer(eagle(t), FixedTree.regular((3, 2, 1))),
@@ -64,13 +78,14 @@ MAKERS = {
     "ngram": lambda t, _: NgramProposer(vocab_size=t.config.vocab_size, draft_tokens=3),
     "ngram-tree": lambda t, _: NgramProposer(vocab_size=t.config.vocab_size, draft_tokens=3, branches=3),
 }
+"""A proposer by its name, for a target on a backend; None: plain decoding."""
 
 
-def program(name, **config):
+def program(name: str, **config: Any) -> Callable[[Backend], None]:
     """Generate with one proposer, greedy and sampling, and compare the greedy tokens with plain decoding."""
     config = {"max_context": 32, "max_requests": 2, "page_size": 4, "prefill_chunk": 4, "overlap": True} | config
 
-    def run(backend):
+    def run(backend: Backend) -> None:
         loading = backend.create_stream("load")
         with backend.on(loading):
             target = decoder(tiny.target(), backend)

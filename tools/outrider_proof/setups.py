@@ -1,5 +1,7 @@
 """What is proved: a proposer, how the step is run, and which device is imitated. Tiny models in float64."""
 
+from __future__ import annotations
+
 import functools
 import importlib
 import random
@@ -7,10 +9,12 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from outrider import Engine, EngineConfig, SamplingParams
+from outrider.device.errors import ConfigError
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.proposer import PlainProposer
@@ -21,34 +25,51 @@ from outrider_proof.decode_program import Arrival, HostProgram, Serving
 from outrider_proof.proposers import MAKERS, decoder
 from outrider_sim.plugin import create_backend
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from outrider.device import Backend, Fence
+    from outrider.engine.requests.request import Request
+    from outrider.model import Media, VisionTower
+    from outrider.speculative.proposer import Proposer
+
 CONTEXT, TEXT, LONGEST = 96, 400, 14
 VISION = "ngram, images"
 PROPOSERS = ("none", *(name for name in MAKERS if name != "none"), VISION)
 MODES = ("staged", "graphs", "fused")
 PERSONALITIES = ("cuda", "rocm", "npu")
 PLUGINS = {"outrider_npu": "emulation", "outrider_rocm": "emulation_hip"}
-"""A vendor's plugin instead of a personality: its code on the emulation of its package, alone in its process."""
+"""A vendor's plugin instead of a personality: its code on the emulation of its package, alone in its process.
+
+The value is the module of the emulation, in the directory that :attr:`Setup.emulations` names. It has ``make()``, which
+returns the plugin's backend, and that of ``outrider_npu`` has ``lift_limits()``, which lets CANN's operators take float64.
+"""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A row of the tables. ``mode``: staged, staged with graphs, or fused; ``like``: a personality, or a plugin."""
+    """A row of the tables. ``mode``: staged, staged with graphs, or fused; ``like``: a personality, or a plugin.
+
+    ``emulations``: the directory with the emulations of vendors' packages; a plugin needs it.
+    """
 
     proposer: str
     mode: str
     like: str = "cuda"
+    emulations: Path | None = None
 
     @property
-    def family(self):
+    def family(self) -> str:
         """The device that is imitated, whoever does it."""
         return self.like.removeprefix("outrider_")
 
     @property
-    def name(self):
+    def name(self) -> str:
+        """As records and tables name it."""
         return f"{self.proposer}, {self.mode}, {self.like}"
 
 
-def runs(setup):
+def runs(setup: Setup) -> bool:
     """Whether the imitated device runs this: lengths as host integers need a proposer whose lengths the host can know, and
     where parameters are rebound there is no fused mode; nor does the plugin for ROCm declare it.
     """
@@ -57,24 +78,24 @@ def runs(setup):
     return setup.family != "npu" or (setup.mode != "fused" and not setup.proposer.startswith("mtp"))
 
 
-def all_setups(likes=PERSONALITIES):
+def all_setups(likes: Iterable[str] = PERSONALITIES, emulations: Path | None = None) -> list[Setup]:
     """Every setup that a device runs."""
-    each = (Setup(proposer, mode, like) for proposer in PROPOSERS for mode in MODES for like in likes)
+    each = (Setup(proposer, mode, like, emulations) for proposer in PROPOSERS for mode in MODES for like in likes)
     return [setup for setup in each if runs(setup)]
 
 
 @functools.cache
-def text():
-    """What prompts are slices of: repetitive enough for n-grams."""
+def text() -> tuple[int, ...]:
+    """The tokens that prompts are slices of: repetitive enough for n-grams."""
     rng = random.Random(0)
     words = [[rng.randrange(tiny.VOCABULARY) for _ in range(rng.randint(2, 5))] for _ in range(12)]
-    tokens = []
+    tokens: list[int] = []
     while len(tokens) < TEXT:
         tokens += rng.choice(words)
     return tuple(tokens[:TEXT])
 
 
-def draw(seed):
+def draw(seed: int) -> HostProgram:
     """The host program numbered ``seed``: an odd one is any, an even one is crowded, with prefixes to share and few pages."""
     program = HostProgram.draw(seed, TEXT)
     if seed % 2:
@@ -95,10 +116,20 @@ def draw(seed):
 
 
 @functools.cache
-def simulated(like):
+def simulated(like: str, emulations: Path | None) -> Any:
+    """The device of a setup, one a process; it has a ``control``. An emulation's directory is put on ``sys.path``.
+
+    Raises :class:`ConfigError` for a plugin without the directory of its emulation.
+    """
     if like not in PLUGINS:
         return create_backend(0, {"like": like})
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "vendors" / "emulated"))
+    if emulations is None or not (emulations / f"{PLUGINS[like]}.py").is_file():
+        raise ConfigError(
+            f"{like} runs on the emulation of its vendor's package, and there is no {PLUGINS[like]}.py in {emulations}; "
+            "name its directory with --emulations DIR"
+        )
+    if str(emulations) not in sys.path:
+        sys.path.insert(0, str(emulations))
     emulation = importlib.import_module(PLUGINS[like])
     if like == "outrider_npu":
         emulation.lift_limits()
@@ -108,9 +139,9 @@ def simulated(like):
 class Models:
     """The models of a proposer on one backend, loaded once."""
 
-    def __init__(self, proposer, backend):
+    def __init__(self, proposer: str, backend: Backend) -> None:
         self.proposer, self.backend = proposer, backend
-        self.vision = None
+        self.vision: VisionTower | None = None
         stream = backend.create_stream("load")
         with backend.on(stream):
             if proposer == VISION:
@@ -122,19 +153,25 @@ class Models:
         stream.synchronize()
         backend.synchronize()
 
-    def make(self):
+    def make(self) -> Proposer:
         """A proposer, with caches that no engine has yet."""
-        if self.proposer == "none":
-            return PlainProposer()
         if self.proposer == VISION:
             return NgramProposer(vocab_size=self.target.config.vocab_size, draft_tokens=3)
         stream = self.backend.create_stream("load")
         with self.backend.on(stream):
             made = MAKERS[self.proposer](self.target, self.backend)
         stream.synchronize()
-        return made
+        return made or PlainProposer()
 
-    def engine(self, program, *, mode="staged", overlap=True, wrap=None):
+    def engine(
+        self,
+        program: HostProgram,
+        *,
+        mode: str = "staged",
+        overlap: bool = True,
+        wrap: Callable[[Fence], Fence] | None = None,
+    ) -> Engine:
+        """An engine of the program's sizes. ``wrap``: the engine's ``wrap_fence``."""
         # Room for the longest request, its image and its draft's slots, and little more: others wait, or are preempted.
         longest = max(arrival.length + arrival.max_tokens for arrival in program.arrivals)
         proposer = self.make()
@@ -156,25 +193,27 @@ class Models:
 
 
 @functools.cache
-def models(proposer, like):
+def models(proposer: str, like: str | None, emulations: Path | None = None) -> Models:
     """On a simulated device, or on the host where ``like`` is None."""
-    return Models(proposer, CpuBackend() if like is None else simulated(like))
+    return Models(proposer, CpuBackend() if like is None else simulated(like, emulations))
 
 
 @functools.cache
-def vision_checkpoint():
+def vision_checkpoint() -> Path:
+    """The directory of a tiny vision-language checkpoint, written once a process."""
     directory = Path(tempfile.mkdtemp(prefix="outrider-proof-"))
     write_vision_checkpoint(directory, "qwen2_vl")
     return directory
 
 
 @functools.cache
-def pictures():
+def pictures() -> tuple[Media, Media]:
+    """Two preprocessed images of different sizes."""
     processor = MediaProcessor.from_checkpoint(vision_checkpoint())
     return processor.image(picture(20, 28)), processor.image(picture(16, 16, seed=1))
 
 
-def prompt_and_media(proposer, arrival):
+def prompt_and_media(proposer: str, arrival: Arrival) -> tuple[tuple[int, ...], tuple[Media, ...]]:
     """The tokens of an arrival, and its images: two of three requests of a multimodal program have one."""
     tokens = text()[arrival.start : arrival.start + arrival.length]
     if proposer != VISION:
@@ -189,12 +228,12 @@ def prompt_and_media(proposer, arrival):
 class Served(Serving):
     """With images, and keeping the engine's records of the requests."""
 
-    def __init__(self, engines, program, proposer):
+    def __init__(self, engines: Sequence[Engine], program: HostProgram, proposer: str) -> None:
         super().__init__(engines, program, lambda arrival: prompt_and_media(proposer, arrival)[0])
         self._proposer = proposer
-        self.records = {}
+        self.records: dict[int, Request] = {}
 
-    def _arrive(self, step):
+    def _arrive(self, step: int) -> None:
         while self._waiting and self._arrivals[self._waiting[0]].step <= step:
             index = self._waiting.pop(0)
             arrival = self._arrivals[index]
@@ -203,11 +242,11 @@ class Served(Serving):
             self._place(index, 0, self._engines[0].add_request(tokens, params, media=media))
             self._since[index] = step
 
-    def _place(self, index, side, request):
+    def _place(self, index: int, side: int, request: int) -> None:
         super()._place(index, side, request)
         self.records[index] = self._engines[side]._requests[request]
 
-    def acceptance(self):
+    def acceptance(self) -> dict[int, tuple[int, int]]:
         """(iterations, verified tokens) of each request that ran undisturbed to its end."""
         return {
             index: (record.iterations, record.verified_tokens)
@@ -217,7 +256,7 @@ class Served(Serving):
 
 
 @functools.cache
-def plain(proposer, arrival):
+def plain(proposer: str, arrival: Arrival) -> tuple[int, ...]:
     """Plain greedy tokens of a request, alone in an engine on the host, for the longest that any may write."""
     tokens, media = prompt_and_media(proposer, arrival)
     host = models(proposer, None)
@@ -227,19 +266,20 @@ def plain(proposer, arrival):
     return done.token_ids
 
 
-def alone(arrival):
+def alone(arrival: Arrival) -> Arrival:
     """The same request, whatever else a program says of it."""
     return Arrival(arrival.start, arrival.length, arrival.max_tokens, 0, None)
 
 
-def engines_for(setup, program, wrap=None):
+def engines_for(setup: Setup, program: HostProgram, wrap: Callable[[Fence], Fence] | None = None) -> list[Engine]:
+    """The engine of a program, or two where requests move. ``wrap``: their ``wrap_fence``."""
     moves = any(arrival.moves for arrival in program.arrivals)
-    loaded = models(setup.proposer, setup.like)
+    loaded = models(setup.proposer, setup.like, setup.emulations)
     return [loaded.engine(program, mode=setup.mode, wrap=wrap) for _ in range(2 if moves else 1)]
 
 
 @functools.cache
-def synchronous(proposer, program):
+def synchronous(proposer: str, program: HostProgram) -> dict[int, tuple[int, int]]:
     """The acceptance of each request in engines on the host that wait for every iteration."""
     moves = any(arrival.moves for arrival in program.arrivals)
     loaded = models(proposer, None)

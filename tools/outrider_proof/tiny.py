@@ -5,8 +5,11 @@ that the next token mostly is the successor of the last one; random layers distu
 everything before them, and a drafter that knows the successors alone is accepted often and rejected often.
 """
 
+from __future__ import annotations
+
 import functools
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,15 +30,21 @@ from outrider.model import (
 from outrider.speculative.proposer import PlainProposer
 from outrider_cpu.backend import CpuBackend
 
+if TYPE_CHECKING:
+    from outrider.device.kernels import KernelSet
+    from outrider.speculative.proposer import Proposer
+
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, INNER = 24, 32, 4, 2, 8, 48
 
 
-def random(generator, *shape, scale=1.0):
+def random(generator: torch.Generator, *shape: int, scale: float = 1.0) -> torch.Tensor:
+    """Normally distributed float64 of ``shape``, times ``scale``."""
     return torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
 
 
-def config(layers=3, **overrides):
-    fields = {
+def config(layers: int = 3, **overrides: Any) -> ModelConfig:
+    """The shape of every model here; ``overrides``: fields of :class:`ModelConfig`."""
+    fields: dict[str, Any] = {
         "family": "llama",
         "vocab_size": VOCABULARY,
         "hidden_size": HIDDEN,
@@ -52,7 +61,10 @@ def config(layers=3, **overrides):
     return ModelConfig(**fields | overrides)
 
 
-def layer(generator, noise, *, width=HIDDEN, norm=True):
+def layer(generator: torch.Generator, noise: float, *, width: int = HIDDEN, norm: bool = True) -> LayerWeights:
+    """A random layer. ``noise``: how much it adds to its input; ``width``: of what its projections read; ``norm``: whether
+    attention has a norm before it.
+    """
     ones = torch.ones(HIDDEN, dtype=torch.float64)
     scale = noise / HIDDEN**0.5
     return LayerWeights(
@@ -66,17 +78,23 @@ def layer(generator, noise, *, width=HIDDEN, norm=True):
 
 
 @functools.cache
-def embeddings():
+def embeddings() -> torch.Tensor:
+    """One row a token, [VOCABULARY, HIDDEN], nearly orthogonal."""
     square = random(torch.Generator().manual_seed(1), HIDDEN, HIDDEN)
-    return torch.linalg.qr(square).Q[:VOCABULARY] * HIDDEN**0.5
+    rows: torch.Tensor = torch.linalg.qr(square).Q[:VOCABULARY] * HIDDEN**0.5
+    return rows
 
 
 @functools.cache
-def successors():
+def successors() -> torch.Tensor:
+    """The successor of each token: a permutation of the vocabulary, int64."""
     return torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))
 
 
-def decoder(*, layers=3, noise=1.0, seed=3, kernels=None, **overrides):
+def decoder(
+    *, layers: int = 3, noise: float = 1.0, seed: int = 3, kernels: KernelSet | None = None, **overrides: Any
+) -> Decoder:
+    """A decoder on the host, whose next token mostly is the successor of the last one."""
     generator = torch.Generator().manual_seed(seed)
     head = torch.zeros(VOCABULARY, HIDDEN, dtype=torch.float64)
     head[successors()] = embeddings() / HIDDEN**0.5
@@ -93,26 +111,28 @@ BACKEND = CpuBackend()
 
 
 @functools.cache
-def target():
+def target() -> Decoder:
+    """The model that every head and draft model here is made for."""
     return decoder()
 
 
 @functools.cache
-def plain(prompt, max_tokens):
+def plain(prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
     """Tokens of plain greedy decoding, alone."""
     made = EngineConfig(max_requests=1, max_context=len(prompt) + max_tokens, dtype="float64")
     engine = Engine(target(), BACKEND, proposer=PlainProposer(), config=made)
     return engine.generate([prompt], SamplingParams(max_tokens=max_tokens))[0].token_ids
 
 
-def engine(proposer, **fields):
-    return Engine(
-        target(), BACKEND, proposer=proposer, config=EngineConfig(**{"dtype": "float64", "max_context": 64} | fields)
-    )
+def engine(proposer: Proposer, **fields: Any) -> Engine:
+    """An engine of the target on the host. ``fields``: of its :class:`EngineConfig`."""
+    defaults: dict[str, Any] = {"dtype": "float64", "max_context": 64}
+    made = EngineConfig(**defaults | fields)
+    return Engine(target(), BACKEND, proposer=proposer, config=made)
 
 
 @functools.cache
-def eagle_head():
+def eagle_head() -> EagleHead:
     """Passes the embedding of the next token on as its hidden state, slightly disturbed: it knows the successors."""
     generator = torch.Generator().manual_seed(4)
     eye, zero = torch.eye(HIDDEN, dtype=torch.float64), torch.zeros(HIDDEN, HIDDEN, dtype=torch.float64)
@@ -126,12 +146,12 @@ def eagle_head():
 
 
 @functools.cache
-def draft_model():
+def draft_model() -> Decoder:
     """A smaller decoder of the same successors, with other disturbances."""
     return decoder(layers=1, noise=0.5, seed=9)
 
 
-def _self_attention(generator, heads):
+def _self_attention(generator: torch.Generator, heads: int) -> LayerWeights:
     """A layer whose attention looks at its own position alone: it adds the embedding and takes the old state away.
 
     Queries and keys are one constant direction in all heads, which the rotation turns away with distance. Half of the
@@ -146,7 +166,7 @@ def _self_attention(generator, heads):
 
 
 @functools.cache
-def eagle3_head(draft_vocabulary=23):
+def eagle3_head(draft_vocabulary: int = 23) -> Eagle3Head:
     """Reads the token through its attention and three states of the target through its fusion; drafts 23 of 24 tokens."""
     generator = torch.Generator().manual_seed(6)
     ids = torch.randperm(VOCABULARY, generator=generator)[:draft_vocabulary].sort().values
@@ -164,7 +184,7 @@ def eagle3_head(draft_vocabulary=23):
 
 
 @functools.cache
-def mtp_heads(count=3):
+def mtp_heads(count: int = 3) -> tuple[MtpHead, ...]:
     """Each passes the embedding of its token on, slightly disturbed."""
     generator = torch.Generator().manual_seed(7)
     ones, eye = torch.ones(HIDDEN, dtype=torch.float64), torch.eye(HIDDEN, dtype=torch.float64)

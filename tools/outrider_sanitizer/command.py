@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +13,8 @@ from rich.text import Text
 
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.report import BackendOption, JsonOption, Report
-from outrider.device.errors import ConfigError
 from outrider.registry import BackendSpec, Registry
+from outrider_sanitizer.scripts import run_script, script_path
 
 if TYPE_CHECKING:
     from outrider.device import Backend
@@ -32,9 +30,7 @@ def sanitize(
 ) -> Report:
     """Run a Python script and report races, stale reads and lost flags. Exit code 1 when there are any."""
     del json_output
-    path = Path(script[0])
-    if not path.is_file():
-        raise ConfigError(f"script {script[0]!r} doesn't exist; usage: outrider sanitize [--backend NAME] -- script.py args")
+    path = script_path(script, "sanitize")
     registry = Registry()
     found, failure = _run(registry, registry.select(backend, backend_from_environment()), path, script)
     clean = all(report.clean for report in found)
@@ -51,18 +47,14 @@ def sanitize(
 
 def _run(registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str]) -> tuple[list[Findings], str | None]:
     reports: list[Findings] = []
+    error = run_script(
+        path, argv, registry.create(spec), lambda made, stack: reports.append(stack.enter_context(_watch(made)))
+    )
     failure: str | None = None
-    # The script may use the device that was named through torch alone, or make backends of its own.
-    with (
-        with_new_backends(registry.create(spec), lambda made, stack: reports.append(stack.enter_context(_watch(made)))),
-        as_main(path, argv),
-    ):
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        except SystemExit as error:
-            failure = None if error.code in (None, 0) else f"exit code {error.code}"
-        except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
+    if isinstance(error, SystemExit):
+        failure = None if error.code in (None, 0) else f"exit code {error.code}"
+    elif error is not None:
+        failure = f"{type(error).__name__}: {error}"
     # A backend that nothing was done with has nothing to say, unless it's the only one.
     used = [report for report in reports if report.operations or not report.clean]
     return used or reports[:1], failure
@@ -72,39 +64,6 @@ def _watch(backend: Backend) -> AbstractContextManager[Findings]:
     from outrider_sanitizer import watch
 
     return watch(backend)
-
-
-@contextmanager
-def with_new_backends(first: Backend, attach: Callable[[Backend, ExitStack], None]) -> Generator[None]:
-    """Call ``attach`` for a backend, and for each that is made through the registry while the scope lasts; what it enters
-    is left at the end.
-    """
-    original = Registry.create
-    with ExitStack() as stack:
-        attach(first, stack)
-
-        def create(self: Registry, spec: BackendSpec | str) -> Backend:
-            made = original(self, spec)
-            attach(made, stack)
-            return made
-
-        Registry.create = create  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            Registry.create = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def as_main(path: Path, argv: Sequence[str]) -> Generator[None]:
-    """Let a script find its arguments and its neighbours."""
-    before, paths = sys.argv, list(sys.path)
-    sys.argv = list(argv)
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = before, paths
 
 
 def show(console: Console, report: Findings, advice: bool) -> None:

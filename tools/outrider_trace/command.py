@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,9 +12,8 @@ from rich.table import Table
 
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.report import BackendOption, JsonOption, Report
-from outrider.device.errors import ConfigError
 from outrider.registry import Registry
-from outrider_sanitizer.command import as_main, with_new_backends
+from outrider_sanitizer.scripts import run_script, script_path
 
 if TYPE_CHECKING:
     from outrider.device import Backend
@@ -39,17 +37,13 @@ def trace(
     from outrider_trace.picture import page, svg
     from outrider_trace.timeline import record
 
-    path = Path(script[0])
-    if not path.is_file():
-        raise ConfigError(f"script {script[0]!r} doesn't exist; usage: outrider trace [--backend NAME] -- script.py args")
+    path = script_path(script, "trace")
     registry = Registry()
     timelines: list[tuple[Backend, Timeline]] = []
     first = registry.create(registry.select(backend, backend_from_environment()))
-    with (
-        with_new_backends(first, lambda made, stack: timelines.append((made, stack.enter_context(record(made))))),
-        as_main(path, script),
-    ):
-        runpy.run_path(str(path), run_name="__main__")
+    error = run_script(path, script, first, lambda made, stack: timelines.append((made, stack.enter_context(record(made)))))
+    if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+        raise error
     # The busiest device is the one that the script is about.
     device, timeline = max(timelines, key=lambda pair: sum(map(len, pair[1].spans.values())))
     target = picture or out.with_suffix(".html")

@@ -51,6 +51,16 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """A record or a wait of a fence on its stream, before the span numbered ``at``. ``fence``: without the ring's slot."""
+
+    fence: str
+    stream: str
+    at: int
+    waited: bool
+
+
+@dataclass(frozen=True, slots=True)
 class WaitCost:
     """What the waits of one line cost: ``stall_us`` in which the stream stood still for them, ``critical_us`` of that on
     the path that decides when everything is over.
@@ -70,10 +80,11 @@ class WaitCost:
 
 @dataclass
 class Timeline:
-    """What ran, by stream in the order of each stream, and the waits between them."""
+    """What ran, by stream in the order of each stream, the waits between streams, and every record and wait in order."""
 
     spans: dict[str, list[Span]] = field(default_factory=dict)
     waits: list[Wait] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
 
     def lane(self, stream: str) -> list[Span]:
         """The spans of a stream."""
@@ -103,6 +114,10 @@ class Timeline:
                 moved = replace(wait, at=wait.at - first[wait.source], to=wait.to - first[wait.stream])
                 if 0 < moved.at <= len(part.spans[wait.source]) and 0 <= moved.to < len(part.spans[wait.stream]):
                     part.waits.append(moved)
+        for mark in self.marks:
+            if mark.stream in first:
+                at = min(max(mark.at - first[mark.stream], 0), len(part.spans[mark.stream]))
+                part.marks.append(replace(mark, at=at))
         return part
 
     def hidden(self, stream: str, behind: str) -> tuple[float, float]:
@@ -218,15 +233,21 @@ class _Recorder(TimedObserver):
         with self.lock:
             known = self._records.setdefault(event, {})
             known[generation] = (stream.name, self.issued.get(stream.name, 0))
+            self._note(stream, event, waited=False)
             if len(known) > 16:
                 del known[min(known)]
 
     def waited(self, stream: Stream, event: Event, generation: int) -> None:
         with self.lock:
+            self._note(stream, event, waited=True)
             source = self._records.get(event, {}).get(generation)
             if generation and source is not None and source[0] != stream.name:
                 at = self.issued.get(stream.name, 0)
                 self.timeline.waits.append(Wait(event.name, generation, *source, stream.name, at, here()))
+
+    def _note(self, stream: Stream, event: Event, *, waited: bool) -> None:
+        fence = event.name.partition("[")[0]
+        self.timeline.marks.append(Mark(fence, stream.name, self.issued.get(stream.name, 0), waited))
 
 
 class _Told(_Recorder):

@@ -18,7 +18,6 @@ from outrider.model.loading import load_decoder
 from outrider.model.media import Media, MediaProcessor, expand_placeholders
 from outrider.model.mrope import MediaGrid, prompt_positions, speculative_positions
 from outrider.model.mtp import MtpHead, MtpWeights, load_mtp
-from outrider.model.random_weights import random_decoder, random_eagle, shape_config
 from outrider.model.rope import RopeConfig
 from outrider.model.stream_decoder import StreamDecoder
 from outrider.model.tensors import Progress
@@ -60,9 +59,6 @@ __all__ = [
     "load_through_transformers",
     "load_vision",
     "prompt_positions",
-    "random_decoder",
-    "random_eagle",
-    "shape_config",
     "speculative_positions",
     "supported_families",
 ]

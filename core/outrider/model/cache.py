@@ -56,13 +56,3 @@ class KVCache:
     def page_size(self) -> int:
         """Tokens a page holds."""
         return self.layers[0][0].shape[1]
-
-    @property
-    def bytes_per_page(self) -> int:
-        """Bytes that one page takes in all layers, keys and values together."""
-        return sum(tensor[0].nbytes for layer in self.layers for tensor in layer)
-
-    @staticmethod
-    def page_bytes(num_layers: int, num_kv_heads: int, head_size: int, *, page_size: int, dtype: torch.dtype) -> int:
-        """``bytes_per_page`` of a cache that isn't there yet."""
-        return 2 * num_layers * page_size * num_kv_heads * head_size * dtype.itemsize

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from outrider.device.errors import (
     AmbiguousBackend,
@@ -106,6 +107,8 @@ class Registry:
     registry made before an installation sees it. So is ``backends``, a group of another version.
     """
 
+    _observers: ClassVar[tuple[Callable[[Backend], None], ...]] = ()
+
     def __init__(
         self, entry_points: Iterable[EntryPoint] | None = None, *, backends: PluginGroup[BackendInfo] = BACKENDS
     ) -> None:
@@ -160,12 +163,29 @@ class Registry:
         """
         spec = self.select(spec) if isinstance(spec, str) else spec
         try:
-            return self._create(spec)
+            made = self._create(spec)
         except BackendError as error:
             if spec.chosen_by == "name":
                 raise
             how = "OUTRIDER_BACKEND asks for it" if spec.chosen_by == "environment" else f"it was probed; {_HOW_TO_CHOOSE}"
             raise type(error)(f"{error} ({how})") from error
+        for observer in Registry._observers:
+            observer(made)
+        return made
+
+    @staticmethod
+    @contextmanager
+    def observing(observer: Callable[[Backend], None]) -> Generator[None]:
+        """Call ``observer`` with each backend that any registry of this process creates while the scope lasts.
+
+        It's for tools that run a script and must see its backends before the script does. An error that it raises reaches
+        the caller of :meth:`create`.
+        """
+        Registry._observers += (observer,)
+        try:
+            yield
+        finally:
+            Registry._observers = tuple(each for each in Registry._observers if each is not observer)
 
     def _create(self, spec: BackendSpec) -> Backend:
         plugins = self._backends

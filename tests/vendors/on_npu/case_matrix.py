@@ -1,9 +1,10 @@
 """Drawn host programs (arrivals, aborts, preemptions, prefix hits, hand-overs) through a plugin, for every proposer and mode
-that it runs: tokens equal plain decoding, nothing is lost, the sanitizer is silent. ``outrider_proof.proof --through`` runs
-many more.
+that it runs: tokens equal plain decoding, nothing is lost, the sanitizer is silent. ``outrider_proof.proof --through PLUGIN
+--emulations DIR`` runs many more.
 """
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +12,11 @@ from outrider_proof.checks import drop, prove
 from outrider_proof.setups import Setup, all_setups
 
 PLUGIN = os.environ["PROVED_PLUGIN"]
+EMULATIONS = Path(__file__).resolve().parents[1] / "emulated"
 
 
 @pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("setup", all_setups((PLUGIN,)), ids=lambda setup: setup.name)
+@pytest.mark.parametrize("setup", all_setups((PLUGIN,), EMULATIONS), ids=lambda setup: setup.name)
 def test_a_program_of_every_setup(setup, number):
     record = prove(setup, number, 2)
     assert record["failures"] == []
@@ -23,7 +25,7 @@ def test_a_program_of_every_setup(setup, number):
 
 @pytest.mark.skipif(PLUGIN != "outrider_npu", reason="about CANN's operator")
 def test_attention_is_canns_operator(fused_calls):
-    assert prove(Setup("eagle", "graphs", PLUGIN), 2, 1)["failures"] == []
+    assert prove(Setup("eagle", "graphs", PLUGIN, EMULATIONS), 2, 1)["failures"] == []
     assert len(fused_calls) > 20
 
 
@@ -31,4 +33,4 @@ def test_a_fence_left_out_is_named():
     fence, half, consumer = (
         ("params_free", "wait", "update") if PLUGIN == "outrider_npu" else ("accept_ready", "wait", "plan")
     )
-    assert drop(Setup("eagle", "graphs", PLUGIN), fence, half, consumer, (1, 3, 7))["result"] == "live"
+    assert drop(Setup("eagle", "graphs", PLUGIN, EMULATIONS), fence, half, consumer, (1, 3, 7))["result"] == "live"

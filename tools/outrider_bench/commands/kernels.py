@@ -105,7 +105,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _cases(device: Backend, stream: Stream, shape: str, sizes: list[int], dtype: torch.dtype) -> Iterator[KernelCase]:
-    from outrider.model import shape_config
+    from outrider_bench.random_weights import shape_config
     from outrider_tune.measure import KernelShape, kernel_cases, product_cases
 
     config = shape_config(shape)

@@ -195,8 +195,9 @@ class _Work:
     def _random(
         self, device: Backend, random: RandomModel, variant: Variant, config: EngineConfig
     ) -> tuple[Decoder, Proposer | None]:
-        from outrider.model import Decoder, EagleHead, random_decoder, random_eagle, shape_config
+        from outrider.model import Decoder, EagleHead
         from outrider.speculative.eagle import EagleProposer
+        from outrider_bench.random_weights import random_decoder, random_eagle, shape_config
         from outrider_bench.synthetic import with_synthetic_acceptance
 
         shared = self._shared

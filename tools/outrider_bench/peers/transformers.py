@@ -15,7 +15,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, object]:
     import torch
 
     from outrider.engine.config import DTYPES
-    from outrider.model import shape_config
+    from outrider_bench.random_weights import shape_config
 
     transformers = import_module("transformers")
     work = Work.of(given)

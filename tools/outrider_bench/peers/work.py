@@ -88,7 +88,7 @@ def checkpoint_config(config: ModelConfig, *, dtype: str, layers: int | None = N
 @contextmanager
 def checkpoints(work: Work) -> Iterator[tuple[Path, Path]]:
     """Directories of a target and of a draft that hold a config each and no weights: engines fill those in at random."""
-    from outrider.model import shape_config
+    from outrider_bench.random_weights import shape_config
 
     shape = shape_config(work.shape)
     with TemporaryDirectory(prefix="outrider-peers-") as root:

@@ -7,42 +7,55 @@ machine's speed meets both. It also checks what the mode is for: tokens and log-
 for bit. Prints one JSON object.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from outrider import Engine, EngineConfig, SamplingParams, get_backend
 
+if TYPE_CHECKING:
+    from outrider.device import Backend
+
+Prompts = Sequence[Sequence[int]]
+
 BUNDLED = Path(str(files("outrider"))) / "bundled"
 CONTEXT = 256
 
 
-def build(backend, *, batch, speculate, invariant):
+def build(backend: Backend, *, batch: int, speculate: str, invariant: bool) -> Engine:
+    """An engine of the bundled model for ``batch`` requests."""
     config = EngineConfig(max_requests=batch, max_context=CONTEXT, batch_invariant=invariant)
     return Engine.from_checkpoint(
         BUNDLED / "target", backend, draft_dir=BUNDLED / "eagle", speculate=speculate, config=config
     )
 
 
-def timed(engine, prompts, params):
+def timed(engine: Engine, prompts: Prompts, params: SamplingParams) -> float:
+    """Seconds to generate."""
     start = time.perf_counter()
-    results = engine.generate(prompts, params)
-    return time.perf_counter() - start, results
+    engine.generate(prompts, params)
+    return time.perf_counter() - start
 
 
-def same_bits(engine, prompts, params):
+def same_bits(engine: Engine, prompts: Prompts, params: SamplingParams) -> bool:
+    """Whether tokens and log-probabilities of each request are the same alone and in the batch."""
     together = engine.generate(prompts, params)
     alone = [engine.generate([prompt], params)[0] for prompt in prompts]
     return all((a.token_ids, a.logprobs) == (b.token_ids, b.logprobs) for a, b in zip(together, alone, strict=True))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    """Parse the options, measure, print one JSON object."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--tokens", type=int, default=48)
@@ -60,10 +73,10 @@ def main():
                 mode: build(backend, batch=batch, speculate=speculate, invariant=mode == "invariant")
                 for mode in ("ordinary", "invariant")
             }
-            seconds = {mode: [] for mode in engines}
+            seconds: dict[str, list[float]] = {mode: [] for mode in engines}
             for turn in range(arguments.rounds + 1):
                 for mode, engine in engines.items():
-                    spent, _ = timed(engine, prompts[:batch], params)
+                    spent = timed(engine, prompts[:batch], params)
                     if turn:  # the first one warms up
                         seconds[mode].append(spent)
             speed = {mode: batch * arguments.tokens / statistics.median(times) for mode, times in seconds.items()}

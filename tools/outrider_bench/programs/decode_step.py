@@ -1,24 +1,33 @@
 """The target's forward of one decode step at the Llama-3.1-8B shape, random weights, in a graph: milliseconds of device time.
 
     python -m outrider_bench.programs.decode_step [--tokens 1,4] [--batch 1,8,32] [--context 640] [--kernels tuned]
-        [--set NAME=VALUE …]
 
 Each combination of a batch and a number of tokens a request is timed on its own, the output head included.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import statistics
+from typing import TYPE_CHECKING
 
 import torch
 
 from outrider.device import AttentionMetadata
-from outrider.model import ForwardInput, KVCache, random_decoder, shape_config
+from outrider.model import ForwardInput, KVCache
+from outrider_bench.random_weights import random_decoder, shape_config
+
+if TYPE_CHECKING:
+    from outrider.device import Backend, CaptureContext
+    from outrider.model import Decoder
 
 PAGE = 16
+"""Tokens a page of the KV cache holds."""
 
 
-def inputs_for(model, batch, width, context):
+def inputs_for(model: Decoder, batch: int, width: int, context: int) -> tuple[ForwardInput, int]:
+    """Inputs of one step, ``width`` tokens for each of ``batch`` requests of ``context`` tokens, and the pages they need."""
     device, rows = model.device, batch * width
     per = context // PAGE + 1
     table = (torch.randperm(batch * per, device=device) + 1).view(batch, per).to(torch.int32)
@@ -35,7 +44,8 @@ def inputs_for(model, batch, width, context):
     return ForwardInput(tokens, lane.repeat(batch), slots, metadata), batch * per + 1
 
 
-def time_step(backend, model, batch, width, context, replays=20):
+def time_step(backend: Backend, model: Decoder, batch: int, width: int, context: int, replays: int = 20) -> float:
+    """The median of the step's device time, in milliseconds."""
     stream = backend.create_stream("step")
     with backend.on(stream):
         inputs, pages = inputs_for(model, batch, width, context)
@@ -52,7 +62,7 @@ def time_step(backend, model, batch, width, context, replays=20):
         logits = torch.empty(batch * width, config.vocab_size, dtype=model.dtype, device=backend.device)
     stream.synchronize()
 
-    def step(context):
+    def step(context: CaptureContext) -> None:
         context.outputs["logits"].copy_(model.logits(model.forward(inputs, cache)))
 
     graph = backend.capture("step", step, stream=stream, inputs={}, outputs={"logits": logits})
@@ -68,7 +78,8 @@ def time_step(backend, model, batch, width, context, replays=20):
     return statistics.median(times[3:])
 
 
-def main():
+def main() -> None:
+    """Parse the options, measure, print a JSON object for each combination."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", default="1,4")
     parser.add_argument("--batch", default="1,8,32")

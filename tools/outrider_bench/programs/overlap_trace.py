@@ -1,7 +1,10 @@
 r"""A few overlapped iterations of the bundled model, to be drawn:
 
-outrider trace --backend sim:kernels=host-plans --out trace.json --picture overlap.svg --from US --to US \
+outrider trace --backend sim:kernels=host-plans --out trace.json --picture overlap.svg --from 3598.6 --to 3906 \
     -- tools/outrider_bench/programs/overlap_trace.py
+
+The times are virtual: they change with the engine's operations alone. ``--from`` and ``--to`` are then set anew, to the first
+operation of an iteration's gather and a little behind that of the next.
 """
 
 from pathlib import Path

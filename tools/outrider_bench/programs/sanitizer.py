@@ -5,23 +5,33 @@
 Processor time, not wall time, and the best of several repeats: other work on the machine must not count.
 """
 
+from __future__ import annotations
+
 import argparse
 import resource
 import time
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
-from outrider.device import Observer
+from outrider.device import Backend, Graph, Observer
 from outrider_sanitizer import watch
 from outrider_sim.explore import run_once
-from outrider_sim.plugin import create_backend
+from outrider_sim.plugin import create_backend as create
 from outrider_sim.strategies import Random, Strategy
 
 LAYERS, BATCH, HIDDEN, HEADS, HEAD, PAGE, PAGES, VOCABULARY = 2, 4, 64, 4, 16, 16, 64, 256
 
 
-def best(repeats, count, fn):
+def create_backend(options: dict[str, str]) -> Any:
+    """A simulated device; the type of its ``control`` is the plugin's own."""
+    return create(0, options)
+
+
+def best(repeats: int, count: int, fn: Callable[[], object]) -> float:
+    """The shortest of several runs over ``count``, in seconds of processor time."""
     times = []
     for _ in range(repeats):
         start = time.process_time()
@@ -31,7 +41,7 @@ def best(repeats, count, fn):
 
 
 @contextmanager
-def observed(backend):
+def observed(backend: Backend) -> Iterator[None]:
     """The device reports, and nobody listens."""
     backend.attach(Observer())
     try:
@@ -40,19 +50,25 @@ def observed(backend):
         backend.detach()
 
 
-MODES = {"alone": lambda backend: nullcontext(), "reporting": observed, "sanitized": watch}
+MODES: dict[str, Callable[[Backend], AbstractContextManager[Any]]] = {
+    "alone": lambda _: nullcontext(),
+    "reporting": observed,
+    "sanitized": watch,
+}
 
 
-def operations():
+def operations() -> dict[tuple[str, str], float]:
     """Microseconds to enqueue and run one small operation."""
-    backend = create_backend(0, {"strategy": "lazy"})
+    backend = create_backend({"strategy": "lazy"})
     x, y = torch.randn(4, 8, device=backend.device), torch.randn(4, 8, device=backend.device)
     backend.synchronize()
     rows = {}
-    for name, op in {"add (allocates)": lambda: x + y, "add_ (in place)": lambda: x.add_(y)}.items():
+    kinds: dict[str, Callable[[], torch.Tensor]]
+    kinds = {"add (allocates)": lambda: x + y, "add_ (in place)": lambda: x.add_(y)}
+    for name, op in kinds.items():
         for mode, around in MODES.items():
 
-            def loop(op=op):
+            def loop(op: Callable[[], torch.Tensor] = op) -> None:
                 for _ in range(500):
                     op()
                 backend.synchronize()
@@ -65,8 +81,9 @@ def operations():
 class Decoder:
     """Two layers of a paged decoder at batch 4, with the result copied out on a stream of its own."""
 
-    def __init__(self, backend):
-        self.backend, self.ops = backend, backend.kernels
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        assert backend.kernels is not None  # registers torch.ops.outrider
         device = backend.device
         self.forward, self.copy = backend.create_stream("forward"), backend.create_stream("copy")
         self.ready, self.taken = backend.create_event("results_ready"), backend.create_event("results_taken")
@@ -90,7 +107,8 @@ class Decoder:
         self.copy.record(self.taken)
         backend.synchronize()
 
-    def step(self, _=None):
+    def step(self, _: object = None) -> None:
+        """One forward of every request, on the stream that is current."""
         x = torch.nn.functional.embedding(self.tokens, self.table)
         slots = self.firsts + self.lens - 1
         for weights, cache in zip(self.weights, self.caches, strict=True):
@@ -107,7 +125,8 @@ class Decoder:
         self.tokens.copy_(torch.argmax(x @ self.table.t(), -1))
         self.lens.copy_(torch.clamp(self.lens + 1, max=200))
 
-    def iteration(self, graph=None):
+    def iteration(self, graph: Graph | None = None) -> list[int]:
+        """One step and the copy of its tokens to the host."""
         backend = self.backend
         self.forward.wait(self.taken)
         if graph is not None:
@@ -120,23 +139,25 @@ class Decoder:
         backend.copy_async(self.results.tensor, self.tokens, stream=self.copy)
         self.copy.record(self.taken)
         self.taken.synchronize()
-        return self.results.tensor.tolist()
+        tokens: list[int] = self.results.tensor.tolist()
+        return tokens
 
-    def graph(self):
+    def graph(self) -> Graph:
+        """The step as a graph."""
         with torch.no_grad():
             return self.backend.capture("decode", self.step, stream=self.forward, inputs={}, outputs={"tokens": self.tokens})
 
 
-def decoding():
+def decoding() -> dict[tuple[str, str], float]:
     """Decode iterations a second."""
     rows = {}
     for mode, around in MODES.items():
-        backend = create_backend(0, {})
+        backend = create_backend({})
         with around(backend) as report:
             decoder = Decoder(backend)
             for name, graph in (("eager", None), ("graph", decoder.graph())):
 
-                def loop(decoder=decoder, graph=graph):
+                def loop(decoder: Decoder = decoder, graph: Graph | None = graph) -> None:
                     for _ in range(50):
                         decoder.iteration(graph)
 
@@ -146,14 +167,14 @@ def decoding():
     return rows
 
 
-def schedules():
+def schedules() -> dict[str, float]:
     """Runs of 20 iterations a second, each under another random schedule, the reset included."""
     rows = {}
     for mode in ("alone", "sanitized"):
-        backend = create_backend(0, {})
+        backend = create_backend({})
         seeds = iter(range(1 << 30))
 
-        def program(device, mode=mode):
+        def program(device: Backend, mode: str = mode) -> None:
             with MODES[mode](device) as report:
                 decoder = Decoder(device)
                 for _ in range(20):
@@ -161,7 +182,7 @@ def schedules():
             if report is not None:
                 report.raise_if_any()
 
-        def run(backend=backend, seeds=seeds, program=program):
+        def run(backend: Any = backend, seeds: Iterator[int] = seeds, program: Callable[[Backend], None] = program) -> None:
             error = run_once(backend, program, Random(next(seeds)))
             assert error is None, error
 
@@ -170,9 +191,9 @@ def schedules():
     return rows
 
 
-def memory(count):
+def memory(count: int) -> float:
     """Megabytes that the process grows over the run with the sanitizer, after its first tenth."""
-    backend = create_backend(0, {})
+    backend = create_backend({})
     backend.control.reset(Strategy())
     side = backend.create_stream("side")
     done, back = backend.create_event("done"), backend.create_event("back")
@@ -197,7 +218,8 @@ def memory(count):
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) / 1024
 
 
-def main():
+def main() -> None:
+    """Parse the options, measure, print a line for each figure."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--operations", type=int, default=1_000_000)
     arguments = parser.parse_args()

@@ -5,19 +5,29 @@
 Each figure is the best of several repeats (other work on the machine only adds), in one process and one thread.
 """
 
+from __future__ import annotations
+
 import argparse
 import resource
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from outrider.device import Observer
+from outrider.device import Backend, Observer
 from outrider_sim.explore import run_once
-from outrider_sim.plugin import create_backend
+from outrider_sim.plugin import create_backend as create
 from outrider_sim.strategies import Random, Strategy
 
 
-def best(repeats, fn):
+def create_backend(options: dict[str, str]) -> Any:
+    """A simulated device; the type of its ``control`` is the plugin's own."""
+    return create(0, options)
+
+
+def best(repeats: int, fn: Callable[[], object]) -> float:
+    """The shortest of several runs, in seconds."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -26,21 +36,22 @@ def best(repeats, fn):
     return min(times)
 
 
-def operations(observer):
+def operations(observer: bool) -> dict[str, tuple[float, float]]:
     """Microseconds to enqueue, and to enqueue and run, one small operation."""
-    backend = create_backend(0, {"strategy": "lazy"})
+    backend = create_backend({"strategy": "lazy"})
     if observer:
         backend.attach(Observer())
     x, y = torch.randn(4, 8, device=backend.device), torch.randn(4, 8, device=backend.device)
     w = torch.randn(8, 8, device=backend.device)
     n = 500
     rows = {}
-    for name, op in {
+    kinds: dict[str, Callable[[], torch.Tensor]] = {
         "add": lambda: x + y,
         "add_": lambda: x.add_(y),
         "mm": lambda: x @ w,
         "view": lambda: x.view(8, 4),
-    }.items():
+    }
+    for name, op in kinds.items():
         enqueue = both = 9.0
         with torch.no_grad():
             for _ in range(15):
@@ -58,7 +69,7 @@ def operations(observer):
     return rows
 
 
-def protocol(backend):
+def protocol(backend: Backend) -> None:
     """Two streams, 20 operations: 5 rounds of fill, record, wait, read."""
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     ready = backend.create_event("ready")
@@ -72,13 +83,13 @@ def protocol(backend):
             y.copy_(x)
 
 
-def schedules():
+def schedules() -> float:
     """Runs of the protocol a second, each under another random schedule, the reset included."""
-    backend = create_backend(0, {})
+    backend = create_backend({})
     seeds = iter(range(1 << 30))
     n = 200
 
-    def runs():
+    def runs() -> None:
         for _ in range(n):
             error = run_once(backend, protocol, Random(next(seeds)))
             assert error is None
@@ -86,9 +97,9 @@ def schedules():
     return n / best(7, runs)
 
 
-def memory(count):
+def memory(count: int) -> float:
     """Megabytes that the process grows over the run, after its first tenth."""
-    backend = create_backend(0, {})
+    backend = create_backend({})
     backend.control.reset(Strategy())
     x = torch.ones(32, 32, device=backend.device)
     start = 0
@@ -101,7 +112,8 @@ def memory(count):
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) / 1024
 
 
-def main():
+def main() -> None:
+    """Parse the options, measure, print a line for each figure."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--operations", type=int, default=1_000_000)
     arguments = parser.parse_args()

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from outrider.cli.main import main
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -30,6 +28,8 @@ class Outcome:
 
 @pytest.fixture
 def outrider(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    from outrider.cli.main import main
+
     def run(*arguments: str) -> Outcome:
         code = main(arguments)
         captured = capsys.readouterr()

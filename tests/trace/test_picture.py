@@ -1,0 +1,108 @@
+"""The picture names stages and fences: by hand-made timelines, and by a real one of the engine."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from outrider.engine.fences import FENCES
+from outrider_proof import tiny
+from outrider_proof.proposers import program
+from outrider_sim.plugin import create_backend
+from outrider_trace.picture import order, svg
+from outrider_trace.stages import STAGES, bands
+from outrider_trace.timeline import Mark, Span, Timeline, Wait, record
+
+
+def timeline(*marks, spans=6, stream="forward"):
+    """Spans of 2 us, one after the other, and marks (fence, before which span, whether it's a wait)."""
+    lane = [Span(stream, f"op{i}", 2.0 * i, 2.0 * i + 2.0) for i in range(spans)]
+    return Timeline({stream: lane}, [], [Mark(fence, stream, at, waited) for fence, at, waited in marks])
+
+
+def named(timeline):
+    return [(band.name, band.start, band.end) for band in bands(timeline)]
+
+
+DECODE = (
+    ("inputs_ready", 0, True),
+    ("shared_reads_done", 1, False),
+    ("draft_outputs_ready", 3, False),
+    ("plan_ready", 3, True),
+    ("published", 5, False),
+    ("extend_plan_ready", 5, True),
+    ("results_ready", 6, False),
+)
+
+
+def test_stages_lie_between_fences():
+    expected = [("gather", 0.0, 2.0), ("draft", 2.0, 6.0), ("verify", 6.0, 10.0), ("extend", 10.0, 12.0)]
+    assert sorted(named(timeline(*DECODE)), key=lambda each: each[1]) == expected
+
+
+def test_a_stage_without_operations_is_left_out():
+    nothing_drafted = [(fence, 1 if fence == "draft_outputs_ready" else at, waited) for fence, at, waited in DECODE]
+    assert "draft" not in [name for name, _, _ in named(timeline(*nothing_drafted))]
+
+
+def test_one_graph_is_an_iteration():
+    fused = [("inputs_ready", 0, True), ("shared_reads_done", 6, False), ("results_ready", 6, False)]
+    assert named(timeline(*fused, ("inputs_ready", 6, True))) == [("iteration", 0.0, 12.0)]
+
+
+def test_a_part_keeps_what_lies_in_it():
+    """A stage that begins before the part is shown from the part's beginning."""
+    part = timeline(*DECODE).between(4.5, 8.5)
+    assert sorted(named(part), key=lambda each: each[1]) == [("draft", 0.0, 1.5), ("verify", 1.5, 4.0)]
+
+
+def test_stages_are_told_by_fences_that_the_engine_has():
+    fences = {fence.name for fence in FENCES}
+    assert {edge.fence for _, _, *edges in STAGES for edge in edges} <= fences
+
+
+def test_lanes_that_fences_join_lie_side_by_side():
+    lanes = {name: [Span(name, "op", 0.0, 1.0)] for name in ("a", "b", "c", "d")}
+    waits = [Wait("e", 1, "a", 1, other, 0, "") for other in ("c", "d")]
+    placed = order(Timeline(lanes, waits))
+    assert [abs(placed.index("a") - placed.index(other)) for other in ("c", "d")] == [1, 1]
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    tiny.plain((3,), 10)
+    backend = create_backend(0, {})
+    with record(backend) as found:
+        program("eagle")(backend)
+    return found
+
+
+def test_the_engines_iteration_has_all_its_stages(recorded):
+    expected = {name for name, *_ in STAGES} - {"copy lengths"} | {"iteration"}  # these lengths stay on the device
+    assert {band.name for band in bands(recorded)} == expected
+
+
+def test_every_stage_and_fence_is_named(recorded):
+    start = next(band for band in bands(recorded) if band.name == "draft").start
+    part = recorded.between(start - 20.0, start + 300.0)
+    picture = svg(part)
+    ElementTree.fromstring(picture)
+    texts = re.findall(r'<text class="(name|text of) over"[^>]*>([^<]*)<', picture)
+    assert {text for kind, text in texts if kind == "text of"} == {band.name for band in bands(part)}
+    drawn = {wait.event.partition("[")[0] for wait in part.waits if part.ends(wait) is not None}
+    assert {text for kind, text in texts if kind == "name"} == drawn >= {"plan_ready", "draft_outputs_ready"}
+
+
+def test_names_lie_beside_each_other(recorded):
+    """No two names on one line of the picture overlap, whatever their width is taken for."""
+    start = next(band for band in bands(recorded) if band.name == "draft").start
+    picture = svg(recorded.between(start, start + 900.0))
+    found = re.findall(r'over" x="([\d.]+)" y="([\d.]+)" text-anchor="(\w+)">([^<]*)<', picture)
+    boxes = []
+    for x, y, anchor, text in found:
+        long = 6.0 * len(text)
+        left = float(x) - {"start": 0.0, "middle": long / 2, "end": long}[anchor]
+        boxes.append((left, left + long, float(y)))
+    assert len(boxes) > 10
+    for number, (left, right, y) in enumerate(boxes):
+        assert not any(left < r and a < right and abs(y - at) < 10 for a, r, at in boxes[:number])
