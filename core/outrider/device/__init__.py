@@ -10,6 +10,7 @@ Errors and hooks come at once and need no torch, so that a plugin can be describ
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from outrider._renamed import renamed_in
 from outrider.device.errors import (
     AmbiguousBackend,
     BackendError,
@@ -17,7 +18,6 @@ from outrider.device.errors import (
     BackendNotFound,
     CapabilityError,
     CaptureError,
-    CheckpointError,
     ConfigError,
     DeadlockError,
     DeviceError,
@@ -28,7 +28,6 @@ from outrider.device.errors import (
     OutOfDeviceMemory,
     OutriderError,
     PluginContractError,
-    RequestError,
     SeamError,
     StaleBufferError,
     StreamOrderError,
@@ -175,7 +174,6 @@ __all__ = [
     "CapabilityError",
     "CaptureContext",
     "CaptureError",
-    "CheckpointError",
     "CiDeclaration",
     "ConfigError",
     "ControllableDevice",
@@ -210,7 +208,6 @@ __all__ = [
     "PluginInfo",
     "Product",
     "Recompute",
-    "RequestError",
     "RowResolver",
     "Scalar",
     "ScheduleFailure",
@@ -233,13 +230,22 @@ __all__ = [
 ]
 
 
+# Plugins that were written for the version before know these.
+_renamed = renamed_in(
+    __name__,
+    {
+        "CheckpointError": "outrider.errors.CheckpointError",
+        "RequestError": "outrider.errors.RequestError",
+    },
+)
+
 if not TYPE_CHECKING:  # a type checker must see a misspelt name as an error
 
     def __getattr__(name: str) -> Any:
         for home, names in _HOMES.items():
             if name in names:
                 return getattr(import_module(f"{__name__}.{home}"), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _renamed(name)
 
     def __dir__() -> list[str]:
         return __all__

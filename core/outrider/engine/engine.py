@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from outrider.device import Backend, ConfigError, DeviceFault, Fence, RequestError, StepMode
+from outrider.device import Backend, ConfigError, DeviceFault, Fence, StepMode
 from outrider.engine.assembly import assemble, build_runner, ring_slots
 from outrider.engine.checks import (
     check_invariance,
@@ -37,6 +37,7 @@ from outrider.engine.stats import EngineStats as EngineStats
 from outrider.engine.step import Step
 from outrider.engine.streams import Streams
 from outrider.engine.warm_up import warm_up
+from outrider.errors import RequestError
 from outrider.model import LanguageModel, Media, Tokenizer, VisionTower
 from outrider.speculative.build import Builder
 from outrider.speculative.proposer import PlainProposer, Proposer
