@@ -19,7 +19,8 @@ SEAM = """
     JoinedPlan KeepAlive KernelHooks KernelInfo KernelSet MemoryInfo Observer Operation OutOfDeviceMemory
     OutriderError PinnedBuffer PluginContractError PluginInfo Product Recompute RowResolver Scalar
     ScheduleFailure SeamError SpeculativeSync StaleBufferError StepMode Stream StreamOrderError
-    SynchronousCopyError TimedObserver TorchDeviceBackend TorchEvent TorchGraph TorchStream Turn Waiter hookimpl
+    SynchronousCopyError TimedObserver TorchDeviceBackend TorchEvent TorchGraph TorchStream BookkeepingKernels ModelKernels
+    RequestInputs RequestRows RotaryArgs SamplingKernels WrappedKernels Waiter hookimpl
     hookspec
 """
 

@@ -14,7 +14,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, Stream
+from outrider.device import AttentionMetadata, RequestInputs, RequestRows, Stream
 from outrider.engine.parts import StepParts
 from outrider.engine.requests.features import Features
 from outrider.engine.state.attention_plans import Planned
@@ -119,8 +119,8 @@ class Stages:
         parts.model.kernels.gather_requests(
             rows,
             parts.future.lengths if lens is None else lens,
-            (parts.future.last_tokens, parts.rows.seeds, parts.rows.temperature, parts.rows.tables),
-            (inputs.rows, inputs.lens, inputs.last_tokens, inputs.seeds, inputs.temperature, inputs.tables),
+            RequestRows(parts.future.last_tokens, parts.rows.seeds, parts.rows.temperature, parts.rows.tables),
+            RequestInputs(inputs.rows, inputs.lens, inputs.last_tokens, inputs.seeds, inputs.temperature, inputs.tables),
             found,
             lens_by_row=lens is None,
         )
