@@ -157,7 +157,7 @@ class Step:
                 attention = stages.plan_verify(call, lengths, streams.plan)
         fences.plan_ready.signal(streams.plan)
         for name, buffer in plans.before_join(views, self._sync, static=call.static).items():
-            backend.mark_over(buffer, f"{name} as they were before the join")
+            backend.mark_stale(buffer, f"{name} as they were before the join")
 
         fences.plan_ready.wait(streams.forward)
         with backend.on(streams.forward):
