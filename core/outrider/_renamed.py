@@ -25,7 +25,8 @@ def warn_renamed(old: str, new: str, *, stacklevel: int = 2) -> None:
 class Renamed:
     """The old name of an attribute or method: ``mark_over = Renamed("mark_stale")`` in the body of a class.
 
-    Reading it warns and gives the attribute ``new``. A subclass that overrides the old name is :func:`adopt_overrides`'s.
+    Reading it of an object warns and gives the attribute ``new``; so does a call by the class. A subclass that overrides
+    the old name is :func:`adopt_overrides`'s.
     """
 
     def __init__(self, new: str) -> None:
@@ -35,15 +36,21 @@ class Renamed:
         self.owner, self.name = owner, name
 
     def __get__(self, obj: Any, kind: type | None = None) -> Any:
-        found = kind if obj is None else type(obj)
-        assert found is not None
+        if obj is None:  # who lists the members of a class uses none of them
+            return self
+        found = type(obj)
         warn_renamed(f"{self.owner.__name__}.{self.name}", self.new)
-        if obj is None or getattr_static(found, self.name) is self:
-            return getattr(found if obj is None else obj, self.new)
+        if getattr_static(found, self.name) is self:
+            return getattr(obj, self.new)
         # A subclass overrides the old name and reached this one by super(): what lies behind that subclass is meant.
         above = found.__mro__[: found.__mro__.index(self.owner)]
         overriding = next(cls for cls in reversed(above) if self.name in cls.__dict__)
         return getattr(super(overriding, obj), self.new)
+
+    def __call__(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """``Backend.mark_over(backend, …)``."""
+        warn_renamed(f"{self.owner.__name__}.{self.name}", self.new)
+        return getattr(self.owner, self.new)(obj, *args, **kwargs)
 
 
 def adopt_overrides(cls: type, stacklevel: int = 3) -> None:
@@ -77,14 +84,14 @@ def renamed_arguments(**names: str) -> Callable[[type[T]], type[T]]:
     return decorate
 
 
-def renamed_in(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+def renamed_in(module: str, names: Mapping[str, str], *, stacklevel: int = 2) -> Callable[[str], Any]:
     """A ``__getattr__`` for ``module``: ``names`` gives where each old one is now."""
 
     def find(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         home, _, new = names[name].rpartition(".")
-        warn_renamed(f"{module}.{name}", names[name])
+        warn_renamed(f"{module}.{name}", names[name], stacklevel=stacklevel)
         return getattr(import_module(home), new)
 
     return find

@@ -254,8 +254,9 @@ _renamed = renamed_in(
     {
         "CheckpointError": "outrider.errors.CheckpointError",
         "RequestError": "outrider.errors.RequestError",
-        "Turn": "outrider.device.kernels.metadata.RotaryArgs",
+        "Turn": "outrider.device.RotaryArgs",
     },
+    stacklevel=3,  # through the function below
 )
 
 if not TYPE_CHECKING:  # a type checker must see a misspelt name as an error

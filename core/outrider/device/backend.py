@@ -57,7 +57,7 @@ class Backend(Declared, ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        adopt_overrides(cls)
+        adopt_overrides(cls, stacklevel=4)  # between here and the class there is ABCMeta
 
     def __init__(
         self,

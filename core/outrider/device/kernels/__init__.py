@@ -1,5 +1,8 @@
 """Kernels behind the seam: the set in its three parts, its metadata, the torch references and their operators."""
 
+from typing import TYPE_CHECKING
+
+from outrider._renamed import renamed_in
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.kernelset import KernelSet
 from outrider.device.kernels.metadata import (
@@ -35,3 +38,6 @@ __all__ = [
     "SamplingKernels",
     "WrappedKernels",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = renamed_in(__name__, {"Turn": "outrider.device.RotaryArgs"})

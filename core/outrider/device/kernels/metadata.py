@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider._renamed import Renamed, renamed_arguments
+from outrider._renamed import Renamed, renamed_arguments, renamed_in
 from outrider.device.graph import HostParam
 
 
@@ -140,3 +140,7 @@ class RequestInputs(NamedTuple):
     seeds: Tensor
     temperature: Tensor
     tables: Tensor
+
+
+if not TYPE_CHECKING:
+    __getattr__ = renamed_in(__name__, {"Turn": "outrider.device.kernels.metadata.RotaryArgs"})
