@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from flashinfer.jit import gen_batch_prefill_module
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, AttentionShape, Backend, BackendLoadError, KernelSet, Stream
+from outrider.device import AttentionMetadata, AttentionShape, Backend, BackendLoadError, KernelSet, Stream, WrappedKernels
 from outrider_flashinfer.operator import OPERATOR
 from outrider_flashinfer.plan import Plan
-
-if TYPE_CHECKING:
-    _Base = KernelSet
-else:
-    _Base = object
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZES = (64, 128, 256)
@@ -114,8 +107,8 @@ class Attention:
         )
 
 
-class _FlashInfer(_Base):
-    """What changes of a kernel set.
+class FlashInferKernels(WrappedKernels):
+    """Another kernel set with FlashInfer's attention. ``processors``: multiprocessors of the device.
 
     Planned attention in bfloat16 or float16 with a head size of 64, 128 or 256 is FlashInfer's: verify, draft-extend and
     prompts. Other shapes are the kernels' beneath, and so are a draft's own passes, which nobody plans.
@@ -126,7 +119,11 @@ class _FlashInfer(_Base):
     """
 
     plans_on_host = True
-    attention: Attention
+
+    def __init__(self, inner: KernelSet, backend: Backend, *, processors: int) -> None:
+        super().__init__(inner)
+        self.name = f"{inner.name}, attention of flashinfer"
+        self.attention = Attention(backend, processors)
 
     def plan_attention(self, metadata: AttentionMetadata, *, stream: Stream) -> AttentionMetadata:
         """FlashInfer's plan of the shapes that it has."""
@@ -160,12 +157,3 @@ class _FlashInfer(_Base):
     def compiled(self) -> Mapping[str, int]:
         """Modules of FlashInfer's, and the kernels beneath."""
         return {**super().compiled(), "flashinfer": self.attention.compiled()}
-
-
-def with_flashinfer(kernels: KernelSet, backend: Backend, *, processors: int) -> KernelSet:
-    """``kernels`` with FlashInfer's attention. ``processors``: multiprocessors of the device."""
-    mine = copy.copy(kernels)
-    mine.__class__ = type("FlashInferKernels", (_FlashInfer, type(kernels)), {})
-    mine.name = f"{kernels.name}, attention of flashinfer"
-    cast(_FlashInfer, mine).attention = Attention(backend, processors)
-    return mine

@@ -51,7 +51,7 @@ def create_kernels(backend: Backend) -> KernelSet:
 
     import torch
 
-    from outrider_flashinfer.kernelset import with_flashinfer
+    from outrider_flashinfer.kernelset import FlashInferKernels
 
     properties = torch.get_device_module(backend.device.type).get_device_properties(backend.device)
-    return with_flashinfer(backend.kernels, backend, processors=int(properties.multi_processor_count))
+    return FlashInferKernels(backend.kernels, backend, processors=int(properties.multi_processor_count))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from outrider.device import KernelSet
+from outrider.device import BookkeepingKernels, RequestInputs, RequestRows
 from outrider_triton import bookkeeping_ops as _bookkeeping_ops  # noqa: F401  (registers the operators)
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _LONG = 1 << 14
 """More numbers than this are too many for one program to look at."""
 
 
-class BookkeepingKernels(KernelSet):
+class TritonBookkeeping(BookkeepingKernels):
     """Methods that move whole numbers and look at values. ``processors`` and ``pdl`` as for the whole set."""
 
     processors: int
@@ -33,18 +33,12 @@ class BookkeepingKernels(KernelSet):
     def _shares(self, shape: Sequence[int]) -> Iterator[int]:
         """Among how many programs rows of so many numbers are shared out, the last one for good."""
 
-    def embed_beside(self, tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
-        """A program a token and stretch of columns."""
-        if not self._uses("embed_beside", weight, hidden) or weight.dtype is not hidden.dtype or hidden.stride(-1) != 1:
-            return super().embed_beside(tokens, weight, hidden)
-        return _TRITON.embed_beside.triton(tokens, weight, hidden, self.pdl)  # type: ignore[no-any-return]
-
     def gather_requests(
         self,
         rows: Tensor,
         lens: Tensor,
-        state: tuple[Tensor, Tensor, Tensor, Tensor],
-        own: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+        state: RequestRows,
+        own: RequestInputs,
         found: Tensor,
         *,
         lens_by_row: bool,

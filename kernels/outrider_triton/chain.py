@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
-from outrider.device import AttentionMetadata, Product, Turn
+from outrider.device import AttentionMetadata, Product, RotaryArgs
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import AttentionConfig, AttentionEntry, Entry, MatmulConfig, Table
 from outrider_tune.measure import KernelShape
@@ -115,11 +115,11 @@ class Chain:
         norm, eps = self._norm, 1e-5
         pending: Product | None = None
         for layer in self._layers:
-            turn = Turn(*self._angles, layer.k_cache, layer.v_cache, self._slots)
+            rotary = RotaryArgs(*self._angles, layer.k_cache, layer.v_cache, self._slots)
             if pending is None:
-                q = kernels.linear_rope_write_cache(Product(kernels.rms_norm(residual, norm, eps), layer.qkv, None), turn)
+                q = kernels.linear_rope_write_cache(Product(kernels.rms_norm(residual, norm, eps), layer.qkv, None), rotary)
             else:
-                q = kernels.norm_linear_rope_write_cache(pending, residual, norm, eps, layer.qkv, None, turn)
+                q = kernels.norm_linear_rope_write_cache(pending, residual, norm, eps, layer.qkv, None, rotary)
             out = kernels.paged_attention(q, layer.k_cache, layer.v_cache, self._metadata, scale=size**-0.5)
             added = Product(out.flatten(1), layer.output, None)
             gated = kernels.norm_linear_silu_mul(added, residual, norm, eps, layer.gate_up, None)

@@ -144,8 +144,8 @@ def _linear_rope_write_cache(
     (m, k), (kv_heads, size) = flat.shape, k_cache.shape[2:]
     q = _queries(flat, weight, k_cache)
     if descriptor == STREAMED:
-        turn = cos, sin, k_cache, v_cache, slots
-        streamed.rope_write_cache(flat, squares, weight, bias, eps, turn, q, MatmulConfig(*config), pdl)
+        rotary = cos, sin, k_cache, v_cache, slots
+        streamed.rope_write_cache(flat, squares, weight, bias, eps, rotary, q, MatmulConfig(*config), pdl)
         return q
     torch._check(2 * each <= block_n, lambda: f"{each} pairs of rows don't fit into a block of {block_n}")
     shares = 1 if squares is None else squares.shape[0]

@@ -7,12 +7,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from outrider.device import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE, AttentionMetadata, Product, Turn
+from outrider.device import (
+    LANE_ACCEPT,
+    LANE_DRAFT,
+    LANE_RESIDUAL,
+    LANE_SAMPLE,
+    AttentionMetadata,
+    KernelSet,
+    Product,
+    RotaryArgs,
+)
 from outrider_triton import choice_ops as _choice_ops  # noqa: F401  (these register the operators)
 from outrider_triton import fused_ops as _fused_ops  # noqa: F401
 from outrider_triton import ops as _ops  # noqa: F401
 from outrider_triton import variants
-from outrider_triton.bookkeeping import BookkeepingKernels
+from outrider_triton.bookkeeping import TritonBookkeeping
 from outrider_triton.launch import power_of_two, shares, splits
 from outrider_triton.table import STREAMED, UNTUNED, MatmulConfig, Table
 
@@ -26,7 +35,7 @@ _SKINNY = 128
 """More tokens than this are a matrix product for the library."""
 
 
-class TritonKernels(BookkeepingKernels):
+class TritonKernels(TritonBookkeeping, KernelSet):
     """Kernels in Triton.
 
     ``table``: what was measured on this device; None: nothing. ``everywhere``: use them all, measured or not. ``processors``:
@@ -156,18 +165,18 @@ class TritonKernels(BookkeepingKernels):
         _TRITON.linear_add.triton(x, weight, bias, residual, config.as_list(), self.pdl)
         return residual
 
-    def linear_rope_write_cache(self, product: Product, turn: Turn) -> Tensor:
+    def linear_rope_write_cache(self, product: Product, rotary: RotaryArgs) -> Tensor:
         """One kernel where it was faster."""
-        for each in self._products("linear_rope", product.x, product.weight) if _turns(turn, product.x) else ():
-            if not _cuts_heads(each, turn):
+        for each in self._products("linear_rope", product.x, product.weight) if _rotates(rotary, product.x) else ():
+            if not _cuts_heads(each, rotary):
                 continue
             few = _few(product.x), None, product.weight, product.bias
-            _TRITON.rope_write_cache.triton_linear(*few, 0.0, *_few_turns(turn), each, self.pdl)
+            _TRITON.rope_write_cache.triton_linear(*few, 0.0, *_few_rotary(rotary), each, self.pdl)
         config = self.matmul_config("linear_rope", product.x, product.weight)
-        if config is None or not _turns(turn, product.x) or not _cuts_heads(config.as_list(), turn):
-            return super().linear_rope_write_cache(product, turn)
+        if config is None or not _rotates(rotary, product.x) or not _cuts_heads(config.as_list(), rotary):
+            return super().linear_rope_write_cache(product, rotary)
         return _TRITON.rope_write_cache.triton_linear(  # type: ignore[no-any-return]
-            product.x, None, product.weight, product.bias, 0.0, *turn, config.as_list(), self.pdl
+            product.x, None, product.weight, product.bias, 0.0, *rotary, config.as_list(), self.pdl
         )
 
     def norm_linear_silu_mul(
@@ -185,24 +194,37 @@ class TritonKernels(BookkeepingKernels):
         return _TRITON.scaled_silu_mul.triton(scaled, squares, weight, bias, eps, taking, self.pdl)  # type: ignore[no-any-return]
 
     def norm_linear_rope_write_cache(
-        self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, turn: Turn
+        self,
+        added: Product,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        rotary: RotaryArgs,
     ) -> Tensor:
         """Two kernels, where they were faster than four."""
-        for first in self._scaled(added, residual, norm) if _turns(turn, residual) else ():
+        for first in self._scaled(added, residual, norm) if _rotates(rotary, residual) else ():
             for each in self._products("linear_rope", first[0], weight, scaled=True):
-                if not _cuts_heads(each, turn):
+                if not _cuts_heads(each, rotary):
                     continue
-                _TRITON.rope_write_cache.triton_linear(*first, weight, bias, eps, *_few_turns(turn), each, self.pdl)
+                _TRITON.rope_write_cache.triton_linear(*first, weight, bias, eps, *_few_rotary(rotary), each, self.pdl)
         pair = self._pair(added, residual, norm, "linear_rope", weight)
-        if pair is None or not _turns(turn, residual) or not _cuts_heads(pair[1].as_list(), turn):
-            return super().norm_linear_rope_write_cache(added, residual, norm, eps, weight, bias, turn)
+        if pair is None or not _rotates(rotary, residual) or not _cuts_heads(pair[1].as_list(), rotary):
+            return super().norm_linear_rope_write_cache(added, residual, norm, eps, weight, bias, rotary)
         adding, taking = (config.as_list() for config in pair)
         scaled, squares = _TRITON.linear_add_scaled.triton(*added, residual, norm, adding, self.pdl)
         return _TRITON.rope_write_cache.triton_linear(  # type: ignore[no-any-return]
-            scaled, squares, weight, bias, eps, *turn, taking, self.pdl
+            scaled, squares, weight, bias, eps, *rotary, taking, self.pdl
         )
 
     # -- rows ------------------------------------------------------------------------------------------------------
+
+    def embed_beside(self, tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
+        """A program a token and stretch of columns."""
+        if not self._uses("embed_beside", weight, hidden) or weight.dtype is not hidden.dtype or hidden.stride(-1) != 1:
+            return super().embed_beside(tokens, weight, hidden)
+        return _TRITON.embed_beside.triton(tokens, weight, hidden, self.pdl)  # type: ignore[no-any-return]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """A program a row."""
@@ -411,17 +433,17 @@ def _few(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])[:4]
 
 
-def _turns(turn: Turn, x: Tensor) -> bool:
+def _rotates(rotary: RotaryArgs, x: Tensor) -> bool:
     """Whether keys and values of ``x``'s dtype can be turned and written by a product."""
-    straight = turn.cos.stride() == turn.sin.stride() and turn.cos.stride(1) == 1 and turn.slots.is_contiguous()
-    return straight and turn.k_cache.dtype is x.dtype and turn.k_cache.shape[3] % 2 == 0
+    straight = rotary.cos.stride() == rotary.sin.stride() and rotary.cos.stride(1) == 1 and rotary.slots.is_contiguous()
+    return straight and rotary.k_cache.dtype is x.dtype and rotary.k_cache.shape[3] % 2 == 0
 
 
-def _cuts_heads(config: list[int], turn: Turn) -> bool:
+def _cuts_heads(config: list[int], rotary: RotaryArgs) -> bool:
     """Whether boxes of rows don't straddle the halves of a head; others turn row by row."""
-    return config[7] != STREAMED or turn.k_cache.shape[3] // 2 % config[1] == 0
+    return config[7] != STREAMED or rotary.k_cache.shape[3] // 2 % config[1] == 0
 
 
-def _few_turns(turn: Turn) -> Turn:
+def _few_rotary(rotary: RotaryArgs) -> RotaryArgs:
     """Those of the first rows."""
-    return turn._replace(cos=turn.cos[:4], sin=turn.sin[:4], slots=turn.slots[:4])
+    return rotary._replace(cos=rotary.cos[:4], sin=rotary.sin[:4], slots=rotary.slots[:4])

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from outrider.device import KernelSet, Product, Turn
+from outrider.device import KernelSet, Product, RotaryArgs
 from outrider_triton.chain import AHEAD, Chain, Key, as_json, chosen, normal, with_choice
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import power_of_two
@@ -183,9 +183,9 @@ def compile_one(key: Key, config: MatmulConfig, shape: KernelShape, device: torc
         elif operator == "linear_rope":
             cache = torch.zeros(m, 16, shape.kv_heads, shape.head_size, dtype=x.dtype, device=device)
             angle = normal(device, m, shape.head_size)
-            turn = angle, angle, cache, cache, torch.arange(m, device=device)
+            rotary = angle, angle, cache, cache, torch.arange(m, device=device)
             for each in (squares, None):
-                ops.rope_write_cache.triton_linear(x, each, normal(device, n, k), None, 1e-5, *turn, block, pdl)
+                ops.rope_write_cache.triton_linear(x, each, normal(device, n, k), None, 1e-5, *rotary, block, pdl)
 
 
 def tune_pairs(
@@ -218,9 +218,9 @@ def check(kernels: TritonKernels, shape: KernelShape, m: int, device: torch.devi
     """The largest relative error of a pair against float64; exits where it is more than bfloat16 accounts for."""
     attention, hidden = shape.heads * shape.head_size, shape.hidden
 
-    def turn(dtype: torch.dtype) -> Turn:
+    def rotary(dtype: torch.dtype) -> RotaryArgs:
         empty = [torch.zeros(m, 1, shape.kv_heads, shape.head_size, dtype=dtype, device=device) for _ in range(2)]
-        return Turn(cos.to(dtype), sin.to(dtype), empty[0], empty[1], torch.arange(m, device=device))
+        return RotaryArgs(cos.to(dtype), sin.to(dtype), empty[0], empty[1], torch.arange(m, device=device))
 
     angle = torch.rand(m, shape.head_size // 2, device=device).repeat(1, 2)
     cos, sin = angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16)
@@ -236,7 +236,7 @@ def check(kernels: TritonKernels, shape: KernelShape, m: int, device: torch.devi
             made = [kernels.norm_linear_silu_mul(added, residual, norm, 1e-5, taking, None)]
             right = [KernelSet().norm_linear_silu_mul(wide, exact, norm.double(), 1e-5, taking.double(), None)]
         else:
-            own, other = turn(torch.bfloat16), turn(torch.float64)
+            own, other = rotary(torch.bfloat16), rotary(torch.float64)
             q = kernels.norm_linear_rope_write_cache(added, residual, norm, 1e-5, taking, None, own)
             p = KernelSet().norm_linear_rope_write_cache(wide, exact, norm.double(), 1e-5, taking.double(), None, other)
             made, right = [q, own.k_cache, own.v_cache], [p, other.k_cache, other.v_cache]

@@ -68,13 +68,13 @@ def rope_write_cache(
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
-    turn: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    rotary: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     q: Tensor,
     config: MatmulConfig,
     pdl: bool,
 ) -> None:
-    """Queries to ``q``, keys and values to the slots; ``turn``: cos, sin, both caches, slots."""
-    cos, sin, k_cache, v_cache, slots = turn
+    """Queries to ``q``, keys and values to the slots; ``rotary``: cos, sin, both caches, slots."""
+    cos, sin, k_cache, v_cache, slots = rotary
     (m, k), (kv_heads, size) = x.shape, k_cache.shape[2:]
     shares, flags = _scaled(squares, bias)
     own = squares, bias, cos, sin, q, k_cache, v_cache, slots, eps, m, k, shares, q.shape[1], kv_heads

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from outrider.device.graph import HostParam
 from outrider.device.kernels.kernelset import KernelSet
-from outrider.device.kernels.metadata import AttentionMetadata, AttentionShape, Product, Turn
+from outrider.device.kernels.metadata import (
+    AttentionMetadata,
+    AttentionShape,
+    Product,
+    RequestInputs,
+    RequestRows,
+    RotaryArgs,
+)
 
 if TYPE_CHECKING:
     from outrider.device.stream import Stream
@@ -102,7 +109,9 @@ def _pairs(
     looked, gated, residual = normal(tokens, attention), normal(tokens, inner), normal(tokens, hidden)
     norm, angles = torch.ones(hidden, dtype=dtype, device=device), torch.rand(tokens, shape.head_size, device=device)
     k_cache, v_cache = (normal(1 + tokens, 1, shape.kv_heads, shape.head_size) for _ in range(2))
-    turn = Turn(angles.cos().to(dtype), angles.sin().to(dtype), k_cache, v_cache, torch.arange(1, tokens + 1, device=device))
+    rotary = RotaryArgs(
+        angles.cos().to(dtype), angles.sin().to(dtype), k_cache, v_cache, torch.arange(1, tokens + 1, device=device)
+    )
     rows = 3 * residual.nbytes
     yield KernelCase(
         "norm_linear_silu_mul",
@@ -117,14 +126,14 @@ def _pairs(
         f"down, add, norm, qkv, rope, cache, {tokens} tokens",
         down[0].nbytes + qkv[0].nbytes + gated.nbytes + rows + tokens * heads * size,
         lambda k, i: k.norm_linear_rope_write_cache(
-            Product(gated, down[i % copies], None), residual, norm, 1e-5, qkv[i % copies], None, turn
+            Product(gated, down[i % copies], None), residual, norm, 1e-5, qkv[i % copies], None, rotary
         ),
     )
     yield KernelCase(
         "linear_rope_write_cache",
         f"qkv, rope, cache, {tokens} tokens",
         qkv[0].nbytes + residual.nbytes + tokens * heads * size,
-        lambda k, i: k.linear_rope_write_cache(Product(residual, qkv[i % copies], None), turn),
+        lambda k, i: k.linear_rope_write_cache(Product(residual, qkv[i % copies], None), rotary),
     )
 
 
@@ -251,8 +260,10 @@ class _Maker:
         rows = torch.arange(1, batch + 1, device=device)
         lens, accepted, temperature = numbers(batch), numbers(batch), numbers(batch, dtype=torch.float32)
         tables, found = numbers(batch, pages, dtype=torch.int32), numbers(batch, 10)
-        by_row = (numbers(257), numbers(257), numbers(257, dtype=torch.float32), numbers(257, pages, dtype=torch.int32))
-        own = (numbers(batch), numbers(batch), numbers(batch), numbers(batch), temperature, tables)
+        by_row = RequestRows(
+            numbers(257), numbers(257), numbers(257, dtype=torch.float32), numbers(257, pages, dtype=torch.int32)
+        )
+        own = RequestInputs(numbers(batch), numbers(batch), numbers(batch), numbers(batch), temperature, tables)
         yield case(
             "gather_requests",
             (*own, *own, found),

@@ -1,23 +1,26 @@
 """The public names are pinned: adding or losing one is a decision, made here in the same change."""
 
 import ast
+from importlib import import_module
 
 import pytest
 
 import outrider
 import outrider.device
+import outrider.device.errors
 
 TOP = {"AsyncEngine", "Engine", "EngineConfig", "OutriderError", "SamplingParams", "StepOutput", "get_backend"}
 SEAM = """
     ENTRY_POINT_GROUP KERNELS_GROUP LANE_ACCEPT LANE_DRAFT LANE_RESIDUAL LANE_SAMPLE ROW_ACCESS SEAM_VERSION
     Access ActiveCapture AmbiguousBackend AttentionMetadata AttentionShape Backend BackendError BackendHooks BackendInfo
-    BackendLoadError BackendNotFound Capabilities CapabilityError CaptureContext CaptureError CheckpointError
+    BackendLoadError BackendNotFound Capabilities CapabilityError CaptureContext CaptureError
     CiDeclaration ConfigError ControllableDevice DeadlockError DeviceError DeviceFault DeviceLost DeviceStuck
     EagerGraph EngineStopped Event EventFence ExplorationResult Fence Flag Graph GraphCallable GraphPool HostParam
     JoinedPlan KeepAlive KernelHooks KernelInfo KernelSet MemoryInfo Observer Operation OutOfDeviceMemory
-    OutriderError PinnedBuffer PluginContractError PluginInfo Product Recompute RequestError RowResolver Scalar
+    OutriderError PinnedBuffer PluginContractError PluginInfo Product Recompute RowResolver Scalar
     ScheduleFailure SeamError SpeculativeSync StaleBufferError StepMode Stream StreamOrderError
-    SynchronousCopyError TimedObserver TorchDeviceBackend TorchEvent TorchGraph TorchStream Turn Waiter hookimpl
+    SynchronousCopyError TimedObserver TorchDeviceBackend TorchEvent TorchGraph TorchStream BookkeepingKernels ModelKernels
+    RequestInputs RequestRows RotaryArgs SamplingKernels WrappedKernels Waiter hookimpl
     hookspec
 """
 
@@ -46,7 +49,7 @@ def test_lazy_names_are_the_ones_that_type_checkers_see(module):
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
         and (node.module or "").startswith("outrider.")
-        and node.module != "outrider._moved"
+        and node.module not in ("outrider._moved", "outrider._renamed")
         for alias in node.names
     }
     assert imported == set(module.__all__)
@@ -56,3 +59,11 @@ def test_lazy_names_are_the_ones_that_type_checkers_see(module):
 def test_an_unknown_name_is_an_attribute_error(module):
     with pytest.raises(AttributeError, match="'Bakend'"):
         _ = module.Bakend
+
+
+@pytest.mark.parametrize(("old", "new"), [("CheckpointError", "outrider.errors"), ("RequestError", "outrider.errors")])
+@pytest.mark.parametrize("module", [outrider.device, outrider.device.errors])
+def test_an_old_name_is_the_same_object_and_warns_of_the_new_one(module, old, new):
+    with pytest.warns(DeprecationWarning, match=f"{module.__name__}.{old} is now {new}.{old}"):
+        found = getattr(module, old)
+    assert found is getattr(import_module(new), old)

@@ -1,5 +1,7 @@
 """``outrider bench kernels``, ``bench seam`` and random weights: what they say, and what they refuse."""
 
+from inspect import getmembers, isfunction
+
 import pytest
 import torch
 
@@ -30,7 +32,7 @@ def test_every_kernel_is_measured_and_every_case_runs():
     # What shapes logits runs where a request asks for it; embeddings are a copy of a few rows.
     untimed = {"embedding", "bias_logits", "penalize_logits", "count_tokens", "truncate_logits", "logprobs"}
     untimed |= {"plan_attention", "batch_invariant", "every_variant", "compiled"}
-    methods = {name for name, value in vars(KernelSet).items() if callable(value) and not name.startswith("_")}
+    methods = {name for name, _ in getmembers(KernelSet, isfunction) if not name.startswith("_")}
     assert methods - {case.kernel for case in cases} == untimed
 
 

@@ -6,9 +6,10 @@ import threading
 import pytest
 
 from outrider import AsyncEngine, SamplingParams
-from outrider.device import DeviceFault, DeviceLost, RequestError
+from outrider.device import DeviceFault, DeviceLost
 from outrider.engine.async_engine import AsyncEngineClosed
 from outrider.engine.requests.owner import WrongThread
+from outrider.errors import RequestError
 from outrider.speculative.eagle import EagleProposer
 from outrider_proof import tiny
 

@@ -6,7 +6,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from outrider import Engine, EngineConfig, SamplingParams
-from outrider.device import CheckpointError
+from outrider.errors import CheckpointError
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import SHAPE, byte_level_tokenizer
 

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from outrider import Engine, EngineConfig, SamplingParams
-from outrider.device import DeviceError, DeviceFault, EngineStopped, OutOfDeviceMemory, RequestError
+from outrider.device import DeviceError, DeviceFault, EngineStopped, OutOfDeviceMemory
 from outrider.engine.requests.request import FinishReason
+from outrider.errors import RequestError
 from outrider.model import load_decoder, load_eagle
 from outrider.registry import get_backend
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer

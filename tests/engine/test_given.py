@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.device import RequestError
 from outrider.engine.requests.given import checked_int, checked_tokens
+from outrider.errors import RequestError
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
-from outrider.device import ConfigError, RequestError
+from outrider.device import ConfigError
 from outrider.engine.config import EngineConfig
 from outrider.engine.engine import Engine
 from outrider.engine.requests.request import FinishReason
+from outrider.errors import RequestError
 from outrider.speculative.eagle import EagleProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from outrider import SamplingParams
-from outrider.device import KernelSet, RequestError
+from outrider.device import KernelSet
 from outrider.engine.requests.sampling import derived_seed
 from outrider.engine.requests.scheduler import Scheduler
+from outrider.errors import RequestError
 
 NEW = 24
 

@@ -3,8 +3,9 @@
 import pytest
 
 from outrider import EngineConfig, SamplingParams
-from outrider.device import ConfigError, RequestError
+from outrider.device import ConfigError
 from outrider.engine.requests.request import FinishReason
+from outrider.errors import RequestError
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def draw(tiny, kernels=None, **options):
     """Joint counts of the first three tokens over many seeds."""
     backend = CpuBackend()
     if kernels is not None:
-        backend._kernels = kernels
+        backend.use_kernels(kernels)
     target = load_decoder(tiny / "target", backend=backend, dtype=torch.float32)
     head = load_eagle(tiny / "eagle", target=target, backend=backend, dtype=torch.float32)
     config = EngineConfig(max_requests=512, page_size=4, max_context=16, prefill_chunk=512 * len(PROMPT))

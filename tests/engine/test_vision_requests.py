@@ -7,8 +7,9 @@ import torch
 
 from model.test_vision import IMAGE, PROMPTS, VIDEO, frames, picture, reference_inputs
 from outrider import Engine, EngineConfig, SamplingParams
-from outrider.device import ConfigError, Recompute, RequestError, SpeculativeSync
+from outrider.device import ConfigError, Recompute, SpeculativeSync
 from outrider.engine.state.plans import PlanAtJoin
+from outrider.errors import RequestError
 from outrider.model import MediaProcessor, expand_placeholders, load_decoder, load_eagle, load_vision
 from outrider.registry import get_backend
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer

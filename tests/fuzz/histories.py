@@ -11,8 +11,9 @@ import warnings
 import numpy as np
 
 from outrider import SamplingParams
-from outrider.device import ConfigError, DeviceFault, RequestError
+from outrider.device import ConfigError, DeviceFault
 from outrider.engine.requests.owner import WrongThread
+from outrider.errors import RequestError
 from outrider_proof import tiny
 
 PROMPTS = tuple(tuple(random.Random(f"prompt {i}").choices(range(tiny.VOCABULARY), k=3 + 4 * i)) for i in range(5))

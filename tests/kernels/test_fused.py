@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
 from kernels.test_numerics import close
-from outrider.device import KernelSet, Product, Turn
+from outrider.device import KernelSet, Product, RotaryArgs
 from outrider_triton import kernelset as _kernelset  # noqa: F401  (registers the operators)
 
 REFERENCE = KernelSet()
@@ -38,13 +38,13 @@ def wide(*tensors):
     return tuple(tensor.double() for tensor in tensors)
 
 
-def turn(m, dtype, seed=1):
+def rotary(m, dtype, seed=1):
     made = torch.Generator().manual_seed(seed)
     angle = torch.rand(m, SIZE // 2, generator=made) * 6
     caches = (torch.randn(m + 1, 4, KV_HEADS, SIZE, generator=made).to(torch.float16) for _ in range(2))
     slots = torch.randperm(4 * m, generator=made)[:m] + 4
     cos, sin = (each.repeat(1, 2).to(torch.float16) for each in (angle.cos(), angle.sin()))
-    return Turn(cos.to(dtype), sin.to(dtype), *(cache.to(dtype) for cache in caches), slots)
+    return RotaryArgs(cos.to(dtype), sin.to(dtype), *(cache.to(dtype) for cache in caches), slots)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -88,8 +88,8 @@ def test_gates_of_a_norm(m, n, k, config, with_bias, device, pdl):
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 48, 64), (5, 40, 96), (37, 33, 100)])
 def test_queries_turn_and_keys_and_values_go_to_their_slots(m, n, k, config, with_norm, device, pdl):
     added, residual, norm, weight, bias = operands(m, n, k, (HEADS + 2 * KV_HEADS) * SIZE)
-    exact, own = turn(m, torch.float64), turn(m, torch.float16)
-    where = Turn(*(tensor.to(device) for tensor in own))
+    exact, own = rotary(m, torch.float64), rotary(m, torch.float16)
+    where = RotaryArgs(*(tensor.to(device) for tensor in own))
     ops = torch.ops.outrider
     if with_norm:
         wanted = REFERENCE.norm_linear_rope_write_cache(

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
 from kernels.test_numerics import close
-from outrider.device import KernelSet, Product, Turn
+from outrider.device import KernelSet, Product, RotaryArgs
 from outrider_triton import behind, rings
 from outrider_triton.chain import Chain
 from outrider_triton.kernelset import TritonKernels, _cuts_heads
@@ -124,8 +124,8 @@ def test_queries_turn_and_keys_and_values_go_to_their_slots(m, config, with_norm
     angle = torch.rand(m, SIZE // 2, generator=torch.Generator().manual_seed(5)).repeat(1, 2).to(hopper) * 6
     caches = [normal(hopper, m + 1, 4, KV_HEADS, SIZE, seed=seed) for seed in (6, 7)]
     slots = (torch.randperm(4 * m, generator=torch.Generator().manual_seed(8))[:m] + 4).to(hopper)
-    own = Turn(angle.cos().to(HALF), angle.sin().to(HALF), *caches, slots)
-    exact = Turn(*(t.double() for t in own[:4]), slots)
+    own = RotaryArgs(angle.cos().to(HALF), angle.sin().to(HALF), *caches, slots)
+    exact = RotaryArgs(*(t.double() for t in own[:4]), slots)
     if with_norm:
         residual, norm = normal(hopper, m, 1024, seed=3), normal(hopper, 1024, seed=4)
         added = Product(*product(hopper, m, 1024, 512))
@@ -213,9 +213,9 @@ def test_more_than_a_tile_is_refused_where_squares_are_left(ops):
 @pytest.mark.parametrize(("size", "box"), list(itertools.product((64, 80, 96, 128), (8, 16, 32))))
 def test_heads_that_no_box_fits_turn_otherwise(size, box):
     cache = torch.zeros(1, 16, 2, size)
-    turn = Turn(torch.zeros(1, size), torch.zeros(1, size), cache, cache, torch.zeros(1, dtype=torch.int64))
-    assert _cuts_heads([8, box, 128, 1, 4, 4, 0, STREAMED, 2 * box], turn) is (size // 2 % box == 0)
-    assert _cuts_heads([16, 64, 128, 1, 4, 4, 0, 0, 24], turn)
+    rotary = RotaryArgs(torch.zeros(1, size), torch.zeros(1, size), cache, cache, torch.zeros(1, dtype=torch.int64))
+    assert _cuts_heads([8, box, 128, 1, 4, 4, 0, STREAMED, 2 * box], rotary) is (size // 2 % box == 0)
+    assert _cuts_heads([16, 64, 128, 1, 4, 4, 0, 0, 24], rotary)
 
 
 class Ruler:

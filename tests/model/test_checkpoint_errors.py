@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.device import CapabilityError, CheckpointError
+from outrider.device import CapabilityError
+from outrider.errors import CheckpointError
 from outrider.model import ModelConfig, load_decoder
 from outrider_proof.checkpoints import FAMILIES, write_checkpoint
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from model.harness import Driver
-from outrider.device import CheckpointError
+from outrider.errors import CheckpointError
 from outrider.model import load_decoder, load_eagle
 from outrider_proof.checkpoints import tiny_config, write_checkpoint, write_eagle, write_vision_checkpoint
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from model.harness import Driver
-from outrider.device import CheckpointError
+from outrider.errors import CheckpointError
 from outrider.model import KVCache, load_decoder, load_eagle3
 from outrider_proof.checkpoints import tiny_config, write_checkpoint, write_eagle3
 

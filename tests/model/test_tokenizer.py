@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.device import CheckpointError
+from outrider.errors import CheckpointError
 from outrider.model import Tokenizer
 from outrider_proof.checkpoints import TEXT, byte_level_tokenizer, sentencepiece_tokenizer
 

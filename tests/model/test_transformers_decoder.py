@@ -8,7 +8,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model.harness import Driver
 from model.test_decoder import PROMPT, expect
-from outrider.device import CheckpointError, ConfigError
+from outrider.device import ConfigError
+from outrider.errors import CheckpointError
 from outrider.model import load_through_transformers
 from outrider_proof.checkpoints import SHAPE, write_checkpoint
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from model.harness import Driver
-from outrider.device import CheckpointError, RequestError
+from outrider.errors import CheckpointError, RequestError
 from outrider.model import (
     MediaGrid,
     MediaProcessor,

@@ -63,7 +63,7 @@ def test_a_read_by_rows_before_the_mark_is_no_stale_read(strategy, again):
             index = torch.tensor([0, 1, 2], device=backend.device)
             x = torch.zeros(3, 4, device=backend.device)
             for turn in range(2):
-                backend.mark_over(x, "a new batch begins")
+                backend.mark_stale(x, "a new batch begins")
                 stream.synchronize()  # the read of the batch before runs, at the latest
                 if again or turn == 0:
                     x.fill_(float(turn))

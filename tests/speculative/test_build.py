@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider import Engine, EngineConfig, SamplingParams
-from outrider.device import CheckpointError, ConfigError
+from outrider.device import ConfigError
+from outrider.errors import CheckpointError
 from outrider.model import load_decoder, load_mtp
 from outrider.speculative.build import BUILDERS, DraftOptions, build
 from outrider.speculative.proposer import PlainProposer

@@ -48,18 +48,18 @@ def written_before():
 
 
 def test_a_proposer_with_the_names_before():
-    with pytest.warns(DeprecationWarning, match="is called") as told:
+    with pytest.warns(DeprecationWarning, match="is now") as told:
         proposer = written_before()
     assert {Path(each.filename) for each in told} == {Path(__file__)}
-    assert {str(each.message).split(" since")[0] for each in told} == {
-        "Before.capture_layers is called aux_hidden_state_layers",
-        "Before.draft_tokens is called num_draft_tokens",
+    assert {str(each.message).split("; the old")[0] for each in told} == {
+        "Proposer.capture_layers, which Before overrides, is now aux_hidden_state_layers",
+        "Proposer.draft_tokens, which Before overrides, is now num_draft_tokens",
     }
     assert (proposer.aux_hidden_state_layers, proposer.num_draft_tokens) == ((1, 0), 7)
     engine = tiny.engine(proposer)
-    with pytest.warns(DeprecationWarning, match="is called") as told:
+    with pytest.warns(DeprecationWarning, match="is now") as told:
         (done,) = engine.generate([(3, 1, 4)], SamplingParams(max_tokens=6, ignore_eos=True))
-    assert {str(each.message).split(" is called")[0] for each in told} == {
+    assert {str(each.message).split(" is now")[0] for each in told} == {
         *("DraftInputs.lens", "DraftInputs.deltas", "DraftInputs.host_lens"),
         "ExtendInputs.captured",
     }
@@ -69,7 +69,7 @@ def test_a_proposer_with_the_names_before():
 
 def test_old_names_that_nobody_overrides_give_the_new_value():
     inputs = DraftInputs(*(torch.tensor([number]) for number in range(5)), None, {}, 9, False)
-    with pytest.warns(DeprecationWarning, match="DraftInputs.lens is called seq_lens since outrider 0.2"):
+    with pytest.warns(DeprecationWarning, match="DraftInputs.lens is now seq_lens"):
         assert inputs.lens is inputs.seq_lens
-    with pytest.warns(DeprecationWarning, match="EagleProposer.draft_tokens is called num_draft_tokens"):
+    with pytest.warns(DeprecationWarning, match="Proposer.draft_tokens is now num_draft_tokens"):
         assert EagleProposer(tiny.eagle_head(), draft_tokens=3).draft_tokens == 3

@@ -321,7 +321,7 @@ class MovesInOrder(KernelSet):
 @pytest.mark.parametrize("kernels", [NoMoves, MovesInOrder])
 def test_a_wrong_compaction_shows(kernels):
     backend = CpuBackend()
-    backend._kernels = kernels()
+    backend.use_kernels(kernels())
     assert compaction_error(backend, 3) > 1e-3
 
 

@@ -61,7 +61,7 @@ def make(kernelset, monkeypatch):
         monkeypatch.setattr(flashinfer.BatchPrefillWithPagedKVCacheWrapper, "pinned", pinned)
         if name == "sim":
             monkeypatch.setattr(kernelset.Attention, "attend", directly)
-        backend.use_kernels(kernelset.with_flashinfer(backend.kernels, backend, processors=4))
+        backend.use_kernels(kernelset.FlashInferKernels(backend.kernels, backend, processors=4))
         return backend
 
     return made

@@ -5,18 +5,12 @@ Nothing that serves requests knows of it: a model is made with such kernels by h
 
 from __future__ import annotations
 
-import copy
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider.device import ConfigError, KernelSet
-
-if TYPE_CHECKING:
-    _Base = KernelSet
-else:
-    _Base = object
+from outrider.device import ConfigError, KernelSet, WrappedKernels
 
 _MULTIPLIER = 2654435761  # Knuth's, for hashing positions
 
@@ -31,9 +25,12 @@ class _Verdicts(NamedTuple):
     none: Tensor
 
 
-class _Synthetic(_Base):
-    accept_length: float
-    verdicts: dict[tuple[int, int, torch.device], _Verdicts]
+class _Synthetic(WrappedKernels):
+    def __init__(self, inner: KernelSet, accept_length: float) -> None:
+        super().__init__(inner)
+        self.name = f"{inner.name}, synthetic acceptance of {accept_length:g}"
+        self.accept_length = accept_length
+        self.verdicts: dict[tuple[int, int, torch.device], _Verdicts] = {}
 
     def verify_chain(
         self,
@@ -76,9 +73,4 @@ def with_synthetic_acceptance(kernels: KernelSet, accept_length: float) -> Kerne
     """
     if not accept_length >= 1:
         raise ConfigError(f"an acceptance length of {accept_length} can't be: an iteration yields at least 1 token")
-    made = copy.copy(kernels)
-    made.__class__ = type("SyntheticAcceptance", (_Synthetic, type(kernels)), {})
-    made.name = f"{kernels.name}, synthetic acceptance of {accept_length:g}"
-    synthetic = cast(_Synthetic, made)
-    synthetic.accept_length, synthetic.verdicts = accept_length, {}
-    return made
+    return _Synthetic(kernels, accept_length)

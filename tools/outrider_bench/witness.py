@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
-from outrider.device import KernelSet
-
-if TYPE_CHECKING:
-    _Base = KernelSet
-else:
-    _Base = object
+from outrider.device import KernelSet, WrappedKernels
 
 
 @dataclass(slots=True)
@@ -28,8 +21,10 @@ class Notes:
         return row
 
 
-class _Witness(_Base):
-    notes: Notes
+class _Witness(WrappedKernels):
+    def __init__(self, inner: KernelSet) -> None:
+        super().__init__(inner)
+        self.notes = Notes()
 
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Note, then report as ever."""
@@ -39,7 +34,5 @@ class _Witness(_Base):
 
 def with_witness(kernels: KernelSet) -> tuple[KernelSet, Notes]:
     """``kernels`` that note the logits which log-probabilities are reported of. They aren't for graphs."""
-    made, notes = copy.copy(kernels), Notes()
-    made.__class__ = type("Witness", (_Witness, type(kernels)), {})
-    cast(_Witness, made).notes = notes
-    return made, notes
+    witness = _Witness(kernels)
+    return witness, witness.notes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.device import KernelSet
+from outrider.device import KernelSet, RequestInputs, RequestRows
 from outrider_conformance.case import Call, Case, Operands
 
 _STATE = ("rows", "lens", "last_tokens", "seeds", "temperature", "tables")
@@ -29,8 +29,8 @@ def _requests(dtype: torch.dtype) -> dict[str, Tensor]:
 
 def _gathered(*, by_row: bool) -> Call:
     def call(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-        state = (o["last_tokens"], o["seeds"], o["temperature"], o["tables"])
-        own = (o[_OWN[0]], o[_OWN[1]], o[_OWN[2]], o[_OWN[3]], o[_OWN[4]], o[_OWN[5]])
+        state = RequestRows(o["last_tokens"], o["seeds"], o["temperature"], o["tables"])
+        own = RequestInputs(*(o[name] for name in _OWN))
         lens = o["last_tokens"] if by_row else o["lens"]
         kernels.gather_requests(o["rows"], lens, state, own, o["found"][:, 2:8], lens_by_row=by_row)
         return (*own, o["found"])

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, KernelSet, Product, Turn
+from outrider.device import AttentionMetadata, KernelSet, Product, RotaryArgs
 from outrider_conformance.bookkeeping_cases import BOOKKEEPING
 from outrider_conformance.case import Call, Case, Operands
 
@@ -99,8 +99,8 @@ def _pair(dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def _turn(o: Operands) -> Turn:
-    return Turn(o["cos"], o["sin"], o["k_cache"], o["v_cache"], o["slots"])
+def _rotary(o: Operands) -> RotaryArgs:
+    return RotaryArgs(o["cos"], o["sin"], o["k_cache"], o["v_cache"], o["slots"])
 
 
 def _normed_gates(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
@@ -112,12 +112,12 @@ def _normed_gates(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
 def _normed_queries(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
     added = Product(o["x"], o["weight"], o["bias"])
     weights = (o["qkv"], o["qkv_bias"])
-    q = kernels.norm_linear_rope_write_cache(added, o["residual"], o["norm"], 1e-5, *weights, _turn(o))
+    q = kernels.norm_linear_rope_write_cache(added, o["residual"], o["norm"], 1e-5, *weights, _rotary(o))
     return q, o["residual"], o["k_cache"], o["v_cache"]
 
 
 def _queries(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
-    q = kernels.linear_rope_write_cache(Product(o["residual"], o["qkv"], None), _turn(o))
+    q = kernels.linear_rope_write_cache(Product(o["residual"], o["qkv"], None), _rotary(o))
     return q, o["k_cache"], o["v_cache"]
 
 

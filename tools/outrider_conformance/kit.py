@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from outrider.device import SEAM_VERSION, Backend, BackendInfo, Capabilities
+from outrider.device import SEAM_VERSION, Backend, BackendInfo
 from outrider.registry import Registry
 from outrider_conformance.lab import Pace
 
@@ -85,19 +83,3 @@ def _facts(backend: Backend) -> dict[str, Any]:
         "kernels": backend.kernels_in_use.name,
         "tier": {"kind": kind, "device": versions.get("device", str(backend.device))},
     }
-
-
-@contextmanager
-def pretending(backend: Backend, **abilities: Any) -> Generator[Backend]:
-    """The backend as if it declared ``abilities``, to see whether they'd work.
-
-    Its class is exchanged for a subclass, so that plugin and seam both see the declaration.
-    """
-    original = type(backend)
-    declared: Capabilities = replace(backend.capabilities, **abilities)
-    pretender = type(original.__name__, (original,), {"capabilities": property(lambda _: declared)})
-    backend.__class__ = pretender
-    try:
-        yield backend
-    finally:
-        backend.__class__ = original

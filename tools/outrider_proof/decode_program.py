@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outrider.cli.models import bundled
-from outrider.device.errors import ConfigError, OutriderError, RequestError
+from outrider.device.errors import ConfigError, OutriderError
+from outrider.errors import RequestError
 from outrider.registry import Registry
 
 if TYPE_CHECKING:

@@ -51,7 +51,9 @@ def eagle(target: Decoder) -> EagleHead:
 def eagle3(target: Decoder) -> Eagle3Head:
     """The tiny EAGLE-3 head, on the device of its target."""
     head = tiny.eagle3_head()
-    return Eagle3Head(head.config, moved(head.weights, target.device), target, aux_hidden_state_layers=head.aux_hidden_state_layers)
+    return Eagle3Head(
+        head.config, moved(head.weights, target.device), target, aux_hidden_state_layers=head.aux_hidden_state_layers
+    )
 
 
 def mtp(target: Decoder) -> list[MtpHead]:

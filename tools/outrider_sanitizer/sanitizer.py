@@ -214,7 +214,7 @@ class Sanitizer(Observer):
             self._ordering.host_accessed(Access(place.storage, place.start, place.end, True, argument="renew"), here())
             self._staleness.over(tensor, f"{label} was renewed for generation {generation} and not filled since")
 
-    def marked_over(self, tensor: Tensor, reason: str) -> None:
+    def marked_stale(self, tensor: Tensor, reason: str) -> None:
         with self._lock:
             self._staleness.over(tensor, reason)
 

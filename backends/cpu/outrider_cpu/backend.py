@@ -64,24 +64,7 @@ class CpuBackend(Backend):
     """The reference backend."""
 
     def __init__(self) -> None:
-        super().__init__("cpu", torch.device("cpu"))
-        self._kernels = KernelSet()
-        self._sync = CpuSync(self)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Synchronous, one order, every floating dtype."""
-        return CAPABILITIES
-
-    @property
-    def kernels(self) -> KernelSet:
-        """The torch references."""
-        return self._kernels
-
-    @property
-    def speculative_sync(self) -> SpeculativeSync:
-        """The default policy."""
-        return self._sync
+        super().__init__("cpu", torch.device("cpu"), capabilities=CAPABILITIES, kernels=KernelSet(), speculative_sync=CpuSync)
 
     @contextmanager
     def _on(self, stream: Stream) -> Generator[None]:

@@ -9,7 +9,6 @@ import torch
 
 from outrider.device import (
     Capabilities,
-    KernelSet,
     SpeculativeSync,
     StepMode,
     TorchDeviceBackend,
@@ -43,26 +42,7 @@ class CudaBackend(TorchDeviceBackend):
     sticky_faults = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
 
     def __init__(self, ordinal: int) -> None:
-        super().__init__("cuda", "cuda", ordinal)
-        self._kernels: KernelSet | None = None
-        self._sync = CudaSync(self)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Asynchronous, concurrent streams, graphs."""
-        return CAPABILITIES
-
-    @property
-    def kernels(self) -> KernelSet:
-        """Triton's where they won on this device, else the torch references; made when they're first asked for."""
-        if self._kernels is None:
-            self._kernels = tuned_kernels(self)
-        return self._kernels
-
-    @property
-    def speculative_sync(self) -> SpeculativeSync:
-        """The default policy: events with generations, cheap stream waits."""
-        return self._sync
+        super().__init__("cuda", "cuda", ordinal, capabilities=CAPABILITIES, kernels=tuned_kernels, speculative_sync=CudaSync)
 
     def _new_graph(self) -> Any:
         return torch.cuda.CUDAGraph()

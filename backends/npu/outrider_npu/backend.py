@@ -66,24 +66,7 @@ class NpuBackend(TorchDeviceBackend):
     graph_type = NpuGraph
 
     def __init__(self, ordinal: int) -> None:
-        super().__init__("npu", "npu", ordinal)
-        self._kernels = NpuKernels(self)
-        self._sync = NpuSync(self)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Asynchronous, concurrent streams, flags, graphs whose host parameters can be rebound."""
-        return CAPABILITIES
-
-    @property
-    def kernels(self) -> NpuKernels:
-        """Attention and rotation by CANN's operators, the rest by torch's."""
-        return self._kernels
-
-    @property
-    def speculative_sync(self) -> NpuSync:
-        """Exact host lengths, rebound parameters, positions computed again."""
-        return self._sync
+        super().__init__("npu", "npu", ordinal, capabilities=CAPABILITIES, kernels=NpuKernels, speculative_sync=NpuSync)
 
     def _create_flag(self, name: str) -> Flag:
         return NpuFlag(self, name, self.module.ExternalEvent())

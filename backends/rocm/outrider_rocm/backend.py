@@ -31,7 +31,7 @@ CAPABILITIES = Capabilities(
 )
 
 
-def _triton(compute_units: int) -> KernelSet:
+def _triton(backend: RocmBackend) -> KernelSet:
     """The kernels that are shared with other devices; there is no table of what wins on this one."""
     try:
         import triton  # noqa: F401
@@ -42,7 +42,9 @@ def _triton(compute_units: int) -> KernelSet:
         ) from error
     from outrider_triton.kernelset import TritonKernels
 
-    return TritonKernels(table=None, everywhere=True, processors=compute_units, pdl=False)
+    properties = backend.module.get_device_properties(backend.device)
+    units = int(properties.multi_processor_count)
+    return TritonKernels(table=None, everywhere=True, processors=units, pdl=False)
 
 
 class RocmSync(SpeculativeSync):
@@ -67,27 +69,18 @@ class RocmBackend(TorchDeviceBackend):
     sticky_faults = ("illegal memory access", "unspecified launch failure", "device-side assert", "hipErrorLaunchFailure")
 
     def __init__(self, ordinal: int, options: RocmOptions | None = None) -> None:
-        super().__init__("rocm", self.device_type, ordinal)
+        chosen = options or RocmOptions()
+        super().__init__(
+            "rocm",
+            self.device_type,
+            ordinal,
+            capabilities=CAPABILITIES,
+            kernels=KernelSet() if chosen.kernels == "torch" else _triton,
+            speculative_sync=lambda backend: RocmSync(backend, chosen),
+        )
         properties = self.module.get_device_properties(self.device)
         self.architecture: Architecture = parse_architecture(properties.gcnArchName, properties.warp_size)
-        chosen = options or RocmOptions()
-        self._kernels = KernelSet() if chosen.kernels == "torch" else _triton(int(properties.multi_processor_count))
-        self._sync = RocmSync(self, chosen)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Asynchronous, concurrent streams, graphs."""
-        return CAPABILITIES
-
-    @property
-    def kernels(self) -> KernelSet:
-        """As the option ``kernels`` says."""
-        return self._kernels
-
-    @property
-    def speculative_sync(self) -> SpeculativeSync:
-        """By architecture and options."""
-        return self._sync
+        _ = self.kernels  # made now, so that a missing Triton is told of when the backend is opened
 
     def _new_graph(self) -> Any:
         return self.module.CUDAGraph()

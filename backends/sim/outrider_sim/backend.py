@@ -40,7 +40,7 @@ from outrider_sim.graphs import Capture, Program
 from outrider_sim.kernels import HostLengthKernels
 from outrider_sim.memory import Pool
 from outrider_sim.operands import extent
-from outrider_sim.options import FAULTS, SimOptions
+from outrider_sim.options import FAULTS, Personality, SimOptions
 from outrider_sim.pinned import PinnedTensor
 from outrider_sim.queue import EventState, FlagState, Kind, Op, StreamQueue
 from outrider_sim.schedule import Delay, Schedule, Step
@@ -194,6 +194,25 @@ class SimSync(SpeculativeSync):
             self.refresh_before_replay = frozenset({"rope_positions"})
 
 
+def _capabilities(like: Personality) -> Capabilities:
+    """What a personality can do."""
+    return Capabilities(
+        asynchronous=True,
+        concurrent_streams=True,
+        stream_priorities=True,
+        event_timing=True,
+        flags=like.flags,
+        captures_graphs=True,
+        updates_graph_params=like.updates_graph_params,
+        forks_in_capture=like.forks_in_capture,
+        perturbs_timing=True,
+        reports_accesses=True,
+        row_exact_accesses=True,
+        memory_limit=True,
+        dtypes=_DTYPES,
+    )
+
+
 class SimControl:
     """The handle by which tools decide who goes next (the seam's `ControllableDevice`, and more)."""
 
@@ -284,49 +303,23 @@ class SimBackend(Backend):
         if ordinal != 0:
             raise BackendLoadError(f"backend 'sim': device {ordinal} was asked for, there is only device 0")
         registered = register(options.name, options)
-        super().__init__("sim", registered.dispatcher.device)
+        like = options.like
+        super().__init__(
+            "sim",
+            registered.dispatcher.device,
+            capabilities=_capabilities(like),
+            kernels=HostLengthKernels if like.exact_host_lengths else KernelSet(),
+            speculative_sync=SimSync,
+        )
         self.sim = Sim(options)
         self.epoch = 0  # resets so far
         self._dispatcher = registered.dispatcher
         self._dispatcher.current = self.sim
         registered.backend = self
-        self._sync = SimSync(self)
-        self._kernels = HostLengthKernels(self) if options.like.exact_host_lengths else KernelSet()
         self._control = SimControl(self)
-        like = options.like
-        self._capabilities = Capabilities(
-            asynchronous=True,
-            concurrent_streams=True,
-            stream_priorities=True,
-            event_timing=True,
-            flags=like.flags,
-            captures_graphs=True,
-            updates_graph_params=like.updates_graph_params,
-            forks_in_capture=like.forks_in_capture,
-            perturbs_timing=True,
-            reports_accesses=True,
-            row_exact_accesses=True,
-            memory_limit=True,
-            dtypes=_DTYPES,
-        )
         # Work that nobody placed runs here; it is a stream of the backend like any other.
         self.default_stream = SimStream(self, "default", 0, self.sim.machine.default)
         self._streams.append(self.default_stream)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the personality can do."""
-        return self._capabilities
-
-    @property
-    def kernels(self) -> KernelSet:
-        """The torch references, each queued as one operation."""
-        return self._kernels
-
-    @property
-    def speculative_sync(self) -> SpeculativeSync:
-        """The policy of the personality."""
-        return self._sync
 
     @property
     def control(self) -> SimControl:

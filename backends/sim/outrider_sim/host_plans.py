@@ -6,19 +6,12 @@ said when it planned. An attention whose plan is missing, or is that of another 
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, AttentionShape, Backend, KernelSet, SeamError, Stream
-
-if TYPE_CHECKING:
-    _Base = KernelSet
-else:
-    _Base = object
+from outrider.device import AttentionMetadata, AttentionShape, Backend, KernelSet, SeamError, Stream, WrappedKernels
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider_sim", "FRAGMENT")
@@ -68,11 +61,15 @@ class HostPlan:
         self.table.copy_(torch.where(starts < self.lens.unsqueeze(1), metadata.block_table, 0))
 
 
-class _HostPlans(_Base):
-    """What changes of a kernel set."""
+class HostPlanKernels(WrappedKernels):
+    """Another kernel set whose attention is planned on the host."""
 
+    name = "host-plans"
     plans_on_host = True
-    backend: Backend
+
+    def __init__(self, inner: KernelSet, backend: Backend) -> None:
+        super().__init__(inner)
+        self.backend = backend
 
     def plan_attention(self, metadata: AttentionMetadata, *, stream: Stream) -> AttentionMetadata:
         """Lengths from the host, pages from the device."""
@@ -110,12 +107,3 @@ class _HostPlans(_Base):
         elif shape in metadata.shapes:
             raise SeamError(f"attention of {shape} was to be planned, and there is no plan for it")
         return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
-
-
-def with_host_plans(kernels: KernelSet, backend: Backend) -> KernelSet:
-    """``kernels`` whose attention is planned on the host."""
-    made = copy.copy(kernels)
-    made.__class__ = type("HostPlans", (_HostPlans, type(kernels)), {})
-    made.name = "host-plans"
-    cast(_HostPlans, made).backend = backend
-    return made

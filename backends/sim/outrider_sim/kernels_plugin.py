@@ -20,6 +20,6 @@ def kernel_info() -> KernelInfo:
 @hookimpl
 def create_kernels(backend: Backend) -> KernelSet:
     """The personality's own kernels, with plans."""
-    from outrider_sim.host_plans import with_host_plans
+    from outrider_sim.host_plans import HostPlanKernels
 
-    return with_host_plans(backend.kernels, backend)
+    return HostPlanKernels(backend.kernels, backend)

@@ -43,7 +43,8 @@ from outrider.cli.sampling_options import (
     TopPOption,
     logprob_data,
 )
-from outrider.device.errors import ConfigError, RequestError
+from outrider.device.errors import ConfigError
+from outrider.errors import RequestError
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.device.errors import RequestError
+from outrider.errors import RequestError
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine

@@ -10,6 +10,7 @@ Errors and hooks come at once and need no torch, so that a plugin can be describ
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from outrider._renamed import renamed_in
 from outrider.device.errors import (
     AmbiguousBackend,
     BackendError,
@@ -17,7 +18,6 @@ from outrider.device.errors import (
     BackendNotFound,
     CapabilityError,
     CaptureError,
-    CheckpointError,
     ConfigError,
     DeadlockError,
     DeviceError,
@@ -28,7 +28,6 @@ from outrider.device.errors import (
     OutOfDeviceMemory,
     OutriderError,
     PluginContractError,
-    RequestError,
     SeamError,
     StaleBufferError,
     StreamOrderError,
@@ -69,10 +68,16 @@ if TYPE_CHECKING:
         ROW_ACCESS,
         AttentionMetadata,
         AttentionShape,
+        BookkeepingKernels,
         KernelSet,
+        ModelKernels,
         Product,
+        RequestInputs,
+        RequestRows,
+        RotaryArgs,
         RowResolver,
-        Turn,
+        SamplingKernels,
+        WrappedKernels,
     )
     from outrider.device.memory import KeepAlive, MemoryInfo, PinnedBuffer
     from outrider.device.stream import Event, Flag, Stream
@@ -112,8 +117,14 @@ _HOMES = {
         "LANE_SAMPLE",
         "Product",
         "ROW_ACCESS",
+        "BookkeepingKernels",
+        "ModelKernels",
+        "RequestInputs",
+        "RequestRows",
+        "RotaryArgs",
         "RowResolver",
-        "Turn",
+        "SamplingKernels",
+        "WrappedKernels",
     ),
     "memory": (
         "KeepAlive",
@@ -171,11 +182,11 @@ __all__ = [
     "BackendInfo",
     "BackendLoadError",
     "BackendNotFound",
+    "BookkeepingKernels",
     "Capabilities",
     "CapabilityError",
     "CaptureContext",
     "CaptureError",
-    "CheckpointError",
     "CiDeclaration",
     "ConfigError",
     "ControllableDevice",
@@ -201,6 +212,7 @@ __all__ = [
     "KernelInfo",
     "KernelSet",
     "MemoryInfo",
+    "ModelKernels",
     "Observer",
     "Operation",
     "OutOfDeviceMemory",
@@ -210,8 +222,11 @@ __all__ = [
     "PluginInfo",
     "Product",
     "Recompute",
-    "RequestError",
+    "RequestInputs",
+    "RequestRows",
+    "RotaryArgs",
     "RowResolver",
+    "SamplingKernels",
     "Scalar",
     "ScheduleFailure",
     "SeamError",
@@ -226,12 +241,23 @@ __all__ = [
     "TorchEvent",
     "TorchGraph",
     "TorchStream",
-    "Turn",
     "Waiter",
+    "WrappedKernels",
     "hookimpl",
     "hookspec",
 ]
 
+
+# Plugins that were written for the version before know these.
+_renamed = renamed_in(
+    __name__,
+    {
+        "CheckpointError": "outrider.errors.CheckpointError",
+        "RequestError": "outrider.errors.RequestError",
+        "Turn": "outrider.device.RotaryArgs",
+    },
+    stacklevel=3,  # through the function below
+)
 
 if not TYPE_CHECKING:  # a type checker must see a misspelt name as an error
 
@@ -239,7 +265,7 @@ if not TYPE_CHECKING:  # a type checker must see a misspelt name as an error
         for home, names in _HOMES.items():
             if name in names:
                 return getattr(import_module(f"{__name__}.{home}"), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _renamed(name)
 
     def __dir__() -> list[str]:
         return __all__

@@ -7,12 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from outrider._renamed import Renamed, adopt_overrides
 from outrider.device.capabilities import Capabilities
+from outrider.device.declared import Declared
 from outrider.device.errors import (
     CapabilityError,
     CaptureError,
@@ -41,19 +43,34 @@ if TYPE_CHECKING:
     from outrider.device.kernels import KernelSet
 
 
-class Backend(ABC):
+class Backend(Declared, ABC):
     """One device. A vendor subclasses it (or ``TorchDeviceBackend``) and implements the underscored verbs.
 
     The public methods check the rules and report to an attached observer, then call the vendor's verb. Two backend
     objects for one device share nothing: streams, events and graphs belong to the object that made them.
 
+    What it can do, its kernels and its policy are said once, to the constructor or by overriding: :class:`Declared`.
+
     *Threads.* Every method may be called from any thread. ``on`` scopes and captures belong to the thread that opened
     them.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        adopt_overrides(cls, stacklevel=4)  # between here and the class there is ABCMeta
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        *,
+        capabilities: Capabilities | None = None,
+        kernels: KernelSet | Callable[[Any], KernelSet] | None = None,
+        speculative_sync: Callable[[Any], SpeculativeSync] | None = None,
+    ) -> None:
         self.name = name
         self.device = device
+        Declared.__init__(self, capabilities, kernels, speculative_sync)
         self.observer: Observer | None = None
         self.replays = 0  # graph replays enqueued so far, for the age of tensor objects in reports
         self._local = threading.local()
@@ -69,16 +86,6 @@ class Backend(ABC):
         return f"backend {self.name!r} ({self.device})"
 
     @property
-    @abstractmethod
-    def capabilities(self) -> Capabilities:
-        """What the device can do. Constant over the backend's life."""
-
-    @property
-    @abstractmethod
-    def kernels(self) -> KernelSet:
-        """The kernels of this device; constant over the backend's life."""
-
-    @property
     def kernels_in_use(self) -> KernelSet:
         """The kernels that everything computes with: those of :meth:`use_kernels`, else :attr:`kernels`."""
         return self._chosen_kernels if self._chosen_kernels is not None else self.kernels
@@ -88,11 +95,6 @@ class Backend(ABC):
         if self._chosen_kernels is not None:
             raise SeamError(f"{self.label} computes with {self._chosen_kernels.name!r} already; make another backend")
         self._chosen_kernels = kernels
-
-    @property
-    @abstractmethod
-    def speculative_sync(self) -> SpeculativeSync:
-        """The policy of this device; constant over the backend's life."""
 
     @property
     def control(self) -> ControllableDevice | None:
@@ -385,13 +387,15 @@ class Backend(ABC):
         """
         raise CapabilityError(f"{self.label} doesn't report accesses, so it has no number for {tuple(tensor.shape)}")
 
-    def mark_over(self, tensor: Tensor, reason: str) -> None:
-        """Tell an attached tool that what ``tensor`` holds is over, say a padded input before it's filled for a new batch.
+    def mark_stale(self, tensor: Tensor, reason: str) -> None:
+        """Tell an attached tool that what ``tensor`` holds is stale, say a padded input before it's filled for a new batch.
 
         Whoever reads bytes of it that weren't written since reads stale data, ordered or not. Changes nothing itself.
         """
         if self.observer is not None:
-            self.observer.marked_over(tensor, reason)
+            self.observer.marked_stale(tensor, reason)
+
+    mark_over = Renamed("mark_stale")
 
     def mark_mirror(self, mirror: Tensor | tuple[Graph, str], source: Tensor) -> None:
         """Tell an attached tool that ``mirror`` is read as the present value of ``source``.

@@ -25,11 +25,16 @@ expected and what to do. The command line prints that text without a traceback.
     ├── DeadlockError             nothing that is queued can ever run
     ├── CheckpointError           a checkpoint that is truncated, incomplete, of the wrong shape or unknown
     └── RequestError              a request that can't be served: empty, too long, unknown id
+
+The last two are about models and requests and no vendor's matter: they are in :mod:`outrider.errors`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from outrider._renamed import renamed_in
 
 
 class OutriderError(Exception):
@@ -129,9 +134,11 @@ class DeadlockError(OutriderError):
     """Nothing that is queued can ever run; the text lists who waits for what."""
 
 
-class CheckpointError(OutriderError):
-    """A checkpoint that is truncated, incomplete, of the wrong shape or of an unknown kind."""
-
-
-class RequestError(OutriderError):
-    """A request that can't be served: empty, too long for the context, or of an unknown id."""
+if not TYPE_CHECKING:
+    __getattr__ = renamed_in(
+        __name__,
+        {
+            "CheckpointError": "outrider.errors.CheckpointError",
+            "RequestError": "outrider.errors.RequestError",
+        },
+    )

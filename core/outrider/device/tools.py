@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from outrider._renamed import Renamed, adopt_overrides
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,6 +72,10 @@ class Operation:
 
 class Observer:
     """Receives what happens on a device. Every method does nothing unless a tool overrides it."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        adopt_overrides(cls)
 
     def stream_created(self, stream: Stream) -> None:
         """A stream exists. Streams that existed before the observer was attached are announced on attach."""
@@ -149,8 +155,10 @@ class Observer:
     def renewed(self, owner: str, tensor: Tensor, generation: int) -> None:
         """A pinned buffer starts a new generation: what was read under the old one is over."""
 
-    def marked_over(self, tensor: Tensor, reason: str) -> None:
+    def marked_stale(self, tensor: Tensor, reason: str) -> None:
         """What ``tensor`` holds is over: bytes of it that are read before they are written again are stale."""
+
+    marked_over = Renamed("marked_stale")
 
     def marked_mirror(self, mirror: Tensor | tuple[Graph, str], source: Tensor) -> None:
         """``mirror`` (memory, or a host parameter of a graph) is read as the present value of ``source``."""

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from outrider.device.backend import Backend
+from outrider.device.capabilities import Capabilities
 from outrider.device.errors import (
     BackendLoadError,
     CapabilityError,
@@ -27,6 +28,10 @@ from outrider.device.errors import (
 from outrider.device.graph import CaptureContext, Graph, GraphCallable, GraphPool
 from outrider.device.memory import MemoryInfo
 from outrider.device.stream import Event, Stream
+from outrider.device.sync import SpeculativeSync
+
+if TYPE_CHECKING:
+    from outrider.device.kernels import KernelSet
 
 _POOL_DRAWS = 64
 
@@ -127,8 +132,23 @@ class TorchDeviceBackend(Backend):
     sticky_faults: tuple[str, ...] = ()
     is_accelerator = False
 
-    def __init__(self, name: str, device_type: str, ordinal: int) -> None:
-        super().__init__(name, torch.device(device_type, ordinal))
+    def __init__(
+        self,
+        name: str,
+        device_type: str,
+        ordinal: int,
+        *,
+        capabilities: Capabilities | None = None,
+        kernels: KernelSet | Callable[[Any], KernelSet] | None = None,
+        speculative_sync: Callable[[Any], SpeculativeSync] | None = None,
+    ) -> None:
+        super().__init__(
+            name,
+            torch.device(device_type, ordinal),
+            capabilities=capabilities,
+            kernels=kernels,
+            speculative_sync=speculative_sync,
+        )
         self.module: Any = torch.get_device_module(device_type)
         if not self.module.is_available():
             raise BackendLoadError(

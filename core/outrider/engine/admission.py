@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.device import ConfigError, RequestError
+from outrider.device import ConfigError
 from outrider.engine.checks import check_options, check_pages, check_prompt
 from outrider.engine.config import EngineConfig
 from outrider.engine.requests.given import checked_int, checked_tokens
@@ -15,6 +15,7 @@ from outrider.engine.requests.media import expanded, request_media
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.text import watch
+from outrider.errors import RequestError
 from outrider.model import Media, ModelConfig, Tokenizer, VisionTower
 
 

@@ -11,10 +11,11 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from outrider.device import DeviceError, OutriderError, RequestError
+from outrider.device import DeviceError, OutriderError
 from outrider.engine.engine import Engine
 from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
+from outrider.errors import RequestError
 from outrider.model import Media
 
 _FAILURES = 8

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, RequestError, StepMode
+from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, StepMode
 from outrider.engine.config import EngineConfig
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS, SamplingParams
+from outrider.errors import RequestError
 from outrider.model import LanguageModel
 from outrider.speculative.proposer import Proposer
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from outrider.device import Backend, ConfigError, DeviceError, Fence, RequestError, StepMode
+from outrider.device import Backend, ConfigError, DeviceError, Fence, StepMode
 from outrider.engine.admission import Admission
 from outrider.engine.assembly import assemble, build_loop, build_runner, build_stages, build_step
 from outrider.engine.checks import check_invariance, check_policy, check_tree, context_limit
@@ -24,6 +24,7 @@ from outrider.engine.stages import Iteration
 from outrider.engine.stats import EngineStats as EngineStats
 from outrider.engine.streams import Streams
 from outrider.engine.warm_up import warm_up
+from outrider.errors import RequestError
 from outrider.model import LanguageModel, Media, Tokenizer, VisionTower
 from outrider.speculative.build import Builder
 from outrider.speculative.proposer import PlainProposer, Proposer

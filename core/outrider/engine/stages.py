@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, KernelSet, Stream
+from outrider.device import AttentionMetadata, KernelSet, RequestInputs, RequestRows, Stream
 from outrider.engine.plan_stages import ExtendAttention, Fill, Place, PlanExtend, VerifyAttention
 from outrider.engine.stage_io import (
     Capturable,
@@ -74,8 +74,8 @@ class Gather(Stage[GatherInput, DecodeInputs]):
         self._kernels.gather_requests(
             rows,
             future.seq_lens if given.seq_lens is None else given.seq_lens,
-            (future.last_tokens, table.seeds, table.temperature, table.tables),
-            (inputs.rows, inputs.seq_lens, inputs.last_tokens, inputs.seeds, inputs.temperature, inputs.tables),
+            RequestRows(future.last_tokens, table.seeds, table.temperature, table.tables),
+            RequestInputs(inputs.rows, inputs.seq_lens, inputs.last_tokens, inputs.seeds, inputs.temperature, inputs.tables),
             found,
             lens_by_row=given.seq_lens is None,
         )

@@ -186,7 +186,7 @@ class Step:
         fences.plan_ready.signal(streams.plan)
         at_join = PlanAtJoin(self._plans, inputs, verify, decode.captured)
         for name, buffer in at_join.written_again(self._sync).items():
-            self._backend.mark_over(buffer, f"{name} as they were before the join")
+            self._backend.mark_stale(buffer, f"{name} as they were before the join")
 
         fences.plan_ready.wait(streams.forward)
         with self._backend.on(streams.forward):

@@ -8,7 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from outrider.device import CheckpointError, ConfigError
+from outrider.device import ConfigError
+from outrider.errors import CheckpointError
 from outrider.model.config import ModelConfig, VisionConfig
 from outrider.model.rope import RopeConfig
 

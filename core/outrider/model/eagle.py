@@ -40,7 +40,7 @@ class EagleHead:
     ``config`` is the head's own, with the target's vocabulary and context.
     """
 
-    capture_layers = Renamed("aux_hidden_state_layers", since="0.2")
+    capture_layers = Renamed("aux_hidden_state_layers")
 
     def __init__(self, config: ModelConfig, weights: EagleWeights, target: LanguageModel) -> None:
         self.config = config

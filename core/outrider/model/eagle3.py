@@ -45,7 +45,7 @@ class Eagle3Head:
     are over the head's own vocabulary. ``aux_hidden_state_layers`` are the target's layers whose input it reads.
     """
 
-    capture_layers = Renamed("aux_hidden_state_layers", since="0.2")
+    capture_layers = Renamed("aux_hidden_state_layers")
 
     def __init__(
         self, config: ModelConfig, weights: Eagle3Weights, target: LanguageModel, *, aux_hidden_state_layers: tuple[int, ...]

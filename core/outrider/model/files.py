@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from outrider.device import CheckpointError
+from outrider.errors import CheckpointError
 from outrider.model.checkpoint_config import read_json
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, CheckpointError
+from outrider.device import Backend
+from outrider.errors import CheckpointError
 from outrider.model.checkpoint_config import read_json
 from outrider.model.config import ModelConfig
 from outrider.model.eagle import EagleHead

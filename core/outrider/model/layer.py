@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionShape, KernelSet, Product, Turn
+from outrider.device import AttentionShape, KernelSet, Product, RotaryArgs
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 
@@ -86,9 +86,9 @@ class DecoderLayer:
         elif pending is None:
             normed = kernels.rms_norm(residual, weights.attention_norm, eps)
         elif weights.q_norm is None:
-            turn = Turn(*cos_sin, *cache, inputs.slots)
+            rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
             q = kernels.norm_linear_rope_write_cache(
-                pending, residual, weights.attention_norm, eps, weights.qkv, weights.qkv_bias, turn
+                pending, residual, weights.attention_norm, eps, weights.qkv, weights.qkv_bias, rotary
             )
             return self.mlp(self._look_back(q, inputs, cache), residual)
         else:
@@ -108,15 +108,15 @@ class DecoderLayer:
     ) -> Product:
         """What attention adds for normed input [T, H], pending; writes keys and values to their slots."""
         config, weights, kernels = self._config, self._weights, self._kernels
-        product, turn = Product(normed, weights.qkv, weights.qkv_bias), Turn(*cos_sin, *cache, inputs.slots)
+        product, rotary = Product(normed, weights.qkv, weights.qkv_bias), RotaryArgs(*cos_sin, *cache, inputs.slots)
         if weights.q_norm is None or weights.k_norm is None:
-            return self._look_back(kernels.linear_rope_write_cache(product, turn), inputs, cache)
+            return self._look_back(kernels.linear_rope_write_cache(product, rotary), inputs, cache)
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
         qkv = kernels.linear(*product).view(-1, heads + 2 * kv_heads, size)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
         q = kernels.rms_norm(q, weights.q_norm, config.rms_eps)
         k = kernels.rms_norm(k, weights.k_norm, config.rms_eps)
-        kernels.rope_write_cache(q, k, v, *turn)
+        kernels.rope_write_cache(q, k, v, *rotary)
         return self._look_back(q, inputs, cache)
 
     def _look_back(self, q: Tensor, inputs: ForwardInput, cache: tuple[Tensor, Tensor]) -> Product:

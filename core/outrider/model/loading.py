@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from outrider.device import Backend, CheckpointError
+from outrider.device import Backend
+from outrider.errors import CheckpointError
 from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder
 from outrider.model.files import CheckpointFiles, open_checkpoint

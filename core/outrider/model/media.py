@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import CheckpointError, RequestError
+from outrider.errors import CheckpointError, RequestError
 from outrider.model.checkpoint_config import read_json
 from outrider.model.config import VisionConfig
 from outrider.model.mrope import MediaGrid

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from outrider.device import RequestError
+from outrider.errors import RequestError
 from outrider.model.config import VisionConfig
 
 

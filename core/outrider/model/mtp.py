@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, CheckpointError
+from outrider.device import Backend
+from outrider.errors import CheckpointError
 from outrider.model.cache import KVCache
 from outrider.model.checkpoint_config import read_json
 from outrider.model.config import ModelConfig

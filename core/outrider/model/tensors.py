@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, CapabilityError, CheckpointError
+from outrider.device import Backend, CapabilityError
+from outrider.errors import CheckpointError
 from outrider.model.files import CheckpointFiles
 from outrider.model.mapping import Target, ignored
 

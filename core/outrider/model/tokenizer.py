@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
-from outrider.device import CheckpointError
+from outrider.errors import CheckpointError
 from outrider.model.stream_decoder import StreamDecoder
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import CheckpointError, ConfigError, KernelSet
+from outrider.device import ConfigError, KernelSet
+from outrider.errors import CheckpointError
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput

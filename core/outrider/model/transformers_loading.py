@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, Backend, CheckpointError
+from outrider.device import AttentionMetadata, Backend
+from outrider.errors import CheckpointError
 from outrider.model.cache import KVCache
 from outrider.model.checkpoint_config import read_json, special_tokens
 from outrider.model.config import ModelConfig

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, CheckpointError, ConfigError
+from outrider.device import Backend, ConfigError
+from outrider.errors import CheckpointError
 from outrider.model.checkpoint_config import hf_config, read_json
 from outrider.model.config import ModelConfig
 from outrider.model.files import open_checkpoint

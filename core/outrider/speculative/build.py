@@ -9,7 +9,8 @@ from types import MappingProxyType
 
 import torch
 
-from outrider.device import Backend, CheckpointError, ConfigError
+from outrider.device import Backend, ConfigError
+from outrider.errors import CheckpointError
 from outrider.model import LanguageModel, Progress, load_decoder, load_eagle, load_eagle3, load_mtp
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import DraftHead, EagleProposer, EagleTreeProposer

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider._renamed import Renamed, honour_old_names
+from outrider._renamed import Renamed, adopt_overrides
 from outrider.device import AttentionMetadata, AttentionShape, Backend, KernelSet
 from outrider.speculative.seq_lens import HostSeqLens
 from outrider.speculative.tree import Tree
@@ -57,9 +57,9 @@ class DraftInputs:
     sampling: bool
     seq_lens_host: HostSeqLens | None = None
 
-    lens = Renamed("seq_lens", since="0.2")
-    deltas = Renamed("mrope_position_deltas", since="0.2")
-    host_lens = Renamed("seq_lens_host", since="0.2")
+    lens = Renamed("seq_lens")
+    deltas = Renamed("mrope_position_deltas")
+    host_lens = Renamed("seq_lens_host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +117,9 @@ class ExtendInputs:
     prompt_lens: Tensor | None = None
     seq_lens_host: HostSeqLens | None = None
 
-    captured = Renamed("aux_hidden_states", since="0.2")
-    deltas = Renamed("mrope_position_deltas", since="0.2")
-    host_lens = Renamed("seq_lens_host", since="0.2")
+    captured = Renamed("aux_hidden_states")
+    deltas = Renamed("mrope_position_deltas")
+    host_lens = Renamed("seq_lens_host")
 
 
 def draw(kernels: KernelSet, logits: Tensor, inputs: DraftInputs | ExtendInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,13 +144,13 @@ class Proposer(ABC):
 
     name: str
 
-    capture_layers = Renamed("aux_hidden_state_layers", since="0.2")
-    draft_tokens = Renamed("num_draft_tokens", since="0.2")
+    capture_layers = Renamed("aux_hidden_state_layers")
+    draft_tokens = Renamed("num_draft_tokens")
 
     def __init_subclass__(cls, **options: Any) -> None:
         """A proposer that was written for the old names says what it has to say under them: so they count."""
         super().__init_subclass__(**options)
-        honour_old_names(cls, Proposer)
+        adopt_overrides(cls, stacklevel=4)  # between here and the class there is ABCMeta
 
     @property
     @abstractmethod

@@ -130,25 +130,14 @@ class ThreadsBackend(Backend):
     """A device whose streams are threads."""
 
     def __init__(self) -> None:
-        super().__init__("threads", torch.device("cpu"))
-        self._kernels = KernelSet()
-        self._sync = SpeculativeSync(self)
+        super().__init__(
+            "threads",
+            torch.device("cpu"),
+            capabilities=CAPABILITIES,
+            kernels=KernelSet(),  # the torch references, each one task
+            speculative_sync=SpeculativeSync,  # the default policy
+        )
         self._thread = threading.local()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Asynchronous, concurrent streams, flags, graphs."""
-        return CAPABILITIES
-
-    @property
-    def kernels(self) -> KernelSet:
-        """The torch references, each one task."""
-        return self._kernels
-
-    @property
-    def speculative_sync(self) -> SpeculativeSync:
-        """The default policy."""
-        return self._sync
 
     # -- placement ----------------------------------------------------------------------------------------------------
 

@@ -103,7 +103,11 @@ def _no_modes(base):
 
 
 def _foreign_sync(base):
-    patch(base.backend, "__init__", lambda original: lambda self: (original(self), setattr(self._sync, "backend", None))[0])
+    patch(
+        base.backend,
+        "__init__",
+        lambda original: lambda self: (original(self), setattr(self.speculative_sync, "backend", None))[0],
+    )
 
 
 def _misnamed(base):

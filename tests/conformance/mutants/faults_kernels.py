@@ -80,14 +80,8 @@ def _kernels(changes):
 
             setattr(changed, name, method)
 
-        def make_init(original):
-            def init(self, *arguments, **options):
-                original(self, *arguments, **options)
-                self._kernels = changed()
-
-            return init
-
-        patch(base.backend, "__init__", make_init)
+        kernels = changed()
+        base.backend.kernels = property(lambda self: kernels)
 
     return apply
 

@@ -106,7 +106,7 @@ def marked_over(backend: Backend, fixed: bool) -> None:
     """A buffer whose contents were declared over is read where nothing was written since."""
     forward = backend.create_stream("forward")
     graph, x, y = _graph(backend, forward)
-    backend.mark_over(x, "a new batch begins")
+    backend.mark_stale(x, "a new batch begins")
     with backend.on(forward):
         x[: 4 if fixed else 3].fill_(3.0)
     graph.replay(forward)

@@ -1,9 +1,23 @@
-"""Kernels behind the seam: the set, its metadata, the torch references and their operators."""
+"""Kernels behind the seam: the set in its three parts, its metadata, the torch references and their operators."""
 
+from typing import TYPE_CHECKING
+
+from outrider._renamed import renamed_in
+from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.kernelset import KernelSet
-from outrider.device.kernels.metadata import AttentionMetadata, AttentionShape, Product, Turn
+from outrider.device.kernels.metadata import (
+    AttentionMetadata,
+    AttentionShape,
+    Product,
+    RequestInputs,
+    RequestRows,
+    RotaryArgs,
+)
+from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.device.kernels.ops import ROW_ACCESS, RowResolver
 from outrider.device.kernels.reference import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE
+from outrider.device.kernels.sampling_kernels import SamplingKernels
+from outrider.device.kernels.wrapping import WrappedKernels
 
 __all__ = [
     "LANE_ACCEPT",
@@ -13,8 +27,17 @@ __all__ = [
     "ROW_ACCESS",
     "AttentionMetadata",
     "AttentionShape",
+    "BookkeepingKernels",
     "KernelSet",
+    "ModelKernels",
     "Product",
+    "RequestInputs",
+    "RequestRows",
+    "RotaryArgs",
     "RowResolver",
-    "Turn",
+    "SamplingKernels",
+    "WrappedKernels",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = renamed_in(__name__, {"Turn": "outrider.device.RotaryArgs"})

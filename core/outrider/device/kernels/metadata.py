@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from outrider._renamed import Renamed, renamed_arguments, renamed_in
 from outrider.device.graph import HostParam
 
 
@@ -41,6 +42,7 @@ class AttentionShape:
         )
 
 
+@renamed_arguments(kv_lens="seq_lens", host_kv_lens="seq_lens_host")
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """A ragged batch of B sequences with T new tokens in all, over a paged cache.
@@ -85,20 +87,60 @@ class AttentionMetadata:
     shapes: tuple[AttentionShape, ...] = ()
     settled: bool = False
 
+    kv_lens = Renamed("seq_lens")
+    host_kv_lens = Renamed("seq_lens_host")
+
 
 class Product(NamedTuple):
-    """A matrix product that is still to be made: ``x @ weight.T + bias``."""
+    """A matrix product that is still to be made: ``x @ weight.T + bias``.
+
+    ``x`` [T, in], ``weight`` [out, in], ``bias`` [out] or None, all of one dtype.
+    """
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
 
 
-class Turn(NamedTuple):
-    """How new keys and queries turn, and where keys and values go: see :meth:`KernelSet.rope_write_cache`."""
+class RotaryArgs(NamedTuple):
+    """How new keys and queries are rotated, and where keys and values go: see :meth:`KernelSet.rope_write_cache`.
+
+    ``cos`` and ``sin`` [T, D]; caches [pages, page size, Hkv, D], written; ``slots`` int64 [T].
+    """
 
     cos: Tensor
     sin: Tensor
     k_cache: Tensor
     v_cache: Tensor
     slots: Tensor
+
+
+class RequestRows(NamedTuple):
+    """State of all requests of an engine, one of R rows each; row 0 is reserved for padding.
+
+    ``last_tokens`` int64 [R], ``seeds`` int64 [R], ``temperature`` float32 [R], ``tables`` int32 [R, P]: the block table.
+    """
+
+    last_tokens: Tensor
+    seeds: Tensor
+    temperature: Tensor
+    tables: Tensor
+
+
+class RequestInputs(NamedTuple):
+    """Private copies of what an iteration reads of its B requests, in the batch's order.
+
+    ``rows`` int64 [B], ``lens`` int64 [B], ``last_tokens`` int64 [B], ``seeds`` int64 [B], ``temperature`` float32 [B],
+    ``tables`` int32 [B, P].
+    """
+
+    rows: Tensor
+    lens: Tensor
+    last_tokens: Tensor
+    seeds: Tensor
+    temperature: Tensor
+    tables: Tensor
+
+
+if not TYPE_CHECKING:
+    __getattr__ = renamed_in(__name__, {"Turn": "outrider.device.kernels.metadata.RotaryArgs"})

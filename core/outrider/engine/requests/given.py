@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Set
 from itertools import islice
 from typing import Any
 
-from outrider.device import RequestError
+from outrider.errors import RequestError
 
 _LIMIT = 2**62
 _SHOWN = 60

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from outrider.device import RequestError
+from outrider.errors import RequestError
 from outrider.model import Media, VisionConfig, VisionTower, expand_placeholders, prompt_positions
 
 

@@ -217,7 +217,7 @@ class StaticBuffers:
             return
         for name in self.specs:
             if name.split(".")[0] == prefix:
-                self._backend.mark_over(self.rows(name, 0, bucket), f"{name} of the batch before")
+                self._backend.mark_stale(self.rows(name, 0, bucket), f"{name} of the batch before")
 
     def views(self, count: int) -> Views:
         """Views for ``count`` requests."""

@@ -111,24 +111,13 @@ class ToyBackend(Backend):
     """The one device."""
 
     def __init__(self) -> None:
-        super().__init__("toy", torch.device("cpu"))  # it computes in the host's memory
-        self._kernels = KernelSet()
-        self._sync = SpeculativeSync(self)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the device can do."""
-        return CAPABILITIES
-
-    @property
-    def kernels(self) -> KernelSet:
-        """The torch references."""
-        return self._kernels
-
-    @property
-    def speculative_sync(self) -> SpeculativeSync:
-        """The default policy."""
-        return self._sync
+        super().__init__(
+            "toy",
+            torch.device("cpu"),  # it computes in the host's memory
+            capabilities=CAPABILITIES,
+            kernels=KernelSet(),  # the torch references
+            speculative_sync=SpeculativeSync,  # the default policy
+        )
 
     def translate_error(self, error: Exception, doing: str) -> DeviceError | None:
         """Failures beneath torch, typed."""

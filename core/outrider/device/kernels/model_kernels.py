@@ -1,0 +1,179 @@
+"""The part of a KernelSet that a model computes with: products, norms, rotation, the cache and attention over it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.device.kernels import ops as _ops  # noqa: F401  (registers the operators)
+from outrider.device.kernels.metadata import AttentionMetadata, Product, RotaryArgs
+
+if TYPE_CHECKING:
+    from outrider.device.stream import Stream
+
+
+class ModelKernels:
+    """What a pass through a decoder needs. Rules and letters: :class:`~outrider.device.KernelSet`."""
+
+    plans_on_host = False
+    """Whether :meth:`plan_attention` reads exact lengths on the host. They're brought there before each batch is planned
+    (fence *lengths on host*), and each replay of a graph is planned anew; fused mode, where no length leaves the device, is
+    refused."""
+
+    # -- matrix products, alone and with what follows them ---------------------------------------------------------
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x [..., in] @ weight[out, in].T + bias`` → [..., out]."""
+        return F.linear(x, weight, bias)
+
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """:meth:`silu_mul` of :meth:`linear`: ``weight`` [2*I, in] holds the gate's rows, then those of up → [..., I]."""
+        return self.silu_mul(self.linear(x, weight, bias))
+
+    def linear_add_rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """:meth:`add_rms_norm` of :meth:`linear`: ``residual`` [T, H] grows in place by ``x @ weight.T + bias``; returns its
+        norm with ``norm`` [H]. The sum may be rounded once instead of twice.
+        """
+        return self.add_rms_norm(self.linear(x, weight, bias), residual, norm, eps)
+
+    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """``residual`` [T, H] grows in place by :meth:`linear` of ``x``; returns it. The sum may be rounded once."""
+        return residual.add_(self.linear(x, weight, bias))
+
+    def linear_rope_write_cache(self, product: Product, rotary: RotaryArgs) -> Tensor:
+        """Queries, keys and values as one ``product`` with weights [(Hq + 2 Hkv) D, H], then :meth:`rope_write_cache` of
+        them → queries [T, Hq, D].
+        """
+        kv_heads, size = rotary.k_cache.shape[2:]
+        heads = product.weight.shape[0] // size - 2 * kv_heads
+        made = self.linear(*product).view(-1, heads + 2 * kv_heads, size)
+        q, k, v = made.split((heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
+        self.rope_write_cache(q, k, v, *rotary)
+        queries: Tensor = q
+        return queries
+
+    def norm_linear_silu_mul(
+        self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """:meth:`linear_silu_mul` with ``weight`` and ``bias`` of :meth:`linear_add_rms_norm` of ``added``. What the norm
+        returns need never be there as such: its factor may come behind the product.
+        """
+        return self.linear_silu_mul(self.linear_add_rms_norm(*added, residual, norm, eps), weight, bias)
+
+    def norm_linear_rope_write_cache(
+        self,
+        added: Product,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        rotary: RotaryArgs,
+    ) -> Tensor:
+        """:meth:`linear_rope_write_cache` with ``weight`` and ``bias`` of :meth:`linear_add_rms_norm` of ``added``, in the
+        same way.
+        """
+        normed = self.linear_add_rms_norm(*added, residual, norm, eps)
+        return self.linear_rope_write_cache(Product(normed, weight, bias), rotary)
+
+    # -- embeddings, norms, activation -----------------------------------------------------------------------------
+
+    def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """Rows of ``weight`` [V, H] for int64 ``tokens`` [T] → [T, H]."""
+        return F.embedding(tokens, weight)
+
+    def embed_beside(self, tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
+        """:meth:`embedding` of ``tokens`` [T], and ``hidden`` [T, H'] behind it → [T, H + H']."""
+        return torch.cat((self.embedding(tokens, weight), hidden), dim=-1)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm of ``x`` [..., H] with ``weight`` [H]."""
+        return torch.ops.outrider.rms_norm(x, weight, eps)  # type: ignore[no-any-return]
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """``residual += x`` in place (both [T, H]), then its norm."""
+        return torch.ops.outrider.add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """``silu(gate) * up`` for ``gate_up`` [T, 2*I] → [T, I]."""
+        return torch.ops.outrider.silu_mul(gate_up)  # type: ignore[no-any-return]
+
+    # -- the cache, and attention over it --------------------------------------------------------------------------
+
+    def rope_write_cache(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+    ) -> None:
+        """Rotate q [T, Hq, D] and k [T, Hkv, D] in place by cos and sin [T, D]; write k, v into the cache.
+
+        Caches are [pages, page size, Hkv, D]; ``slots`` int64 [T] is page * page size + offset. Padding tokens write to
+        the reserved page 0; other slots are distinct.
+        """
+        torch.ops.outrider.rope_write_cache(q, k, v, cos, sin, k_cache, v_cache, slots)
+
+    def plan_attention(self, metadata: AttentionMetadata, *, stream: Stream) -> AttentionMetadata:
+        """Let a library that plans on the host prepare for this batch; returns the metadata with its plan.
+
+        Called on the plan stream's scope (of a prompt's chunks: on that of the stream that they run on), before the tensors
+        of ``metadata`` are used on another stream, and never in a capture. A plan is for the ``shapes`` of the metadata;
+        without any there is nothing to plan. Kernels that declare ``plans_on_host`` get ``seq_lens_host``, and
+        ``host_query_start`` of a batch that isn't uniform. The reference plans nothing.
+
+        *In place.* ``metadata.plan`` is None, and a plan is made, with room for lengths up to the whole block table; or it's
+        what this method returned for the same requests' number and ``max_query`` (for chunks of prompts: of any), and that is
+        brought up to date where it lies: a graph which was captured with it then computes this batch.
+
+        *Lifetime.* The caller keeps a plan for as long as something may use it, and has ordered ``stream`` behind the last
+        attention that used it before. What was planned on one ``stream`` runs on one stream, an attention at a time: such
+        plans may share scratch memory. What the device reads of the host's memory is the kernels' to keep until it has.
+        """
+        del stream
+        return metadata
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int = 0,
+    ) -> Tensor:
+        """Attention of q [T, Hq, D] over the pages of each sequence → [T, Hq, D].
+
+        The new tokens' keys and values are in the cache already. What lies behind a sequence's length, or in page 0, belongs
+        to somebody else and may be anything, NaN included: it doesn't reach the result. ``window`` > 0: a token sees that
+        many positions, its own included.
+        """
+        return torch.ops.outrider.paged_attention(  # type: ignore[no-any-return]
+            q,
+            k_cache,
+            v_cache,
+            metadata.query_start,
+            metadata.seq_lens,
+            metadata.block_table,
+            metadata.tree_mask,
+            metadata.max_query,
+            metadata.max_kv,
+            scale,
+            window,
+        )

@@ -1,0 +1,50 @@
+"""WrappedKernels: another kernel set, of which a subclass changes a few methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import isfunction
+from typing import Any
+
+from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
+from outrider.device.kernels.kernelset import KernelSet
+from outrider.device.kernels.model_kernels import ModelKernels
+from outrider.device.kernels.sampling_kernels import SamplingKernels
+
+_FLAGS = ("name", "row_invariant", "plans_on_host")
+
+
+class WrappedKernels(KernelSet):
+    """Passes each call on to ``inner``. A subclass overrides what it does otherwise, and reaches ``inner`` by ``super()``.
+
+    ``name``, ``row_invariant`` and ``plans_on_host`` are those of ``inner`` unless the subclass declares its own.
+
+    *Calls within* ``inner`` stay there: where its ``linear_add`` calls its ``linear``, an override of ``linear`` isn't asked.
+    :meth:`batch_invariant` isn't passed on: the default wraps these kernels, with what the subclass does otherwise.
+    """
+
+    def __init__(self, inner: KernelSet) -> None:
+        self.inner = inner
+        own = type(self).__mro__[: type(self).__mro__.index(WrappedKernels)]
+        for flag in _FLAGS:
+            if not any(flag in vars(kind) for kind in own):
+                setattr(self, flag, getattr(inner, flag))
+
+    def batch_invariant(self) -> KernelSet:
+        """These where they are ``row_invariant`` already, else the default."""
+        return self if self.row_invariant else super().batch_invariant()
+
+
+def _pass_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: WrappedKernels, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    return call
+
+
+for _part in (ModelKernels, SamplingKernels, BookkeepingKernels, KernelSet):
+    for _name, _method in vars(_part).items():
+        if isfunction(_method) and not _name.startswith("_") and _name not in vars(WrappedKernels):
+            setattr(WrappedKernels, _name, _pass_on(_name, _method))

@@ -1,0 +1,43 @@
+"""WrappedKernels: every method goes to the kernels inside, but those that a subclass does otherwise."""
+
+from inspect import getmembers, isfunction, signature
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from outrider.device import KernelSet, WrappedKernels
+
+METHODS = sorted(name for name, _ in getmembers(KernelSet, isfunction) if not name.startswith("_"))
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "batch_invariant"])
+def test_each_method_is_passed_on(name):
+    inner = Mock(spec=KernelSet)
+    given = [object() for _ in signature(getattr(KernelSet, name)).parameters][1:]
+    assert getattr(WrappedKernels(inner), name)(*given) is getattr(inner, name).return_value
+    getattr(inner, name).assert_called_once_with(*given)
+
+
+def test_an_override_reaches_the_inner_kernels_and_keeps_its_own_flags():
+    class Planning(KernelSet):
+        name, row_invariant, plans_on_host = "planning", True, True
+
+    class Doubling(WrappedKernels):
+        plans_on_host = False
+
+        def embedding(self, tokens, weight):
+            return 2 * super().embedding(tokens, weight)
+
+    kernels = Doubling(Planning())
+    assert (kernels.name, kernels.row_invariant, kernels.plans_on_host) == ("planning", True, False)
+    assert kernels.embedding(torch.tensor([1]), torch.eye(2)).tolist() == [[0.0, 2.0]]
+    assert kernels.batch_invariant() is kernels
+
+
+def test_batch_invariant_kernels_keep_what_a_wrapper_changes():
+    class Zeros(WrappedKernels):
+        def linear(self, x, weight, bias=None):
+            return super().linear(x, weight, bias) * 0
+
+    assert not Zeros(KernelSet()).batch_invariant().linear(torch.ones(3, 4), torch.ones(2, 4)).any()

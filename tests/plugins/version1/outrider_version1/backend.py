@@ -1,0 +1,182 @@
+"""The device `version1`, as Outrider sees it: the seam's verbs, said with the driver's calls."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+import toy_driver as toy
+from torch import Tensor
+
+from outrider.device import (
+    Backend,
+    Capabilities,
+    CaptureContext,
+    DeviceError,
+    DeviceFault,
+    Event,
+    Graph,
+    GraphCallable,
+    GraphPool,
+    KernelSet,
+    MemoryInfo,
+    SpeculativeSync,
+    Stream,
+)
+from outrider_version1.kernels import Version1Kernels
+
+CAPABILITIES = Capabilities(
+    asynchronous=True,
+    concurrent_streams=True,
+    event_timing=True,
+    perturbs_timing=True,
+    captures_graphs=True,
+    dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
+)
+
+
+def check(status: int, doing: str) -> None:
+    """Every status is looked at: one that was dropped is an error that nobody hears of."""
+    if status != toy.SUCCESS:
+        raise DeviceFault(f"version1: {doing} failed: {toy.toy_error_string(status)}")
+
+
+def ready(status: int, doing: str) -> bool:
+    """For calls that answer with SUCCESS or NOT_READY."""
+    if status == toy.NOT_READY:
+        return False
+    check(status, doing)
+    return True
+
+
+class ToyStream(Stream):
+    """A stream of the driver's, destroyed with the object."""
+
+    def __init__(self, backend: Backend, name: str) -> None:
+        super().__init__(backend, name)
+        status, self.handle = toy.toy_stream_create()
+        check(status, f"creating stream {name!r}")
+        weakref.finalize(self, toy.toy_stream_destroy, self.handle)
+
+    @property
+    def native(self) -> Any:
+        """The handle."""
+        return self.handle
+
+    def _record(self, event: Event) -> None:
+        check(toy.toy_event_record(cast(ToyEvent, event).handle, self.handle), "a record")
+
+    def _wait(self, event: Event) -> None:
+        check(toy.toy_stream_wait_event(self.handle, cast(ToyEvent, event).handle), "a wait")
+
+    def _synchronize(self) -> None:
+        check(toy.toy_stream_synchronize(self.handle), f"work on stream {self.name!r}")
+
+    def _query(self) -> bool:
+        return ready(toy.toy_stream_query(self.handle), "a query")
+
+
+class ToyEvent(Event):
+    """An event of the driver's. Its record is a snapshot, so it has generations by itself."""
+
+    def __init__(self, backend: Backend, name: str, timing: bool) -> None:
+        super().__init__(backend, name, timing)
+        status, self.handle = toy.toy_event_create()
+        check(status, f"creating event {name!r}")
+        weakref.finalize(self, toy.toy_event_destroy, self.handle)
+
+    def _query(self) -> bool:
+        return ready(toy.toy_event_query(self.handle), "a query")
+
+    def _synchronize(self) -> None:
+        check(toy.toy_event_synchronize(self.handle), f"waiting for event {self.name!r}")
+
+    def _elapsed_ms(self, end: Event) -> float:
+        status, milliseconds = toy.toy_event_elapsed_ms(self.handle, cast(ToyEvent, end).handle)
+        check(status, "measuring")
+        return milliseconds
+
+
+class ToyGraph(Graph):
+    """A graph of the driver's."""
+
+    handle: int
+
+    def _replay(self, stream: Stream) -> None:
+        check(toy.toy_graph_launch(self.handle, stream.native), f"replaying {self.name!r}")
+
+
+class ToyBackend(Backend):
+    """The one device."""
+
+    def __init__(self) -> None:
+        super().__init__("version1", torch.device("cpu"))  # it computes in the host's memory
+        self._kernels = Version1Kernels()
+        self._sync = SpeculativeSync(self)
+        self.marks = 0
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the device can do."""
+        return CAPABILITIES
+
+    @property
+    def kernels(self) -> KernelSet:
+        """Its own."""
+        return self._kernels
+
+    @property
+    def speculative_sync(self) -> SpeculativeSync:
+        """The default policy."""
+        return self._sync
+
+    def translate_error(self, error: Exception, doing: str) -> DeviceError | None:
+        """Failures beneath torch, typed."""
+        return DeviceFault(f"version1: {doing}: {error}") if isinstance(error, toy.ToyError) else None
+
+    def mark_over(self, tensor: Tensor, reason: str) -> None:
+        """Counted, then passed on."""
+        self.marks += 1
+        super().mark_over(tensor, reason)
+
+    def _on(self, stream: Stream) -> AbstractContextManager[None]:
+        return toy.placed(stream.native)
+
+    def _create_stream(self, name: str, priority: int) -> Stream:
+        return ToyStream(self, name)
+
+    def _create_event(self, name: str, timing: bool) -> Event:
+        return ToyEvent(self, name, timing)
+
+    def _synchronize(self) -> None:
+        for stream in self.streams:
+            cast(ToyStream, stream)._synchronize()
+
+    def _delay(self, stream: Stream, cycles: int) -> None:
+        check(toy.toy_spin(stream.native, cycles), "a delay")
+
+    def _empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        return True  # the device reaches all memory of the host alike
+
+    def memory_info(self) -> MemoryInfo:
+        """The driver knows no limit."""
+        return MemoryInfo(total=0, free=0, allocated=0)
+
+    def _capture(
+        self, name: str, fn: GraphCallable, context: CaptureContext, stream: Stream, pool: GraphPool | None
+    ) -> Graph:
+        graph = ToyGraph(self, name, context)
+        check(toy.toy_capture_begin(stream.native), "beginning a capture")
+        try:
+            with self._on(stream), self.capturing(graph, stream):
+                fn(context)
+        finally:  # also after an error: the thread must not stay in the capture
+            status, graph.handle = toy.toy_capture_end(stream.native)
+            weakref.finalize(graph, toy.toy_graph_destroy, graph.handle)
+        check(status, "ending a capture")
+        return graph

@@ -1,0 +1,209 @@
+"""The interface of the driver, in the manner of C: every call returns a status, alone or before its result.
+
+Work on a stream runs in order, beside other streams and beside the caller. An event is recorded again and again; a wait and
+a query are for its latest record, and one that was never recorded counts as complete. While a thread captures, what it
+launches on the captured stream is noted and not run; other streams are out of bounds for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from toy_driver.queues import CaptureState, EventState, Handles, Kernel, Point, StreamState
+
+SUCCESS, NOT_READY, INVALID_HANDLE, INVALID_VALUE, KERNEL_FAILED, CAPTURE_ERROR = range(6)
+_TEXTS = (
+    "success",
+    "work is pending",
+    "no such handle",
+    "a value that can't be used",
+    "a kernel failed",
+    "not possible during a capture",
+)
+_handles = Handles()
+_thread = threading.local()
+
+
+def toy_driver_version() -> int:
+    """Thousands are the major version."""
+    return 1002
+
+
+def toy_device_count() -> int:
+    """There is one device."""
+    return 1
+
+
+def toy_error_string(status: int) -> str:
+    """A status in words."""
+    return _TEXTS[status] if 0 <= status < len(_TEXTS) else f"unknown status {status}"
+
+
+# -- streams ------------------------------------------------------------------------------------------------------------
+
+
+def toy_stream_create() -> tuple[int, int]:
+    """(status, stream)."""
+    return SUCCESS, _handles.new(StreamState())
+
+
+def toy_stream_destroy(stream: int) -> int:
+    """What is queued still runs; the handle is gone."""
+    state = _handles.drop(stream, StreamState)
+    if state is None:
+        return INVALID_HANDLE
+    state.kernels.put(None)
+    return SUCCESS
+
+
+def toy_launch(stream: int, kernel: Kernel) -> int:
+    """Run `kernel()` on the stream; returns at once. While this thread captures, it's noted instead."""
+    state = _handles.find(stream, StreamState)
+    if state is None:
+        return INVALID_HANDLE
+    capture = _capture()
+    if capture is None:
+        state.enqueue(kernel)
+    elif capture.stream == stream:
+        capture.kernels.append(kernel)
+    else:
+        return CAPTURE_ERROR
+    return SUCCESS
+
+
+def toy_spin(stream: int, nanoseconds: int) -> int:
+    """Keep the stream busy."""
+    return toy_launch(stream, lambda: time.sleep(nanoseconds / 1e9))
+
+
+def toy_stream_query(stream: int) -> int:
+    """SUCCESS or NOT_READY."""
+    state = _handles.find(stream, StreamState)
+    if state is None:
+        return INVALID_HANDLE
+    if _capture() is not None:
+        return CAPTURE_ERROR
+    return SUCCESS if state.finished == state.enqueued else NOT_READY
+
+
+def toy_stream_synchronize(stream: int) -> int:
+    """Block until the stream is empty. KERNEL_FAILED once, if a kernel failed since the last call."""
+    state = _handles.find(stream, StreamState)
+    if state is None:
+        return INVALID_HANDLE
+    if _capture() is not None:
+        return CAPTURE_ERROR
+    state.point().wait()
+    failed, state.failed = state.failed, None
+    return SUCCESS if failed is None else KERNEL_FAILED
+
+
+def toy_stream_wait_event(stream: int, event: int) -> int:
+    """What is launched on the stream from now on waits for the event's latest record."""
+    state, marked = _handles.find(stream, StreamState), _handles.find(event, EventState)
+    if state is None or marked is None:
+        return INVALID_HANDLE
+    capture = _capture()
+    if capture is not None:  # one stream in order: an edge from it to itself says nothing new
+        return SUCCESS if marked.capture is capture and capture.stream == stream else CAPTURE_ERROR
+    if marked.point is not None:
+        state.enqueue(marked.point.wait)
+    return SUCCESS
+
+
+# -- events -------------------------------------------------------------------------------------------------------------
+
+
+def toy_event_create() -> tuple[int, int]:
+    """(status, event)."""
+    return SUCCESS, _handles.new(EventState())
+
+
+def toy_event_destroy(event: int) -> int:
+    """Waits that are queued keep what they wait for."""
+    return INVALID_HANDLE if _handles.drop(event, EventState) is None else SUCCESS
+
+
+def toy_event_record(event: int, stream: int) -> int:
+    """The event now stands behind everything that was launched on the stream so far."""
+    state, marked = _handles.find(stream, StreamState), _handles.find(event, EventState)
+    if state is None or marked is None:
+        return INVALID_HANDLE
+    capture = _capture()
+    if capture is not None and capture.stream != stream:
+        return CAPTURE_ERROR
+    marked.capture = capture
+    if capture is None:
+        marked.point = state.point()
+    return SUCCESS
+
+
+def toy_event_query(event: int) -> int:
+    """SUCCESS or NOT_READY."""
+    marked = _handles.find(event, EventState)
+    if marked is None:
+        return INVALID_HANDLE
+    return SUCCESS if marked.point is None or marked.point.passed else NOT_READY
+
+
+def toy_event_synchronize(event: int) -> int:
+    """Block until the latest record is complete."""
+    marked = _handles.find(event, EventState)
+    if marked is None:
+        return INVALID_HANDLE
+    if marked.point is not None:
+        marked.point.wait()
+    return SUCCESS
+
+
+def toy_event_elapsed_ms(start: int, end: int) -> tuple[int, float]:
+    """(status, milliseconds between the two records)."""
+    points: list[Point] = []
+    for event in (start, end):
+        marked = _handles.find(event, EventState)
+        if marked is None or marked.point is None:
+            return INVALID_HANDLE, 0.0
+        points.append(marked.point)
+    if not all(point.passed for point in points):
+        return NOT_READY, 0.0
+    return SUCCESS, (points[1].seconds - points[0].seconds) * 1e3
+
+
+# -- graphs -------------------------------------------------------------------------------------------------------------
+
+
+def toy_capture_begin(stream: int) -> int:
+    """From now on this thread's launches on `stream` are noted."""
+    if _handles.find(stream, StreamState) is None:
+        return INVALID_HANDLE
+    if _capture() is not None:
+        return CAPTURE_ERROR
+    _thread.capture = CaptureState(stream)
+    return SUCCESS
+
+
+def toy_capture_end(stream: int) -> tuple[int, int]:
+    """(status, graph)."""
+    capture = _capture()
+    if capture is None or capture.stream != stream:
+        return CAPTURE_ERROR, 0
+    _thread.capture = None
+    return SUCCESS, _handles.new(capture)
+
+
+def toy_graph_launch(graph: int, stream: int) -> int:
+    """Run everything that was captured, in order, as one kernel."""
+    captured = _handles.find(graph, CaptureState)
+    if captured is None:
+        return INVALID_HANDLE
+    return toy_launch(stream, lambda: [kernel() for kernel in captured.kernels])
+
+
+def toy_graph_destroy(graph: int) -> int:
+    """Launches that are queued still run."""
+    return INVALID_HANDLE if _handles.drop(graph, CaptureState) is None else SUCCESS
+
+
+def _capture() -> CaptureState | None:
+    return getattr(_thread, "capture", None)
