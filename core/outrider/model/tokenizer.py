@@ -9,15 +9,19 @@ from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
-from outrider.device import CheckpointError
+from outrider.device import CheckpointError, RequestError
+from outrider.model.reading import present, read_bytes, reading
 from outrider.model.stream_decoder import StreamDecoder
+
+_LIMIT = 256 << 20  # bytes; vocabularies of a quarter million tokens take thirty million
 
 
 class Tokenizer:
     """A checkpoint's tokenizer. Immutable after construction; may be shared by threads."""
 
-    def __init__(self, tokenizer: HfTokenizer) -> None:
+    def __init__(self, tokenizer: HfTokenizer, origin: Path = Path("tokenizer")) -> None:
         self._tokenizer = tokenizer
+        self._origin = origin  # for messages: what a tokenizer can't do may show when it's used
         # a tokenizer.json may carry the padding and truncation of its training
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -27,12 +31,11 @@ class Tokenizer:
     def from_checkpoint(cls, directory: str | Path) -> Tokenizer:
         """Read ``tokenizer.json``; :class:`CheckpointError` if it's missing or can't be read."""
         path = Path(directory) / "tokenizer.json"
-        if not path.exists():
+        if not present(path):
             raise CheckpointError(f"{path}: no such file; a tokenizer is expected beside the weights")
-        try:
-            return cls(HfTokenizer.from_file(str(path)))
-        except Exception as error:  # the library raises plain Exception
-            raise CheckpointError(f"{path}: can't be read as a tokenizer: {error}") from error
+        content = read_bytes(path, _LIMIT)
+        with reading(path, "a tokenizer"):
+            return cls(HfTokenizer.from_buffer(content), path)
 
     @property
     def vocab_size(self) -> int:
@@ -40,12 +43,22 @@ class Tokenizer:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``; with the start token where the checkpoint's own post-processor adds one."""
-        return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+        """Token ids of ``text``; with the start token where the checkpoint's own post-processor adds one.
+
+        Raises :class:`RequestError` for a text that isn't Unicode, :class:`CheckpointError` where the tokenizer fails.
+        """
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(f"the text has half a character at {error.start} (a lone surrogate)") from error
+        with reading(self._origin, "a tokenizer"):
+            return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``; special tokens give none, and ids that the tokenizer doesn't know are skipped."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        with reading(self._origin, "a tokenizer"):
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def token_id(self, token: str) -> int | None:
         """Id of a token by its spelling, or None."""
