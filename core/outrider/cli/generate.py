@@ -16,6 +16,7 @@ from rich.console import Console
 from outrider.cli.images import ImageOption, Question
 from outrider.cli.models import (
     DoorOption,
+    TrustOption,
     DraftNodesOption,
     DraftOption,
     DraftTokensOption,
@@ -77,6 +78,7 @@ def generate(
     draft_topk: DraftTopkOption = 1,
     draft_nodes: DraftNodesOption = None,
     through_transformers: DoorOption = False,
+    trust_remote_code: TrustOption = False,
     dtype: DtypeOption = "float32",
     mode: ModeOption = "staged",
     graphs: GraphsOption = False,
@@ -119,6 +121,7 @@ def generate(
         draft_topk=draft_topk,
         draft_nodes=draft_nodes,
         through_transformers=through_transformers,
+        trust_remote_code=trust_remote_code,
     )
     running = Running(mode=mode, graphs=graphs, overlap=overlap)
     engine = load(backend, speculation, max_requests=n, dtype=dtype, running=running)

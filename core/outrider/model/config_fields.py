@@ -7,6 +7,7 @@ run anything. Limits are a multiple of what was ever published.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -186,6 +187,29 @@ def checked(raw: Mapping[str, Any], fields: Mapping[str, Field], within: str = "
             raise ConfigError(f"{within}{key} is {shown(value)}, expected {field.expected}")
         kept[key] = value if field.inside is None else checked(value, field.inside, f"{within}{key}.")
     return kept
+
+
+_LOOPED = re.compile(r"layers?$|blocks?$|depth$")  # keys of what a model makes one by one, and has tensors of
+_COUNTED = re.compile(r"heads?$|experts?$|labels?$|groups?$")
+_MAX_NUMBER = (1 << 53) - 1
+
+
+def check_any_config(raw: Mapping[str, Any], tensors: int) -> None:
+    """Raise :class:`ConfigError` where a config of whatever family has numbers that would be looped over without end.
+
+    ``tensors`` is how many the files hold: no model has more layers than that.
+    """
+    waiting: list[tuple[str, Any]] = list(raw.items())
+    for key, value in waiting:  # grows while it's gone through; read_json bounds it
+        if isinstance(value, dict):
+            waiting += value.items()
+        elif isinstance(value, list):
+            waiting += [(key, each) for each in value if isinstance(each, dict | list | int | float)]
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            most = tensors if _LOOPED.search(key) else MAX_LAYERS if _COUNTED.search(key) else _MAX_NUMBER
+            most = MAX_CONTEXT if key.endswith("positions") or key == "max_position_embeddings" else most
+            if not -_MAX_NUMBER <= value <= (_MAX_NUMBER if isinstance(value, float) else most):
+                raise ConfigError(f"{key} is {shown(value)}, expected at most {most} of a checkpoint of {tensors} tensors")
 
 
 def config_fields(raw: Mapping[str, Any], *, vision: bool) -> dict[str, Any]:
