@@ -102,7 +102,18 @@ NUMBERS = (0, -1, 1, 2, 7, 97, 10**7, 2**31, 2**63, 10**12, 10**30, 0.5, -0.5, 1
 OTHERS = (float("nan"), float("inf"), "", "many", "4", "../x", "\x00", True, False, None)
 VALUES = (*NUMBERS, *OTHERS, [], [[]], [1, 2, 3], [-1] * 5, [10**9] * 3, {}, {"rope_type": "yarn"})
 NESTED = "nested"  # stands for a list a hundred deep
-BROKEN_JSON = ("", "{", "null", "[]", '"x"', "{" * 100_000, '{"a":' * 100_000, '{"a": 1' + "0" * 5000 + "}", "\ufeff{}", "NaN")
+BROKEN_JSON = (
+    "",
+    "{",
+    "null",
+    "[]",
+    '"x"',
+    "{" * 100_000,
+    '{"a":' * 100_000,
+    '{"a": 1' + "0" * 5000 + "}",
+    "\ufeff{}",
+    "NaN",
+)
 ENTRIES = ("directory", "pipe", "nowhere", "itself", "zero", "empty", "other", "gone", "huge")
 
 Mutation = tuple[Any, ...]
@@ -151,7 +162,9 @@ TENSORS: Mapping[str, Callable[[dict[str, torch.Tensor], str], object]] = {
     "bool": lambda state, key: state.update({key: state[key].bool()}),
     "complex": lambda state, key: state.update({key: state[key].to(torch.complex64)}),
     "flat": lambda state, key: state.update({key: state[key].reshape(-1)}),
-    "turned": lambda state, key: state.update({key: state[key].t().contiguous() if state[key].dim() == 2 else state[key][:0]}),
+    "turned": lambda state, key: state.update(
+        {key: state[key].t().contiguous() if state[key].dim() == 2 else state[key][:0]}
+    ),
     "empty": lambda state, key: state.update({key: torch.zeros(0, 5)}),
     "scalar": lambda state, key: state.update({key: torch.tensor(1.0)}),
     "nan": lambda state, key: state.update({key: torch.full_like(state[key].float(), float("nan"))}),
@@ -164,7 +177,7 @@ def apply(directory: Path, mutation: Mutation) -> None:
     """Do it to the files; one whose file an earlier one took away does nothing."""
     kind, name, *rest = mutation
     path = directory / name
-    if not path.is_file():
+    if not path.is_file() or path.stat().st_size > 1 << 24:
         return
     if kind == "entry":
         _replace(path, *rest)
@@ -285,5 +298,7 @@ def _use(root: Path, directory: Path, kind: Kind) -> None:
     if kind.vision:
         media = [MediaProcessor.from_checkpoint(directory).image(picture(16, 16))]
         tokens = [*IMAGE, 5]
-    done = engine.generate([[token % 90 for token in tokens] if not media else tokens], SamplingParams(max_tokens=2), media=[media])
+    done = engine.generate(
+        [[token % 90 for token in tokens] if not media else tokens], SamplingParams(max_tokens=2), media=[media]
+    )
     engine.tokenizer.decode(done[0].token_ids)

@@ -174,7 +174,9 @@ def _get_rng_state(device: Any = None) -> Tensor:
     del device
     version, words, left = _backend().sim.seeds.getstate()
     rest = () if left is None else struct.unpack("<2I", struct.pack("<d", left))
-    return torch.frombuffer(bytearray(struct.pack(f"<{1 + len(words) + len(rest)}I", version, *words, *rest)), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(struct.pack(f"<{1 + len(words) + len(rest)}I", version, *words, *rest)), dtype=torch.uint8
+    )
 
 
 def _set_rng_state(state: Tensor, device: Any = None) -> None:

@@ -16,7 +16,6 @@ from rich.console import Console
 from outrider.cli.images import ImageOption, Question
 from outrider.cli.models import (
     DoorOption,
-    TrustOption,
     DraftNodesOption,
     DraftOption,
     DraftTokensOption,
@@ -29,6 +28,7 @@ from outrider.cli.models import (
     Running,
     SpeculateOption,
     Speculation,
+    TrustOption,
     load,
 )
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report

@@ -144,8 +144,8 @@ class Engine:
 
         ``through_transformers`` runs the model by transformers' own code on the paged cache: any decoder with a
         replaceable attention, slower than a native one. ``trust_remote_code`` lets it run Python code that the checkpoint
-        brings, with all rights of this process; code of a checkpoint is never run without it. ``progress(file, done, total)`` is told of each tensor loaded,
-        ``capture_progress(done, total)`` of each batch size captured.
+        brings, with all rights of this process; code of a checkpoint is never run without it. ``progress(file, done,
+        total)`` is told of each tensor loaded, ``capture_progress(done, total)`` of each batch size captured.
 
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """

@@ -199,7 +199,8 @@ def special_tokens(directory: Path, hf: HfConfig) -> tuple[tuple[int, ...], int 
         for token in tokens[:_MAX_ENDS]:
             if not is_whole(token, 0, hf.vocab_size - 1):
                 raise CheckpointError(
-                    f"{source}: {key}: special token {shown(token)} isn't a token id below the vocabulary size {hf.vocab_size}"
+                    f"{source}: {key}: special token {shown(token)} isn't a token id below the vocabulary size "
+                    f"{hf.vocab_size}"
                 )
         if len(tokens) > _MAX_ENDS:
             raise CheckpointError(f"{source}: {key} has {len(tokens)} tokens, expected at most {_MAX_ENDS}")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 from outrider.device import ConfigError
 from outrider.model.reading import shown
@@ -37,7 +37,7 @@ class Field:
     inside: Mapping[str, Field] | None = None
 
 
-def is_whole(value: object, low: int, high: int) -> bool:
+def is_whole(value: object, low: int, high: int) -> TypeGuard[int]:
     """Whether it's a whole number (no truth value) from ``low`` to ``high``."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
@@ -160,8 +160,8 @@ VISION: Mapping[str, Field] = MappingProxyType(
     }
 )
 _WITH_VISION: Mapping[str, Field] = MappingProxyType(
-    TEXT_MODEL
-    | {
+    {
+        **TEXT_MODEL,
         "text_config": record(TEXT_MODEL),
         "vision_config": record(VISION),
         "image_token_id": whole(0, MAX_VOCABULARY, empty=False),

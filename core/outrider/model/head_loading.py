@@ -115,7 +115,11 @@ def _capture_layers(directory: Path, raw: dict[str, object], depth: int) -> tupl
     outputs = own.get("eagle_aux_hidden_state_layer_ids") if isinstance(own, dict) else None
     if outputs is None:
         layers = tuple(sorted({2, depth // 2, depth - 3}))
-    elif isinstance(outputs, list) and len(outputs) <= _SHOWN and all(is_whole(layer, -_SHOWN, MAX_LAYERS) for layer in outputs):
+    elif (
+        isinstance(outputs, list)
+        and len(outputs) <= _SHOWN
+        and all(is_whole(layer, -_SHOWN, MAX_LAYERS) for layer in outputs)
+    ):
         layers = tuple(layer + 1 for layer in outputs)
     else:
         raise CheckpointError(

@@ -24,8 +24,8 @@ from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.mapping import Piece, Target, layer_targets, layer_weights
-from outrider.model.rotary import rotary
 from outrider.model.reading import read_json, shown
+from outrider.model.rotary import rotary
 from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
 
 
@@ -102,8 +102,8 @@ def load_mtp(
     heads = read_json(directory / "config.json").get("num_nextn_predict_layers")
     if not is_whole(heads, 1, MAX_LAYERS):
         raise CheckpointError(
-            f"{directory / 'config.json'}: num_nextn_predict_layers is {shown(heads)}, expected the number of heads, at least "
-            f"1 and at most {MAX_LAYERS}"
+            f"{directory / 'config.json'}: num_nextn_predict_layers is {shown(heads)}, expected the number of heads, "
+            f"at least 1 and at most {MAX_LAYERS}"
         )
     config = head_config(directory, target, dtype, files.tensors, "model.mtp_layers.0")
     if config.hidden_size != target.config.hidden_size:

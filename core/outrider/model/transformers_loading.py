@@ -83,10 +83,9 @@ def _shapes(directory: Path, dtype: torch.dtype) -> Any:
 
     try:
         with torch.device("meta"):
+            causal: Any = AutoModelForCausalLM
             config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-            return AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
-            )
+            return causal.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
         raise ConfigError(_refused(error)) from error
 

@@ -69,9 +69,7 @@ def load_vision(
         with torch.device("meta"):  # its shapes, before anything of them is made
             shapes = {name: tuple(tensor.shape) for name, tensor in _build(config.family, vision).state_dict().items()}
     names = {inner: key for key in files.tensors if (inner := vision_name(key)) is not None}
-    targets = [
-        Target(name, (Piece(names.get(name, f"visual.{name}"), shape),)) for name, shape in shapes.items()
-    ]
+    targets = [Target(name, (Piece(names.get(name, f"visual.{name}"), shape),)) for name, shape in shapes.items()]
     check_tensors(files, targets, optional={key for key in files.tensors if vision_name(key) is None})
     with placed(backend, dtype):
         weights = load_tensors(files, targets, dtype=dtype, device=backend.device, progress=progress)
@@ -92,7 +90,9 @@ def _try(tower: VisionTower, vision: Any, config: ModelConfig) -> None:
     grid = MediaGrid(kind="image", frames=1, rows=side, columns=side)
     (features,) = tower.encode([Media(grid, torch.zeros(side * side, values), b"")])
     if tuple(features.shape) != (1, config.hidden_size):
-        raise ConfigError(f"the vision tower gives features {list(features.shape)}, the decoder takes [1, {config.hidden_size}]")
+        raise ConfigError(
+            f"the vision tower gives features {list(features.shape)}, the decoder takes [1, {config.hidden_size}]"
+        )
 
 
 def _build(family: str, vision: Any) -> Any:
