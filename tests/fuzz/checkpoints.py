@@ -129,7 +129,7 @@ def draw(source: random.Random, directory: Path) -> Mutation:
     if kind == "entry":
         return kind, name, source.choice(ENTRIES)
     if kind == "text":
-        return kind, name, source.choice(BROKEN_JSON)
+        return kind, name, source.randrange(len(BROKEN_JSON))
     if kind == "json":
         return kind, name, *_json_change(source, json.loads(path.read_text(encoding="utf-8")))
     if kind == "tensor":
@@ -182,7 +182,7 @@ def apply(directory: Path, mutation: Mutation) -> None:
     if kind == "entry":
         _replace(path, *rest)
     elif kind == "text":
-        path.write_text(rest[0], encoding="utf-8")
+        path.write_text(BROKEN_JSON[rest[0]], encoding="utf-8")
     elif kind == "bytes":
         _spoil(path, *rest)
     elif kind == "tensor":
@@ -209,7 +209,7 @@ def _set(path: Path, where: tuple[Any, ...], what: str, new: Any) -> None:
         else:
             last = "more" if what == "more" and isinstance(part, dict) else where[-1]
             part[last] = _nested() if new == NESTED else new
-    except (ValueError, KeyError, IndexError, TypeError):  # an earlier one changed the place
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):  # an earlier one changed the place
         return
     path.write_text(json.dumps(whole), encoding="utf-8")
 

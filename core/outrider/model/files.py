@@ -45,9 +45,13 @@ class TensorFile(ABC):
 
 class _SafetensorsFile(TensorFile):
     def __init__(self, path: Path) -> None:
-        regular_size(path)
+        size = regular_size(path)
         with reading(path, f"safetensors; {_AGAIN}"):
-            # The library bounds the header, and takes no tensor that leaves the file.
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= min(size - 8, JSON_LIMIT):
+                raise ValueError(f"its header would be {length} bytes long, the file has {size}")
+            # The library takes no tensor that leaves the file, or that another overlaps.
             self._file = safe_open(path, framework="pt", device="cpu")
             names = self._file.keys()
             shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in names}
@@ -148,26 +152,27 @@ def _open_file(path: Path) -> TensorFile:
 
 
 def _open_sharded(index: Path) -> CheckpointFiles:
-    promised = read_json(index).get("weight_map")
-    if not isinstance(promised, dict) or not promised or not all(isinstance(value, str) for value in promised.values()):
-        raise CheckpointError(f"{index}: expected a weight_map of tensor names to file names")
-    files: dict[str, TensorFile] = {}
-    names = sorted(set(promised.values()))
-    if len(names) > _MAX_SHARDS:
-        raise CheckpointError(f"{index}: names {len(names)} files, expected at most {_MAX_SHARDS}")
-    for name in names:
-        path = index.parent / name
-        if path.parent != index.parent or path.suffix not in (".safetensors", ".bin"):
-            raise CheckpointError(f"{index}: names the file {shown(name)}, expected a tensor file beside the index")
-        if not present(path):
-            tensor = next(key for key, value in promised.items() if value == name)
-            raise CheckpointError(f"{index}: shard {name!r} is missing (it should hold {tensor!r} and others)")
-        files[name] = _open_file(path)
-    for tensor, name in promised.items():
-        if tensor not in files[name].shapes:
-            raise CheckpointError(f"{index}: says that {tensor!r} is in {name!r}, but that file doesn't hold it")
-    for name, file in files.items():
-        for tensor in file.shapes:
-            if promised.get(tensor) != name:
-                raise CheckpointError(f"{file.path}: holds {tensor!r}, which {index.name} doesn't place there")
-    return CheckpointFiles(index, MappingProxyType({tensor: files[name] for tensor, name in promised.items()}))
+    with reading(index, "an index of tensor files"):
+        promised = read_json(index).get("weight_map")
+        if not isinstance(promised, dict) or not promised or not all(isinstance(value, str) for value in promised.values()):
+            raise CheckpointError(f"{index}: expected a weight_map of tensor names to file names")
+        files: dict[str, TensorFile] = {}
+        names = sorted(set(promised.values()))
+        if len(names) > _MAX_SHARDS:
+            raise CheckpointError(f"{index}: names {len(names)} files, expected at most {_MAX_SHARDS}")
+        for name in names:
+            path = index.parent / name
+            if path.parent != index.parent or path.suffix not in (".safetensors", ".bin"):
+                raise CheckpointError(f"{index}: names the file {shown(name)}, expected a tensor file beside the index")
+            if not present(path):
+                tensor = next(key for key, value in promised.items() if value == name)
+                raise CheckpointError(f"{index}: shard {name!r} is missing (it should hold {tensor!r} and others)")
+            files[name] = _open_file(path)
+        for tensor, name in promised.items():
+            if tensor not in files[name].shapes:
+                raise CheckpointError(f"{index}: says that {tensor!r} is in {name!r}, but that file doesn't hold it")
+        for name, file in files.items():
+            for tensor in file.shapes:
+                if promised.get(tensor) != name:
+                    raise CheckpointError(f"{file.path}: holds {tensor!r}, which {index.name} doesn't place there")
+        return CheckpointFiles(index, MappingProxyType({tensor: files[name] for tensor, name in promised.items()}))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
-from outrider.device import CheckpointError, RequestError
+from outrider.device import CheckpointError, ConfigError, RequestError
 from outrider.model.reading import present, read_bytes, reading
 from outrider.model.stream_decoder import StreamDecoder
 
+_MAX_GROWTH = 10_000
 _LIMIT = 256 << 20  # bytes; vocabularies of a quarter million tokens take thirty million
 
 
@@ -25,7 +27,11 @@ class Tokenizer:
         # a tokenizer.json may carry the padding and truncation of its training
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._byte_fallback = _has_decoder(json.loads(tokenizer.to_str()).get("decoder"), "ByteFallback")
+        parts = json.loads(tokenizer.to_str())
+        growth = _growth(parts.get("normalizer")) * _growth(parts.get("decoder"))
+        if growth > _MAX_GROWTH:
+            raise ConfigError(f"its replacements make a text {growth} times as long, expected at most {_MAX_GROWTH} times")
+        self._byte_fallback = _has_decoder(parts.get("decoder"), "ByteFallback")
 
     @classmethod
     def from_checkpoint(cls, directory: str | Path) -> Tokenizer:
@@ -73,6 +79,14 @@ class Tokenizer:
         """Whether the token is one byte of a run that is only decoded as a whole (sentencepiece's byte fallback)."""
         spelling = self._tokenizer.id_to_token(token)
         return spelling is not None and len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">")
+
+
+def _growth(part: Any) -> int:
+    """How much longer a normaliser or decoder may make a text: one replacement works on what another has made."""
+    if not isinstance(part, dict):
+        return 1
+    inner = math.prod(_growth(each) for name in ("normalizers", "decoders") for each in part.get(name, ()))
+    return inner * max(1, len(part.get("content") or "") if part.get("type") == "Replace" else 1)
 
 
 def _has_decoder(decoder: Any, kind: str) -> bool:
