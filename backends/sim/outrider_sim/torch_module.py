@@ -6,6 +6,7 @@ backend sees it.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import ModuleType
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from outrider.device import ConfigError
 
 if TYPE_CHECKING:
     from outrider_sim.backend import SimBackend, SimEvent, SimStream
@@ -167,17 +170,28 @@ def _manual_seed(seed: int) -> None:
 
 
 def _get_rng_state(device: Any = None) -> Tensor:
+    """The words of Python's Mersenne twister, then the half of a pair that is left over, if any, as the bits of a float."""
     del device
-    import pickle
-
-    return torch.frombuffer(bytearray(pickle.dumps(_backend().sim.seeds.getstate())), dtype=torch.uint8)
+    version, words, left = _backend().sim.seeds.getstate()
+    rest = () if left is None else struct.unpack("<2I", struct.pack("<d", left))
+    return torch.frombuffer(
+        bytearray(struct.pack(f"<{1 + len(words) + len(rest)}I", version, *words, *rest)), dtype=torch.uint8
+    )
 
 
 def _set_rng_state(state: Tensor, device: Any = None) -> None:
     del device
-    import pickle
-
-    _backend().sim.seeds.setstate(pickle.loads(bytes(state.tolist())))
+    seeds = _backend().sim.seeds
+    count = len(seeds.getstate()[1])
+    content = bytes(state.tolist())
+    if len(content) not in (4 * (1 + count), 4 * (3 + count)):
+        raise ConfigError(f"a random state of {len(content)} bytes can't be set; expected what get_rng_state gave")
+    version, *words = struct.unpack(f"<{len(content) // 4}I", content)
+    left = struct.unpack("<d", struct.pack("<2I", *words[count:]))[0] if words[count:] else None
+    try:
+        seeds.setstate((version, tuple(words[:count]), left))
+    except ValueError as error:
+        raise ConfigError(f"the random state can't be set ({error}); expected what get_rng_state gave") from error
 
 
 def _empty_cache() -> None:

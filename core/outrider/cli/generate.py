@@ -28,6 +28,7 @@ from outrider.cli.models import (
     Running,
     SpeculateOption,
     Speculation,
+    TrustOption,
     load,
 )
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
@@ -78,6 +79,7 @@ def generate(
     draft_topk: DraftTopkOption = 1,
     draft_nodes: DraftNodesOption = None,
     through_transformers: DoorOption = False,
+    trust_remote_code: TrustOption = False,
     dtype: DtypeOption = "float32",
     mode: ModeOption = "staged",
     graphs: GraphsOption = False,
@@ -120,6 +122,7 @@ def generate(
         draft_topk=draft_topk,
         draft_nodes=draft_nodes,
         through_transformers=through_transformers,
+        trust_remote_code=trust_remote_code,
     )
     running = Running(mode=mode, graphs=graphs, overlap=overlap)
     engine = load(backend, speculation, max_requests=n, dtype=dtype, running=running)

@@ -46,6 +46,14 @@ DoorOption = Annotated[
         help="Run the model by transformers' own code on the paged cache: any decoder, slower.",
     ),
 ]
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="With --through-transformers: run Python code that the checkpoint brings, on this machine, with your rights. "
+        "Only for a checkpoint whose code you have read.",
+    ),
+]
 DraftTokensOption = Annotated[int, typer.Option("--draft-tokens", metavar="K", help="Tokens drafted in an iteration.")]
 ModeOption = Annotated[
     str,
@@ -82,6 +90,7 @@ class Speculation:
     draft_topk: int = 1
     draft_nodes: int | None = None
     through_transformers: bool = False
+    trust_remote_code: bool = False
 
     @classmethod
     def choose(
@@ -94,6 +103,7 @@ class Speculation:
         draft_topk: int = 1,
         draft_nodes: int | None = None,
         through_transformers: bool = False,
+        trust_remote_code: bool = False,
     ) -> Speculation:
         """Fill in what wasn't given: the bundled model, its head, and speculation wherever there is a head."""
         if draft is None and model is None and kind in (None, "eagle"):
@@ -106,6 +116,7 @@ class Speculation:
             draft_topk=draft_topk,
             draft_nodes=draft_nodes,
             through_transformers=through_transformers,
+            trust_remote_code=trust_remote_code,
         )
 
     def without(self) -> Speculation:
@@ -148,6 +159,7 @@ def load(
             builders=builders,
             config=config,
             through_transformers=speculation.through_transformers,
+            trust_remote_code=speculation.trust_remote_code,
             progress=lambda file, done, total: tell(f"loading {file}", done, total),
             capture_progress=lambda done, total: tell("capturing graphs", done, total),
         )

@@ -114,6 +114,7 @@ class Engine:
         builders: Mapping[str, Builder] | None = None,
         config: EngineConfig | None = None,
         through_transformers: bool = False,
+        trust_remote_code: bool = False,
         progress: Progress | None = None,
         capture_progress: CaptureProgress | None = None,
     ) -> Engine:
@@ -123,8 +124,9 @@ class Engine:
         those that have one. ``builders`` are further proposers by name.
 
         ``through_transformers`` runs the model by transformers' own code on the paged cache: any decoder with a
-        replaceable attention, slower than a native one. ``progress(file, done, total)`` is told of each tensor loaded,
-        ``capture_progress(done, total)`` of each batch size captured.
+        replaceable attention, slower than a native one. ``trust_remote_code`` lets it run Python code that the checkpoint
+        brings, with all rights of this process; code of a checkpoint is never run without it. ``progress(file, done,
+        total)`` is told of each tensor loaded, ``capture_progress(done, total)`` of each batch size captured.
 
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
@@ -137,6 +139,7 @@ class Engine:
             speculate=speculate,
             builders=builders,
             through_transformers=through_transformers,
+            trust_remote_code=trust_remote_code,
             progress=progress,
         )
         return cls(

@@ -41,13 +41,23 @@ def load_checkpoint(
     speculate: str,
     builders: Mapping[str, Builder] | None = None,
     through_transformers: bool = False,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Loaded:
     """See :meth:`outrider.engine.engine.Engine.from_checkpoint`."""
     known = {**BUILDERS, **(builders or {})}
     if speculate not in known:  # before anything is loaded
         raise ConfigError(f"speculate is {speculate!r}; expected one of {', '.join(sorted(known))}")
-    model = _load_model(directory, backend, config, through_transformers, progress)
+    if trust_remote_code and not through_transformers:
+        raise ConfigError(
+            "trust_remote_code runs code of the checkpoint, which through_transformers alone has a use for; leave it out"
+        )
+    if through_transformers:
+        model: LanguageModel = load_through_transformers(
+            directory, backend=backend, dtype=config.torch_dtype, trust_remote_code=trust_remote_code
+        )
+    else:
+        model = _load_native(directory, backend, config, progress)
     options = DraftOptions(
         target=model,
         backend=backend,
@@ -66,12 +76,8 @@ def load_checkpoint(
     return Loaded(model, proposer, tokenizer, vision)
 
 
-def _load_model(
-    directory: Path, backend: Backend, config: EngineConfig, through_transformers: bool, progress: Progress | None
-) -> LanguageModel:
-    """The model of a checkpoint, native or by transformers' own code, with the kernels that the config asks for."""
-    if through_transformers:
-        return load_through_transformers(directory, backend=backend, dtype=config.torch_dtype)
+def _load_native(directory: Path, backend: Backend, config: EngineConfig, progress: Progress | None) -> Decoder:
+    """The model of a checkpoint, with the kernels that the config asks for."""
     model = load_decoder(directory, backend=backend, dtype=config.torch_dtype, progress=progress)
     if config.batch_invariant:
         return Decoder(model.config, model.weights, backend.kernels_in_use.batch_invariant())

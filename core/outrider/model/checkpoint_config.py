@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -11,25 +11,12 @@ from typing import Any
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
 from outrider.model.config import ModelConfig, VisionConfig
-from outrider.model.rope import RopeConfig
+from outrider.model.config_fields import MAX_CONTEXT, config_fields, is_whole
+from outrider.model.reading import describe, present, read_json, reading, shown
+from outrider.model.rope import RopeConfig, inverse_frequencies
 
 # transformers validates and fills in the defaults of each family; what is read from it are plain attributes.
 HfConfig = Any
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of the checkpoint; :class:`CheckpointError` if it's none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; expected a checkpoint directory as Hugging Face writes it") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: can't be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: isn't valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
 
 
 def read_model_config(directory: Path) -> ModelConfig:
@@ -39,13 +26,13 @@ def read_model_config(directory: Path) -> ModelConfig:
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in _FAMILIES:
         raise CheckpointError(
-            f"{path}: model_type is {family!r} (architectures {raw.get('architectures')}), which isn't supported; "
-            f"supported are {', '.join(sorted(_FAMILIES))}; other decoders may run through transformers' own code, slower: "
-            "--through-transformers"
+            f"{path}: model_type is {shown(family)} (architectures {shown(raw.get('architectures'))}), which isn't "
+            f"supported; supported are {', '.join(sorted(_FAMILIES))}; other decoders may run through transformers' own "
+            "code, slower: --through-transformers"
         )
     if raw.get("quantization_config") is not None:
         raise CheckpointError(f"{path}: quantization_config is set, but quantised checkpoints aren't supported")
-    try:
+    with reading(path, f"a {family} config"):
         whole = hf_config(family, raw)
         hf = whole.get_text_config()
         fields = _common(hf) | _FAMILIES[family](hf)
@@ -53,24 +40,25 @@ def read_model_config(directory: Path) -> ModelConfig:
         if family in _VISION_FAMILIES:
             fields["vision"] = _vision(whole)
         fields["eos_token_ids"], fields["bos_token_id"] = special_tokens(directory, hf)
-        return ModelConfig(family=family, rope=_rope(hf, mrope=family in _VISION_FAMILIES), **fields)
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        config = ModelConfig(family=family, rope=_rope(hf, mrope=family in _VISION_FAMILIES), **fields)
+        _check_rope(config)
+    return config
 
 
 def hf_config(family: str, raw: dict[str, Any]) -> HfConfig:
-    """The config as transformers reads it; :class:`ConfigError` if it can't."""
+    """The config as transformers reads it, given the keys that we know alone; :class:`ConfigError` if it can't."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    known = config_fields(raw, vision=family in _VISION_FAMILIES)
     try:
-        return CONFIG_MAPPING[family].from_dict(raw)
+        return CONFIG_MAPPING[family].from_dict(known)
     except Exception as error:  # its validators raise many kinds
-        raise ConfigError(f"transformers can't read it as a {family} config: {error}") from error
+        raise ConfigError(f"transformers can't read it as a {family} config: {describe(error)}") from error
 
 
 def _common(hf: HfConfig) -> dict[str, Any]:
     if hf.hidden_act != "silu":
-        raise ConfigError(f"hidden_act is {hf.hidden_act!r}, only 'silu' is supported")
+        raise ConfigError(f"hidden_act is {shown(hf.hidden_act)}, only 'silu' is supported")
     return {
         "vocab_size": hf.vocab_size,
         "hidden_size": hf.hidden_size,
@@ -119,6 +107,9 @@ _VISION_FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl"})
 _MROPE_SECTIONS = (16, 24, 24)  # of every published Qwen2-VL, and what a config without the field means
 
 
+_MAX_ENDS = 1024
+
+
 def supported_families() -> tuple[str, ...]:
     """Model types that the decoder runs natively."""
     return tuple(sorted(_FAMILIES))
@@ -137,7 +128,7 @@ def _layer_windows(hf: HfConfig) -> tuple[int, ...]:
     kinds = {"full_attention": 0, "sliding_attention": hf.sliding_window or 0}
     unknown = sorted(set(hf.layer_types) - set(kinds))
     if unknown:
-        raise ConfigError(f"layer_types has {', '.join(unknown)}, expected {' or '.join(kinds)}")
+        raise ConfigError(f"layer_types has {shown(unknown)}, expected {' or '.join(kinds)}")
     return tuple(kinds[kind] for kind in hf.layer_types)
 
 
@@ -183,19 +174,35 @@ def _context(hf: HfConfig) -> int:
     the original; for the other kinds max_position_embeddings is the promise.
     """
     declared = int(hf.max_position_embeddings)
-    if hf.rope_parameters.get("rope_type") in ("yarn", "dynamic"):
-        return max(declared, int(_original_context(hf) * hf.rope_parameters.get("factor", 1.0)))
-    return declared
+    if hf.rope_parameters.get("rope_type") not in ("yarn", "dynamic"):
+        return declared
+    original, factor = _original_context(hf), hf.rope_parameters.get("factor", 1.0)
+    if original * factor > MAX_CONTEXT:
+        raise ConfigError(f"rope scaling by {factor} of {original} positions gives more than {MAX_CONTEXT}")
+    return max(declared, int(original * factor))
+
+
+def _check_rope(config: ModelConfig) -> None:
+    """Values that are possible one by one may still give no angles."""
+    if not inverse_frequencies(config.rope, config.head_size).isfinite().all() or not math.isfinite(config.rope.amplitude):
+        raise ConfigError(f"its rope parameters give frequencies that aren't finite: {config.rope}")
 
 
 def special_tokens(directory: Path, hf: HfConfig) -> tuple[tuple[int, ...], int | None]:
     """End and start tokens: generation_config.json decides where it's there, as in transformers' ``generate``."""
     path = directory / "generation_config.json"
-    given = read_json(path) if path.exists() else {}
+    given = read_json(path) if present(path) else {}
     eos = given.get("eos_token_id", getattr(hf, "eos_token_id", None))
     bos = given.get("bos_token_id", getattr(hf, "bos_token_id", None))
-    ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    for token in (*ids, *(() if bos is None else (bos,))):
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < hf.vocab_size:
-            raise ConfigError(f"special token {token!r} isn't a token id below the vocabulary size {hf.vocab_size}")
-    return ids, bos
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    for key, tokens in (("eos_token_id", ids), ("bos_token_id", [] if bos is None else [bos])):
+        source = path if key in given else directory / "config.json"
+        for token in tokens[:_MAX_ENDS]:
+            if not is_whole(token, 0, hf.vocab_size - 1):
+                raise CheckpointError(
+                    f"{source}: {key}: special token {shown(token)} isn't a token id below the vocabulary size "
+                    f"{hf.vocab_size}"
+                )
+        if len(tokens) > _MAX_ENDS:
+            raise CheckpointError(f"{source}: {key} has {len(tokens)} tokens, expected at most {_MAX_ENDS}")
+    return tuple(ids), bos

@@ -80,6 +80,8 @@ class ModelConfig:
             raise ConfigError(f"model config: head_size is {self.head_size}, expected an even number")
         if not (math.isfinite(self.rms_eps) and self.rms_eps >= 0):
             raise ConfigError(f"model config: rms_eps is {self.rms_eps}, expected a number of at least 0")
+        if self.rope.kind == "dynamic" and self.head_size < 4:
+            raise ConfigError(f"model config: head_size is {self.head_size}, expected at least 4 for dynamic rope scaling")
         if self.rope.sections and sum(self.rope.sections) != self.head_size // 2:
             raise ConfigError(
                 f"model config: rope sections {self.rope.sections} sum to {sum(self.rope.sections)}, expected half the "

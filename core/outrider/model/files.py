@@ -5,7 +5,9 @@ Opening checks the files against their index and learns every tensor's shape; te
 
 from __future__ import annotations
 
-import pickle
+import pickletools
+import re
+import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +15,20 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from outrider.errors import CheckpointError
-from outrider.model.checkpoint_config import read_json
+from outrider.model.reading import JSON_LIMIT, present, read_json, reading, regular_size, shown
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
+_AGAIN = "it's truncated or corrupt: fetch it again"
+_MAX_SHARDS = 4096
+# What a pickle names, and what a state of plain tensors needs.
+_NAMING = frozenset({"GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"})
+_PLAIN = re.compile(
+    r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch (\w+Storage|\w*(float|int|bool)\w*)"
+)
 
 
 class TensorFile(ABC):
@@ -36,41 +45,60 @@ class TensorFile(ABC):
 
 class _SafetensorsFile(TensorFile):
     def __init__(self, path: Path) -> None:
-        try:
+        size = regular_size(path)
+        with reading(path, f"safetensors; {_AGAIN}"):
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= min(size - 8, JSON_LIMIT):
+                raise ValueError(f"its header would be {length} bytes long, the file has {size}")
+            # The library takes no tensor that leaves the file, or that another overlaps.
             self._file = safe_open(path, framework="pt", device="cpu")
             names = self._file.keys()
             shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in names}
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{path}: can't be read as safetensors ({error}); the file is truncated or corrupt: fetch it again"
-            ) from error
         super().__init__(path, shapes)
 
     def read(self, name: str) -> Tensor:
-        try:
+        with reading(self.path, f"tensor {name!r}"):
             tensor: Tensor = self._file.get_tensor(name)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path}: tensor {name!r} can't be read: {error}") from error
         return tensor
 
 
 class _TorchFile(TensorFile):
     def __init__(self, path: Path) -> None:
-        try:
+        size = regular_size(path)
+        with reading(path, f"a torch file of plain tensors; {_AGAIN}"):
+            _check_archive(path, size)
             # weights_only: a pickle may run code, and a checkpoint is somebody else's file
             state = torch.load(path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"{path}: can't be read as a torch file of plain tensors ({str(error).splitlines()[0]}); it's truncated, "
-                "corrupt, or holds other objects than tensors"
-            ) from error
-        if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        if not isinstance(state, dict) or not all(
+            isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()
+        ):
             raise CheckpointError(f"{path}: expected a flat mapping of names to tensors")
+        for name, tensor in state.items():
+            if tensor.layout != torch.strided or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+                raise CheckpointError(f"{path}: tensor {name!r} has shape {list(tensor.shape)}, but fewer values than that")
+        if sum(tensor.nbytes for tensor in state.values()) > 2 * size:  # twice: tied embeddings are stored once
+            raise CheckpointError(f"{path}: its tensors share their values, and are larger together than the file")
         self._state: dict[str, Tensor] = state
         super().__init__(path, {name: tuple(tensor.shape) for name, tensor in state.items()})
 
     def read(self, name: str) -> Tensor:
-        return self._state[name]
+        return self._state[name].detach()
+
+
+def _check_archive(path: Path, size: int) -> None:
+    """Raise unless the file is an archive as torch writes it, of tensors alone, that unpacks to no more than it is."""
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        if sum(member.file_size for member in members) > size or any(member.compress_type for member in members):
+            raise ValueError("its parts are compressed, or larger than the file")
+        pickled = [member for member in members if member.filename.split("/")[-1] == "data.pkl"]
+        if len(pickled) != 1 or pickled[0].file_size > JSON_LIMIT:
+            raise ValueError(f"it has {len(pickled)} parts data.pkl, expected one of at most {JSON_LIMIT} bytes")
+        # These are the instructions of the pickle; none of them is followed here.
+        for instruction, operand, _ in pickletools.genops(archive.read(pickled[0])):
+            if instruction.name in _NAMING and not (isinstance(operand, str) and _PLAIN.fullmatch(operand)):
+                raise ValueError(f"it holds other objects than tensors: {shown(operand)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +117,7 @@ class CheckpointFiles:
         tensor = self.tensors[name].read(name)
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise CheckpointError(
-                f"{self.tensors[name].path}: tensor {name!r} is {tensor.dtype}, expected float16, bfloat16, float32 or "
+                f"{self.tensors[name].path}: tensor {shown(name)} is {tensor.dtype}, expected float16, bfloat16, float32 or "
                 "float64; quantised checkpoints aren't supported"
             )
         return tensor
@@ -110,10 +138,10 @@ def open_checkpoint(directory: Path) -> CheckpointFiles:
     """
     for single in _SINGLE:
         index = directory / f"{single}.index.json"
-        if index.exists():
+        if present(index):
             return _open_sharded(index)
         path = directory / single
-        if path.exists():
+        if present(path):
             file = _open_file(path)
             return CheckpointFiles(path, MappingProxyType(dict.fromkeys(file.shapes, file)))
     raise CheckpointError(f"{directory}: no tensor files; expected {' or '.join(_SINGLE)}, or their index")
@@ -124,23 +152,27 @@ def _open_file(path: Path) -> TensorFile:
 
 
 def _open_sharded(index: Path) -> CheckpointFiles:
-    promised = read_json(index).get("weight_map")
-    if not isinstance(promised, dict) or not promised or not all(isinstance(value, str) for value in promised.values()):
-        raise CheckpointError(f"{index}: expected a weight_map of tensor names to file names")
-    files: dict[str, TensorFile] = {}
-    for name in sorted(set(promised.values())):
-        path = index.parent / name
-        if path.parent != index.parent or path.suffix not in (".safetensors", ".bin"):
-            raise CheckpointError(f"{index}: names the file {name!r}, expected a tensor file beside the index")
-        if not path.exists():
-            tensor = next(key for key, value in promised.items() if value == name)
-            raise CheckpointError(f"{index}: shard {name!r} is missing (it should hold {tensor!r} and others)")
-        files[name] = _open_file(path)
-    for tensor, name in promised.items():
-        if tensor not in files[name].shapes:
-            raise CheckpointError(f"{index}: says that {tensor!r} is in {name!r}, but that file doesn't hold it")
-    for name, file in files.items():
-        for tensor in file.shapes:
-            if promised.get(tensor) != name:
-                raise CheckpointError(f"{file.path}: holds {tensor!r}, which {index.name} doesn't place there")
-    return CheckpointFiles(index, MappingProxyType({tensor: files[name] for tensor, name in promised.items()}))
+    with reading(index, "an index of tensor files"):
+        promised = read_json(index).get("weight_map")
+        if not isinstance(promised, dict) or not promised or not all(isinstance(value, str) for value in promised.values()):
+            raise CheckpointError(f"{index}: expected a weight_map of tensor names to file names")
+        files: dict[str, TensorFile] = {}
+        names = sorted(set(promised.values()))
+        if len(names) > _MAX_SHARDS:
+            raise CheckpointError(f"{index}: names {len(names)} files, expected at most {_MAX_SHARDS}")
+        for name in names:
+            path = index.parent / name
+            if path.parent != index.parent or path.suffix not in (".safetensors", ".bin"):
+                raise CheckpointError(f"{index}: names the file {shown(name)}, expected a tensor file beside the index")
+            if not present(path):
+                tensor = next(key for key, value in promised.items() if value == name)
+                raise CheckpointError(f"{index}: shard {name!r} is missing (it should hold {tensor!r} and others)")
+            files[name] = _open_file(path)
+        for tensor, name in promised.items():
+            if tensor not in files[name].shapes:
+                raise CheckpointError(f"{index}: says that {tensor!r} is in {name!r}, but that file doesn't hold it")
+        for name, file in files.items():
+            for tensor in file.shapes:
+                if promised.get(tensor) != name:
+                    raise CheckpointError(f"{file.path}: holds {tensor!r}, which {index.name} doesn't place there")
+        return CheckpointFiles(index, MappingProxyType({tensor: files[name] for tensor, name in promised.items()}))

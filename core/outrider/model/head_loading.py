@@ -11,15 +11,18 @@ from torch import Tensor
 
 from outrider.device import Backend
 from outrider.errors import CheckpointError
-from outrider.model.checkpoint_config import read_json
 from outrider.model.config import ModelConfig
+from outrider.model.config_fields import MAX_LAYERS, is_whole
 from outrider.model.eagle import EagleHead
 from outrider.model.eagle3 import Eagle3Head
 from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.head_mapping import eagle3_targets, eagle3_weights, eagle_targets, eagle_weights
 from outrider.model.language_model import LanguageModel
+from outrider.model.reading import read_json, reading, shown
 from outrider.model.rope import RopeConfig
 from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
+
+_SHOWN = 16  # layers that a config names, for an error to list them
 
 
 def load_eagle(
@@ -55,7 +58,13 @@ def load_eagle3(
     config = head_config(directory, target, dtype, files.tensors, "midlayer")
     raw = read_json(directory / "config.json")
     layers = _capture_layers(directory, raw, target.config.num_layers)
-    draft_vocab = raw.get("draft_vocab_size") or config.vocab_size
+    draft_vocab = raw.get("draft_vocab_size")
+    draft_vocab = config.vocab_size if draft_vocab is None else draft_vocab
+    if not is_whole(draft_vocab, 1, config.vocab_size):
+        raise CheckpointError(
+            f"{directory / 'config.json'}: draft_vocab_size is {shown(draft_vocab)}, expected a whole number from 1 to the "
+            f"vocab_size {config.vocab_size}"
+        )
     targets = eagle3_targets(config, target.config, draft_vocab, files.tensors)
     check_tensors(files, targets, optional={"d2t", "t2d"})  # t2d says what d2t says, the other way round
     target_ids = _target_ids(files, draft_vocab, config.vocab_size)
@@ -75,12 +84,13 @@ def head_config(
         raise _foreign(directory, "vocab_size", config.vocab_size, target.config.vocab_size)
     if dtype != target.dtype:
         raise CheckpointError(f"{directory}: the head can't be loaded as {dtype}, its target is {target.dtype}")
-    return replace(
-        config,
-        attention_bias=f"{layer}.self_attn.q_proj.bias" in present,
-        output_bias=f"{layer}.self_attn.o_proj.bias" in present,
-        rope=_head_rope(directory, config, target.config),
-    )
+    with reading(directory / "config.json", "the config of a head"):
+        return replace(
+            config,
+            attention_bias=f"{layer}.self_attn.q_proj.bias" in present,
+            output_bias=f"{layer}.self_attn.o_proj.bias" in present,
+            rope=_head_rope(directory, config, target.config),
+        )
 
 
 def _foreign(directory: Path, name: str, found: int, wanted: int) -> CheckpointError:
@@ -106,10 +116,17 @@ def _capture_layers(directory: Path, raw: dict[str, object], depth: int) -> tupl
     outputs = own.get("eagle_aux_hidden_state_layer_ids") if isinstance(own, dict) else None
     if outputs is None:
         layers = tuple(sorted({2, depth // 2, depth - 3}))
-    elif isinstance(outputs, list) and all(isinstance(layer, int) for layer in outputs):
+    elif (
+        isinstance(outputs, list)
+        and len(outputs) <= _SHOWN
+        and all(is_whole(layer, -_SHOWN, MAX_LAYERS) for layer in outputs)
+    ):
         layers = tuple(layer + 1 for layer in outputs)
     else:
-        layers = ()
+        raise CheckpointError(
+            f"{directory / 'config.json'}: eagle_config.eagle_aux_hidden_state_layer_ids is {shown(outputs)}, expected three "
+            f"layers of a target of {depth} layers"
+        )
     if len(layers) != 3 or not all(0 <= layer < depth for layer in layers):
         raise CheckpointError(
             f"{directory / 'config.json'}: the head would read the inputs of layers {list(layers)} of a target of {depth} "

@@ -8,18 +8,47 @@ are put together.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from outrider.device import ConfigError
 from outrider.errors import CheckpointError, RequestError
-from outrider.model.checkpoint_config import read_json
+from outrider.model.checkpoint_config import hf_config
 from outrider.model.config import VisionConfig
+from outrider.model.config_fields import FLAG, Field, checked, items, number, record, whole
 from outrider.model.mrope import MediaGrid
+from outrider.model.reading import present, read_json, reading, shown
+
+_PIXELS = whole(1, 1 << 26)
+_FEW = whole(1, 64)
+_COLOURS = items(number(-100, 100), 3)
+_SIZE: Mapping[str, Field] = MappingProxyType({"shortest_edge": whole(1, 1 << 24), "longest_edge": _PIXELS})
+_VIDEO: Mapping[str, Field] = MappingProxyType({"size": record(_SIZE)})
+_IMAGE: Mapping[str, Field] = MappingProxyType(
+    {
+        "do_resize": FLAG,
+        "resample": whole(0, 5),
+        "size": record(_SIZE),
+        "min_pixels": _SIZE["shortest_edge"],
+        "max_pixels": _SIZE["longest_edge"],
+        "do_rescale": FLAG,
+        "rescale_factor": number(0, 1e6),
+        "do_normalize": FLAG,
+        "image_mean": _COLOURS,
+        "image_std": items(number(1e-6, 1e6), 3),
+        "do_convert_rgb": FLAG,
+        "patch_size": whole(1, 1024),
+        "temporal_patch_size": _FEW,
+        "merge_size": _FEW,
+    }
+)
+"""What is read of preprocessor_config.json."""
 
 Picture = Any
 """A ``PIL.Image.Image``, or an array or tensor of rows, columns and colours."""
@@ -50,13 +79,19 @@ class MediaProcessor:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         directory = Path(directory)
-        try:
-            processor = Qwen2VLImageProcessorPil.from_pretrained(directory, local_files_only=True)
-        except Exception as error:  # transformers raises many kinds
-            raise CheckpointError(f"{directory}: no image processor can be read from it: {error}") from error
+        path = directory / "preprocessor_config.json"
+        if not present(path):
+            raise CheckpointError(f"{directory}: no image processor can be read from it: there's no {path.name}")
+        with reading(path, "an image processor"):
+            processor = Qwen2VLImageProcessorPil(**_checked(read_json(path), _IMAGE))
+            size = _edges(dict(processor.size))
+        _check_tower(directory, path, processor)
         video = directory / "video_preprocessor_config.json"
-        size = read_json(video).get("size") if video.exists() else None
-        return cls(processor, size or dict(processor.size))
+        if present(video):
+            with reading(video, "a video processor"):
+                given = _checked(read_json(video), _VIDEO).get("size")
+                size = size if given is None else _edges(given)
+        return cls(processor, size)
 
     def image(self, picture: Picture) -> Media:
         """One image. Raises :class:`RequestError` for one that can't be processed, such as a strip."""
@@ -98,6 +133,37 @@ class MediaProcessor:
             raise RequestError(f"an image can't be processed: {error}") from error
         _, rows, columns = (int(value) for value in done["image_grid_thw"][0])
         return done["pixel_values"], rows, columns
+
+
+def _checked(raw: dict[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
+    return {key: value for key, value in checked(raw, fields).items() if value is not None}
+
+
+def _edges(size: dict[str, int]) -> dict[str, int]:
+    """The least and the most pixels of a picture. Raises :class:`ConfigError` for any other kind of size."""
+    least, most = size.get("shortest_edge"), size.get("longest_edge")
+    if not isinstance(least, int) or not isinstance(most, int) or least > most:
+        raise ConfigError(f"size is {shown(size)}, expected shortest_edge and longest_edge, in pixels, and the first smaller")
+    return size
+
+
+def _check_tower(directory: Path, path: Path, processor: Any) -> None:
+    """Raise unless the processor cuts patches as the checkpoint's vision tower takes them."""
+    config = directory / "config.json"
+    if not present(config):
+        return
+    raw = read_json(config)
+    with reading(config, "a config"):
+        vision = hf_config(raw["model_type"], raw).vision_config
+    for mine, theirs in (
+        ("patch_size", "patch_size"),
+        ("temporal_patch_size", "temporal_patch_size"),
+        ("merge_size", "spatial_merge_size"),
+    ):
+        if getattr(processor, mine) != getattr(vision, theirs):
+            raise CheckpointError(
+                f"{path}: {mine} is {getattr(processor, mine)}, expected {getattr(vision, theirs)} as {theirs} in config.json"
+            )
 
 
 def _media(grid: MediaGrid, pixels: Tensor) -> Media:

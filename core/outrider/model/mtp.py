@@ -17,14 +17,15 @@ from torch import Tensor
 from outrider.device import Backend
 from outrider.errors import CheckpointError
 from outrider.model.cache import KVCache
-from outrider.model.checkpoint_config import read_json
 from outrider.model.config import ModelConfig
+from outrider.model.config_fields import MAX_LAYERS, is_whole
 from outrider.model.files import open_checkpoint
 from outrider.model.head_loading import head_config
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.mapping import Piece, Target, layer_targets, layer_weights
+from outrider.model.reading import read_json, shown
 from outrider.model.rotary import rotary
 from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
 
@@ -100,9 +101,10 @@ def load_mtp(
     directory = Path(directory)
     files = open_checkpoint(directory)
     heads = read_json(directory / "config.json").get("num_nextn_predict_layers")
-    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
+    if not is_whole(heads, 1, MAX_LAYERS):
         raise CheckpointError(
-            f"{directory / 'config.json'}: num_nextn_predict_layers is {heads!r}, expected the number of heads, at least 1"
+            f"{directory / 'config.json'}: num_nextn_predict_layers is {shown(heads)}, expected the number of heads, "
+            f"at least 1 and at most {MAX_LAYERS}"
         )
     config = head_config(directory, target, dtype, files.tensors, "model.mtp_layers.0")
     if config.hidden_size != target.config.hidden_size:

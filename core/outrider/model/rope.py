@@ -45,6 +45,11 @@ class RopeConfig:
                 raise ConfigError(f"rope: {name} is {value}, expected a positive number")
         if self.kind in ("dynamic", "llama3", "yarn") and self.original_context <= 0:
             raise ConfigError(f"rope of kind {self.kind!r}: original_context is {self.original_context}, expected > 0")
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"rope: high_freq_factor is {self.high_freq_factor}, expected more than low_freq_factor, which is "
+                f"{self.low_freq_factor}"
+            )
         if self.sections and len(self.sections) != 3:
             raise ConfigError(f"rope: sections are {self.sections}, expected three: time, height, width")
         if self.sections and self.kind == "dynamic":

@@ -13,6 +13,9 @@ from outrider.model.rope import RopeConfig, inverse_frequencies
 # Drafts may run past the end of the context. What they compute there is never accepted, but it must be finite, and a
 # gather must not leave the table.
 DRAFT_MARGIN = 256
+# Bytes of a table: a context of a million with heads of 128 in bfloat16 fits. A config that promises more gets none.
+_TABLE_LIMIT = 512 << 20
+_CHUNK = 1 << 16  # rows of a table that are computed at once
 
 
 class Rotary(ABC):
@@ -31,26 +34,44 @@ def rotary(
         return _Axes(rope, head_size, dtype, device)
     if rope.kind == "dynamic":
         return _Dynamic(rope, head_size, dtype, device)
-    return _Table(rope, head_size, positions, kernels, dtype, device)
+    rows = positions + DRAFT_MARGIN
+    if rows * 2 * head_size * dtype.itemsize > _TABLE_LIMIT:
+        return _Angles(rope, head_size, dtype, device)
+    return _Table(rope, head_size, rows, kernels, dtype, device)
 
 
 class _Table(Rotary):
     """Every position's, computed once in float32 and kept in the model's dtype."""
 
     def __init__(
-        self, rope: RopeConfig, head_size: int, positions: int, kernels: KernelSet, dtype: torch.dtype, device: torch.device
+        self, rope: RopeConfig, head_size: int, rows: int, kernels: KernelSet, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._kernels = kernels
-        angles = torch.arange(positions + DRAFT_MARGIN, dtype=torch.float32).unsqueeze(1) * inverse_frequencies(
-            rope, head_size
-        )
-        # Side by side, so that they are gathered at once.
-        self._cos_sin = torch.cat(_cos_sin(angles, rope.amplitude, dtype), dim=1).to(device)
+        frequencies = inverse_frequencies(rope, head_size)
+        table = torch.empty(rows, 2 * head_size, dtype=dtype)
+        for begin in range(0, rows, _CHUNK):
+            positions = torch.arange(begin, min(begin + _CHUNK, rows), dtype=torch.float32)
+            # Side by side, so that they are gathered at once.
+            cos_sin = _cos_sin(positions.unsqueeze(1) * frequencies, rope.amplitude, dtype)
+            torch.cat(cos_sin, dim=1, out=table[begin : begin + _CHUNK])
+        self._cos_sin = table.to(device)
 
     def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
         del prompt_lens
         cos, sin = self._kernels.gather_rows(self._cos_sin, positions).chunk(2, dim=1)
         return cos, sin
+
+
+class _Angles(Rotary):
+    """A context too long for a table: computed for each forward, in float32, from the same frequencies."""
+
+    def __init__(self, rope: RopeConfig, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._amplitude, self._dtype = rope.amplitude, dtype
+        self._frequencies = inverse_frequencies(rope, head_size).to(device)
+
+    def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
+        del prompt_lens
+        return _cos_sin(positions.to(torch.float32).unsqueeze(1) * self._frequencies, self._amplitude, self._dtype)
 
 
 class _Axes(Rotary):

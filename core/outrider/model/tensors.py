@@ -15,6 +15,7 @@ from outrider.device import Backend, CapabilityError
 from outrider.errors import CheckpointError
 from outrider.model.files import CheckpointFiles
 from outrider.model.mapping import Target, ignored
+from outrider.model.reading import shown
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the tensor just read, how many are done, and how many there are."""
@@ -31,10 +32,11 @@ def check_tensors(files: CheckpointFiles, targets: Sequence[Target], *, optional
     if missing or extra:
         parts = []
         if missing:
-            shapes = [f"{key!r} {list(wanted[key])}" for key in missing]
-            parts.append(f"missing: {_some(shapes)}")
+            shapes = [f"{key!r} {list(wanted[key])}" for key in missing[:_SHOWN]]
+            parts.append(f"missing: {_some(shapes, len(missing))}")
         if extra:
-            parts.append(f"not expected: {_some([f'{key!r} {list(files.shape(key))}' for key in extra])}")
+            strange = [f"{shown(key)} {list(files.shape(key))}" for key in extra[:_SHOWN]]
+            parts.append(f"not expected: {_some(strange, len(extra))}")
         raise CheckpointError(f"{files.origin}: the tensors aren't those of the config; {'; '.join(parts)}")
     for key, shape in wanted.items():
         if files.shape(key) != shape:
@@ -43,9 +45,9 @@ def check_tensors(files: CheckpointFiles, targets: Sequence[Target], *, optional
             )
 
 
-def _some(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + rest
+def _some(names: Sequence[str], count: int) -> str:
+    rest = f" and {count - len(names)} more" if count > len(names) else ""
+    return ", ".join(names) + rest
 
 
 @contextmanager

@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
-from outrider.errors import CheckpointError
+from outrider.device import ConfigError
+from outrider.errors import CheckpointError, RequestError
+from outrider.model.reading import present, read_bytes, reading
 from outrider.model.stream_decoder import StreamDecoder
+
+_MAX_GROWTH = 10_000
+_LIMIT = 256 << 20  # bytes; vocabularies of a quarter million tokens take thirty million
 
 
 class Tokenizer:
     """A checkpoint's tokenizer. Immutable after construction; may be shared by threads."""
 
-    def __init__(self, tokenizer: HfTokenizer) -> None:
+    def __init__(self, tokenizer: HfTokenizer, origin: Path = Path("tokenizer")) -> None:
         self._tokenizer = tokenizer
+        self._origin = origin  # for messages: what a tokenizer can't do may show when it's used
         # a tokenizer.json may carry the padding and truncation of its training
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._byte_fallback = _has_decoder(json.loads(tokenizer.to_str()).get("decoder"), "ByteFallback")
+        parts = json.loads(tokenizer.to_str())
+        growth = _growth(parts.get("normalizer")) * _growth(parts.get("decoder"))
+        if growth > _MAX_GROWTH:
+            raise ConfigError(f"its replacements make a text {growth} times as long, expected at most {_MAX_GROWTH} times")
+        self._byte_fallback = _has_decoder(parts.get("decoder"), "ByteFallback")
 
     @classmethod
     def from_checkpoint(cls, directory: str | Path) -> Tokenizer:
         """Read ``tokenizer.json``; :class:`CheckpointError` if it's missing or can't be read."""
         path = Path(directory) / "tokenizer.json"
-        if not path.exists():
+        if not present(path):
             raise CheckpointError(f"{path}: no such file; a tokenizer is expected beside the weights")
-        try:
-            return cls(HfTokenizer.from_file(str(path)))
-        except Exception as error:  # the library raises plain Exception
-            raise CheckpointError(f"{path}: can't be read as a tokenizer: {error}") from error
+        content = read_bytes(path, _LIMIT)
+        with reading(path, "a tokenizer"):
+            return cls(HfTokenizer.from_buffer(content), path)
 
     @property
     def vocab_size(self) -> int:
@@ -40,12 +50,22 @@ class Tokenizer:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``; with the start token where the checkpoint's own post-processor adds one."""
-        return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+        """Token ids of ``text``; with the start token where the checkpoint's own post-processor adds one.
+
+        Raises :class:`RequestError` for a text that isn't Unicode, :class:`CheckpointError` where the tokenizer fails.
+        """
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(f"the text has half a character at {error.start} (a lone surrogate)") from error
+        with reading(self._origin, "a tokenizer"):
+            return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``; special tokens give none, and ids that the tokenizer doesn't know are skipped."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        with reading(self._origin, "a tokenizer"):
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def token_id(self, token: str) -> int | None:
         """Id of a token by its spelling, or None."""
@@ -60,6 +80,14 @@ class Tokenizer:
         """Whether the token is one byte of a run that is only decoded as a whole (sentencepiece's byte fallback)."""
         spelling = self._tokenizer.id_to_token(token)
         return spelling is not None and len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">")
+
+
+def _growth(part: Any) -> int:
+    """How much longer a normaliser or decoder may make a text: one replacement works on what another has made."""
+    if not isinstance(part, dict):
+        return 1
+    inner = math.prod(_growth(each) for name in ("normalizers", "decoders") for each in part.get(name, ()))
+    return inner * max(1, len(part.get("content") or "") if part.get("type") == "Replace" else 1)
 
 
 def _has_decoder(decoder: Any, kind: str) -> bool:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, Backend
+from outrider.device import AttentionMetadata, Backend, ConfigError
 from outrider.errors import CheckpointError
 from outrider.model.cache import KVCache
-from outrider.model.checkpoint_config import read_json, special_tokens
+from outrider.model.checkpoint_config import special_tokens
 from outrider.model.config import ModelConfig
+from outrider.model.config_fields import check_any_config
+from outrider.model.files import open_checkpoint
 from outrider.model.inputs import ForwardInput
+from outrider.model.reading import describe, present, read_json, reading
 from outrider.model.tensors import placed
 from outrider.model.transformers_decoder import ATTENTION, PagedPass, TransformersDecoder, paged_attention
 
@@ -21,24 +25,31 @@ _PAGE = 4
 _PROBE = (11, 7)  # lengths of the two sequences that the check runs
 # Relative to the size of the logits. Both sides round alike, but in another order.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_SLACK = 1 << 26  # values that the files may lack before anything is made of them: transformers says which
+_CODE = "trust_remote_code"  # what transformers' refusal names
 _STATEFUL_ROPE = ("dynamic", "longrope")
 
 
-def load_through_transformers(directory: str | Path, *, backend: Backend, dtype: torch.dtype) -> TransformersDecoder:
+def load_through_transformers(
+    directory: str | Path, *, backend: Backend, dtype: torch.dtype, trust_remote_code: bool = False
+) -> TransformersDecoder:
     """Load any decoder that transformers can run with a replaceable attention.
 
     Slower than a native one. Raises :class:`CheckpointError` for a checkpoint that transformers doesn't load completely,
     and for a model whose attention the paged cache can't serve: one that caps its scores, that has layers without
     attention, chunked attention or rope scaling that depends on the batch, or, whatever the reason, one whose logits
     through the paged cache aren't those without it.
+
+    ``trust_remote_code`` runs Python code that the checkpoint brings, with all rights of this process; without it none
+    is run, and a checkpoint that needs its own code is an error.
     """
     from transformers import AttentionInterface
 
     directory = Path(directory)
     AttentionInterface.register(ATTENTION, paged_attention)
-    read_json(directory / "config.json")
-    with placed(backend, dtype):
-        model = _load(directory, dtype).to(backend.device).eval().requires_grad_(False)
+    _check_files(directory, dtype, trust_remote_code)
+    with placed(backend, dtype), reading(directory, "a model of transformers"):
+        model = _load(directory, dtype, trust_remote_code).to(backend.device).eval().requires_grad_(False)
         config = _config(directory, model.config)
         if not model._supports_attention_backend:
             raise CheckpointError(f"{directory}: transformers' {type(model).__name__} has no replaceable attention")
@@ -47,15 +58,58 @@ def load_through_transformers(directory: str | Path, *, backend: Backend, dtype:
     return decoder
 
 
-def _load(directory: Path, dtype: torch.dtype) -> Any:
+def _check_files(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> None:
+    """Raise unless the files are sound, and hold about as much as a model of this config takes."""
+    path = directory / "config.json"
+    raw = read_json(path)
+    files = open_checkpoint(directory)
+    if present(directory / "generation_config.json"):
+        read_json(directory / "generation_config.json")
+    if present(directory / "adapter_config.json"):
+        raise CheckpointError(f"{directory / 'adapter_config.json'}: adapters aren't supported")
+    with reading(path, "a config"):
+        check_any_config(raw, len(files.tensors))
+        if trust_remote_code:
+            return  # what its own code makes is its own business
+        model = _shapes(directory, dtype)
+        held = sum(math.prod(files.shape(key)) for key in files.tensors)
+        wanted = sum(parameter.numel() for parameter in model.parameters())
+        if wanted > 2 * held + _SLACK or sum(buffer.nbytes for buffer in model.buffers()) > 4 * (held + _SLACK):
+            raise ConfigError(f"a model of this config has {wanted} values, but the files hold {held}")
+
+
+def _shapes(directory: Path, dtype: torch.dtype) -> Any:
+    """The model without its values, which takes no memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            causal: Any = AutoModelForCausalLM
+            config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            return causal.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds
+        raise ConfigError(_refused(error)) from error
+
+
+def _refused(error: Exception) -> str:
+    hint = "; --trust-remote-code runs the code of the checkpoint on this machine" if _CODE in str(error) else ""
+    return f"transformers can't load it: {describe(error)}{hint}"
+
+
+def _load(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True
+            directory,
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
         )
     except Exception as error:  # transformers and safetensors raise many kinds
-        raise CheckpointError(f"{directory}: transformers can't load it: {error}") from error
+        raise CheckpointError(f"{directory}: {_refused(error)}") from error
     model, found = loaded
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if found[what]:

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from outrider.device import Backend, ConfigError
 from outrider.errors import CheckpointError
-from outrider.model.checkpoint_config import hf_config, read_json
+from outrider.model.checkpoint_config import hf_config
 from outrider.model.config import ModelConfig
 from outrider.model.files import open_checkpoint
 from outrider.model.mapping import Piece, Target, vision_name
 from outrider.model.media import Media
+from outrider.model.mrope import MediaGrid
+from outrider.model.reading import read_json, reading
 from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
 
 
@@ -59,28 +61,44 @@ def load_vision(
     config = ModelConfig.from_checkpoint(directory)
     if config.vision is None:
         raise CheckpointError(f"{directory}: a {config.family} checkpoint has no vision tower")
-    module = _build(directory, config.family)
     files = open_checkpoint(directory)
+    path = directory / "config.json"
+    with reading(path, "the config of a vision tower"):
+        vision = hf_config(config.family, read_json(path)).vision_config
+        if vision.depth > len(files.tensors):
+            raise ConfigError(f"vision_config.depth is {vision.depth}, but there are {len(files.tensors)} tensors in all")
+        with torch.device("meta"):  # its shapes, before anything of them is made
+            shapes = {name: tuple(tensor.shape) for name, tensor in _build(config.family, vision).state_dict().items()}
     names = {inner: key for key in files.tensors if (inner := vision_name(key)) is not None}
-    targets = [
-        Target(name, (Piece(names.get(name, f"visual.{name}"), tuple(tensor.shape)),))
-        for name, tensor in module.state_dict().items()
-    ]
+    targets = [Target(name, (Piece(names.get(name, f"visual.{name}"), shape),)) for name, shape in shapes.items()]
     check_tensors(files, targets, optional={key for key in files.tensors if vision_name(key) is None})
     with placed(backend, dtype):
         weights = load_tensors(files, targets, dtype=dtype, device=backend.device, progress=progress)
+        module = _build(config.family, vision)
         module.load_state_dict(weights, assign=True)
         module.to(backend.device)  # what is computed rather than loaded: rotary frequencies, in their own dtype
-    return VisionTower(module.eval().requires_grad_(False), device=backend.device, dtype=dtype)
+        tower = VisionTower(module.eval().requires_grad_(False), device=backend.device, dtype=dtype)
+        with reading(path, "the config of a vision tower"):
+            _try(tower, vision, config)
+    return tower
 
 
-def _build(directory: Path, family: str) -> Any:
+def _try(tower: VisionTower, vision: Any, config: ModelConfig) -> None:
+    """The smallest picture through the tower: sizes that don't go together show here, not at a request."""
+    assert config.vision is not None
+    side = config.vision.merge
+    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    grid = MediaGrid(kind="image", frames=1, rows=side, columns=side)
+    (features,) = tower.encode([Media(grid, torch.zeros(side * side, values), b"")])
+    if tuple(features.shape) != (1, config.hidden_size):
+        raise ConfigError(
+            f"the vision tower gives features {list(features.shape)}, the decoder takes [1, {config.hidden_size}]"
+        )
+
+
+def _build(family: str, vision: Any) -> Any:
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
     towers = {"qwen2_vl": Qwen2VisionTransformerPretrainedModel, "qwen2_5_vl": Qwen2_5_VisionTransformerPretrainedModel}
-    path = directory / "config.json"
-    try:
-        return towers[family](hf_config(family, read_json(path)).vision_config)
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    return towers[family](vision)

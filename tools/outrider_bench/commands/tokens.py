@@ -209,7 +209,8 @@ def _transformers(plain: Engine, prompts: Sequence[Sequence[int]], new_tokens: i
 
     module: Any = import_module("transformers")
     device = plain.backend.device
-    model = module.AutoModelForCausalLM.from_pretrained(bundled("target"), dtype=plain.model.dtype).to(device).eval()
+    name, dtype = bundled("target"), plain.model.dtype
+    model = module.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False).to(device).eval()
     model.generation_config.eos_token_id = None
 
     def generate(prompt: Sequence[int]) -> None:
