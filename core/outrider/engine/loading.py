@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.device import Backend, ConfigError
+from outrider.device import Backend
 from outrider.engine.config import EngineConfig
 from outrider.model import (
     Decoder,
@@ -18,7 +18,8 @@ from outrider.model import (
     load_through_transformers,
     load_vision,
 )
-from outrider.speculative.build import BUILDERS, Builder, DraftOptions, build
+from outrider.registry.proposers import plugin_builders
+from outrider.speculative.build import Builder, DraftOptions, build
 from outrider.speculative.proposer import Proposer
 
 
@@ -44,9 +45,8 @@ def load_checkpoint(
     progress: Progress | None = None,
 ) -> Loaded:
     """See :meth:`outrider.engine.engine.Engine.from_checkpoint`."""
-    known = {**BUILDERS, **(builders or {})}
-    if speculate not in known:  # before anything is loaded
-        raise ConfigError(f"speculate is {speculate!r}; expected one of {', '.join(sorted(known))}")
+    builders = dict(builders or {})
+    builders |= plugin_builders(speculate, given=builders)  # before anything is loaded: it raises for an unknown name
     model = _load_model(directory, backend, config, through_transformers, progress)
     options = DraftOptions(
         target=model,
