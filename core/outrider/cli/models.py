@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.environment import backend_from_environment
+from outrider.cli.environment import backend_from_environment, plugin_probe
 from outrider.cli.starting import progress_shown, say_what_started
 from outrider.registry import Registry
 from outrider.speculative.plugin import OWN_PROPOSERS
@@ -136,7 +136,7 @@ def load(
         graphs=running.graphs,
         overlap=running.overlap,
     )
-    registry = Registry()
+    registry = Registry(probe=plugin_probe())
     device = registry.create(registry.select(backend, backend_from_environment()))
     with progress_shown() as tell:
         engine = Engine.from_checkpoint(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from outrider.cli.environment import plugin_probe
 from outrider.cli.report import JsonOption, Report
 from outrider.registry import Plugins
 from outrider.registry.proposers import PROPOSERS, shadowed
@@ -18,7 +19,7 @@ def models(json_output: JsonOption = False) -> Report:
     from outrider.model import supported_families
     from outrider.model.rope import ROPE_KINDS
 
-    plugins = Plugins(PROPOSERS)
+    plugins = Plugins(PROPOSERS, probe=plugin_probe())
     families = supported_families()
     proposers = dict(OWN_PROPOSERS)
     for candidate in map(shadowed, plugins.candidates()):

@@ -57,7 +57,9 @@ def _build(plugins: Plugins[ProposerInfo], name: str, options: DraftOptions) -> 
         made = plugins.adapt(plugins.call("create_proposer", name, options=options), info)
     except OutriderError:
         raise
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise BackendLoadError(f"plugin {offer.label}: hook create_proposer failed: {describe_error(error)}") from error
     if not isinstance(made, Proposer):
         raise PluginContractError(
