@@ -27,7 +27,7 @@ from typing import Any
 
 from outrider.registry.children import started
 
-LIMIT_S = 20.0
+LIMIT_S = 10.0
 """Seconds that a plugin may take to be loaded and to describe itself."""
 
 _TRUSTED = "outrider"
