@@ -125,7 +125,7 @@ def test_json_has_no_nan():
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("arguments", [["backends"], ["backends", "--json"], ["--help"]])
+@pytest.mark.parametrize("arguments", [["--version"], ["--version", "--json"], ["--help"]])
 def test_full_disk(child, arguments):
     with open("/dev/full", "w") as full:
         result = child(*arguments, stdout=full)
@@ -134,7 +134,7 @@ def test_full_disk(child, arguments):
     assert result.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["backends"], ["backends", "--json"]])
+@pytest.mark.parametrize("arguments", [["backends"], ["--version", "--json"]])
 def test_closed_pipe(child, arguments):
     read, write = os.pipe()
     os.close(read)
