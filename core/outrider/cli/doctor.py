@@ -14,7 +14,7 @@ from rich.console import Console
 from outrider.cli.environment import AUTOLOAD_VARIABLE, BACKEND_VARIABLE, backend_from_environment
 from outrider.cli.listing import survey
 from outrider.cli.report import JsonOption, Report
-from outrider.cli.torch_probe import TorchState, probe_torch
+from outrider.cli.torch_probe import TorchState, loaded_torch, probe_torch
 from outrider.device.errors import OutriderError
 from outrider.device.plugin import SEAM_VERSION
 from outrider.registry import Registry
@@ -28,7 +28,7 @@ def doctor(
 ) -> Report:
     """Say for each installed backend why it can or can't run here. Exit code 1 when none can."""
     del json_output
-    torch = probe_torch()
+    torch = loaded_torch() or probe_torch()
     found = survey(torch, open_devices=open_devices)
     rows = found.backends
     chosen, why = _chosen(found.registry, torch)

@@ -79,8 +79,8 @@ def known_torch(probe: Probe) -> TorchState:
 
     Where it imports, this process has imported it.
     """
-    if (loaded := sys.modules.get("torch")) is not None and hasattr(loaded, "__version__"):
-        return TorchState(version=loaded.__version__, extensions=_extensions())
+    if (loaded := loaded_torch()) is not None:
+        return loaded
     key = _fingerprint()
     if key is None or key not in probe.remembered():
         state = probe_torch()
@@ -93,6 +93,13 @@ def known_torch(probe: Probe) -> TorchState:
     except Exception:  # it did before: something that the key doesn't hold has changed, a library's path say
         return probe_torch()
     return TorchState(version=torch.__version__, extensions=_extensions())
+
+
+def loaded_torch() -> TorchState | None:
+    """The torch that this process has imported, if it has: there is no better evidence."""
+    torch = sys.modules.get("torch")
+    version = getattr(torch, "__version__", None)
+    return TorchState(version=version, extensions=_extensions()) if version is not None else None
 
 
 def _fingerprint() -> str | None:
