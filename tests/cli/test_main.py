@@ -252,6 +252,19 @@ def test_sigterm_keeps_what_was_made(outrider, command):
     assert (result.code, result.json["text"], result.json["error"]["type"]) == (143, "a", "Terminated")
 
 
+def test_sigterm_that_a_library_turns_into_its_own_error(outrider, command):
+    def action():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        except KeyboardInterrupt:
+            raise ValueError("can't read") from None
+
+    command(action)
+    result = outrider("x", "--json")
+    assert (result.code, result.json["error"]["type"]) == (143, "Terminated")
+
+
 def test_a_command_that_exits_is_reported(outrider, command):
     command(raising(SystemExit(7)))
     assert (outrider("x").code, outrider("x", "--json").json["error"]["type"]) == (7, "Exit")

@@ -17,7 +17,7 @@ from outrider.registry.children import started
 # `python -m pytest`, in a process that ends with this one.
 _PYTEST = (
     "import sys; from outrider.registry.children import end_with_parent; end_with_parent(); "
-    "import pytest; sys.exit(pytest.console_main())"
+    "import pytest; sys.exit(pytest.main())"
 )
 
 

@@ -95,6 +95,8 @@ def _report_failure(error: BaseException, json_out: TextIO | None, *, terminated
             kind, code = ("Terminated", 143) if terminated else ("Interrupted", 130)
             message = str(error) or kind.lower()
             data = dict(error.data) if isinstance(error, Interrupted) else {}
+        case _ if terminated:  # compiled libraries turn what is raised in a signal handler into errors of their own
+            kind, message, code = "Terminated", "terminated", 143
         case SystemExit():
             kind, code = "Exit", _exit_code(error)
             message = f"the command ended itself with exit code {code}: {error.code}"
