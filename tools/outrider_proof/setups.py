@@ -1,8 +1,10 @@
 """What is proved: a proposer, how the step is run, and which device is imitated. Tiny models in float64."""
 
+import atexit
 import functools
 import importlib
 import random
+import shutil
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -164,6 +166,7 @@ def models(proposer, like):
 @functools.cache
 def vision_checkpoint():
     directory = Path(tempfile.mkdtemp(prefix="outrider-proof-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     write_vision_checkpoint(directory, "qwen2_vl")
     return directory
 

@@ -95,6 +95,24 @@ def with_new_backends(first: Backend, attach: Callable[[Backend, ExitStack], Non
             Registry.create = original  # type: ignore[method-assign]
 
 
+def run_script(path: Path) -> tuple[int, str | None]:
+    """Run a script as ``__main__``: its exit code, and the error that ended it, if one did. Its errors aren't raised."""
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as error:
+        return exit_code(error), None if error.code is None or isinstance(error.code, int) else str(error.code)
+    except Exception as error:
+        return 1, f"{type(error).__name__}: {error}"
+    return 0, None
+
+
+def exit_code(error: SystemExit) -> int:
+    """The code that a process ends with which raises ``error``."""
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
 @contextmanager
 def as_main(path: Path, argv: Sequence[str]) -> Generator[None]:
     """Let a script find its arguments and its neighbours."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +14,7 @@ from outrider.cli.environment import backend_from_environment
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
-from outrider_sanitizer.command import as_main, with_new_backends
+from outrider_sanitizer.command import as_main, run_script, with_new_backends
 
 if TYPE_CHECKING:
     from outrider.device import Backend
@@ -33,7 +32,7 @@ def trace(
 ) -> Report:
     """Run a Python script and write a timeline of its streams, operations and fences, and a picture of it.
 
-    Times are the device's own, or virtual ones on a simulated device.
+    Times are the device's own, or virtual ones on a simulated device. The exit code is the script's.
     """
     del json_output
     from outrider_trace.picture import page, svg
@@ -49,7 +48,7 @@ def trace(
         with_new_backends(first, lambda made, stack: timelines.append((made, stack.enter_context(record(made))))),
         as_main(path, script),
     ):
-        runpy.run_path(str(path), run_name="__main__")
+        code, failure = run_script(path)
     # The busiest device is the one that the script is about.
     device, timeline = max(timelines, key=lambda pair: sum(map(len, pair[1].spans.values())))
     target = picture or out.with_suffix(".html")
@@ -65,6 +64,8 @@ def trace(
         "streams": list(timeline.spans),
         "end_us": timeline.end,
         "waits": [cost.as_dict() for cost in costs],
+        "script_exit_code": code,
+        "script_error": failure,
     }
 
     def render(console: Console) -> None:
@@ -82,5 +83,7 @@ def trace(
                     f"{cost.critical_us:.1f}",
                 )
             console.print(table)
+        if code or failure:
+            console.print(f"the script ended with exit code {code}{f': {failure}' if failure else ''}")
 
-    return Report(data=data, render=render)
+    return Report(data=data, render=render, exit_code=code)
