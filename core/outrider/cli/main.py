@@ -102,6 +102,10 @@ def _report_failure(error: BaseException, json_out: TextIO | None, *, terminated
             message = f"the command ended itself with exit code {code}: {error.code}"
         case OutriderError():
             kind, message, code = type(error).__name__, str(error), 1
+        case NotImplementedError():
+            kind, code = "NotImplementedError", 1
+            said = str(error).partition("\n")[0] or "it isn't named"
+            message = f"the backend has no operator that is needed: {said}; use another model, dtype or backend"
         case BrokenPipeError():
             kind, message, code = "BrokenPipe", "standard output was closed by its reader; the rest of the output is lost", 1
         case OSError():
