@@ -13,6 +13,7 @@ import pytest
 
 from command_line import child as child  # fixtures, for whoever runs a command
 from command_line import outrider as outrider
+from outrider.registry.probing import Probe, Verdict
 
 # Two workers with two threads each would fight over two cores; child processes inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -54,8 +55,14 @@ def write_distribution(root: Path, distribution: str, module: str, source: str, 
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """``install("name", source)`` makes a distribution ``outrider-name`` visible to this process; returns its path."""
+    """``install("name", source)`` makes a distribution ``outrider-name`` visible to this process; returns its path.
+
+    ``probed``: plugins are tried in a child process, as they are outside of tests.
+    """
     modules: list[str] = []
+    verdicts = Probe.verdicts
+    # Made-up plugins do no harm, so they needn't be tried in a child process: that takes a third of a second each time.
+    monkeypatch.setattr(Probe, "verdicts", lambda self, plugins, describe: dict.fromkeys(plugins, Verdict()))
 
     def add(
         name: str,
@@ -63,8 +70,11 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         *,
         distribution: str = "",
         group: str = "outrider.backends",
+        probed: bool = False,
         **info: object,
     ) -> Path:
+        if probed:
+            monkeypatch.setattr(Probe, "verdicts", verdicts)
         distribution = distribution or f"outrider-{name}"
         module = distribution.replace("-", "_") + "_plugin"
         text = GOOD_PLUGIN.format(name=name, info=info) if source is None else source

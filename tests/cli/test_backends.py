@@ -5,7 +5,9 @@ import textwrap
 
 import pytest
 
+from harmful import HARMFUL
 from outrider.cli.torch_probe import explain, probe_torch
+from outrider.registry.probing import Probe
 
 FAKE_EXTENSION = """
     raise ImportError("libhccl.so: cannot open shared object file: No such file or directory")
@@ -119,11 +121,37 @@ def test_other_commands_say_that_torch_is_the_matter(child, extension_without_ru
     assert "outrider doctor" in result.err
 
 
+@pytest.mark.parametrize("torch", ["import os; os.abort()", "raise ModuleNotFoundError(\"No module named 'torch'\")"])
+def test_backends_and_doctor_say_the_same_of_a_torch_that_does_not_import(child, tmp_path, torch):
+    (tmp_path / "torch.py").write_text(torch)
+    listed = child("backends", "--json", path=(tmp_path,), XDG_CACHE_HOME=str(tmp_path))
+    doctor = child("doctor", "--json", path=(tmp_path,))
+    assert (listed.code, doctor.code) == (0, 1)
+    assert rows(listed) == rows(doctor)
+    assert not any(row["can_run"] for row in rows(listed).values())
+
+
 def test_doctor_survives_a_torch_that_crashes(child, tmp_path):
     (tmp_path / "torch.py").write_text("import os; os.abort()")
     result = child("doctor", path=(tmp_path,))
     assert result.code == 1
     assert "ended the process with status -6" in result.out
+
+
+def test_harmful_plugins_are_listed_and_noted(outrider, install, monkeypatch):
+    probe = Probe(limit_s=1.0)  # one for all runs: its verdicts hold as long as it does
+    monkeypatch.setattr("outrider.cli.listing.plugin_probe", lambda: probe)
+    for name, (source, _) in HARMFUL.items():
+        install(name, source, probed=True)
+    (next(install("bad", probed=True).glob("*.dist-info")) / "entry_points.txt").write_text("[outrider.backends]\nbad\n")
+    for command in ("backends", "doctor"):
+        found = outrider(command, "--json")
+        assert {name: rows(found)[name]["status"] for name in (*HARMFUL, "cpu")} == {
+            **dict.fromkeys(HARMFUL, "broken"),
+            "cpu": "usable",
+        }
+        assert any("outrider-bad" in note for note in found.json["notes"])
+    assert "note: distribution 'outrider-bad'" in outrider("backends").out
 
 
 def test_doctor_without_torch(child, tmp_path):

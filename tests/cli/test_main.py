@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -123,7 +125,7 @@ def test_json_has_no_nan():
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("arguments", [["backends"], ["backends", "--json"], ["--help"]])
+@pytest.mark.parametrize("arguments", [["--version"], ["--version", "--json"], ["--help"]])
 def test_full_disk(child, arguments):
     with open("/dev/full", "w") as full:
         result = child(*arguments, stdout=full)
@@ -132,7 +134,7 @@ def test_full_disk(child, arguments):
     assert result.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["backends"], ["backends", "--json"]])
+@pytest.mark.parametrize("arguments", [["backends"], ["--version", "--json"]])
 def test_closed_pipe(child, arguments):
     read, write = os.pipe()
     os.close(read)
@@ -153,3 +155,118 @@ def test_the_installed_command():
 def test_help_imports_no_torch():
     code = "import sys; from outrider.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+# -- standard output with --json ----------------------------------------------------------------------------------------
+
+LOUD = """
+import atexit, json, os, subprocess, sys
+from outrider.cli import main as cli
+from outrider.cli.report import JsonOption, Report
+def x(json_output: JsonOption = False) -> Report:
+    os.write(1, b"written to the descriptor\\n")
+    print("printed to Python's own stream", file=sys.__stdout__)
+    subprocess.run(["echo", "printed by a child"], check=True)
+    atexit.register(os.write, 1, b"written at the end\\n")
+    return Report(data={"text": "h\\u00e9 \\u20ac \\udc80"}, render=lambda console: None)
+sys.modules["loud"] = sys.modules[__name__]
+cli.commands = lambda: {"x": "loud:x"}
+sys.argv = ["outrider", *sys.argv[1:]]
+sys.exit(cli.main())
+"""
+
+
+def run_loud(*arguments, shell="", **environment):
+    command = [sys.executable, "-c", LOUD, *arguments]
+    return subprocess.run(
+        ["sh", "-c", f'exec "$0" "$@" {shell}', *command], env={**os.environ, **environment}, capture_output=True, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("shell", "environment"),
+    [
+        ("", {}),
+        ("", {"PYTHONIOENCODING": "ascii"}),
+        ("", {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
+        ("<&-", {}),
+    ],
+)
+def test_json_is_one_object_whatever_is_written(shell, environment):
+    result = run_loud("x", "--json", shell=shell, **environment)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == {"text": "hé € \udc80"}
+    for text in (b"to the descriptor", b"Python's own", b"by a child", b"at the end"):
+        assert text in result.stderr
+
+
+def test_a_closed_standard_output_is_an_error():
+    result = run_loud("x", "--json", shell=">&-")
+    assert (result.returncode, result.stdout) == (1, b"")
+    assert b"standard output is closed" in result.stderr
+    assert b"Traceback" not in result.stderr
+
+
+def test_arguments_that_are_not_utf_8(outrider):
+    result = outrider("x\udcff", "--json")
+    assert (result.code, result.json["error"]["type"]) == (2, "UsageError")
+
+
+def test_help_and_version_with_json(outrider, command):
+    command(lambda: None)
+    assert outrider("x", "--help", "--json").json == {"exit_code": 0}
+    assert list(outrider("--version", "--json").json) == ["outrider"]
+
+
+# -- ending early -------------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_ends_as_ctrl_c_does(outrider, command):
+    cleaned = []
+
+    def action():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)  # as `timeout` does: it's the same request
+            cleaned.append(True)
+
+    command(action)
+    result = outrider("x", "--json")
+    assert (result.code, result.json["error"]["type"], cleaned) == (143, "Terminated", [True])
+    assert outrider("x").code == 143
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_sigterm_keeps_what_was_made(outrider, command):
+    def action():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted after 3 tokens", {"text": "a"}) from None
+
+    command(action)
+    result = outrider("x", "--json")
+    assert (result.code, result.json["text"], result.json["error"]["type"]) == (143, "a", "Terminated")
+
+
+def test_sigterm_that_a_library_turns_into_its_own_error(outrider, command):
+    def action():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        except KeyboardInterrupt:
+            raise ValueError("can't read") from None
+
+    command(action)
+    result = outrider("x", "--json")
+    assert (result.code, result.json["error"]["type"]) == (143, "Terminated")
+
+
+def test_a_command_that_exits_is_reported(outrider, command):
+    command(raising(SystemExit(7)))
+    assert (outrider("x").code, outrider("x", "--json").json["error"]["type"]) == (7, "Exit")
+    command(raising(SystemExit("no")))
+    assert outrider("x").code == 1

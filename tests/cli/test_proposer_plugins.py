@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.registry.proposers import OWN
-from outrider.speculative.build import BUILDERS
+from outrider.cli.models import bundled
+from outrider.device import BackendLoadError, ConfigError
+from outrider.registry import get_backend
+from outrider.speculative import build
+from outrider.speculative.plugin import OWN_PROPOSERS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GROUP = "outrider.proposers"
@@ -35,8 +38,31 @@ def generate(outrider, name):
     return outrider("generate", "--prompt", "def", "--max-tokens", "4", "--speculate", name)
 
 
-def test_own_names_are_the_builders():
-    assert set(BUILDERS) == OWN
+def test_every_builder_has_a_name_that_people_can_type():
+    assert set(build._OWN) == set(OWN_PROPOSERS)
+
+
+def test_the_api_finds_the_plugins_that_the_command_line_finds(guess):
+    from outrider.engine.engine import Engine
+
+    guess(make="raise OSError('asked')")
+    with pytest.raises(BackendLoadError, match="hook create_proposer failed: OSError: asked"):
+        Engine.from_checkpoint(bundled("target"), get_backend("cpu"), speculate="guess")
+    with pytest.raises(ConfigError, match=r"speculate is 'gues'; expected one of .*mine.*; plugins: guess"):
+        Engine.from_checkpoint(
+            bundled("target"), get_backend("cpu"), speculate="gues", builders={"mine": lambda options: None}
+        )
+
+
+def test_a_builder_that_is_given_comes_before_a_plugin(guess):
+    from outrider.engine.engine import Engine
+    from outrider.speculative.proposer import PlainProposer
+
+    guess()
+    engine = Engine.from_checkpoint(
+        bundled("target"), get_backend("cpu"), speculate="guess", builders={"guess": lambda options: PlainProposer()}
+    )
+    assert engine.generate([[1, 2, 3]])[0].token_ids
 
 
 def test_an_unknown_name_lists_outriders_and_the_plugins(outrider, guess):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.device import ConfigError, DeadlockError, DeviceFault, DeviceLost, OutOfDeviceMemory
+from outrider.device import CapabilityError, ConfigError, DeadlockError, DeviceFault, DeviceLost, OutOfDeviceMemory
 
 
 def three(backend):
@@ -44,3 +44,16 @@ def test_injected_faults_count_from_the_call_and_end_with_a_reset(sim, kind, err
 def test_a_fault_that_does_not_exist(sim):
     with pytest.raises(ConfigError, match="there is no fault 'fire'"):
         sim().control.inject("fire", 1)
+
+
+def test_an_operator_that_is_missing_is_named_and_the_device_lives_on(sim):
+    backend = sim()
+    with pytest.raises(CapabilityError, match=r"aten::histc.*no such operator.*not implemented for 'Int'"):
+        torch.histc(torch.zeros(4, dtype=torch.int32, device="sim"))
+    assert three(backend) == [2.0] * 4
+
+
+def test_a_missing_operator_in_a_guard_is_named(sim):
+    says = "has no operator that is needed, while testing: Could not run 'aten::odd'"
+    with pytest.raises(CapabilityError, match=says), sim().guard("testing"):
+        raise NotImplementedError("Could not run 'aten::odd'")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import IO, Any
 
 from outrider.device.errors import OutriderError
+from outrider.registry.children import end_with_parent, started
 from outrider_bench.environment import with_variables
 
 _LINES = 6
@@ -33,16 +31,11 @@ def run_child(module: str, work: Mapping[str, object], *, variables: Mapping[str
     command = [sys.executable, "-m", module, given]
     # Into files: what the child leaves running would keep pipes open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        with subprocess.Popen(
-            command, env=with_variables(variables), stdout=out, stderr=err, start_new_session=True
-        ) as child:
+        with started(command, environment=with_variables(variables), stdout=out, stderr=err) as child:
             try:
                 child.wait(timeout=limit_s)
             except subprocess.TimeoutExpired:
                 raise ChildFailed(f"{module} wasn't done within {limit_s:g} s; its processes were ended") from None
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
         lines, told = _lines(out), _lines(err)
     try:
         found = json.loads(lines[-1]) if lines else None
@@ -63,6 +56,7 @@ def _lines(file: IO[bytes]) -> list[str]:
 
 def answer(work: Callable[[Mapping[str, Any]], Mapping[str, object]]) -> None:
     """What such a child calls: one JSON object on the last line of standard output, also where it fails as it may."""
+    end_with_parent()
     try:
         found = work(json.loads(sys.argv[1]))
     except OutriderError as error:

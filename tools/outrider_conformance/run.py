@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from outrider.device.errors import ConfigError, OutriderError
+from outrider.registry.children import started
+
+# `python -m pytest`, in a process that ends with this one.
+_PYTEST = (
+    "import sys; from outrider.registry.children import end_with_parent; end_with_parent(); "
+    "import pytest; sys.exit(pytest.main())"
+)
 
 
 class ConformanceError(OutriderError):
@@ -52,17 +58,15 @@ def conform(
             *extra,
         ]
         # Away from the caller's project: its pytest settings and conftest files are none of the suite's business.
-        finished = subprocess.run(
-            [sys.executable, "-m", "pytest", "--rootdir", scratch, "-c", _settings(Path(scratch)), *arguments],
-            cwd=scratch,
-            stdout=output,
-            check=False,
-        )
-        if finished.returncode == 4:
+        # What tests write goes with it, also when the run is ended early.
+        place = ["--rootdir", scratch, "-c", _settings(Path(scratch)), "--basetemp", str(Path(scratch) / "tests")]
+        with started([sys.executable, "-c", _PYTEST, *place, *arguments], cwd=scratch, stdout=output) as child:
+            code = child.wait()
+        if code == 4:
             raise ConformanceError(f"pytest refused the run for backend {backend!r}; it said why above")
         found = directory / "report.json"
         if not found.exists():
-            raise ConformanceError(_post_mortem(directory / "journal.jsonl", finished.returncode, backend))
+            raise ConformanceError(_post_mortem(directory / "journal.jsonl", code, backend))
         data: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
         (directory / "journal.jsonl").unlink(missing_ok=True)
         return data

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import random
+import shutil
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -202,6 +204,7 @@ def models(proposer: str, like: str | None, emulations: Path | None = None) -> M
 def vision_checkpoint() -> Path:
     """The directory of a tiny vision-language checkpoint, written once a process."""
     directory = Path(tempfile.mkdtemp(prefix="outrider-proof-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     write_vision_checkpoint(directory, "qwen2_vl")
     return directory
 

@@ -6,6 +6,7 @@ import runpy
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,18 +28,36 @@ def script_path(script: Sequence[str], command: str) -> Path:
     return path
 
 
-def run_script(path: Path, argv: Sequence[str], first: Backend, attach: Attach) -> BaseException | None:
+@dataclass(frozen=True, slots=True)
+class ScriptEnd:
+    """How a script ended: the exit code that its process would have, and why where that isn't 0 by its own choice."""
+
+    code: int
+    failure: str | None
+
+
+def exit_code(error: SystemExit) -> int:
+    """The code that a process ends with which raises ``error``."""
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
+def run_script(path: Path, argv: Sequence[str], first: Backend, attach: Attach) -> ScriptEnd:
     """Run a script as ``__main__``, with ``attach`` called for ``first`` and for each backend that the script makes.
 
-    The script may use ``first`` through torch alone. Returns what the script raised, SystemExit included; the scopes that
-    ``attach`` entered are left by then. KeyboardInterrupt passes.
+    The script may use ``first`` through torch alone. Its errors aren't raised; the scopes that ``attach`` entered are left
+    by then. KeyboardInterrupt passes.
     """
     with with_new_backends(first, attach), as_main(path, argv):
         try:
             runpy.run_path(str(path), run_name="__main__")
-        except (Exception, SystemExit) as error:
-            return error
-    return None
+        except SystemExit as error:
+            text = None if error.code is None or isinstance(error.code, int) else str(error.code)
+            return ScriptEnd(exit_code(error), text)
+        except Exception as error:
+            return ScriptEnd(1, f"{type(error).__name__}: {error}")
+    return ScriptEnd(0, None)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from outrider.device import DeadlockError, DeviceError, DeviceFault, DeviceLost
+from outrider.device import CapabilityError, DeadlockError, DeviceError, DeviceFault, DeviceLost
 from outrider_sim.failures import deadlock, hang, where
 from outrider_sim.hosts import HostThreads, hand_over
 from outrider_sim.options import SimOptions
@@ -56,7 +56,7 @@ class Machine:
         self.tracks = self.tells = False  # operations carry their accesses, and the line that issued them
         self.line = ""  # of the torch call that is being carried out
         self.quiet: Callable[[], AbstractContextManager[Any]] = nullcontext  # opened around operations that run
-        self._failed: DeviceError | None = None
+        self._failed: DeviceError | CapabilityError | None = None
         self._lock = threading.RLock()
         self.local = _Local()
         self._main_ident = threading.get_ident()
@@ -130,7 +130,7 @@ class Machine:
                 self.synchronize_device()
         except DeadlockError:
             self.drop()
-        except DeviceError:
+        except (DeviceError, CapabilityError):
             pass
         self.lost = self._failed = None
         self.delays = {}
@@ -486,6 +486,12 @@ class Machine:
             self._lose(f"{place} failed on request (fault=lost@{op.seq + 1})")
 
     def _fail(self, op: Op, stream: StreamQueue, index: int, error: Exception) -> None:
+        if isinstance(error, NotImplementedError):  # nothing ran, so nothing is lost
+            self._failed = self._failed or CapabilityError(
+                f"{where(op, stream, index)}: the simulated device has no such operator for these operands: {error}; use "
+                "others, or another backend"
+            )
+            return
         # A kernel that fails while it runs (an index out of range) is a sticky fault on a device.
         self._lose(f"{where(op, stream, index)} failed: {type(error).__name__}: {error}")
         assert self.lost is not None

@@ -8,9 +8,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.listing import extra_rows, open_row, row
+from outrider.cli.environment import plugin_probe
+from outrider.cli.listing import survey
 from outrider.cli.report import JsonOption, Report
-from outrider.registry import Registry
+from outrider.cli.torch_probe import known_torch
 
 
 def backends(
@@ -21,13 +22,8 @@ def backends(
 ) -> Report:
     """List the installed backends and whether they can run here."""
     del json_output
-    registry = Registry()
-    rows = [row(candidate) for candidate in registry.candidates()]
-    if open_devices:
-        for values in rows:
-            open_row(registry, values)
-
-    extras = extra_rows(registry)
+    found = survey(known_torch(plugin_probe()), open_devices=open_devices)
+    rows, extras = found.backends, found.others
 
     def render(console: Console) -> None:
         table = Table("name", "status", "priority", "devices", "distribution", "description", box=None, pad_edge=False)
@@ -47,10 +43,14 @@ def backends(
                 cells = [_cell(values[key]) for key in ("name", "kind", "status", "distribution")]
                 others.add_row(*cells, _cell(values["detail"] or values["reason"]))
             console.print(others)
+        if found.notes:
+            console.print()
+        for note in found.notes:
+            console.print(f"note: {note}")
         if not all(values["can_run"] for values in rows) or not rows:
             console.print("\n`outrider doctor` says why a backend can't run")
 
-    return Report(data={"backends": rows, "others": extras}, render=render)
+    return Report(data={"backends": rows, "others": extras, "notes": list(found.notes)}, render=render)
 
 
 def _cell(value: object) -> str:

@@ -6,6 +6,7 @@ import importlib.metadata
 from collections.abc import Iterable, Mapping
 
 from outrider.cli.lazy import Broken, Target
+from outrider.registry.discovery import installed
 
 GROUP = "outrider.commands"
 """Entry-point group of further commands. The name is what people type, ``bench.decode`` for ``outrider bench decode``; the
@@ -25,7 +26,7 @@ def commands(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None
 
     A name that Outrider has itself stays Outrider's. A name that two packages offer is broken, and says which they are.
     """
-    found = importlib.metadata.entry_points(group=GROUP) if entry_points is None else entry_points
+    found = installed(GROUP).entry_points if entry_points is None else entry_points
     offers: dict[str, dict[str, str]] = {}
     for point in sorted(found, key=lambda point: point.name):
         distribution = point.dist.name if point.dist is not None else "an unknown package"

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from outrider.cli.environment import AUTOLOAD_VARIABLE, BACKEND_VARIABLE, backend_from_environment, disable_autoload
-from outrider.cli.listing import extra_rows, open_row, row
+from outrider.cli.environment import AUTOLOAD_VARIABLE, BACKEND_VARIABLE, backend_from_environment
+from outrider.cli.listing import survey
 from outrider.cli.report import JsonOption, Report
-from outrider.cli.torch_probe import TorchState, probe_torch
+from outrider.cli.torch_probe import TorchState, loaded_torch, probe_torch
 from outrider.device.errors import OutriderError
 from outrider.device.plugin import SEAM_VERSION
 from outrider.registry import Registry
@@ -28,21 +28,10 @@ def doctor(
 ) -> Report:
     """Say for each installed backend why it can or can't run here. Exit code 1 when none can."""
     del json_output
-    torch = probe_torch()
-    if not torch.ok:
-        # Plugins that look at torch in this process must meet a torch that works, if there is one.
-        disable_autoload()
-    registry = Registry()
-    # A torch that crashes would take this process along when a plugin looks at it.
-    importable = torch.ok or torch.version_without_autoload is not None
-    rows = [row(candidate) for candidate in registry.candidates(load=importable)]
-    for values in rows:
-        if not torch.ok:
-            _block(values, torch)
-        elif open_devices:
-            open_row(registry, values)
-    others = extra_rows(registry, load=importable)
-    chosen, why = _chosen(registry, torch)
+    torch = loaded_torch() or probe_torch()
+    found = survey(torch, open_devices=open_devices)
+    rows = found.backends
+    chosen, why = _chosen(found.registry, torch)
     data: dict[str, object] = {
         "outrider": _version("outrider"),
         "seam_version": SEAM_VERSION,
@@ -61,18 +50,13 @@ def doctor(
         "packages": {name: _version(name) for name in _PACKAGES},
         "environment": {BACKEND_VARIABLE: backend_from_environment()},
         "backends": rows,
-        "others": others,
+        "others": found.others,
+        "notes": list(found.notes),
         "chosen": chosen,
         "chosen_because": why,
     }
     can_run = any(values["can_run"] for values in rows)
     return Report(data=data, render=lambda console: _render(console, data), exit_code=0 if can_run else 1)
-
-
-def _block(values: dict[str, object], torch: TorchState) -> None:
-    """No backend runs without torch, whatever its plugin thinks."""
-    own = f" (the plugin itself: {values['reason']})" if values["reason"] else ""
-    values.update(can_run=False, status="unusable", reason=f"torch doesn't import{own}", advice=" ".join(torch.advice))
 
 
 def _chosen(registry: Registry, torch: TorchState) -> tuple[str | None, str]:
@@ -132,4 +116,8 @@ def _render(console: Console, data: Mapping[str, Any]) -> None:
         for key in ("description", "detail", "reason", "advice"):
             if values[key]:
                 console.print(f"      {key}: {values[key]}")
+    if data["notes"]:
+        console.print("\nnotes")
+    for note in data["notes"]:
+        console.print(f"  {note}")
     console.print(f"\nchosen without --backend: {data['chosen'] or 'none'} ({data['chosen_because']})")

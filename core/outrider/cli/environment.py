@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+from outrider.registry.probing import Probe
 
 BACKEND_VARIABLE = "OUTRIDER_BACKEND"
 AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+CACHE_VARIABLE = "XDG_CACHE_HOME"
 
 
 def backend_from_environment() -> str | None:
     """The backend that the environment asks for; empty counts as unset."""
     return os.environ.get(BACKEND_VARIABLE) or None
+
+
+def plugin_probe() -> Probe:
+    """How the command line tries plugins: with a memory in the user's cache directory."""
+    given = os.environ.get(CACHE_VARIABLE, "")
+    try:
+        root = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    except RuntimeError:  # no home directory: every command tries them anew
+        return Probe()
+    return Probe(cache=root / "outrider")
+
+
+def autoload_setting() -> str:
+    """Whether torch loads device extensions by itself, as the environment has it; empty: it isn't set."""
+    return os.environ.get(AUTOLOAD_VARIABLE, "")
 
 
 def without_autoload() -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.environment import backend_from_environment
+from outrider.cli.environment import backend_from_environment, plugin_probe
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.registry import Registry
 
@@ -15,7 +15,7 @@ def fences(backend: BackendOption = None, json_output: JsonOption = False) -> Re
     del json_output
     from outrider.engine.fences import FENCES
 
-    registry = Registry()
+    registry = Registry(probe=plugin_probe())
     device = registry.create(registry.select(backend, backend_from_environment()))
     sync = device.speculative_sync
     rows = [

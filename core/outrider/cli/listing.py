@@ -1,12 +1,57 @@
-"""Candidates as rows, for ``backends`` and ``doctor``."""
+"""What is installed and whether it can run here: one answer, for ``backends`` and ``doctor``."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from outrider.cli.environment import disable_autoload, plugin_probe
+from outrider.cli.torch_probe import TorchState
 from outrider.device.errors import OutriderError
 from outrider.device.plugin import BackendInfo
-from outrider.registry import Candidate, Registry
+from outrider.registry import Candidate, Plugins, Registry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Survey:
+    """Rows of JSON data. ``others``: kernel sets and proposers. ``notes``: what couldn't be read, a line each."""
+
+    torch: TorchState
+    registry: Registry
+    backends: list[dict[str, object]]
+    others: list[dict[str, object]]
+    notes: tuple[str, ...]
+
+
+def survey(torch: TorchState, *, open_devices: bool) -> Survey:
+    """Look at every plugin, with a torch that is in the state ``torch``; ``open_devices``: also open the usable ones."""
+    from outrider.registry.proposers import PROPOSERS
+
+    # Plugins that look at torch in this process must meet one that works. One that crashes would take the process along.
+    importable = torch.ok or torch.version_without_autoload is not None
+    if not torch.ok:
+        disable_autoload()
+    probe = plugin_probe()
+    registry, proposers = Registry(probe=probe), Plugins(PROPOSERS, probe=probe)
+    rows = [row(candidate) for candidate in registry.candidates(load=importable)]
+    for values in rows:
+        if not torch.ok:
+            _block(values, torch)
+        elif open_devices:
+            open_row(registry, values)
+    others = extra_rows(registry, proposers, load=importable)
+    notes = dict.fromkeys((*registry.notes, *proposers.notes))
+    for values in (*rows, *others):
+        changes = values["changes"]
+        if isinstance(changes, list) and changes:
+            notes[f"loading {values['name']!r} of {values['distribution']} changes {', '.join(map(str, changes))}"] = None
+    return Survey(torch=torch, registry=registry, backends=rows, others=others, notes=tuple(notes))
+
+
+def _block(values: dict[str, object], torch: TorchState) -> None:
+    """No backend runs without torch, whatever its plugin thinks."""
+    own = f" (the plugin itself: {values['reason']})" if values["reason"] else ""
+    values.update(can_run=False, status="unusable", reason=f"torch doesn't import{own}", advice=" ".join(torch.advice))
 
 
 def row(candidate: Candidate[BackendInfo]) -> dict[str, object]:
@@ -24,6 +69,7 @@ def row(candidate: Candidate[BackendInfo]) -> dict[str, object]:
         "priority": info.priority if info else None,
         "device_count": info.device_count if info else None,
         "seam": [info.seam_min, info.seam_max] if info else None,
+        "changes": list(candidate.changes),
     }
 
 
@@ -40,19 +86,19 @@ def extra_row(candidate: Candidate[Any], kind: str, detail: str) -> dict[str, ob
         "entry_point": candidate.entry_point,
         "description": candidate.info.description if candidate.info else "",
         "detail": detail if candidate.info else "",
+        "changes": list(candidate.changes),
     }
 
 
-def extra_rows(registry: Registry, *, load: bool = True) -> list[dict[str, object]]:
+def extra_rows(registry: Registry, proposers: Plugins[Any], *, load: bool = True) -> list[dict[str, object]]:
     """The installed kernel sets and proposers."""
-    from outrider.registry import Plugins
-    from outrider.registry.proposers import PROPOSERS, shadowed
+    from outrider.registry.proposers import shadowed
 
     rows = []
     for kernels in registry.kernels.candidates(load=load):
         names = kernels.info.backends if kernels.info else ()
         rows.append(extra_row(kernels, "kernels", f"for {', '.join(names) or 'any backend'}: NAME:kernels={kernels.name}"))
-    for proposer in Plugins(PROPOSERS).candidates(load=load):
+    for proposer in proposers.candidates(load=load):
         needs = proposer.info.needs if proposer.info else ""
         rows.append(extra_row(shadowed(proposer), "proposer", f"--speculate {proposer.name}, needs {needs}"))
     return rows

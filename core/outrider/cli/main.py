@@ -1,18 +1,18 @@
 """Entry point of the command ``outrider``: dispatch, and errors as people and scripts can use them.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted (SIGINT), 143 terminated (SIGTERM). With ``--json`` standard
+output gets one JSON object in each of these cases, and nothing else.
 """
 
 from __future__ import annotations
 
 import errno
 import importlib.metadata
-import logging
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import ExitStack, suppress
 from typing import Any, TextIO
 
 import typer
@@ -21,6 +21,8 @@ from rich.console import Console
 from outrider.cli.commands import commands
 from outrider.cli.lazy import group
 from outrider.cli.report import Interrupted, Report, to_json
+from outrider.cli.stopping import until_terminated
+from outrider.cli.streams import kept_for_json, prepare_streams, write, write_json
 from outrider.device.errors import OutriderError
 
 _HELP = """Overlapped speculative decoding of LLMs behind a small hardware-backend interface.
@@ -40,36 +42,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = given[: given.index("--")] if "--" in given else given
     debug = "--debug" in options
-    arguments = [item for item in given if item != "--debug"] if debug else given
-    as_json = "--json" in options
-    _prepare_streams()
-    try:
-        return _run(arguments or ["--help"], as_json)
-    except BaseException as error:
-        if debug:
-            traceback.print_exc(file=sys.stderr)
-        return _report_failure(error, as_json)
+    line = [item for item in given if item != "--debug"] if debug else given
+    prepare_streams()
+    with ExitStack() as stack:
+        stdout = stack.enter_context(kept_for_json(restore=arguments is not None)) if "--json" in options else None
+        stop = stack.enter_context(until_terminated())
+        try:
+            return _run(line or ["--help"], stdout)
+        except BaseException as error:
+            stop.ignore()
+            if debug:
+                traceback.print_exc(file=sys.stderr)
+            return _report_failure(error, stdout, terminated=stop.terminated)
 
 
-def _run(arguments: Sequence[str], as_json: bool) -> int:
-    stdout = sys.stdout
-    if list(arguments) == ["--version"]:
-        _write(stdout, f"outrider {importlib.metadata.version('outrider')}\n")
+def _run(arguments: Sequence[str], json_out: TextIO | None) -> int:
+    """Run a command and show its report: as an object on ``json_out``, or for people where there is none."""
+    if [item for item in arguments if item != "--json"] == ["--version"]:
+        version = importlib.metadata.version("outrider")
+        if json_out is not None:
+            write_json(json_out, to_json({"outrider": version}))
+        else:
+            write(sys.stdout, f"outrider {version}\n")
         return 0
     command = typer.main.get_command(group(commands(), help=_HELP))
-    # In JSON mode standard output carries one object and nothing else, whatever a library prints.
     # Not command.main(): that turns Ctrl-C and a closed pipe into exits of its own.
-    with (
-        redirect_stdout(sys.stderr if as_json else stdout),
-        command.make_context("outrider", list(arguments)) as context,
-    ):
+    with command.make_context("outrider", list(arguments)) as context:
         report = command.invoke(context)
     if isinstance(report, Report):
-        if as_json:
-            _write(stdout, to_json(report.data) + "\n")
+        if json_out is not None:
+            write_json(json_out, to_json(report.data))
         else:
-            _show(report.render, stdout)
-    stdout.flush()
+            _show(report.render, sys.stdout)
+    sys.stdout.flush()
     return report.exit_code if isinstance(report, Report) else 0
 
 
@@ -77,19 +82,30 @@ def _show(render: Callable[[Console], None], stdout: TextIO) -> None:
     render(_Console(file=stdout, highlight=False, markup=False, emoji=False, soft_wrap=True))
 
 
-def _report_failure(error: BaseException, as_json: bool) -> int:
+def _report_failure(error: BaseException, json_out: TextIO | None, *, terminated: bool) -> int:
     """Say what went wrong, on standard error or as a JSON object, and return the exit code."""
     data: dict[str, object] = {}
     match error:
-        case typer.Exit():
+        case typer.Exit():  # --help, which has been written; with --json to standard error
+            if json_out is not None:
+                with suppress(OSError):
+                    write_json(json_out, to_json({"exit_code": error.exit_code}))
             return _finish(error.exit_code)
-        case SystemExit():
-            return _finish(error.code if isinstance(error.code, int) else 1)
         case KeyboardInterrupt() | typer.Abort():
-            kind, message, code = "Interrupted", str(error) or "interrupted", 130
+            kind, code = ("Terminated", 143) if terminated else ("Interrupted", 130)
+            message = str(error) or kind.lower()
             data = dict(error.data) if isinstance(error, Interrupted) else {}
+        case _ if terminated:  # compiled libraries turn what is raised in a signal handler into errors of their own
+            kind, message, code = "Terminated", "terminated", 143
+        case SystemExit():
+            kind, code = "Exit", _exit_code(error)
+            message = f"the command ended itself with exit code {code}: {error.code}"
         case OutriderError():
             kind, message, code = type(error).__name__, str(error), 1
+        case NotImplementedError():
+            kind, code = "NotImplementedError", 1
+            said = str(error).partition("\n")[0] or "it isn't named"
+            message = f"the backend has no operator that is needed: {said}; use another model, dtype or backend"
         case BrokenPipeError():
             kind, message, code = "BrokenPipe", "standard output was closed by its reader; the rest of the output is lost", 1
         case OSError():
@@ -102,13 +118,13 @@ def _report_failure(error: BaseException, as_json: bool) -> int:
             message = (
                 f"internal error: {kind}: {error}; this is a bug in outrider: please report it with the output of --debug"
             )
-    if as_json:
+    if json_out is not None:
         try:
-            _write(sys.stdout, to_json({"error": {"type": kind, "message": message}, **data}) + "\n")
+            write_json(json_out, to_json({"error": {"type": kind, "message": message}, **data}))
             return _finish(code)
         except OSError:
             pass  # nowhere to write it: standard error must do
-    if isinstance(error, Interrupted) and error.render is not None and not as_json:
+    if isinstance(error, Interrupted) and error.render is not None and json_out is None:
         with suppress(OSError):
             _show(error.render, sys.stdout)
             sys.stdout.flush()
@@ -116,9 +132,17 @@ def _report_failure(error: BaseException, as_json: bool) -> int:
     return _finish(code)
 
 
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
 def _os_error(error: OSError) -> str:
     if error.errno == errno.ENOSPC:
         return f"writing {error.filename or 'the output'} failed: no space left on the device; free some or write elsewhere"
+    if error.errno == errno.EBADF and error.filename is None:
+        return "standard output is closed; the output is lost"
     where = f"{error.filename}: " if error.filename else ""
     return f"{where}{error.strerror or error}"
 
@@ -129,23 +153,9 @@ def _usage_error(error: Any) -> str:
     return f"{error.format_message().rstrip('.')}{hint}"
 
 
-def _prepare_streams() -> None:
-    # Text of a model may hold what the terminal's encoding lacks; that must not end the run.
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="backslashreplace")
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="outrider: %(message)s")
-
-
-def _write(stream: TextIO, text: str) -> None:
-    stream.write(text)
-    stream.flush()
-
-
 def _write_quietly(stream: TextIO, text: str) -> None:
     with suppress(OSError):  # the exit code is all that is left
-        _write(stream, text)
+        write(stream, text)
 
 
 def _finish(code: int) -> int:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.environment import backend_from_environment
+from outrider.cli.environment import backend_from_environment, plugin_probe
 from outrider.cli.starting import progress_shown, say_what_started
 from outrider.registry import Registry
-from outrider.registry.proposers import plugin_builders
+from outrider.speculative.plugin import OWN_PROPOSERS
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
@@ -29,8 +29,8 @@ SpeculateOption = Annotated[
     str | None,
     typer.Option(
         "--speculate",
-        metavar="eagle|eagle3|mtp|draft-model|ngram|none",
-        help="Who drafts, or the name of an installed plugin. Default: eagle where there is a head, else none.",
+        metavar="|".join(OWN_PROPOSERS),
+        help="Proposer: one of these or an installed plugin's name. Default: eagle where there is a head, else none.",
     ),
 ]
 DraftTopkOption = Annotated[
@@ -147,8 +147,7 @@ def load(
         graphs=running.graphs,
         overlap=running.overlap,
     )
-    builders = plugin_builders(speculation.kind)
-    registry = Registry()
+    registry = Registry(probe=plugin_probe())
     device = registry.create(registry.select(backend, backend_from_environment()))
     with progress_shown() as tell:
         engine = Engine.from_checkpoint(
@@ -156,7 +155,6 @@ def load(
             device,
             draft_dir=speculation.draft,
             speculate=speculation.kind,
-            builders=builders,
             config=config,
             through_transformers=speculation.through_transformers,
             trust_remote_code=speculation.trust_remote_code,

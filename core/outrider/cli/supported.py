@@ -5,18 +5,11 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from outrider.cli.environment import plugin_probe
 from outrider.cli.report import JsonOption, Report
 from outrider.registry import Plugins
 from outrider.registry.proposers import PROPOSERS, shadowed
-
-_PROPOSERS = {
-    "eagle": "an EAGLE head (fc, layers.0.*): chain, or tree with --draft-topk",
-    "eagle3": "an EAGLE-3 head (midlayer.*, its own lm_head, d2t): chain or tree",
-    "mtp": "heads of multi-token prediction (model.mtp_layers.*), one a step: chain or tree",
-    "draft-model": "any supported decoder with the same vocabulary: chain or tree",
-    "ngram": "nothing: it looks the last tokens up in what was there before",
-    "none": "nothing: plain decoding",
-}
+from outrider.speculative.plugin import OWN_PROPOSERS
 
 
 def models(json_output: JsonOption = False) -> Report:
@@ -25,11 +18,10 @@ def models(json_output: JsonOption = False) -> Report:
     from outrider.engine.config import DTYPES
     from outrider.model import supported_families
     from outrider.model.rope import ROPE_KINDS
-    from outrider.speculative.build import BUILDERS
 
-    plugins = Plugins(PROPOSERS)
+    plugins = Plugins(PROPOSERS, probe=plugin_probe())
     families = supported_families()
-    proposers = {name: _PROPOSERS[name] for name in BUILDERS}
+    proposers = dict(OWN_PROPOSERS)
     for candidate in map(shadowed, plugins.candidates()):
         if candidate.info is not None and candidate.status == "usable":
             proposers[candidate.name] = f"{candidate.info.needs} (from {candidate.distribution})"

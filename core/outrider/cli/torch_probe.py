@@ -6,8 +6,9 @@ mislead, and because a library that crashes takes the process along.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
-import importlib.metadata
+import importlib.machinery
 import json
 import re
 import subprocess
@@ -15,9 +16,12 @@ import sys
 import tomllib
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 
-from outrider.cli.environment import without_autoload
+from outrider.cli.environment import autoload_setting, without_autoload
 from outrider.device.errors import BackendLoadError
+from outrider.registry.discovery import installed
+from outrider.registry.probing import Probe
 
 _PROBE = """
 import json
@@ -54,10 +58,7 @@ class TorchState:
 
 def probe_torch() -> TorchState:
     """Import torch in a child process, and again without its device extensions if that failed."""
-    extensions = tuple(
-        f"{ep.name} ({ep.dist.name} {ep.dist.version})" if ep.dist else ep.name
-        for ep in importlib.metadata.entry_points(group="torch.backends")
-    )
+    extensions = _extensions()
     version, errors = _import(None)
     if version is not None:
         return TorchState(version=version, extensions=extensions)
@@ -70,6 +71,55 @@ def probe_torch() -> TorchState:
         advice=advice,
         version_without_autoload=without,
         extensions=extensions,
+    )
+
+
+def known_torch(probe: Probe) -> TorchState:
+    """As :func:`probe_torch`, without a child process where this torch has been imported before.
+
+    Where it imports, this process has imported it.
+    """
+    if (loaded := loaded_torch()) is not None:
+        return loaded
+    key = _fingerprint()
+    if key is None or key not in probe.remembered():
+        state = probe_torch()
+        if not state.ok:
+            return state
+        if key is not None:
+            probe.remember({key: ()})
+    try:
+        torch = importlib.import_module("torch")
+    except Exception:  # it did before: something that the key doesn't hold has changed, a library's path say
+        return probe_torch()
+    return TorchState(version=torch.__version__, extensions=_extensions())
+
+
+def loaded_torch() -> TorchState | None:
+    """The torch that this process has imported, if it has: there is no better evidence."""
+    torch = sys.modules.get("torch")
+    version = getattr(torch, "__version__", None)
+    return TorchState(version=version, extensions=_extensions()) if version is not None else None
+
+
+def _fingerprint() -> str | None:
+    """Changes with torch's files, its extensions and Python."""
+    spec = importlib.machinery.PathFinder.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        found = Path(spec.origin).stat()
+    except OSError:
+        return None
+    given = (spec.origin, found.st_mtime_ns, found.st_size, _extensions(), autoload_setting(), sys.version)
+    return "torch " + hashlib.sha256(repr(given).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _extensions() -> tuple[str, ...]:
+    """The device extensions that torch loads by itself."""
+    return tuple(
+        f"{ep.name} ({ep.dist.name} {ep.dist.version})" if ep.dist else ep.name
+        for ep in installed("torch.backends").entry_points
     )
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from outrider.device.errors import OutriderError, StreamOrderError
+from outrider.device.errors import CapabilityError, OutriderError, StreamOrderError
 
 if TYPE_CHECKING:
     from outrider.device.backend import Backend
@@ -71,6 +71,10 @@ class Guard:
     ) -> None:
         if error is None or isinstance(error, OutriderError) or not isinstance(error, Exception):
             return
+        if isinstance(error, NotImplementedError):
+            raise CapabilityError(
+                f"{self._backend.label} has no operator that is needed, while {self._doing}: {error}"
+            ) from error
         translated = self._backend.translate_error(error, self._doing)
         if translated is not None:
             raise translated from error

@@ -120,8 +120,8 @@ class Engine:
     ) -> Engine:
         """Load a checkpoint (and its draft) and build an engine for it.
 
-        ``speculate`` names a proposer (:data:`outrider.speculative.build.BUILDERS`); ``draft_dir`` holds the checkpoint of
-        those that have one. ``builders`` are further proposers by name.
+        ``speculate`` names a proposer: one of Outrider's (:data:`outrider.speculative.plugin.OWN_PROPOSERS`), one of
+        ``builders``, or an installed plugin. ``draft_dir`` holds the checkpoint of those that have one.
 
         ``through_transformers`` runs the model by transformers' own code on the paged cache: any decoder with a
         replaceable attention, slower than a native one. ``trust_remote_code`` lets it run Python code that the checkpoint

@@ -18,7 +18,8 @@ from outrider.model import (
     load_through_transformers,
     load_vision,
 )
-from outrider.speculative.build import BUILDERS, Builder, DraftOptions, build
+from outrider.registry.proposers import plugin_builders
+from outrider.speculative.build import Builder, DraftOptions, build
 from outrider.speculative.proposer import Proposer
 
 
@@ -45,9 +46,8 @@ def load_checkpoint(
     progress: Progress | None = None,
 ) -> Loaded:
     """See :meth:`outrider.engine.engine.Engine.from_checkpoint`."""
-    known = {**BUILDERS, **(builders or {})}
-    if speculate not in known:  # before anything is loaded
-        raise ConfigError(f"speculate is {speculate!r}; expected one of {', '.join(sorted(known))}")
+    builders = dict(builders or {})
+    builders |= plugin_builders(speculate, given=builders)  # before anything is loaded: it raises for an unknown name
     if trust_remote_code and not through_transformers:
         raise ConfigError(
             "trust_remote_code runs code of the checkpoint, which through_transformers alone has a use for; leave it out"

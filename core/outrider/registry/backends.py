@@ -27,6 +27,7 @@ from outrider.device.plugin import (
     KernelInfo,
 )
 from outrider.registry.plugins import Candidate, PluginGroup, Plugins, describe_error, sentence, type_name
+from outrider.registry.probing import Probe
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -104,17 +105,22 @@ class Registry:
     """The backends that are installed, and the kernel sets.
 
     ``entry_points`` is for tests; by default the environment's own are read, each time that they are needed, so a
-    registry made before an installation sees it. So is ``backends``, a group of another version.
+    registry made before an installation sees it. So is ``backends``, a group of another version. ``probe``: how plugins are
+    tried in a child process before they are loaded here; a backend that is named isn't.
     """
 
     _observers: ClassVar[tuple[Callable[[Backend], None], ...]] = ()
 
     def __init__(
-        self, entry_points: Iterable[EntryPoint] | None = None, *, backends: PluginGroup[BackendInfo] = BACKENDS
+        self,
+        entry_points: Iterable[EntryPoint] | None = None,
+        *,
+        backends: PluginGroup[BackendInfo] = BACKENDS,
+        probe: Probe | None = None,
     ) -> None:
         given = None if entry_points is None else tuple(entry_points)
-        self._backends = Plugins(backends, given)
-        self.kernels = Plugins(KERNELS, given)
+        self._backends = Plugins(backends, given, probe=probe)
+        self.kernels = Plugins(KERNELS, given, probe=probe)
 
     # -- what there is ---------------------------------------------------------------------------------------------
 
@@ -124,12 +130,13 @@ class Registry:
         return self._backends.names
 
     def candidates(self, *, load: bool = True) -> tuple[Candidate[BackendInfo], ...]:
-        """Every backend on offer with its status. Loads each plugin, and never raises because of one.
-
-        ``load=False`` loads none, where even that isn't safe: those that could be loaded are then "broken", without a
-        reason.
-        """
+        """Every backend on offer with its status; see :meth:`Plugins.candidates`."""
         return self._backends.candidates(load=load)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A line for each distribution whose backends or kernels can't be read."""
+        return tuple(dict.fromkeys((*self._backends.notes, *self.kernels.notes)))
 
     def info(self, name: str) -> BackendInfo:
         """What the named plugin says about itself; loads that plugin alone."""
@@ -195,7 +202,9 @@ class Registry:
             backend = plugins.adapt(plugins.call("create_backend", spec.name, ordinal=spec.ordinal, options=options), info)
         except OutriderError:
             raise
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise BackendLoadError(
                 sentence(
                     f"backend {spec.name!r} is installed but device {spec.ordinal} couldn't be opened",
@@ -226,7 +235,9 @@ class Registry:
             made = plugins.adapt(plugins.call("create_kernels", name, backend=backend), info)
         except OutriderError:
             raise
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             what = f"kernel set {name!r} is installed but couldn't be made for {backend.label}"
             raise BackendLoadError(sentence(what, describe_error(error), info.advice)) from error
         from outrider.device.kernels import KernelSet
@@ -244,6 +255,8 @@ class Registry:
             if candidate.status in ("broken", "duplicate"):
                 # Its priority can't be known, so it might have been the one that was meant: say so, aloud.
                 _log.warning("backend %r was passed over: %s", candidate.name, candidate.reason)
+        for note in self._backends.notes:
+            _log.warning("%s", note)
         usable = [(c.info.priority, c) for c in candidates if c.status == "usable" and c.info and c.info.priority >= 0]
         if not usable:
             listed = "".join(f"\n  {c.name}: {sentence(c.reason or 'never chosen unless named')}" for c in candidates)

@@ -6,7 +6,6 @@ loads all of them or none.
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,9 @@ from outrider.device.errors import (
     PluginContractError,
 )
 from outrider.device.plugin import PluginInfo
+from outrider.registry.discovery import installed
+from outrider.registry.info_check import wrong_field
+from outrider.registry.probing import Probe, Verdict
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -65,6 +67,8 @@ class Candidate(Generic[Info]):
     reason: str = ""
     advice: str = ""
     info: Info | None = None
+    changes: tuple[str, ...] = ()
+    """Global state of the process that loading the plugin changes, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +94,14 @@ class Plugins(Generic[Info]):
     """The installed plugins of a group.
 
     ``entry_points`` is for tests; by default the environment's own are read, each time that they are needed, so plugins
-    that are installed later are seen.
+    that are installed later are seen. ``probe``: how plugins that nobody has named are tried before they are loaded here.
     """
 
-    def __init__(self, group: PluginGroup[Info], entry_points: Iterable[EntryPoint] | None = None) -> None:
+    def __init__(
+        self, group: PluginGroup[Info], entry_points: Iterable[EntryPoint] | None = None, *, probe: Probe | None = None
+    ) -> None:
         self.group = group
+        self._probe = probe or Probe()
         self._given = None if entry_points is None else tuple(entry_points)
         self._manager = pluggy.PluginManager("outrider")
         self._manager.add_hookspecs(group.hooks)
@@ -107,10 +114,21 @@ class Plugins(Generic[Info]):
     def candidates(self, *, load: bool = True) -> tuple[Candidate[Info], ...]:
         """Every name on offer with its status. Loads each plugin, and never raises because of one.
 
+        A plugin that hangs or ends the process when it's loaded is found out in a child process, and isn't loaded here.
         ``load=False`` loads none, where even that isn't safe: those that could be loaded are then "broken", without a
         reason.
         """
-        return tuple(self._examine(name, load=load) for name in self.names)
+        offered: dict[str, list[Offer]] = {}
+        for offer in self._offers():
+            offered.setdefault(offer.entry_point.name, []).append(offer)
+        single = [offers[0].entry_point for offers in offered.values() if len(offers) == 1]
+        verdicts = self._probe.verdicts(single, self.group.describe) if load else {}
+        return tuple(self._examine(name, offered[name], verdicts, load=load) for name in sorted(offered))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A line for each distribution whose entry points can't be read, so that its plugins are missing here."""
+        return () if self._given is not None else installed(self.group.entry_points).notes
 
     def offer(self, name: str) -> Offer:
         """The one entry point of that name, not loaded. Raises :class:`BackendNotFound` or :class:`AmbiguousBackend`."""
@@ -119,9 +137,10 @@ class Plugins(Generic[Info]):
             noun, names = self.group.noun, self.names
             close = get_close_matches(name, names, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
+            notes = "".join(f"; {note}" for note in self.notes)
             raise BackendNotFound(
                 f"no {noun} named {name!r} is installed; {hint}installed: {', '.join(names) or 'none'}. A {noun} is a "
-                f"distribution with an entry point in the group {self.group.entry_points!r}"
+                f"distribution with an entry point in the group {self.group.entry_points!r}{notes}"
             )
         if len(offers) > 1:
             raise AmbiguousBackend(self._duplicate_reason(name, offers) + "; uninstall one of them")
@@ -156,7 +175,9 @@ class Plugins(Generic[Info]):
         self._load(offer)
         try:
             info = self.call(group.describe, name)
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise BackendLoadError(
                 f"plugin {offer.label}: hook {group.describe} failed: {describe_error(error)}; the hook must be cheap and "
                 "must not need the vendor's package"
@@ -165,6 +186,9 @@ class Plugins(Generic[Info]):
             raise PluginContractError(
                 f"plugin {offer.label}: hook {group.describe} returned {type_name(info)}, expected a {group.info.__name__}"
             )
+        wrong = wrong_field(info, group.info)
+        if wrong:
+            raise PluginContractError(f"plugin {offer.label}: hook {group.describe} says {wrong}")
         if info.name != name:
             raise PluginContractError(
                 f"plugin {offer.label}: {group.describe} says name={info.name!r}, expected {name!r}, the name of its entry "
@@ -182,21 +206,17 @@ class Plugins(Generic[Info]):
 
     def _offers(self, name: str | None = None) -> list[Offer]:
         group = self.group.entry_points
-        selected: Iterable[EntryPoint]
-        if self._given is not None:
-            selected = [ep for ep in self._given if ep.group == group and name in (None, ep.name)]
-        elif name is None:
-            selected = importlib.metadata.entry_points(group=group)
-        else:
-            selected = importlib.metadata.entry_points(group=group, name=name)
+        found = installed(group).entry_points if self._given is None else self._given
+        selected = [ep for ep in found if ep.group == group and name in (None, ep.name)]
         # One distribution may be visible twice, through its source tree and its installation.
         unique = {
             (offer.distribution, offer.entry_point.name, offer.entry_point.value): offer for offer in map(Offer.of, selected)
         }
         return list(unique.values())
 
-    def _examine(self, name: str, *, load: bool) -> Candidate[Info]:
-        offers = self._offers(name)
+    def _examine(
+        self, name: str, offers: Sequence[Offer], verdicts: Mapping[EntryPoint, Verdict], *, load: bool
+    ) -> Candidate[Info]:
         found: Candidate[Info] = Candidate(
             name=name,
             distribution=" and ".join(offer.distribution for offer in offers),
@@ -209,10 +229,14 @@ class Plugins(Generic[Info]):
             return found
         if not load:
             return replace(found, status="broken", reason="", advice="")
+        verdict = verdicts[offers[0].entry_point]
+        found = replace(found, changes=verdict.changes)
+        advice = f"repair or uninstall {found.distribution}"
+        if verdict.harm:
+            return replace(found, status="broken", reason=f"plugin {offers[0].label}: {verdict.harm}", advice=advice)
         try:
             info = self.describe(offers[0])
         except BackendError as error:
-            advice = f"repair or uninstall {found.distribution}"
             return replace(found, status="broken", reason=str(error), advice=advice)
         status: Status = "usable" if info.usable else "unusable"
         reason = info.reason if info.usable else info.reason or "the plugin says that it can't run here, and not why"
@@ -225,12 +249,16 @@ class Plugins(Generic[Info]):
             return
         try:
             plugin = offer.entry_point.load()
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # also SystemExit, and classes that aren't meant to be caught
             raise BackendLoadError(f"plugin {offer.label} can't be loaded: {describe_error(error)}") from error
-        _audit(self._manager, plugin, offer.label, self.group.hooks)
         try:
+            _audit(self._manager, plugin, offer.label, self.group.hooks)
             self._manager.register(plugin, name=name)
-        except ValueError as error:
+        except BackendError:
+            raise
+        except Exception as error:  # the plugin's own attributes can raise when they're looked at
             raise PluginContractError(
                 f"plugin {offer.label} can't be registered: {error}; expected one module for one name"
             ) from error

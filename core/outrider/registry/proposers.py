@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from outrider.device.errors import BackendLoadError, ConfigError, OutriderError, PluginContractError
 from outrider.registry import Candidate, PluginGroup, Plugins
 from outrider.registry.plugins import describe_error, type_name
-from outrider.speculative.plugin import PROPOSER_VERSION, PROPOSERS_GROUP, ProposerHooks, ProposerInfo
+from outrider.speculative.plugin import OWN_PROPOSERS, PROPOSER_VERSION, PROPOSERS_GROUP, ProposerHooks, ProposerInfo
 
 if TYPE_CHECKING:
     from outrider.speculative.build import Builder, DraftOptions
@@ -25,32 +25,26 @@ PROPOSERS = PluginGroup(
 )
 
 
-# Outrider's own names, for messages where torch isn't there; tests hold it and BUILDERS together.
-OWN = frozenset(["none", "eagle", "eagle3", "mtp", "draft-model", "ngram"])
-
-
 def shadowed(candidate: Candidate[ProposerInfo]) -> Candidate[ProposerInfo]:
     """The candidate; broken where its name is one of Outrider's own, which it can't take the place of."""
-    if candidate.name not in OWN:
+    if candidate.name not in OWN_PROPOSERS:
         return candidate
     reason = f"{candidate.name!r} is the name of a proposer that comes with Outrider; nothing takes its place"
     return replace(candidate, status="broken", reason=reason, advice="the plugin needs another name")
 
 
-def plugin_builders(name: str) -> Mapping[str, Builder]:
-    """What ``Engine.from_checkpoint`` needs to know of ``name``: nothing where it comes with Outrider.
+def plugin_builders(name: str, given: Collection[str] = ()) -> Mapping[str, Builder]:
+    """The builder of the installed plugin called ``name``; empty for a proposer of Outrider's and for one of ``given``.
 
-    Loads the named plugin alone. Raises :class:`ConfigError` for a name that nobody offers, and what
+    Loads the named plugin alone. Raises :class:`ConfigError` for a name that no plugin offers, and what
     :meth:`Plugins.usable_info` raises.
     """
-    from outrider.speculative.build import BUILDERS
-
-    if name in BUILDERS:
+    if name in OWN_PROPOSERS or name in given:
         return {}
     plugins = Plugins(PROPOSERS)
     if name not in plugins.names:
         installed = f"; plugins: {', '.join(plugins.names)}" if plugins.names else "; no plugin brings another one"
-        raise ConfigError(f"speculate is {name!r}; expected one of {', '.join(sorted(BUILDERS))}{installed}")
+        raise ConfigError(f"speculate is {name!r}; expected one of {', '.join(sorted({*OWN_PROPOSERS, *given}))}{installed}")
     plugins.usable_info(name)
     return {name: lambda options: _build(plugins, name, options)}
 
@@ -63,7 +57,9 @@ def _build(plugins: Plugins[ProposerInfo], name: str, options: DraftOptions) -> 
         made = plugins.adapt(plugins.call("create_proposer", name, options=options), info)
     except OutriderError:
         raise
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise BackendLoadError(f"plugin {offer.label}: hook create_proposer failed: {describe_error(error)}") from error
     if not isinstance(made, Proposer):
         raise PluginContractError(

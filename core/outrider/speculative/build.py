@@ -16,6 +16,7 @@ from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeP
 from outrider.speculative.eagle import DraftHead, EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.plugin import OWN_PROPOSERS
 from outrider.speculative.proposer import PlainProposer, Proposer
 from outrider.speculative.tree import DynamicTree
 
@@ -129,14 +130,14 @@ def _ngram(options: DraftOptions) -> Proposer:
     return NgramProposer(vocab_size=vocabulary, draft_tokens=options.draft_tokens, branches=options.topk)
 
 
-BUILDERS: Mapping[str, Builder] = MappingProxyType(
-    {
-        "none": _none,
-        "eagle": _eagle,
-        "eagle3": _eagle3,
-        "mtp": _mtp,
-        "draft-model": _draft_model,
-        "ngram": _ngram,
-    }
-)
+_OWN: Mapping[str, Builder] = {
+    "none": _none,
+    "eagle": _eagle,
+    "eagle3": _eagle3,
+    "mtp": _mtp,
+    "draft-model": _draft_model,
+    "ngram": _ngram,
+}
+
+BUILDERS: Mapping[str, Builder] = MappingProxyType({name: _OWN[name] for name in OWN_PROPOSERS})
 """Every proposer that comes with Outrider, by the name that ``speculate`` takes."""

@@ -14,14 +14,23 @@ from rich.text import Text
 
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.report import BackendOption, JsonOption, Report
-from outrider.device.errors import CapabilityError, ConfigError
+from outrider.device.errors import CapabilityError, ConfigError, OutriderError
 from outrider.registry import Registry
 from outrider_proof.decode_exploration import DECODE, Exploration, explore_decode
+from outrider_sanitizer.scripts import exit_code
 
 if TYPE_CHECKING:
     from outrider.device import Backend
 
 _CONTROLLED = "sim"
+
+
+class ProgramExit(OutriderError):
+    """A program called ``sys.exit`` with ``code``."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def explore(
@@ -83,7 +92,7 @@ def explore(
     if control is None:
         raise CapabilityError(f"{device.label} decides its schedules itself; explore needs one such as 'sim'")
     how = chosen or "mixed"
-    program = _program(name, corrected, device)
+    program = _ending_normally(_program(name, corrected, device))
     result = control.explore(program, strategy=how, iterations=iterations, seed=seed)
     failure = result.failure
     data: dict[str, Any] = {
@@ -116,7 +125,22 @@ def explore(
             console.print("  in the order of the program itself")
         console.print(f"replay with: outrider explore {name}{_options(backend, corrected)} --replay {failure.shrunk}")
 
-    return Report(data=data, render=render, exit_code=1 if failure is not None else 0)
+    code = failure.error.code if failure is not None and isinstance(failure.error, ProgramExit) else 1
+    return Report(data=data, render=render, exit_code=code if failure is not None else 0)
+
+
+def _ending_normally(program: Callable[[Backend], None]) -> Callable[[Backend], None]:
+    """The program, with ``sys.exit(0)`` as its end and any other exit as an error."""
+
+    def run(device: Backend) -> None:
+        try:
+            program(device)
+        except SystemExit as error:
+            code = exit_code(error)
+            if code:
+                raise ProgramExit(f"the program ended itself with exit code {code}: {error.code}", code) from None
+
+    return run
 
 
 def _options(backend: str | None, corrected: bool) -> str:
@@ -156,6 +180,8 @@ def _program(name: str, corrected: bool, device: Backend) -> Callable[[Backend],
         found = getattr(import_module(module), function, None)
     except ModuleNotFoundError as error:
         raise ConfigError(f"program {name!r}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"program {name!r}: importing {module!r} failed: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove("")
     if not callable(found):

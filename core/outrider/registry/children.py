@@ -1,0 +1,40 @@
+"""Child processes that end with their parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+@contextmanager
+def started(
+    command: Sequence[str], *, environment: Mapping[str, str] | None = None, **options: Any
+) -> Generator[subprocess.Popen[bytes]]:
+    """A child in a session of its own. Leaving the scope kills what is left of the session, however it is left.
+
+    A process that the child has moved to another session isn't found. ``options`` are those of :class:`subprocess.Popen`.
+    """
+    # The process group has the child's id until the child is waited for, and for as long as it has members.
+    with subprocess.Popen(command, env=environment, start_new_session=True, **options) as child:
+        try:
+            yield child
+        finally:
+            with suppress(ProcessLookupError, PermissionError):  # macOS answers "not permitted" for a group of zombies
+                os.killpg(child.pid, signal.SIGKILL)
+
+
+def end_with_parent() -> None:
+    """On Linux, let the kernel kill this process when the thread that started it ends, whatever ended that.
+
+    Other systems have no such call: there, a parent that is killed outright leaves this process behind.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

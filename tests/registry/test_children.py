@@ -1,0 +1,62 @@
+"""Children end with their parent."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from outrider.registry.children import started
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def gone(pid):
+    """Whether the process is gone, or is so soon: a kill isn't carried out at once."""
+    for _ in range(200):
+        if not alive(pid):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks processes up in /proc")
+
+
+def test_leaving_the_scope_ends_children_of_the_child_too():
+    found = []
+
+    def interrupted():
+        with started(["sh", "-c", "sleep 100 & echo $!; wait"], stdout=subprocess.PIPE) as child:
+            found.extend([child, int(child.stdout.readline())])
+            assert alive(found[1])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    child, inner = found
+    assert child.returncode is not None
+    assert gone(inner)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a call of Linux")
+def test_a_parent_that_is_killed_takes_its_child_along():
+    waits = "import time; print('ready', flush=True); time.sleep(100)"
+    inner = f"from outrider.registry.children import end_with_parent; end_with_parent(); {waits}"
+    outer = (
+        "import subprocess, sys, time; from outrider.registry.children import started\n"
+        f"with started([sys.executable, '-c', {inner!r}], stdout=subprocess.PIPE) as child:\n"
+        "    child.stdout.readline(); print(child.pid, flush=True); time.sleep(100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE) as parent:
+        pid = int(parent.stdout.readline())
+        assert alive(pid)
+        parent.kill()
+    assert gone(pid)
