@@ -78,7 +78,7 @@ def show(console: Console, report: Findings, advice: bool) -> None:
     if report.left_out:
         console.print(f"and {report.left_out} more that aren't listed")
     if advice and report.advice:
-        console.print(Text("\nwaits that could go", style="bold"))
+        console.print(Text("\nwaits that can be removed", style="bold"))
         for item in report.advice:
             console.print(f"  {item}")
     for spot in report.blind_spots:

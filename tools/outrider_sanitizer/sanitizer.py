@@ -98,7 +98,7 @@ class Sanitizer(Observer):
         self._ordering.listener.read = self._read
 
     def finish(self) -> Report:
-        """The run is over: what hangs, which waits could go, what wasn't seen."""
+        """End of the run: report flags that hang, waits that can be removed, and blind spots."""
         with self._lock:
             self._ordering.finish()
             self.report.advice = list(self._advisor.redundant())
