@@ -47,14 +47,11 @@ def sanitize(
 
 def _run(registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str]) -> tuple[list[Findings], str | None]:
     reports: list[Findings] = []
-    error = run_script(
+    code, failure = run_script(
         path, argv, registry.create(spec), lambda made, stack: reports.append(stack.enter_context(_watch(made)))
     )
-    failure: str | None = None
-    if isinstance(error, SystemExit):
-        failure = None if error.code in (None, 0) else f"exit code {error.code}"
-    elif error is not None:
-        failure = f"{type(error).__name__}: {error}"
+    if failure is None and code:
+        failure = f"exit code {code}"
     # A backend that nothing was done with has nothing to say, unless it's the only one.
     used = [report for report in reports if report.operations or not report.clean]
     return used or reports[:1], failure

@@ -27,18 +27,27 @@ def script_path(script: Sequence[str], command: str) -> Path:
     return path
 
 
-def run_script(path: Path, argv: Sequence[str], first: Backend, attach: Attach) -> BaseException | None:
+def run_script(path: Path, argv: Sequence[str], first: Backend, attach: Attach) -> tuple[int, str | None]:
     """Run a script as ``__main__``, with ``attach`` called for ``first`` and for each backend that the script makes.
 
-    The script may use ``first`` through torch alone. Returns what the script raised, SystemExit included; the scopes that
-    ``attach`` entered are left by then. KeyboardInterrupt passes.
+    The script may use ``first`` through torch alone. Returns its exit code, and the error that ended it, if one did; its
+    errors aren't raised. The scopes that ``attach`` entered are left by then. KeyboardInterrupt passes.
     """
     with with_new_backends(first, attach), as_main(path, argv):
         try:
             runpy.run_path(str(path), run_name="__main__")
-        except (Exception, SystemExit) as error:
-            return error
-    return None
+        except SystemExit as error:
+            return exit_code(error), None if error.code is None or isinstance(error.code, int) else str(error.code)
+        except Exception as error:
+            return 1, f"{type(error).__name__}: {error}"
+    return 0, None
+
+
+def exit_code(error: SystemExit) -> int:
+    """The code that a process ends with which raises ``error``."""
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def trace(
 ) -> Report:
     """Run a Python script and write a timeline of its streams, operations and fences, and a picture of it.
 
-    Times are the device's own, or virtual ones on a simulated device.
+    Times are the device's own, or virtual ones on a simulated device. The exit code is the script's.
     """
     del json_output
     from outrider_trace.picture import page, svg
@@ -41,9 +41,9 @@ def trace(
     registry = Registry()
     timelines: list[tuple[Backend, Timeline]] = []
     first = registry.create(registry.select(backend, backend_from_environment()))
-    error = run_script(path, script, first, lambda made, stack: timelines.append((made, stack.enter_context(record(made)))))
-    if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
-        raise error
+    code, failure = run_script(
+        path, script, first, lambda made, stack: timelines.append((made, stack.enter_context(record(made))))
+    )
     # The busiest device is the one that the script is about.
     device, timeline = max(timelines, key=lambda pair: sum(map(len, pair[1].spans.values())))
     target = picture or out.with_suffix(".html")
@@ -59,6 +59,8 @@ def trace(
         "streams": list(timeline.spans),
         "end_us": timeline.end,
         "waits": [cost.as_dict() for cost in costs],
+        "script_exit_code": code,
+        "script_error": failure,
     }
 
     def render(console: Console) -> None:
@@ -76,5 +78,7 @@ def trace(
                     f"{cost.critical_us:.1f}",
                 )
             console.print(table)
+        if code or failure:
+            console.print(f"the script ended with exit code {code}{f': {failure}' if failure else ''}")
 
-    return Report(data=data, render=render)
+    return Report(data=data, render=render, exit_code=code)

@@ -34,7 +34,7 @@ def test_tokens_equal_plain_decoding_on_the_reference(lab: Lab, speculate: str, 
 @promise("Backend.attach", "Report to ``observer`` from now on, on every thread.")
 def test_the_sanitizer_is_silent(lab: Lab) -> None:
     """Every access of an overlapped run is ordered."""
-    from outrider_sanitizer.sanitizer import watch
+    from outrider_sanitizer import watch
 
     engine = engines.engine_on(lab.backend, speculate="eagle", overlap=True)
     with watch(lab.backend) as report:
