@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from outrider.cli.commands import OWN
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGINS = sorted(f"{path.parent.name}.plugin" for path in (ROOT / "backends").glob("*/outrider_*/plugin.py"))
@@ -56,6 +59,14 @@ def test_every_plugin_describes_itself_without_a_vendor_package():
 
 def test_the_whole_seam_imports_no_vendor_package():
     assert_clean(run(VENDOR, "from outrider.device import *"))
+
+
+def test_no_command_needs_torch_for_its_help():
+    """``outrider --help`` imports every command."""
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["outrider.commands"]
+    modules = sorted({target.partition(":")[0] for target in [*points.values(), *OWN.values()]})
+    assert len(modules) > 15
+    assert_clean(run([*VENDOR, "torch"], "\n".join(f"import {module}" for module in modules)))
 
 
 CHECKPOINTS = ["transformers", "tokenizers", "safetensors"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider_conformance.run import conform
-from outrider_sanitizer.sanitizer import watch
+from outrider_sanitizer import watch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "threads_backend"
 SOURCES = sorted((EXAMPLE / "outrider_threads").glob("*.py"))

@@ -184,3 +184,24 @@ def test_a_registry_sees_a_later_installation(install):
     install("chip")
     assert "chip" in registry.names
     assert registry.create("chip").given == (0, {})
+
+
+def test_observers_see_each_new_backend_while_their_scope_lasts():
+    first, second = [], []
+    with Registry.observing(first.append):
+        made = Registry().create("cpu")
+        with Registry.observing(second.append):
+            inner = get_backend("cpu")
+        after = Registry().create("cpu")
+    Registry().create("cpu")
+    assert first == [made, inner, after]
+    assert second == [inner]
+
+
+def test_an_observer_that_fails_is_heard_and_leaves_no_trace():
+    def refuse(backend):
+        raise ValueError(backend.label)
+
+    with pytest.raises(ValueError, match="cpu"), Registry.observing(refuse):
+        Registry().create("cpu")
+    Registry().create("cpu")

@@ -66,7 +66,7 @@ def run_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -
 
 
 def too_few(new_tokens: int, batch: int, prompt_tokens: int) -> str:
-    """What to say where :func:`run_batch` timed nothing."""
+    """The message where :func:`run_batch` timed nothing."""
     return (
         f"--new-tokens {new_tokens} is too few for batch {batch} with prompts of {prompt_tokens}: no iteration had the whole "
         "batch decoding"
@@ -140,7 +140,7 @@ class _Decoding:
         self._engine.drain()
 
     def end(self) -> None:
-        """Give the requests up."""
+        """Abort the requests."""
         for request in self._ids:
             if request in self._engine.open_requests:
                 self._engine.abort(request)
@@ -157,7 +157,7 @@ def _again(engine: Engine) -> Engine:
 
 
 def prompts_for(engine: Engine, batch: int, prompt_tokens: int) -> list[list[int]]:
-    """Different stretches of real text: what a model has never seen anything like, it doesn't accept drafts for.
+    """Different parts of real text: for text unlike its training data a model accepts few drafts.
 
     An engine without a tokenizer has random weights, to which every token is alike.
     """

@@ -1,4 +1,4 @@
-"""What a device ran, from its own clock: how long it stood still, and where its time went, kernel by kernel."""
+"""What a device ran, from its own clock: how long it was idle, and the time of each kernel."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DeviceProfile:
 
     @property
     def idle_fraction(self) -> float:
-        """Share of the window in which nothing was under way."""
+        """Share of the window in which nothing ran."""
         return self.idle_us / self.window_us
 
     def by_kernel(self, iterations: float) -> list[dict[str, object]]:

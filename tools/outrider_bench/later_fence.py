@@ -1,4 +1,4 @@
-"""A fence for which the plan stream waits too late, for comparison (``outrider bench overlap``)."""
+"""A fence that makes the plan stream wait longer than it must, for comparison (``outrider bench overlap``)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LaterFence(Fence):
         self._inner.signal(stream)
 
     def wait(self, stream: Stream) -> None:
-        """On plan too late, elsewhere that of the fence itself."""
+        """On plan, wait for the later work; on other streams, as the fence itself."""
         if stream.name.split(".")[0] != "plan":
             self._inner.wait(stream)
         elif self._waits_for == "everything":

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_acceptance(accept_length: float | None, shape: str | None) -> None:
-    """Raise where acceptance by decree is asked of a real model."""
+    """Raise :class:`ConfigError` where synthetic acceptance is asked of a real model."""
     if accept_length is not None and shape is None:
         raise ConfigError("--accept-length is synthetic and goes with --shape alone: a real model accepts what it accepts")
 

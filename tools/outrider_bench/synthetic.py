@@ -1,4 +1,4 @@
-"""Acceptance by decree, for measuring alone: how many drafted tokens pass is decided beforehand, and the text is nonsense.
+"""Synthetic acceptance, for measurements: how many drafted tokens pass is decided beforehand, and the text means nothing.
 
 Nothing that serves requests knows of it: a model is made with such kernels by hand, and their name says so.
 """
@@ -41,7 +41,7 @@ class _Synthetic(WrappedKernels):
         seeds: Tensor,
         positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The real verification, whose cost so remains, and then another verdict, by a few launches."""
+        """Run the real verification, so that its cost is measured, then replace its result; a few launches more."""
         tokens, _ = super().verify_chain(target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
         batch, drafted = draft_tokens.shape
         key = (batch, drafted, tokens.device)
@@ -66,7 +66,7 @@ def _decide(length: float, batch: int, drafted: int, device: torch.device) -> _V
 
 
 def with_synthetic_acceptance(kernels: KernelSet, accept_length: float) -> KernelSet:
-    """``kernels`` whose ``verify_chain`` lets ``accept_length`` tokens through on average, the decided one included.
+    """``kernels`` whose ``verify_chain`` accepts ``accept_length`` tokens on average, the target's own included.
 
     The lengths are the two whole numbers around it, by a hash of the position; more than a chain has is cut off. Trees are
     verified as ever. Raises :class:`ConfigError` for less than 1.

@@ -1,4 +1,4 @@
-"""Kernels that also note the logits that log-probabilities are reported of, for ``outrider bench tokens``."""
+"""Kernels that also record the logits behind reported log-probabilities, for ``outrider bench tokens``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.device import KernelSet, WrappedKernels
 
 @dataclass(slots=True)
 class Notes:
-    """What was seen, call by call; tensors that are read when all is over."""
+    """The recorded logits, call by call; read them when decoding is over."""
 
     seen: list[Tensor] = field(default_factory=list)
 
@@ -27,12 +27,12 @@ class _Witness(WrappedKernels):
         self.notes = Notes()
 
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Note, then report as ever."""
+        """Record the logits, then report as usual."""
         self.notes.seen.append(logits.flatten(0, -2)[0].double())
         return super().logprobs(logits, tokens, count)
 
 
 def with_witness(kernels: KernelSet) -> tuple[KernelSet, Notes]:
-    """``kernels`` that note the logits which log-probabilities are reported of. They aren't for graphs."""
+    """``kernels`` that also record the logits behind reported log-probabilities. They don't work in graphs."""
     witness = _Witness(kernels)
     return witness, witness.notes

@@ -1,4 +1,4 @@
-"""What one session of the suite is about: a backend's name, where it's looked up, and what was learnt of it."""
+"""What one session of the suite is about: a backend's name, where it's looked up, and what is known about it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider_conformance.lab import Pace
 
 
 class Kit:
-    """Opens the backend under test, a fresh object each time, and remembers what a report says of it."""
+    """Opens the backend under test, a new object each time, and keeps what the report says about it."""
 
     def __init__(self, spec: str, registry: Registry | None = None) -> None:
         self.registry = registry or Registry()

@@ -29,11 +29,11 @@ _TIMINGS = 3
 
 
 class Seen(Exception):
-    """A program saw what it was looking for."""
+    """A program observed what it looks for."""
 
 
 class BrokenPromiseError(AssertionError):
-    """What a program found, with the smallest schedule that shows it."""
+    """A promise that a program found broken, with the smallest schedule that shows it."""
 
 
 @dataclass

@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Judge the outcome: what may be skipped, what is waived, what passed though it's waived."""
+    """Judge the outcome: what may be skipped, what is waived, and waived tests that passed."""
     report = yield
     if level_of(item.path) is not None and KIT in item.config.stash:
         today = datetime.datetime.now(datetime.UTC).date()
@@ -127,7 +127,7 @@ def info(kit: Kit) -> BackendInfo:
 
 @pytest.fixture
 def backend(kit: Kit) -> Generator[Backend]:
-    """A fresh backend; drained after the test, whatever became of it."""
+    """A new backend; drained after the test, whether it passed or failed."""
     backend = kit.open()
     yield backend
     backend.synchronize()
@@ -135,7 +135,7 @@ def backend(kit: Kit) -> Generator[Backend]:
 
 @pytest.fixture
 def lab(kit: Kit, backend: Backend) -> Lab:
-    """The fresh backend with the means to provoke orders on it."""
+    """The new backend with the means to provoke orders on it."""
     return Lab(backend, kit.pace)
 
 

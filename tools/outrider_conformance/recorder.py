@@ -47,11 +47,11 @@ class Recorder:
     # -- hooks -----------------------------------------------------------------------------------------------------
 
     def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
-        """Leave a trace of what is running, for whoever finds the process dead."""
+        """Note what is running, so that a report of a crash can name it."""
         self._note({"started": f"{Path(location[0]).stem}::{nodeid.partition('::')[2]}"})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take in one phase of a test; the worst phase decides."""
+        """Add one phase of a test; the worst phase decides."""
         properties = report.user_properties
         verdicts: list[Any] = [value for key, value in properties if key == VERDICT]
         if self._worker or not verdicts:
@@ -80,14 +80,14 @@ class Recorder:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """A worker of pytest-xdist is done: take what it learnt."""
+        """A worker of pytest-xdist is done: take over its results."""
         del error
         output = getattr(node, "workeroutput", {})
         self._facts = self._facts or output.get("outrider_facts", {})
         self._requested |= set(output.get("outrider_requested", []))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """The levels, in words."""
+        """Print the levels' results."""
         if self._worker or not self._records:
             return
         terminalreporter.section(f"conformance of {self._kit.spec}")

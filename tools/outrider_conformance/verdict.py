@@ -33,7 +33,7 @@ class Verdict(StrEnum):
 
 
 def not_applicable(reason: str) -> NoReturn:
-    """Leave a test whose situation can't arise on this device. For the suite alone: a plugin has no such door."""
+    """Leave a test whose situation can't arise on this device. For the suite alone: a plugin can't call it."""
     pytest.skip(_NOT_APPLICABLE + reason)
 
 

@@ -1,4 +1,4 @@
-"""An observer that writes down what it sees."""
+"""An observer that records its calls."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ class Diary(Observer):
         self.rows: list[tuple[Access, ...]] = []
 
     def stream_created(self, stream: Stream) -> None:
-        """Write it down."""
+        """Record it."""
         self.entries.append(("stream", stream.name))
 
     def scope_entered(self, stream: Stream) -> None:
-        """Write it down."""
+        """Record it."""
         self.entries.append(("entered", stream.name))
 
     def scope_left(self, stream: Stream) -> None:
-        """Write it down."""
+        """Record it."""
         self.entries.append(("left", stream.name))
 
     def recorded(self, stream: Stream, event: Event, generation: int) -> None:
-        """Write it down."""
+        """Record it."""
         self.entries.append(("recorded", stream.name, generation))
 
     def waited(self, stream: Stream, event: Event, generation: int) -> None:
-        """Write it down."""
+        """Record it."""
         self.entries.append(("waited", stream.name, generation))
 
     def event_synchronized(self, event: Event, generation: int) -> None:
-        """Write it down."""
+        """Record it."""
         self.entries.append(("event synchronized", generation))
 
     def stream_synchronized(self, stream: Stream) -> None:
-        """Write it down."""
+        """Record it."""
         self.entries.append(("stream synchronized", stream.name))
 
     def device_synchronized(self) -> None:
-        """Write it down."""
+        """Record it."""
         self.entries.append(("device synchronized",))
 
     def launched(self, operation: Operation) -> None:

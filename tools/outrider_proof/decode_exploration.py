@@ -1,4 +1,4 @@
-"""``outrider explore decode``: the engine on drawn host programs, under schedules that a tool decides or as it happens."""
+"""``outrider explore decode``: the engine on drawn host programs, under drawn schedules or in the order of the program."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ _PROGRAM_ORDER = "program"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exploration:
-    """What is run how often. ``make`` opens the device anew: one that decides its schedules itself has few streams, and an
-    engine keeps its own.
+    """What is run, and how often.
+
+    ``make`` opens the device anew: one that decides its schedules itself has few streams, and an engine keeps its own.
 
     ``strategy``: how schedules are drawn; None: mixed, or the order of the program where the device decides itself, since the
     sanitizer then needs one run alone. ``drop_fence``: a name, or ``every``: one after the other.
@@ -137,7 +138,7 @@ def _run(
 
 
 def _explore_every_fence(chosen: Exploration, device: Backend) -> Report:
-    """With every fence, then without each of them in turn: silence first, and then a finding for each that is used."""
+    """Run with every fence, then without each of them in turn: no finding at first, then one for each fence that is used."""
     from outrider.engine.fences import FENCES
 
     explorer: DecodeExplorer | None = None
@@ -165,7 +166,7 @@ def _explore_every_fence(chosen: Exploration, device: Backend) -> Report:
 
 
 def _as_it_should(row: Mapping[str, Any]) -> bool:
-    """Nothing is found with every fence; without one that is used, a race is."""
+    """Whether a row is right: no finding with every fence, a race without one that is used."""
     if row["dropped"] is None:
         return not row["found"] and row["error"] is None
     return bool(row["found"]) or not row["used"]

@@ -200,7 +200,7 @@ class DecodeExplorer:
         return Engine(self._model, self.backend, proposer=proposer, config=config, wrap_fence=self.wrap)
 
     def wrap(self, fence: Fence) -> Fence:
-        """What the engine's fences are wrapped in."""
+        """The engine's ``wrap_fence``."""
         assert self.log is not None
         return self.log.wrap(fence)
 

@@ -9,6 +9,7 @@ report.raise_if_any()
 
 from outrider_sanitizer.advisor import Advice
 from outrider_sanitizer.findings import Finding, Kind, RaceError, Report, Site
-from outrider_sanitizer.sanitizer import Sanitizer, watch, watching
+from outrider_sanitizer.sanitizer import Sanitizer
+from outrider_sanitizer.session import watch, watching
 
 __all__ = ["Advice", "Finding", "Kind", "RaceError", "Report", "Sanitizer", "Site", "watch", "watching"]

@@ -1,4 +1,4 @@
-"""The advisor: waits that could go."""
+"""The advisor: waits that can be removed."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ class Advice:
 
 
 class Advisor:
-    """Counts, for each line that waits, how often the wait brought anything new."""
+    """Counts, for each line that waits, how often the wait ordered anything new."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str, str], list[int]] = {}
 
     def waited(self, lane: Lane, event: str, generation: int, location: str, new: bool) -> None:
-        """A stream waited; ``new`` says whether it learnt anything."""
+        """A stream waited; ``new``: whether the wait ordered anything new."""
         del generation
         counts = self._seen.setdefault((lane.name, event, location), [0, 0])
         counts[0] += 1
         counts[1] += new
 
     def redundant(self) -> Iterator[Advice]:
-        """Waits that never brought anything new."""
+        """Waits that never ordered anything new."""
         for (stream, event, location), (count, new) in self._seen.items():
             if not new:
                 yield Advice(stream, event, location, count)

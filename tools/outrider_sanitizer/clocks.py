@@ -32,14 +32,14 @@ class Actor:
         self.launcher: Clock = NOTHING  # the host clock that this stream joined last
 
     def open_epoch(self) -> None:
-        """Let the next access be told apart from what others already know of this actor."""
+        """Begin a new epoch: the next access isn't ordered by what others already know of this actor."""
         clock = dict(self.clock)
         clock[self.number] = clock.get(self.number, 0) + 1
         self.clock = clock
         self.taken = False
 
     def join(self, other: Clock) -> bool:
-        """Know what ``other`` knows; whether that was anything new."""
+        """Add what ``other`` knows to this clock; returns whether anything was new."""
         mine = self.clock
         new: dict[int, int] | None = None
         for number, epoch in other.items():
@@ -61,7 +61,7 @@ class Actor:
         thread.taken = True
 
     def release(self) -> Clock:
-        """What is known now, for somebody to join later."""
+        """A copy of what is known now, to be joined later."""
         self.taken = True
         return self.clock
 

@@ -47,10 +47,11 @@ def sanitize(
 
 def _run(registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str]) -> tuple[list[Findings], str | None]:
     reports: list[Findings] = []
-    ended = run_script(
+    code, failure = run_script(
         path, argv, registry.create(spec), lambda made, stack: reports.append(stack.enter_context(_watch(made)))
     )
-    failure = ended.failure or (f"exit code {ended.code}" if ended.code else None)
+    if failure is None and code:
+        failure = f"exit code {code}"
     # A backend that nothing was done with has nothing to say, unless it's the only one.
     used = [report for report in reports if report.operations or not report.clean]
     return used or reports[:1], failure
@@ -74,7 +75,7 @@ def show(console: Console, report: Findings, advice: bool) -> None:
     if report.left_out:
         console.print(f"and {report.left_out} more that aren't listed")
     if advice and report.advice:
-        console.print(Text("\nwaits that could go", style="bold"))
+        console.print(Text("\nwaits that can be removed", style="bold"))
         for item in report.advice:
             console.print(f"  {item}")
     for spot in report.blind_spots:

@@ -1,4 +1,4 @@
-"""From a conflict to a finding: what it is called, which edge is missing, and why the edges that are there don't reach."""
+"""From a conflict to a finding: its kind, the missing edge, and why the present edges don't order it."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Diagnosis:
         return f"record an event on {one.name!r} after {after} and make {two.name!r} wait for it before {before}"
 
     def hint(self, first: Point, second: Point) -> str:
-        """Which ordering is there, and why it doesn't reach."""
+        """Which ordering is present, and why it isn't enough."""
         parts = []
         if isinstance(second.actor, Lane) and not first.actor.host:
             edge = second.actor.edges.get(first.number)

@@ -119,7 +119,7 @@ class Storages:
         return (known, True) if device or pinned else None
 
     def note(self, tensor: Tensor) -> None:
-        """Look at the tensor's storage again when this object goes."""
+        """Check the tensor's storage again when this object is freed."""
         key = tensor.untyped_storage()._cdata
         weak = ref(tensor, partial(self._suspect, key))
         # The reference must live as long as the tensor, and the tensor's own dictionary does.

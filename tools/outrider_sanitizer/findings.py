@@ -1,4 +1,4 @@
-"""What the sanitizer says: findings, collected into a report."""
+"""Findings, and the report that collects them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, with what is needed to repair it.
+    """One fault, with what is needed to repair it.
 
     ``first`` came first in the order of the program. ``missing`` is the edge to add (or what to refresh). ``hint`` says
     which ordering is there and why it doesn't reach. ``schedule`` makes the damage visible on a controllable device.
@@ -162,7 +162,7 @@ def _site_dict(site: Site | None) -> dict[str, Any] | None:
 class Report:
     """What one watched run showed. It fills while the run goes on.
 
-    ``advice`` are waits that could go, ``blind_spots`` what the sanitizer didn't see.
+    ``advice``: waits that can be removed; ``blind_spots``: what the sanitizer didn't see.
     """
 
     backend: str = ""
@@ -174,7 +174,7 @@ class Report:
     _found: dict[tuple[object, ...], Finding] = field(default_factory=dict)
 
     def add(self, finding: Finding) -> None:
-        """Take a finding, or count it to the one that says the same."""
+        """Add a finding, or count it with an equal one."""
         known = self._found.get(finding.key)
         if known is not None:
             self._found[finding.key] = replace(known, count=known.count + 1)

@@ -1,4 +1,4 @@
-"""Resettable flags: who raised them, who saw them, and what can go wrong in some schedule."""
+"""Resettable flags: who set them, who waited for them, and what can go wrong in some schedule."""
 
 from __future__ import annotations
 

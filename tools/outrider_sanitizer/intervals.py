@@ -27,7 +27,7 @@ written.
 
 
 class Sink(Protocol):
-    """Where a history tells what it finds; the last argument is whose history it is."""
+    """Where a history reports what it finds; the last argument is the owner of the history."""
 
     @property
     def conflict(self) -> Callable[[Record, Point, Access | None, Any], None]:
@@ -206,7 +206,7 @@ class IntervalMap:
             self._merge(first, last, sink.settled())
 
     def _merge(self, first: int, last: int, settled: Clock) -> None:
-        """Join neighbours whose histories have become the same, once what everything comes after is forgotten.
+        """Join neighbours with equal histories, once accesses that everything is ordered after are dropped.
 
         A pool whose rows were written one by one would else stay divided into rows, and each read of it walk them all.
         """

@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 
 from outrider.device import Backend
+from outrider_sanitizer import watch
 from outrider_sanitizer.findings import Report
-from outrider_sanitizer.sanitizer import watch
 
 Sanitized = Callable[[Backend], AbstractContextManager[Report]]
 

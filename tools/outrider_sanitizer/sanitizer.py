@@ -1,10 +1,10 @@
-"""The observer that feeds the detectors, and :func:`watch`."""
+"""The observer that feeds the detectors."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -13,7 +13,6 @@ from outrider_sanitizer.advisor import Advisor
 from outrider_sanitizer.clocks import Point
 from outrider_sanitizer.diagnose import Diagnosis
 from outrider_sanitizer.findings import Finding, Report
-from outrider_sanitizer.hostsync import host_edges
 from outrider_sanitizer.ordering import HOST, Listener, Ordering
 from outrider_sanitizer.places import here
 from outrider_sanitizer.staleness import Staleness
@@ -98,7 +97,7 @@ class Sanitizer(Observer):
         self._ordering.listener.read = self._read
 
     def finish(self) -> Report:
-        """The run is over: what hangs, which waits could go, what wasn't seen."""
+        """End of the run: report flags that hang, waits that can be removed, and blind spots."""
         with self._lock:
             self._ordering.finish()
             self.report.advice = list(self._advisor.redundant())
@@ -230,39 +229,3 @@ class Sanitizer(Observer):
     def host_acquired(self, token: object) -> None:
         with self._lock:
             self._ordering.host_acquired(token)
-
-
-def _make(backend: Backend, rows_apart: bool) -> Sanitizer:
-    if backend.capabilities.reports_accesses:
-        return Sanitizer(backend)
-    from outrider_sanitizer.dispatch import DerivedSanitizer  # imports this module
-
-    return DerivedSanitizer(backend, rows_apart=rows_apart)
-
-
-@contextmanager
-def watch(backend: Backend, *, rows_apart: bool = True) -> Generator[Report]:
-    """Sanitize what runs inside the ``with``; the report fills as it goes and is complete at its end.
-
-    On a backend that reports its memory accesses nothing else is needed. Elsewhere they are derived from torch's
-    dispatcher on the calling thread and on the threads that it starts. There, two accesses whose rows are decided by data
-    are taken to be disjoint; without ``rows_apart`` they're taken to overlap, which finds more and may raise false alarms.
-    """
-    with watching(backend, rows_apart=rows_apart) as sanitizer:
-        yield sanitizer.report
-
-
-@contextmanager
-def watching(backend: Backend, *, rows_apart: bool = True) -> Generator[Sanitizer]:
-    """:func:`watch`, for tools that also ask the sanitizer where streams stand."""
-    with ExitStack() as stack:
-        sanitizer = _make(backend, rows_apart)
-        backend.attach(sanitizer)
-        stack.callback(backend.detach)
-        stack.enter_context(host_edges(sanitizer, sanitizer.thread_scope))
-        stack.enter_context(sanitizer.scope())
-        stack.enter_context(sanitizer.thread_scope())
-        try:
-            yield sanitizer
-        finally:
-            sanitizer.finish()

@@ -6,7 +6,6 @@ import runpy
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,12 +27,20 @@ def script_path(script: Sequence[str], command: str) -> Path:
     return path
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptEnd:
-    """How a script ended: the exit code that its process would have, and why where that isn't 0 by its own choice."""
+def run_script(path: Path, argv: Sequence[str], first: Backend, attach: Attach) -> tuple[int, str | None]:
+    """Run a script as ``__main__``, with ``attach`` called for ``first`` and for each backend that the script makes.
 
-    code: int
-    failure: str | None
+    The script may use ``first`` through torch alone. Returns its exit code, and the error that ended it, if one did; its
+    errors aren't raised. The scopes that ``attach`` entered are left by then. KeyboardInterrupt passes.
+    """
+    with with_new_backends(first, attach), as_main(path, argv):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as error:
+            return exit_code(error), None if error.code is None or isinstance(error.code, int) else str(error.code)
+        except Exception as error:
+            return 1, f"{type(error).__name__}: {error}"
+    return 0, None
 
 
 def exit_code(error: SystemExit) -> int:
@@ -41,23 +48,6 @@ def exit_code(error: SystemExit) -> int:
     if error.code is None:
         return 0
     return error.code & 0xFF if isinstance(error.code, int) else 1
-
-
-def run_script(path: Path, argv: Sequence[str], first: Backend, attach: Attach) -> ScriptEnd:
-    """Run a script as ``__main__``, with ``attach`` called for ``first`` and for each backend that the script makes.
-
-    The script may use ``first`` through torch alone. Its errors aren't raised; the scopes that ``attach`` entered are left
-    by then. KeyboardInterrupt passes.
-    """
-    with with_new_backends(first, attach), as_main(path, argv):
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        except SystemExit as error:
-            text = None if error.code is None or isinstance(error.code, int) else str(error.code)
-            return ScriptEnd(exit_code(error), text)
-        except Exception as error:
-            return ScriptEnd(1, f"{type(error).__name__}: {error}")
-    return ScriptEnd(0, None)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ _AWAITED = 4096
 
 @dataclass
 class Listener:
-    """What the detector tells; every field may be left as it is."""
+    """Callbacks of the detector; the default of each does nothing."""
 
     conflict: Callable[[Record, Point, Access | None, Shadow], None] = lambda *_: None
     settled: Callable[[], Clock] = lambda: NOTHING
@@ -329,7 +329,7 @@ class StreamOrdering(Lanes):
         return True
 
     def _force(self) -> None:
-        """The device got past a wait whose set we never saw: go on without it."""
+        """The device passed a wait whose set wasn't seen: go on as if it had been."""
         for lane in list(self._held):
             held = lane.held
             if held:
@@ -339,7 +339,7 @@ class StreamOrdering(Lanes):
         self._resume()
 
     def finish(self) -> None:
-        """The run is over: what still waits for a flag would wait for ever."""
+        """End of the run: report what still waits for a flag."""
         self._resume()
         for name, point in self._waiting_flag.values():
             if name not in self._lost:  # else it's the consequence of what was told

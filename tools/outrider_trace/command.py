@@ -41,8 +41,9 @@ def trace(
     registry = Registry()
     timelines: list[tuple[Backend, Timeline]] = []
     first = registry.create(registry.select(backend, backend_from_environment()))
-    ended = run_script(path, script, first, lambda made, stack: timelines.append((made, stack.enter_context(record(made)))))
-    code, failure = ended.code, ended.failure
+    code, failure = run_script(
+        path, script, first, lambda made, stack: timelines.append((made, stack.enter_context(record(made))))
+    )
     # The busiest device is the one that the script is about.
     device, timeline = max(timelines, key=lambda pair: sum(map(len, pair[1].spans.values())))
     target = picture or out.with_suffix(".html")

@@ -6,7 +6,7 @@ import torch
 import torch_npu
 
 from outrider.device import AttentionMetadata, CapabilityError, HostParam, KernelSet
-from outrider_sanitizer.sanitizer import watch
+from outrider_sanitizer import watch
 
 PAGE, HEADS, KV_HEADS, SIZE = 128, 4, 2, 64
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}

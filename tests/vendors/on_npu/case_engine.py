@@ -9,7 +9,7 @@ import outrider
 from outrider import Engine, EngineConfig
 from outrider_conformance import engines
 from outrider_cpu.backend import CpuBackend
-from outrider_sanitizer.sanitizer import watch
+from outrider_sanitizer import watch
 
 BUNDLED = Path(outrider.__file__).parent / "bundled"
 TOKENS = 16

@@ -77,7 +77,7 @@ def decode(
         typer.Option(
             "--accept-length",
             metavar="A",
-            help="With --shape, synthetic acceptance: tokens that an iteration yields on average, by decree.",
+            help="With --shape, synthetic acceptance: tokens that an iteration yields on average.",
         ),
     ] = None,
     mode: ModeOption = "staged",

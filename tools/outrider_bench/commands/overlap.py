@@ -1,4 +1,4 @@
-"""``outrider bench overlap``: what planning beside the draft brings, against the ways in which it brings nothing."""
+"""``outrider bench overlap``: what planning beside the draft saves, compared with ways of planning that save nothing."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def overlap(
         typer.Option(
             "--accept-length",
             metavar="A",
-            help="With --shape, synthetic acceptance: tokens that an iteration yields on average, by decree.",
+            help="With --shape, synthetic acceptance: tokens that an iteration yields on average.",
         ),
     ] = None,
     dtype: Annotated[
@@ -115,7 +115,7 @@ def overlap(
     )
     virtual = device.control is not None
     found, tokens = _virtual(work) if virtual else _timed(work, rounds)
-    # Acceptance by decree makes other text than plain decoding, and coarse rounding may: then the others are compared.
+    # Synthetic acceptance makes other text than plain decoding, and coarse rounding may: then the others are compared.
     alike = [v.name for v in VARIANTS if v.speculate != "none" or (accept_length is None and dtype in ("float32", "float64"))]
     if len({tuple(tokens[name]) for name in alike}) != 1:
         raise ConfigError(f"the columns put out different tokens: they didn't do the same work ({', '.join(alike)})")
@@ -258,7 +258,7 @@ def _run(engine: Engine, work: _Work) -> tuple[list[float], Tokens]:
 
 
 def _observed(device: Backend, make: Callable[[], Engine], work: _Work) -> dict[str, float]:
-    """How long the plan takes in a step, and what of it is hidden; on a simulated device the time of a step too.
+    """How long the plan takes in a step, and how much of it is hidden; on a simulated device also the time of a step.
 
     A simulated device is watched from the engine's making on, so that the operations of its graphs are known by name.
     """

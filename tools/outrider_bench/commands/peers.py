@@ -53,7 +53,7 @@ def peers(
 ) -> Report:
     """Decode the same work on this engine and on whichever of transformers, vLLM and SGLang is installed.
 
-    One after the other, each in a process of its own, in this run. Drafts are accepted by decree, by each engine's own
+    One after the other, each in a process of its own, in this run. Acceptance is synthetic, by each engine's own
     setting for that; transformers has none and decodes plainly. What isn't installed is listed as such.
     """
     del json_output

@@ -1,4 +1,4 @@
-"""What every engine is given, and how each of them is timed."""
+"""The work that every engine gets, and how it is timed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REPEATS = 3
 class Work:
     """The same for all: random weights of a shape, prompts of one length, a fixed number of new tokens.
 
-    ``accept_length``: tokens that an iteration yields by decree. ``device``: as torch names it.
+    ``accept_length``: tokens that an iteration yields, by synthetic acceptance. ``device``: as torch names it.
     """
 
     shape: str
@@ -44,7 +44,7 @@ class Work:
         return self.prompt_tokens + self.new_tokens + 2 * (self.draft_tokens + 1)
 
     def prompts(self, batch: int) -> list[list[int]]:
-        """Different for each request; random weights don't care."""
+        """A different prompt for each request; with random weights any tokens do."""
         return [[5 + (97 * i + 31 * j) % 400 for j in range(self.prompt_tokens)] for i in range(batch)]
 
 

@@ -42,7 +42,7 @@ def best(repeats: int, count: int, fn: Callable[[], object]) -> float:
 
 @contextmanager
 def observed(backend: Backend) -> Iterator[None]:
-    """The device reports, and nobody listens."""
+    """The device reports to an observer that does nothing."""
     backend.attach(Observer())
     try:
         yield

@@ -1,4 +1,4 @@
-"""``outrider ci-matrix``: from what installed plugins declare to the matrix of a workflow."""
+"""``outrider ci-matrix``: the matrix of a workflow, from what installed plugins declare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``outrider conform``: does a backend keep its promises?"""
+"""``outrider conform``: run the conformance suite for a backend."""
 
 from __future__ import annotations
 

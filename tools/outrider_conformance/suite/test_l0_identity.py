@@ -143,7 +143,7 @@ def test_an_ability_is_there_or_refused(backend: Backend, ability: str, use: Cal
 
 @promise("Backend.translate_error", "or None for one that isn't the device's.")
 def test_errors_that_are_not_the_devices_pass_unchanged(backend: Backend) -> None:
-    """A bug of the caller isn't dressed up as a device error, and a typed error isn't wrapped again."""
+    """An error of the caller isn't turned into a device error, and a typed error isn't wrapped again."""
     with pytest.raises(ValueError, match="of the caller") as caught, backend.guard("testing"):
         raise ValueError("a mistake of the caller")
     assert not isinstance(caught.value, OutriderError)

@@ -47,7 +47,7 @@ def test_its_ci_declaration_can_be_used(info: BackendInfo) -> None:
 
 @promise("BackendHooks.create_backend", "Raise :class:`~outrider.device.errors.ConfigError` for one that doesn't exist")
 def test_an_unknown_option_is_refused(kit: Kit) -> None:
-    """An option that nobody has isn't ignored."""
+    """An unknown option raises and isn't ignored."""
     with pytest.raises(ConfigError):
         kit.registry.create(f"{kit.spec.name}:no_such_option_of_anybody=1")
 

@@ -1,4 +1,4 @@
-"""L1: memory is one's own, for as long as it's needed."""
+"""L1: memory belongs to its tensor for as long as it's needed."""
 
 from __future__ import annotations
 

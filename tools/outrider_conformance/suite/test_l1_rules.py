@@ -1,4 +1,4 @@
-"""L1: what can't be meant raises, with the seam's errors."""
+"""L1: calls that can't be right raise the seam's errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L1: a stream keeps its order, placement goes where it's told, and nothing is done twice as carefully as promised."""
+"""L1: a stream keeps its order, work goes to the stream that is named, and calls wait for no more than they promise."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_the_scope_around_a_capture_is_restored(lab: Lab, fails: bool) -> None:
 @needs("captures_graphs")
 @promise("Backend.capture", _UNCHANGED)
 def test_a_device_error_passes_unchanged(lab: Lab) -> None:
-    """A typed error from inside a capture isn't dressed up as a capture error."""
+    """A typed error from inside a capture isn't turned into a capture error."""
     backend = lab.backend
     (stream,) = lab.streams("s")
     y = lab.full(stream, 0)

@@ -34,7 +34,7 @@ def test_tokens_equal_plain_decoding_on_the_reference(lab: Lab, speculate: str, 
 @promise("Backend.attach", "Report to ``observer`` from now on, on every thread.")
 def test_the_sanitizer_is_silent(lab: Lab) -> None:
     """Every access of an overlapped run is ordered."""
-    from outrider_sanitizer.sanitizer import watch
+    from outrider_sanitizer import watch
 
     engine = engines.engine_on(lab.backend, speculate="eagle", overlap=True)
     with watch(lab.backend) as report:
@@ -69,7 +69,7 @@ def test_tokens_are_the_same_in_every_order(lab: Lab) -> None:
 
 
 class jittered:  # noqa: N801  (a context manager, used like a function)
-    """The policy's fences dawdle while it's open."""
+    """The policy's fences are slowed at random while it's open."""
 
     def __init__(self, sync: SpeculativeSync, seed: int, cycles: int) -> None:
         self._sync, self._seed, self._cycles = sync, seed, max(cycles, 2)
@@ -86,24 +86,24 @@ class jittered:  # noqa: N801  (a context manager, used like a function)
 
 
 class _Joined:
-    """A joined plan that writes down what the policy asks of it."""
+    """A joined plan that records what the policy asks of it."""
 
     def __init__(self, *, idle: bool) -> None:
         self.idle = idle
         self.asked: list[str] = []
 
     def recompute(self, what: Recompute) -> None:
-        """Write it down."""
+        """Record it."""
         self.asked.append(f"recompute {what}")
 
     def refresh(self, buffer: str) -> None:
-        """Write it down."""
+        """Record it."""
         self.asked.append(f"refresh {buffer}")
 
 
 @promise("SpeculativeSync.after_join", "Do what this device needs between the join and the replay. Idempotent")
 def test_what_is_done_after_the_join_is_what_is_declared(lab: Lab) -> None:
-    """Twice gives the same twice; an idle batch asks for nothing; nothing is asked for that isn't declared."""
+    """Two calls ask for the same; an empty batch asks for nothing; only what is declared is asked for."""
     sync = lab.backend.speculative_sync
     (stream,) = lab.streams("s")
     plan, idle = _Joined(idle=False), _Joined(idle=True)

@@ -103,7 +103,7 @@ def stale_padding(backend: Backend, fixed: bool) -> None:
 
 
 def marked_over(backend: Backend, fixed: bool) -> None:
-    """A buffer whose contents were declared over is read where nothing was written since."""
+    """A buffer that was marked as over is read before it was written again."""
     forward = backend.create_stream("forward")
     graph, x, y = _graph(backend, forward)
     backend.mark_stale(x, "a new batch begins")

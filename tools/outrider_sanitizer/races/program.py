@@ -15,7 +15,7 @@ Body = Callable[[Backend, bool], None]
 
 
 class WrongValue(AssertionError):
-    """A program of the corpus saw the damage."""
+    """A program of the corpus read a wrong value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Race:
     needs: str = ""
 
     def wrong(self, backend: Backend) -> None:
-        """The program with the fault; raises where it sees the damage."""
+        """The program with the fault; raises where it reads a wrong value."""
         self.body(backend, False)
 
     def right(self, backend: Backend) -> None:
