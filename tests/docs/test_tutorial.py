@@ -88,13 +88,14 @@ def flat(text):
     return " ".join(text.split())
 
 
-def early(section):
-    return section[0] in "123456"
+def first_hour(section):
+    """The package is found, and its streams, events and memory pass; the rest of the page is left to `make test-slow`."""
+    return section[0] in "1234"
 
 
 def test_following_it_gives_level_2(tmp_path):
     bench = Workbench(tmp_path)
-    output = follow(bench, early)
+    output = follow(bench, first_hour)
     assert "toy:0 passes up to L2" in output
     assert "captures_graphs" in (bench.home / "toy/src/outrider_toy/backend.py").read_text()
 

@@ -13,6 +13,7 @@ from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import PlainProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
+from outrider_proof import proposers, tiny
 
 BUNDLED = Path(str(files("outrider"))) / "bundled"
 PROMPTS = Path(__file__).parents[1] / "data" / "heldout_prompts.json"
@@ -43,6 +44,33 @@ class Bundle:
             engine = self.engine(speculate="none", max_requests=1, max_context=len(prompt) + max_tokens)
             (self._plain[key],) = engine.generate([prompt], SamplingParams(max_tokens=max_tokens))
         return self._plain[key]
+
+
+class Tiny(Bundle):
+    """The same over a tiny target and its head, in float64: for what doesn't depend on which model it is.
+
+    ``eos``: tokens that end a request; none by default, so that a request has the length that it asks for.
+    """
+
+    def __init__(self, backend=tiny.BACKEND, eos=()):
+        self.backend, self.dtype = backend, "float64"
+        loading = backend.create_stream("load")
+        with backend.on(loading):
+            self.target = proposers.decoder(tiny.decoder(eos_token_ids=eos), backend)
+            self.head = proposers.eagle(self.target)
+        loading.synchronize()
+        self._plain = {}
+
+
+@pytest.fixture(scope="session")
+def tiny64():
+    return Tiny()
+
+
+@pytest.fixture(scope="session")
+def tiny_tokens(prompt_tokens):
+    """The held-out prompts in the tiny models' vocabulary."""
+    return [[token % tiny.VOCABULARY for token in tokens] for tokens in prompt_tokens]
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tests.engine.conftest import Bundle
+from tests.engine.conftest import Tiny
 
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import CaptureError, ConfigError, KernelSet
@@ -20,15 +20,15 @@ MODES = {"graphs": {"graphs": True}, "fused": {"mode": "fused"}}
 
 @pytest.fixture(scope="module", params=["cpu", "sim"])
 def bundle(request):
-    return Bundle(get_backend(request.param), "float32")
+    return Tiny(get_backend(request.param))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("speculate", ["eagle", "tree", "none"])
-def test_a_soak_crosses_buckets_up_and_down(bundle, prompt_tokens, mode, speculate):
+def test_a_soak_crosses_buckets_up_and_down(bundle, tiny_tokens, mode, speculate):
     """Requests come and go, so that batches of 1 to 5 run in buckets of 1, 2, 4 and 5."""
     lengths = [20, 3, 9, 14, 2, 6, 11, 4, 17, 5]
-    prompts = [prompt[: 5 + i] for i, prompt in enumerate(prompt_tokens[: len(lengths)])]
+    prompts = [prompt[: 5 + i] for i, prompt in enumerate(tiny_tokens[: len(lengths)])]
     plain = bundle.engine(speculate="none", max_requests=5, max_context=64)
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
     wanted = [plain.generate([prompt], each)[0].token_ids for prompt, each in zip(prompts, params, strict=True)]
@@ -59,14 +59,14 @@ def test_every_proposer_runs_in_a_bucket_that_isnt_full(name, mode):
     assert [done.token_ids for done in found] == [tiny.plain(prompt, 10) for prompt in prompts]
 
 
-def test_padding_is_what_each_buffer_declares(bundle, prompt_tokens):
+def test_padding_is_what_each_buffer_declares(bundle, tiny_tokens):
     """A batch of 4, then one of 3 in the same bucket: nothing of the fourth request is left behind the third."""
     config = {"max_requests": 4, "max_context": 64, "draft_tokens": 3, "graphs": True}
     for speculate in ("eagle", "tree"):
         engine = bundle.engine(speculate=speculate, **config)
         lengths = (24, 24, 24, 6)
         params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
-        engine.generate([prompt[:9] for prompt in prompt_tokens[:4]], params)
+        engine.generate([prompt[:9] for prompt in tiny_tokens[:4]], params)
         bundle.backend.synchronize()
         buffers = engine._parts.buffers
         assert buffers.views(4).inputs.rows.tolist()[:3] != [0, 0, 0]
@@ -82,7 +82,7 @@ UNUSED_BY_GREEDY = {f"inputs.{name}" for name in ("numbers", "shares", "bias_tok
 def test_padding_that_is_left_out_is_found():
     """The sanitizer sees a graph read what an earlier, larger batch has left."""
     backend = get_backend("sim")
-    bundle = Bundle(backend, "float32")
+    bundle = Tiny(backend)
     prompts = [[5, 6, 7, 8], [9, 10, 11]]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (12, 3)]
 
@@ -101,8 +101,8 @@ def test_padding_that_is_left_out_is_found():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_options_and_logprobs_come_from_the_graph_of_everything(bundle, prompt_tokens, mode):
-    prompts = [prompt[:8] for prompt in prompt_tokens[:3]]
+def test_options_and_logprobs_come_from_the_graph_of_everything(bundle, tiny_tokens, mode):
+    prompts = [prompt[:8] for prompt in tiny_tokens[:3]]
     params = [
         SamplingParams(max_tokens=10, temperature=0.9, seed=3, top_p=0.8, logprobs=2),
         SamplingParams(max_tokens=10, repetition_penalty=1.3, logit_bias={5: -4.0}),
@@ -119,7 +119,7 @@ def test_options_and_logprobs_come_from_the_graph_of_everything(bundle, prompt_t
             assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
 
 
-def test_stages_have_pools_of_their_own_and_one_iteration_is_one_replay(bundle, prompt_tokens):
+def test_stages_have_pools_of_their_own_and_one_iteration_is_one_replay(bundle, tiny_tokens):
     backend = bundle.backend
     made = []
     create = backend.create_graph_pool
@@ -131,7 +131,7 @@ def test_stages_have_pools_of_their_own_and_one_iteration_is_one_replay(bundle, 
         assert made[3:] == ["iteration"]
     finally:
         del backend.create_graph_pool
-    engine.add_request(prompt_tokens[0][:8], SamplingParams(max_tokens=12, ignore_eos=True))
+    engine.add_request(tiny_tokens[0][:8], SamplingParams(max_tokens=12, ignore_eos=True))
     engine.step()  # the prompt
     before, iterations = backend.replays, engine.stats.iterations
     while engine.has_unfinished:
@@ -144,15 +144,15 @@ class Fails(KernelSet):
         raise ValueError("this kernel can't be captured")
 
 
-def test_a_failed_capture_is_an_error_and_leaves_the_device_as_it_was(prompt_tokens):
-    bundle = Bundle(get_backend("sim"), "float32")
+def test_a_failed_capture_is_an_error_and_leaves_the_device_as_it_was(tiny_tokens):
+    bundle = Tiny(get_backend("sim"))
     model = Decoder(bundle.target.config, bundle.target.weights, Fails())
     from outrider.speculative.eagle import EagleProposer
 
-    config = EngineConfig(max_requests=2, max_context=48, graphs=True)
+    config = EngineConfig(dtype="float64", max_requests=2, max_context=48, graphs=True)
     with pytest.raises(CaptureError, match=r"capturing graph 'verify\[2, greedy\]'.*this kernel can't be captured"):
         Engine(model, bundle.backend, proposer=EagleProposer(bundle.head, draft_tokens=3), config=config)
-    prompt = prompt_tokens[0][:8]
+    prompt = tiny_tokens[0][:8]
     (done,) = bundle.engine(max_requests=2, max_context=48, graphs=True).generate([prompt], SamplingParams(max_tokens=8))
     assert done.token_ids == bundle.plain(prompt, 20).token_ids[:8]
 

@@ -79,18 +79,18 @@ def alone(make, prompt, params, **config):
     seed=st.integers(-(2**63), 2**63 - 1),
     options=st.sampled_from([{}, {"top_k": 20, "min_p": 0.02}, {"frequency_penalty": 0.7, "logit_bias": {9: 3.0}}]),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_draws_depend_on_seed_and_position_alone(bundle64, prompt_tokens, speculate, company, number, seed, options):
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_draws_depend_on_seed_and_position_alone(tiny64, tiny_tokens, speculate, company, number, seed, options):
     def make(**config):
-        return bundle64.engine(speculate=speculate, draft_tokens=3, **config)
+        return tiny64.engine(speculate=speculate, draft_tokens=3, **config)
 
-    prompt = prompt_tokens[number % len(prompt_tokens)][:24]
+    prompt = tiny_tokens[number % len(tiny_tokens)][:24]
     params = SamplingParams(max_tokens=14, temperature=1.0, seed=seed, **options)
-    tokens, _ = run_in_company(make, prompt_tokens, prompt, params, **company)
+    tokens, _ = run_in_company(make, tiny_tokens, prompt, params, **company)
     assert tokens == alone(make, prompt, params)[0]
 
 
-def test_draws_that_depend_on_the_row_would_show(bundle64, prompt_tokens, monkeypatch):
+def test_draws_that_depend_on_the_row_would_show(tiny64, tiny_tokens, monkeypatch):
     """The net catches: a request that isn't the first of its batch takes other draws."""
     sample = KernelSet.sample
 
@@ -98,13 +98,13 @@ def test_draws_that_depend_on_the_row_would_show(bundle64, prompt_tokens, monkey
         return sample(self, logits, temperature, seeds + torch.arange(len(seeds)), positions, **options)
 
     monkeypatch.setattr(KernelSet, "sample", by_row)
-    prompt, params = prompt_tokens[0][:24], SamplingParams(max_tokens=14, temperature=1.0, seed=3)
+    prompt, params = tiny_tokens[0][:24], SamplingParams(max_tokens=14, temperature=1.0, seed=3)
     company = [(1, 10, 12, 0.5, False, 0, None)]
 
     def make(**config):
-        return bundle64.engine(speculate="none", **config)
+        return tiny64.engine(speculate="none", **config)
 
-    tokens, _ = run_in_company(make, prompt_tokens, prompt, params, others=company, arrival=1)
+    tokens, _ = run_in_company(make, tiny_tokens, prompt, params, others=company, arrival=1)
     assert tokens != alone(make, prompt, params)[0]
 
 
@@ -139,7 +139,7 @@ def makers(bundle, *, invariant):
 
 @pytest.mark.parametrize("speculate", ["eagle", "none", "tree"])
 @given(company=company, number=st.integers(0, 39), temperature=st.sampled_from([0.0, 1.0]))
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_bit_is_the_same_in_the_invariant_mode(bundle32, prompt_tokens, speculate, company, number, temperature):
     make = makers(bundle32, invariant=True)
     prompt = prompt_tokens[number % len(prompt_tokens)][:24]

@@ -1,5 +1,6 @@
 """Penalties, biases, minimum lengths, log-probabilities and samples through the whole engine, plain and speculative."""
 
+import functools
 import math
 
 import pytest
@@ -9,10 +10,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from outrider import SamplingParams
-from outrider.device import KernelSet
+from outrider.device import AttentionMetadata, KernelSet
 from outrider.engine.requests.sampling import derived_seed
 from outrider.engine.requests.scheduler import Scheduler
 from outrider.errors import RequestError
+from outrider.model import ForwardInput, KVCache
+from outrider_proof import tiny
 
 NEW = 24
 
@@ -27,11 +30,30 @@ def logits_of(reference, tokens):
         return reference(torch.tensor([tokens])).logits[0]
 
 
+@functools.cache
+def tiny_logits(tokens):
+    """Logits of the tiny model behind these tokens, from one prefill into a fresh cache."""
+    target, count = tiny.target(), len(tokens)
+    shape = {"pages": count + 1, "page_size": 1, "dtype": torch.float64, "device": torch.device("cpu")}
+    cache = KVCache.allocate(target.config.num_layers, tiny.KV_HEADS, tiny.HEAD_SIZE, **shape)
+    attention = AttentionMetadata(
+        query_start=torch.tensor([0, count], dtype=torch.int32),
+        seq_lens=torch.tensor([count], dtype=torch.int32),
+        block_table=torch.arange(1, count + 1, dtype=torch.int32).unsqueeze(0),
+        max_query=count,
+        max_kv=count,
+    )
+    positions = torch.arange(count)
+    hidden = target.forward(ForwardInput(torch.tensor(tokens), positions, positions + 1, attention), cache)
+    return target.logits(hidden[-1:])[0]
+
+
 def by_hand(reference, prompt, params, stops):
     """Greedy decoding with options, one whole forward a token."""
     output = []
     while len(output) < params.max_tokens:
-        logits = logits_of(reference, [*prompt, *output])[-1].clone()
+        tokens = (*prompt, *output)
+        logits = (tiny_logits(tokens) if reference is tiny_logits else logits_of(reference, tokens)[-1]).clone()
         for token, value in params.biases:
             logits[token] += value
         if len(output) < params.min_tokens:
@@ -67,7 +89,9 @@ options = st.fixed_dictionaries(
         "repetition_penalty": st.sampled_from([0.7, 1.2, 2.0]),
         "presence_penalty": st.sampled_from([-0.5, 1.0, 2.0]),
         "frequency_penalty": st.sampled_from([-0.4, 0.6, 2.0]),
-        "logit_bias": st.dictionaries(st.integers(0, 2047), st.sampled_from([-math.inf, 3.0, 12.0]), max_size=3),
+        "logit_bias": st.dictionaries(
+            st.integers(0, tiny.VOCABULARY - 1), st.sampled_from([-math.inf, 3.0, 12.0]), max_size=3
+        ),
         "min_tokens": st.integers(1, 8),
     },
 )
@@ -81,9 +105,9 @@ options = st.fixed_dictionaries(
     overlap=st.booleans(),
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_options_equal_a_loop_by_hand(bundle64, reference, prompt_tokens, drawn, draft_tokens, tree, max_requests, overlap):
+def test_options_equal_a_loop_by_hand(tiny64, tiny_tokens, drawn, draft_tokens, tree, max_requests, overlap):
     """Rows are reused by requests with other options; chains and trees of any length give the same tokens."""
-    engine = bundle64.engine(
+    engine = tiny64.engine(
         speculate="none" if draft_tokens == 0 else "tree" if tree else "eagle",
         draft_tokens=max(draft_tokens, 1),
         max_context=96,
@@ -91,11 +115,11 @@ def test_options_equal_a_loop_by_hand(bundle64, reference, prompt_tokens, drawn,
         prefill_chunk=16,
         overlap=overlap,
     )
-    prompts = [prompt_tokens[index % len(prompt_tokens)][:length] for index, length, _ in drawn]
+    prompts = [tiny_tokens[index % len(tiny_tokens)][:length] for index, length, _ in drawn]
     stops = (13, 16)
     params = [SamplingParams(max_tokens=12, stop_token_ids=stops, ignore_eos=True, **given) for _, _, given in drawn]
     for prompt, chosen, result in zip(prompts, params, engine.generate(prompts, params), strict=True):
-        assert result.token_ids == by_hand(reference, prompt, chosen, stops)
+        assert result.token_ids == by_hand(tiny_logits, prompt, chosen, stops)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

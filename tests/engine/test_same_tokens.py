@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.engine.conftest import Tiny
 
 from outrider import SamplingParams
 from outrider.engine.requests.request import FinishReason
@@ -58,6 +59,12 @@ def run_program(engine, program, prompt_tokens):
     return list(seen.values())
 
 
+@pytest.fixture(scope="module")
+def tiny_ends():
+    """Tiny, with a token that ends a request, which comes often."""
+    return Tiny(eos=(5,))
+
+
 @pytest.mark.parametrize("speculate", ["eagle", "none"])
 @given(
     program=st.lists(arrivals, min_size=1, max_size=6),
@@ -69,18 +76,18 @@ def run_program(engine, program, prompt_tokens):
     extra_pages=st.one_of(st.none(), st.integers(0, 12)),
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_program_gives_plain_greedy_tokens(bundle64, prompt_tokens, speculate, program, extra_pages, **config):
+def test_any_program_gives_plain_greedy_tokens(tiny_ends, tiny_tokens, speculate, program, extra_pages, **config):
     if extra_pages is not None:  # few enough pages that requests wait and are preempted
         config["num_pages"] = 1 + -(-(60 + LONGEST) // config["page_size"]) + extra_pages
-    engine = bundle64.engine(speculate=speculate, max_context=96, **config)
+    engine = tiny_ends.engine(speculate=speculate, max_context=96, **config)
     pages, rows = engine.free_pages, engine.free_rows
-    for arrival, prompt, tokens, reason in run_program(engine, program, prompt_tokens):
-        expected = bundle64.plain(prompt, LONGEST).token_ids[: arrival.max_tokens]
+    for arrival, prompt, tokens, reason in run_program(engine, program, tiny_tokens):
+        expected = tiny_ends.plain(prompt, LONGEST).token_ids[: arrival.max_tokens]
         if reason is FinishReason.ABORT:
             assert tuple(tokens) == expected[: len(tokens)]
         else:
             assert tuple(tokens) == expected
-            stopped = len(expected) < arrival.max_tokens or expected[-1] in bundle64.target.config.eos_token_ids
+            stopped = len(expected) < arrival.max_tokens or expected[-1] in tiny_ends.target.config.eos_token_ids
             assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
     engine.drain()
     assert (engine.free_pages, engine.free_rows) == (pages, rows)

@@ -20,7 +20,7 @@ from outrider.model import load_decoder, load_eagle
 from outrider.speculative.eagle import EagleProposer
 from outrider_cpu.backend import CpuBackend
 
-VOCABULARY, DRAWS, TEMPERATURE = 5, 20_000, 0.8
+VOCABULARY, DRAWS, TEMPERATURE = 5, 8_000, 0.8
 PROMPT = (1, 3, 2, 4)
 
 

@@ -4,12 +4,12 @@ from collections import Counter
 from contextlib import contextmanager
 
 import pytest
-from tests.engine.conftest import Bundle
+from tests.engine.conftest import Tiny
 
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import KernelSet
 from outrider.engine.state.staging import Packer
-from outrider.model import Decoder, load_eagle
+from outrider.model import Decoder, EagleHead
 from outrider.registry import get_backend
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.tree import DynamicTree
@@ -80,14 +80,15 @@ class Compiling(KernelSet):
 
 @pytest.fixture(scope="module", params=["cpu", "sim"])
 def bundle(request):
-    return Bundle(get_backend(request.param), "float32")
+    return Tiny(get_backend(request.param))
 
 
-def engine_with(bundle, bundled_dir, kernels, *, tree=False, **fields):
+def engine_with(bundle, kernels, *, tree=False, **fields):
     target = Decoder(bundle.target.config, bundle.target.weights, kernels)
-    head = load_eagle(bundled_dir / "eagle", target=target, backend=bundle.backend, dtype=target.dtype)
+    head = EagleHead(bundle.head.config, bundle.head.weights, target)
     proposer = EagleTreeProposer(head, DynamicTree(topk=2, depth=2)) if tree else EagleProposer(head, draft_tokens=2)
-    config = EngineConfig(max_requests=3, max_context=96, prefill_chunk=24, draft_tokens=2, overlap=True, **fields)
+    sizes = {"max_requests": 3, "max_context": 96, "prefill_chunk": 24, "draft_tokens": 2}
+    config = EngineConfig(dtype="float64", overlap=True, **sizes, **fields)
     return Engine(target, bundle.backend, proposer=proposer, config=config)
 
 
@@ -108,34 +109,34 @@ def serve(engine, prompts):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_is_compiled_after_the_start(bundle, bundled_dir, prompt_tokens, mode):
+def test_nothing_is_compiled_after_the_start(bundle, tiny_tokens, mode):
     kernels = Compiling()
-    engine = engine_with(bundle, bundled_dir, kernels, **MODES[mode])
+    engine = engine_with(bundle, kernels, **MODES[mode])
     assert engine.warm_up.compiled["attention"] > 0
     assert sum(engine.warm_up.compiled.values()) == len(kernels.variants)  # and capturing found all of its own there
-    serve(engine, prompt_tokens)
+    serve(engine, tiny_tokens)
     assert kernels.compiled() == engine.warm_up.compiled
 
 
-def test_nothing_is_compiled_after_the_start_for_trees(bundle, bundled_dir, prompt_tokens):
+def test_nothing_is_compiled_after_the_start_for_trees(bundle, tiny_tokens):
     kernels = Compiling()
-    engine = engine_with(bundle, bundled_dir, kernels, tree=True)
-    serve(engine, prompt_tokens)
+    engine = engine_with(bundle, kernels, tree=True)
+    serve(engine, tiny_tokens)
     assert kernels.compiled() == engine.warm_up.compiled
 
 
-def test_without_every_variant_something_is(bundle, bundled_dir, prompt_tokens):
+def test_without_every_variant_something_is(bundle, tiny_tokens):
     """That the tests above can fail: a scope that does nothing leaves most variants out."""
     kernels = Compiling(beforehand=False)
-    engine = engine_with(bundle, bundled_dir, kernels)
-    serve(engine, prompt_tokens)
+    engine = engine_with(bundle, kernels)
+    serve(engine, tiny_tokens)
     assert sum(kernels.compiled().values()) > sum(engine.warm_up.compiled.values())
 
 
-def test_the_engine_forgets_its_own_requests(bundle, bundled_dir, prompt_tokens):
-    plain = engine_with(bundle, bundled_dir, KernelSet())
+def test_the_engine_forgets_its_own_requests(bundle, tiny_tokens):
+    plain = engine_with(bundle, KernelSet())
     assert plain.warm_up is None
-    engine = engine_with(bundle, bundled_dir, Compiling())
+    engine = engine_with(bundle, Compiling())
     assert (engine.stats.iterations, engine.stats.emitted_tokens) == (0, 0)
     assert (engine.free_pages, engine.free_rows) == (plain.free_pages, plain.free_rows)
     assert engine.step() == []
@@ -146,26 +147,25 @@ def test_the_engine_forgets_its_own_requests(bundle, bundled_dir, prompt_tokens)
     engine.abort(0)
     while engine.has_unfinished:
         engine.step()
-    assert [done.token_ids for done in serve(engine, prompt_tokens)] == [
-        done.token_ids for done in serve(plain, prompt_tokens)
-    ]
+    assert [done.token_ids for done in serve(engine, tiny_tokens)] == [done.token_ids for done in serve(plain, tiny_tokens)]
 
 
-def test_a_small_engine_warms_up_too(bundle, bundled_dir, prompt_tokens):
+def test_a_small_engine_warms_up_too(bundle):
     target = Decoder(bundle.target.config, bundle.target.weights, Compiling())
-    config = EngineConfig(max_requests=1, max_context=2, page_size=1, penalties=False, max_logprobs=0, prefix_cache=False)
+    sizes = {"max_requests": 1, "max_context": 2, "page_size": 1}
+    config = EngineConfig(dtype="float64", penalties=False, max_logprobs=0, prefix_cache=False, **sizes)
     engine = Engine(target, bundle.backend, config=config)
     assert engine.warm_up.compiled
     assert len(engine.generate([[5]], SamplingParams(max_tokens=1))[0].token_ids) == 1
 
 
-def test_it_says_what_it_compiled(bundle, bundled_dir):
-    engine = engine_with(bundle, bundled_dir, Compiling())
+def test_it_says_what_it_compiled(bundle):
+    engine = engine_with(bundle, Compiling())
     assert str(engine.warm_up).startswith(f"{sum(engine.warm_up.compiled.values())} kernels compiled or loaded in ")
     assert "attention" in str(engine.warm_up)
 
 
-def test_what_is_packed_begins_at_multiples_of_16_bytes(bundle, bundled_dir, prompt_tokens, monkeypatch):
+def test_what_is_packed_begins_at_multiples_of_16_bytes(bundle, tiny_tokens, monkeypatch):
     """Kernels are compiled apart for such addresses: an offset that changes with the batch would compile them again."""
     starts = []
     add = Packer.add
@@ -175,7 +175,7 @@ def test_what_is_packed_begins_at_multiples_of_16_bytes(bundle, bundled_dir, pro
         starts.append(packer.segments[name][0])
 
     monkeypatch.setattr(Packer, "add", noted)
-    engine = engine_with(bundle, bundled_dir, KernelSet())
-    serve(engine, prompt_tokens)
+    engine = engine_with(bundle, KernelSet())
+    serve(engine, tiny_tokens)
     assert len(set(starts)) > 20
     assert all(start * 8 % 16 == 0 for start in starts)

@@ -96,10 +96,10 @@ def test_a_gated_product(m, n, k, with_bias, device, pdl):
     close(made, wanted, torch.float16)
 
 
-@pytest.mark.parametrize("split", [1, 4])
-@pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 32), (7, 1, 24), (4, 4, 16)])
-@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize(  # each pair of these once
+    ("split", "tree", "settled"), [(1, False, False), (1, True, True), (4, False, True), (4, True, False)]
+)
 def test_attention_over_long_contexts(heads, kv_heads, size, tree, split, settled, device, pdl):
     """Several blocks of queries and of cached tokens, splits with nothing in them, and padding behind the last sequence;
     with the first block of the context read early, and without.

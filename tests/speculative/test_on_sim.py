@@ -35,7 +35,7 @@ def test_the_sanitizer_finds_nothing(name):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_any_schedule_gives_plain_greedy_tokens(name):
-    for seed in range(8):
+    for seed in range(1, 5):  # lazy, pct, random, pct; the order of the program is watched above
         backend = SimBackend(parse_options({}))
         error = run_once(backend, program(name), make_strategy("mixed", seed, {}))
         if error is not None:

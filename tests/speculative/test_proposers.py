@@ -38,7 +38,7 @@ PROPOSERS = {
 
 @pytest.mark.parametrize("name", PROPOSERS)
 @given(program=programs(tiny.VOCABULARY), **ENGINES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_any_program_gives_plain_greedy_tokens(name, program, **config):
     check(tiny.engine(PROPOSERS[name](), **config), program, tiny.plain)
 

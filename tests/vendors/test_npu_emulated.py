@@ -16,40 +16,52 @@ HERE = Path(__file__).parent
 CASES = sorted(path for path in HERE.glob("on_npu/case_*.py") if path.stem != "case_matrix")
 
 
-# Left to `make test-slow`: all of the engine's matrix, positions without graphs, and the fences but for one rebind.
-SHORT = {"case_engine": "(eagle and overlapped) or sanitizer", "case_mrope": "graphs", "case_fences": "verify"}
+# Left to `make test-slow`: all of the engine's matrix, positions without graphs, the fences but for one rebind, and other
+# programs and proposers. The rest is one process, since starting one takes longer than most cases do; the matrix comes
+# last, because it lets the emulation take float64.
+SHORT = {
+    "case_engine": "(eagle and overlapped) or sanitizer",
+    "case_mrope": "graphs",
+    "case_fences": "verify",
+    "case_matrix": "(eagle-tree and graphs and outrider_npu-1) or fence or canns",
+}
+MATRIX = HERE / "on_npu" / "case_matrix.py"
 
 
-@pytest.mark.parametrize(
-    ("file", "only"),
-    [
-        *((file, SHORT.get(file.stem, "")) for file in CASES),
-        *(pytest.param(file, "", marks=pytest.mark.slow) for file in CASES if file.stem in SHORT),
-    ],
-    ids=lambda value: value.stem if isinstance(value, Path) else value,
-)
-def test_cases(file, only):
-    command = ["-m", "pytest", "-p", "emulation", "-p", "no:cacheprovider", "-n", "0", "-q", "--tb=short", str(file)]
-    done = child(*command, *(["-k", only] if only else []))
+def cases(plugin, files, only=""):
+    """Run case files through a plugin of Outrider on the emulation of its vendor's package."""
+    command = ["-m", "pytest", "-p", PLUGINS[plugin], "-p", "no:cacheprovider", "-n", "0", "-q", "--tb=short"]
+    done = child(*command, *map(str, files), *(["-k", only] if only else []), PROVED_PLUGIN=plugin)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    print(done.stdout.strip().splitlines()[-1])
+    summary = done.stdout.strip().splitlines()[-1]
+    print(summary)
+    return int(summary.split(" passed")[0].split()[-1])
+
+
+def test_cases():
+    """Under adversarial schedules, watched, where a case says so."""
+    whole = [path.stem for path in CASES if path.stem not in SHORT]
+    only = " or ".join([*whole, *(f"({name} and ({some}))" for name, some in SHORT.items())])
+    assert cases("outrider_npu", [*CASES, MATRIX], only) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", [path for path in CASES if path.stem in SHORT], ids=lambda path: path.stem)
+def test_all_cases(file):
+    assert cases("outrider_npu", [file])
 
 
 @pytest.mark.parametrize(
     ("plugin", "only"),
     [
-        ("outrider_npu", "(eagle-tree and graphs) or fence or canns"),
-        ("outrider_rocm", "(images and graphs) or fence"),
+        ("outrider_rocm", "(images and graphs and outrider_rocm-1) or fence"),
         pytest.param("outrider_npu", "", marks=pytest.mark.slow),
         pytest.param("outrider_rocm", "", marks=pytest.mark.slow),
     ],
 )
 def test_drawn_programs(plugin, only):
     """The plugins ``npu`` and ``rocm`` under adversarial schedules, watched."""
-    command = ["-m", "pytest", "-p", PLUGINS[plugin], "-p", "no:cacheprovider", "-n", "0", "-q", "--tb=short"]
-    chosen = ["-k", only] if only else []
-    done = child(*command, str(HERE / "on_npu" / "case_matrix.py"), *chosen, PROVED_PLUGIN=plugin)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert cases(plugin, [MATRIX], only) > 1
 
 
 @pytest.mark.parametrize("level", ["L3", pytest.param("L4", marks=pytest.mark.slow)])

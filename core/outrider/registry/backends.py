@@ -196,7 +196,8 @@ class Registry:
 
     def _create(self, spec: BackendSpec) -> Backend:
         plugins = self._backends
-        offer, info = plugins.offer(spec.name), plugins.usable_info(spec.name)
+        offer = plugins.offer(spec.name)
+        info = plugins.usable_info(offer)
         options = {key: value for key, value in spec.options.items() if key != KERNELS_OPTION}
         try:
             backend = plugins.adapt(plugins.call("create_backend", spec.name, ordinal=spec.ordinal, options=options), info)
@@ -226,7 +227,8 @@ class Registry:
     def _choose_kernels(self, backend: Backend, backend_name: str, name: str) -> None:
         """Let the backend compute with the kernel set of that name: loads that plugin alone."""
         plugins = self.kernels
-        offer, info = plugins.offer(name), plugins.usable_info(name)
+        offer = plugins.offer(name)
+        info = plugins.usable_info(offer)
         if info.backends and backend_name not in info.backends:
             raise ConfigError(
                 f"kernel set {name!r} of {offer.distribution} is for {', '.join(info.backends)}, not for {backend_name!r}"

@@ -150,11 +150,11 @@ class Plugins(Generic[Info]):
         """What the named plugin says about itself; loads that plugin alone."""
         return self.describe(self.offer(name))
 
-    def usable_info(self, name: str) -> Info:
-        """The same, of one that can run here; raises :class:`BackendLoadError` with its reason otherwise."""
-        info = self.info(name)
+    def usable_info(self, offer: Offer) -> Info:
+        """What a plugin that can run here says of itself; raises :class:`BackendLoadError` with its reason otherwise."""
+        info = self.describe(offer)
         if not info.usable:
-            what = f"{self.group.noun} {name!r} is installed but can't run here"
+            what = f"{self.group.noun} {offer.entry_point.name!r} is installed but can't run here"
             raise BackendLoadError(sentence(what, info.reason, info.advice))
         return info
 

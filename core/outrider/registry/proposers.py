@@ -45,7 +45,7 @@ def plugin_builders(name: str, given: Collection[str] = ()) -> Mapping[str, Buil
     if name not in plugins.names:
         installed = f"; plugins: {', '.join(plugins.names)}" if plugins.names else "; no plugin brings another one"
         raise ConfigError(f"speculate is {name!r}; expected one of {', '.join(sorted({*OWN_PROPOSERS, *given}))}{installed}")
-    plugins.usable_info(name)
+    plugins.usable_info(plugins.offer(name))
     return {name: lambda options: _build(plugins, name, options)}
 
 

@@ -16,23 +16,19 @@ _ROUNDS = 10
 
 
 def _multiply(constant: int, value: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of ``constant * value``, without leaving int64."""
-    low_half = value & 0xFFFF
-    high_half = value >> 16
-    low = constant * low_half  # < 2**48
-    middle = constant * high_half + (low >> 16)  # < 2**49
-    return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
+    """High and low 32 bits of ``constant * value``. The product wraps modulo 2**64: as bits it's the unsigned one."""
+    product = value * constant
+    return (product >> 32) & _MASK, product & _MASK
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Four 32-bit words per counter. All arguments are int64 tensors below 2**32 that broadcast together."""
     c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_ROUNDS):
+    rounds = torch.arange(_ROUNDS, dtype=torch.int64, device=c0.device).view(-1, *[1] * key[0].dim())
+    for k0, k1 in zip((key[0] + rounds * _WEYL_0) & _MASK, (key[1] + rounds * _WEYL_1) & _MASK, strict=True):
         high_0, low_0 = _multiply(_ROUND_0, c0)
         high_1, low_1 = _multiply(_ROUND_1, c2)
         c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
-        k0, k1 = (k0 + _WEYL_0) & _MASK, (k1 + _WEYL_1) & _MASK
     return c0, c1, c2, c3
 
 
