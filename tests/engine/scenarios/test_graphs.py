@@ -7,7 +7,7 @@ from engine.scenarios.historical import MANY, TWO, Historical
 from model.test_vision import IMAGE, picture
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import Recompute
-from outrider.engine import buffers
+from outrider.engine.state import buffers
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider.registry import get_backend
 from outrider.speculative.ngram import NgramProposer
