@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from operator import attrgetter
 from typing import Any
 
 
@@ -44,5 +45,5 @@ def honour_old_names(cls: type, base: type) -> None:
     for old, renamed in vars(base).items():
         if not isinstance(renamed, Renamed) or old not in vars(cls) or renamed.new in vars(cls):
             continue
-        setattr(cls, renamed.new, property(lambda self, old=old: getattr(self, old)))
+        setattr(cls, renamed.new, property(attrgetter(old)))
         renamed.warn(cls, stacklevel=5)  # past abc, to the class statement
