@@ -16,12 +16,13 @@ import torch
 from triton.errors import TritonError
 
 from outrider.device import KernelSet
-from outrider_triton.chain import normal
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.pairs import Job, Report, ends, row_of
+from outrider_triton.pairs import Job, ends, row_of
 from outrider_triton.rings import MOST, folded
 from outrider_triton.table import MatmulConfig, parse
+from outrider_tune.chain import normal
 from outrider_tune.measure import KernelShape
+from outrider_tune.search import Report
 from outrider_tune.timing import microseconds
 
 _WEIGHTS = 4

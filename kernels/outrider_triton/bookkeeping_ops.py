@@ -89,7 +89,7 @@ def _find_nan(x: Tensor, found: Tensor, shares: int, pdl: bool) -> None:
     rows, size = x.shape
     firsts = torch.empty((rows, shares), dtype=torch.int32, device=x.device)
     launch(
-        bookkeeping.nan_of_shares,
+        bookkeeping.partial_nan,
         (rows, shares),
         *(x.contiguous(), firsts, size),
         SHARES=shares,
@@ -97,7 +97,7 @@ def _find_nan(x: Tensor, found: Tensor, shares: int, pdl: bool) -> None:
         pdl=pdl,
         warps=warps_for(_WIDE) // 2,
     )
-    launch(bookkeeping.first_of_shares, (rows,), firsts, found, found.stride(0), SHARES=shares, pdl=pdl, warps=1)
+    launch(bookkeeping.reduce_nan, (rows,), firsts, found, found.stride(0), SHARES=shares, pdl=pdl, warps=1)
 
 
 define(

@@ -34,7 +34,7 @@ def _best(
     best = torch.empty((count, shares), dtype=torch.float32, device=logits.device)
     index = torch.empty((count, shares), dtype=torch.int32, device=logits.device)
     launch(
-        choose.best_of_shares,
+        choose.partial_argmax,
         (count, shares),
         *(flat, temperature, seeds, positions, parents, best, index, nodes, vocabulary, flat.stride(0)),
         SAMPLING=sampling,
@@ -54,7 +54,7 @@ def _sample(
     operands = (temperature.contiguous(), seeds.contiguous(), positions.contiguous())
     best, index = _best(logits, *operands, None, sampling=True, lane=lane, depth=0, shares=shares, pdl=pdl)
     tokens = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    launch(choose.decide, (tokens.shape[0],), best, index, tokens, SHARES=shares, pdl=pdl, warps=1)
+    launch(choose.reduce_argmax, (tokens.shape[0],), best, index, tokens, SHARES=shares, pdl=pdl, warps=1)
     return tokens
 
 
@@ -77,7 +77,7 @@ def _verify_chain(
     shares: int,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
-    batch, drafted = draft_tokens.shape
+    batch, num_draft_tokens = draft_tokens.shape
     drafts = draft_tokens.contiguous()
     tokens, accepted = _empty_chain(draft_tokens)
     if draft_probs is None:
@@ -87,9 +87,9 @@ def _verify_chain(
         launch(
             choose.accept_greedy,
             (batch,),
-            *(best, index, drafts, tokens, accepted, drafted),
+            *(best, index, drafts, tokens, accepted, num_draft_tokens),
             SHARES=shares,
-            DRAFTED=drafted,
+            NUM_DRAFT_TOKENS=num_draft_tokens,
             pdl=pdl,
             warps=1,
         )
@@ -99,16 +99,16 @@ def _verify_chain(
     vocabulary = logits.shape[-1]
     temperature, seeds, positions = temperature.contiguous(), seeds.contiguous(), positions.contiguous()
     probs = draft_probs.contiguous()
-    count = batch * (drafted + 1)
+    count = batch * (num_draft_tokens + 1)
 
     def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty((*shape, count, shares), dtype=dtype, device=logits.device)
 
     best, index, sums = made(), made(dtype=torch.int32), made()
     picked, picked_at, left = made(2), made(2, dtype=torch.int32), made()
-    sizes = (drafted, vocabulary, logits.stride(0), logits.stride(1))
+    sizes = (num_draft_tokens, vocabulary, logits.stride(0), logits.stride(1))
     launch(
-        choose.softmax_of_shares,
+        choose.partial_softmax,
         (count, shares),
         *(logits, temperature, best, index, sums, *sizes),
         BLOCK=_VOCABULARY_BLOCK,
@@ -117,7 +117,7 @@ def _verify_chain(
         warps=4,
     )
     launch(
-        choose.residual_of_shares,
+        choose.partial_residual,
         (count, shares),
         *(logits, probs, temperature, seeds, positions, best, sums, picked, picked_at, left, *sizes),
         LANE=residual,
@@ -132,7 +132,7 @@ def _verify_chain(
         *(logits, drafts, probs, temperature, seeds, positions, best, index, sums, picked, picked_at, left),
         *(tokens, accepted, count, *sizes),
         LANE=accept,
-        DRAFTED=drafted,
+        NUM_DRAFT_TOKENS=num_draft_tokens,
         SHARES=shares,
         pdl=pdl,
         warps=1,
@@ -141,8 +141,8 @@ def _verify_chain(
 
 
 def _empty_chain(draft_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    batch, drafted = draft_tokens.shape
-    return draft_tokens.new_empty((batch, drafted + 1)), draft_tokens.new_empty((batch,))
+    batch, num_draft_tokens = draft_tokens.shape
+    return draft_tokens.new_empty((batch, num_draft_tokens + 1)), draft_tokens.new_empty((batch,))
 
 
 define(

@@ -7,22 +7,21 @@ A product that ends a row and the one that takes its norm are chosen together, o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from outrider.device import KernelSet, Product, RotaryArgs
-from outrider_triton.chain import AHEAD, Chain, Key, as_json, chosen, normal, with_choice
+from outrider_triton.chain import AHEAD, Chain, Key, as_json, chosen, with_choice
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import power_of_two
 from outrider_triton.table import STREAMED, MatmulConfig, Table, parse
+from outrider_tune.chain import normal
 from outrider_tune.measure import KernelShape
+from outrider_tune.search import Report, Search
 
-Report = Callable[[str], None]
 _SHARED_BYTES = 220 << 10
-_BETTER = 0.999
 _FEW = 512  # rows of a weight that is only compiled for
 
 
@@ -99,49 +98,41 @@ def without_pairs(table: Table, shape: KernelShape, sizes: list[int]) -> Table:
     return table
 
 
-class Search:
-    """For one number of tokens, for which the chain is prepared; ``table`` is without pairs. ``m``: the entries' number."""
+class _Pairs:
+    """The search for one number of tokens, for which the chain is prepared; ``table`` is without pairs. ``m``: the entries'
+    number.
+    """
 
     def __init__(self, chain: Chain, table: Table, m: int, report: Report) -> None:
-        self._chain, self._m, self._report = chain, m, report
-        self._keys = Keys.of(chain.shape)
-        self.table = table
-        self.before_us = self.us = chain.attempt(table)
+        self._keys, self._m = Keys.of(chain.shape), m
+        self.search = Search(chain.attempt, table, chain.attempt(table), report)
 
-    def _best(self, table: Table, us: float, key: Key, configs: list[MatmulConfig]) -> tuple[Table, float]:
+    def _best(self, start: tuple[Table, float], key: Key, configs: list[MatmulConfig]) -> tuple[Table, float]:
         """The best of ``configs`` for one choice while the others stay; first all, then the winner reading ahead or not."""
-        for round_configs in (configs, None):
-            tried = round_configs
-            if tried is None:
-                entry = table.entry(*key[:2], n=key[2], k=key[3], m=self._m)
-                if entry is None or entry.config is None:
-                    break
-                tried = [replace(entry.config, ahead=ahead) for ahead in AHEAD]
-            for config in tried:
-                trial = with_choice(table, key, self._m, config)
-                found = self._chain.attempt(trial)
-                if found < us:
-                    table, us = trial, found
-        return table, us
+        table, us = self.search.best((with_choice(start[0], key, self._m, config) for config in configs), start)
+        entry = table.entry(*key[:2], n=key[2], k=key[3], m=self._m)
+        if entry is None or entry.config is None:
+            return table, us
+        ahead = [replace(entry.config, ahead=columns) for columns in AHEAD]
+        return self.search.best((with_choice(table, key, self._m, config) for config in ahead), (table, us))
 
     def _keep(self, name: str, table: Table, us: float) -> None:
-        kept = us < self.us * _BETTER
-        self._report(f"m {self._m}: {name}: {us:.2f} us a layer, {self.us:.2f} without: {'kept' if kept else 'left out'}")
-        if kept:
-            self.table, self.us = table, us
+        without = self.search.us
+        kept = "kept" if self.search.offer(table, us) else "left out"
+        self.search.report(f"m {self._m}: {name}: {us:.2f} us a layer, {without:.2f} without: {kept}")
 
     def run(self) -> None:
         """Rope with qkv; then down with it; then output with the gates."""
-        keys, m = self._keys, self._m
-        alone, us = self._best(self.table, float("inf"), keys.qkv, turns(m))
-        self._keep("qkv, rope and the cache's write in one", alone, us)
-        both, us = self._best(alone, float("inf"), keys.down, ends(m))
-        both, us = self._best(both, us, keys.qkv, turns(m))
-        self._keep("down with the residual, its norm in qkv", both, us)
-        start = with_choice(self.table, keys.gates, m, gates(m)[0])
-        both, us = self._best(start, float("inf"), keys.output, ends(m))
-        both, us = self._best(both, us, keys.gates, gates(m))
-        self._keep("output with the residual, its norm in the gates", both, us)
+        keys, m, unknown = self._keys, self._m, float("inf")
+        alone = self._best((self.search.table, unknown), keys.qkv, turns(m))
+        self._keep("qkv, rope and the cache's write in one", *alone)
+        both = self._best((alone[0], unknown), keys.down, ends(m))
+        both = self._best(both, keys.qkv, turns(m))
+        self._keep("down with the residual, its norm in qkv", *both)
+        start = with_choice(self.search.table, keys.gates, m, gates(m)[0])
+        both = self._best((start, unknown), keys.output, ends(m))
+        both = self._best(both, keys.gates, gates(m))
+        self._keep("output with the residual, its norm in the gates", *both)
 
 
 # -- the whole of it -----------------------------------------------------------------------------------------------
@@ -196,8 +187,9 @@ def tune_pairs(
     layers: list[dict[str, Any]] = []
     for m in sizes:
         chain.prepare_for(m)
-        search = Search(chain, table, m, report)
-        search.run()
+        found = _Pairs(chain, table, m, report)
+        found.run()
+        search = found.search
         table, us = chain.tune_attention(search.table)
         report(f"m {m}: attention once more: {us:.2f} us a layer, {search.us:.2f} before")
         report(f"m {m}: relative error {check(kernels, shape, m, device):.2g}")

@@ -8,7 +8,7 @@ Both ends of a block are tried both ways: a product in parts that a norm adds up
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from outrider_triton.chain import Chain, Key, as_json, chosen, with_choice
 from outrider_triton.jit.ring import PAIRS
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import power_of_two
-from outrider_triton.pairs import Job, Keys, Report, check, row_of
+from outrider_triton.pairs import Job, Keys, check, row_of
 from outrider_triton.table import STREAMED, MatmulConfig, Table, parse
 from outrider_tune.measure import KernelShape
+from outrider_tune.search import BETTER, Report, Search
 
 MOST = 64
 """The most tokens: with more, what a multiprocessor reads again for each tile, the tokens, outweighs the tile."""
@@ -100,19 +101,17 @@ def jobs(shape: KernelShape, sizes: list[int], processors: int) -> list[Job]:
     return [(key, config) for m in sizes for key, configs in choices(shape, m, processors).items() for config in configs]
 
 
-class Search:
-    """For one number of tokens, for which the chain is prepared."""
+class _Rings:
+    """The search for one number of tokens, for which the chain is prepared."""
 
     def __init__(self, chain: Chain, table: Table, m: int, report: Report) -> None:
-        self._chain, self._m, self._report = chain, m, report
-        self._keys = Keys.of(chain.shape)
+        self._keys, self._m = Keys.of(chain.shape), m
         self._choices = choices(chain.shape, m, chain.kernels.processors)
-        self.table, self.before_us = table, chain.attempt(table)
-        self.us = self.before_us
+        self.search = Search(chain.attempt, table, chain.attempt(table), report)
 
     def _start(self, output: bool, down: bool) -> tuple[Table, list[Key]]:
         """A table with streamed products throughout, and what is to be chosen; each end of a block added or in parts."""
-        keys, table = self._keys, self.table
+        keys, table = self._keys, self.search.table
         order = [keys.output, keys.gates] if output else [_in_parts(keys.output), _gates_apart(keys)]
         order += [keys.down if down else _in_parts(keys.down), keys.qkv]
         for key, added in ((keys.output, output), (keys.down, down), (keys.gates, output)):
@@ -124,19 +123,18 @@ class Search:
 
     def run(self) -> None:
         """Each of the four ways: every choice in turn, twice."""
+        search = self.search
         for output, down in itertools.product((False, True), repeat=2):
             table, order = self._start(output, down)
-            us = self._chain.attempt(table)
+            us = search.measure(table)
             for key in (*order, *order):
-                tried = [with_choice(table, key, self._m, config) for config in self._choices[key]]
-                table, us = min(((each, self._chain.attempt(each)) for each in tried), key=lambda pair: pair[1])
-            self._report(
+                table, us = search.best(with_choice(table, key, self._m, config) for config in self._choices[key])
+            search.report(
                 f"m {self._m}: streamed, output {'added' if output else 'in parts'}, down {'added' if down else 'in parts'}: "
-                f"{us:.2f} us a layer, {self.before_us:.2f} before; "
+                f"{us:.2f} us a layer, {search.before_us:.2f} before; "
                 + "; ".join(f"{key[0]} {chosen(table, key, self._m)}" for key in order)
             )
-            if us < self.us * 0.999:
-                self.table, self.us = table, us
+            search.offer(table, us)
 
 
 def tune_rings(
@@ -145,20 +143,20 @@ def tune_rings(
     sizes: list[int],
     kernels: TritonKernels,
     device: torch.device,
-    report: Callable[[str], None],
+    report: Report,
 ) -> None:
     """Choose for each number of tokens, streamed or as it was; changes ``data``, the table's JSON."""
     table, chain = parse(data), Chain(shape, kernels, device)
     times: dict[int, tuple[float, float]] = {}
     for m in sizes:
         chain.prepare_for(m)
-        search = Search(chain, table, m, report)
-        search.run()
-        tuned, _ = chain.tune_attention(search.table)
+        found = _Rings(chain, table, m, report)
+        found.run()
+        tuned, _ = chain.tune_attention(found.search.table)
         # Once more side by side: what came first may only have been cooler.
         pairs = [(chain.attempt(table), chain.attempt(tuned)) for _ in range(3)]
         before, after = (min(each) for each in zip(*pairs, strict=True))
-        kept = after < before * 0.999
+        kept = after < before * BETTER
         report(f"m {m}: {before:.2f} us a layer before, {after:.2f} with rings: {'kept' if kept else 'left out'}")
         if kept:
             table = tuned

@@ -25,7 +25,9 @@ def kernels(streamed):
         "fetch",
         "norm",
         "gated",
-        "put_away",
+        "rows_and_tokens",
+        "ask_for_gates",
+        "write_rotated",
         "uniforms",
         "gumbel",
     }

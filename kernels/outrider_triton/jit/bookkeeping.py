@@ -108,7 +108,7 @@ def gather_checked(
 
 
 @triton.jit
-def nan_of_shares(x, firsts, size, SHARES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def partial_nan(x, firsts, size, SHARES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Program (row, share): the first NaN of the share."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -123,7 +123,7 @@ def nan_of_shares(x, firsts, size, SHARES: tl.constexpr, BLOCK: tl.constexpr, PD
 
 
 @triton.jit
-def first_of_shares(firsts, found, found_stride, SHARES: tl.constexpr, PDL: tl.constexpr):
+def reduce_nan(firsts, found, found_stride, SHARES: tl.constexpr, PDL: tl.constexpr):
     """One row: index of the first NaN or -1, and -1."""
     begin(PDL)
     row = tl.program_id(0)

@@ -37,7 +37,7 @@ def gumbel(seed, position, LANE: tl.constexpr, start, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _better(best, best_at, values, start):
+def _update_argmax(best, best_at, values, start):
     """The larger of ``best`` and the largest of ``values``, and its index; the lower index among equals."""
     top = tl.max(values, axis=0)
     at = start + tl.argmax(values, axis=0, tie_break_left=True)
@@ -45,7 +45,7 @@ def _better(best, best_at, values, start):
 
 
 @triton.jit
-def _winner(best, index, row, SHARES: tl.constexpr):
+def _argmax(best, index, row, SHARES: tl.constexpr):
     """The index that won over all shares; earlier shares hold lower indices."""
     share = tl.arange(0, SHARES)
     at = tl.argmax(tl.load(best + row * SHARES + share), axis=0, tie_break_left=True)
@@ -65,7 +65,7 @@ def _depth(parents, node, DEPTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["nodes"])
-def best_of_shares(
+def partial_argmax(
     logits,
     temperature,
     seeds,
@@ -113,33 +113,41 @@ def best_of_shares(
         if SAMPLING:
             if hot:
                 values = tl.div_rn(values, tl.zeros_like(values) + heat) + gumbel(seed, position, LANE, start, BLOCK)
-        top, top_at = _better(top, top_at, values, start)
+        top, top_at = _update_argmax(top, top_at, values, start)
     tl.store(best + row * SHARES + share, top)
     tl.store(index + row * SHARES + share, top_at)
 
 
 @triton.jit
-def decide(best, index, tokens, SHARES: tl.constexpr, PDL: tl.constexpr):
+def reduce_argmax(best, index, tokens, SHARES: tl.constexpr, PDL: tl.constexpr):
     """One row: the token that won."""
     begin(PDL)
     row = tl.program_id(0)
-    tl.store(tokens + row, _winner(best, index, row, SHARES).to(tl.int64))
+    tl.store(tokens + row, _argmax(best, index, row, SHARES).to(tl.int64))
 
 
 @triton.jit
 def accept_greedy(
-    best, index, drafts, tokens, accepted, drafted, SHARES: tl.constexpr, DRAFTED: tl.constexpr, PDL: tl.constexpr
+    best,
+    index,
+    drafts,
+    tokens,
+    accepted,
+    num_draft_tokens,
+    SHARES: tl.constexpr,
+    NUM_DRAFT_TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One request: drafts are accepted up to the first that isn't the argmax. ``drafted`` is DRAFTED."""
+    """One request: drafts are accepted up to the first that isn't the argmax. ``num_draft_tokens`` is NUM_DRAFT_TOKENS."""
     begin(PDL)
     request = tl.program_id(0)
     alive = True
     count = 0
-    for step in tl.static_range(DRAFTED + 1):
-        choice = _winner(best, index, request * (drafted + 1) + step, SHARES).to(tl.int64)
-        tl.store(tokens + request * (drafted + 1) + step, tl.where(alive, choice, -1))
-        if step < DRAFTED:
-            alive = alive & (tl.load(drafts + request * drafted + step) == choice)
+    for step in tl.static_range(NUM_DRAFT_TOKENS + 1):
+        choice = _argmax(best, index, request * (num_draft_tokens + 1) + step, SHARES).to(tl.int64)
+        tl.store(tokens + request * (num_draft_tokens + 1) + step, tl.where(alive, choice, -1))
+        if step < NUM_DRAFT_TOKENS:
+            alive = alive & (tl.load(drafts + request * num_draft_tokens + step) == choice)
             count += alive.to(tl.int32)
     tl.store(accepted + request, count.to(tl.int64))
 
@@ -170,7 +178,7 @@ def walk_tree(
     alive = tl.full([], 1, dtype=tl.int1)
     count = 0
     for level in tl.static_range(DEPTH + 1):
-        choice = _winner(best, index, request * nodes + here, SHARES).to(tl.int64)
+        choice = _argmax(best, index, request * nodes + here, SHARES).to(tl.int64)
         tl.store(tokens + request * (DEPTH + 1) + level, tl.where(alive, choice, -1))
         tl.store(path + request * (DEPTH + 1) + level, tl.where(alive, here, 0).to(tl.int64))
         if level < DEPTH:
@@ -182,14 +190,14 @@ def walk_tree(
     tl.store(accepted + request, count.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["drafted"])
-def softmax_of_shares(
+@triton.jit(do_not_specialize=["num_draft_tokens"])
+def partial_softmax(
     logits,
     temperature,
     best,
     index,
     sums,
-    drafted,
+    num_draft_tokens,
     vocabulary,
     request_stride,
     row_stride,
@@ -201,11 +209,11 @@ def softmax_of_shares(
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
-    request = row // (drafted + 1)
+    request = row // (num_draft_tokens + 1)
     heat = tl.load(temperature + request)
     heat = tl.where(heat > 0, heat, 1.0)
     span = tl.cdiv(tl.cdiv(vocabulary, SHARES), BLOCK) * BLOCK
-    source = logits + request * request_stride + (row % (drafted + 1)) * row_stride
+    source = logits + request * request_stride + (row % (num_draft_tokens + 1)) * row_stride
     top = tl.full([], -float("inf"), dtype=tl.float32)
     top_at = share * span
     total = tl.zeros([], dtype=tl.float32)
@@ -213,7 +221,7 @@ def softmax_of_shares(
         lane = start + tl.arange(0, BLOCK)
         values = tl.load(source + lane, mask=lane < vocabulary, other=-float("inf")).to(tl.float32)
         before = top
-        top, top_at = _better(top, top_at, values, start)
+        top, top_at = _update_argmax(top, top_at, values, start)
         floor = tl.where(top == -float("inf"), 0.0, top)
         fresh = tl.exp(tl.div_rn(values - floor, tl.zeros_like(values) + heat))
         total = total * tl.exp((before - floor) / heat) + tl.sum(fresh, axis=0)
@@ -232,8 +240,8 @@ def _softmax(best, sums, row, heat, SHARES: tl.constexpr):
     return top, total
 
 
-@triton.jit(do_not_specialize=["drafted"])
-def residual_of_shares(
+@triton.jit(do_not_specialize=["num_draft_tokens"])
+def partial_residual(
     logits,
     draft_probs,
     temperature,
@@ -244,7 +252,7 @@ def residual_of_shares(
     picked,
     picked_at,
     left,
-    drafted,
+    num_draft_tokens,
     vocabulary,
     request_stride,
     row_stride,
@@ -261,8 +269,8 @@ def residual_of_shares(
     row = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
     rows = tl.num_programs(0)
-    request = row // (drafted + 1)
-    step = row % (drafted + 1)
+    request = row // (num_draft_tokens + 1)
+    step = row % (num_draft_tokens + 1)
     heat = tl.load(temperature + request)
     if heat > 0:
         top, total = _softmax(best, sums, row, heat, SHARES)
@@ -270,7 +278,7 @@ def residual_of_shares(
         position = tl.load(positions + request) + step
         span = tl.cdiv(tl.cdiv(vocabulary, SHARES), BLOCK) * BLOCK
         source = logits + request * request_stride + step * row_stride
-        draft = draft_probs + (request * drafted + step) * vocabulary
+        draft = draft_probs + (request * num_draft_tokens + step) * vocabulary
         first = tl.full([], -float("inf"), dtype=tl.float32)
         second = tl.full([], -float("inf"), dtype=tl.float32)
         first_at = share * span
@@ -280,12 +288,12 @@ def residual_of_shares(
             lane = start + tl.arange(0, BLOCK)
             values = tl.load(source + lane, mask=lane < vocabulary, other=-float("inf")).to(tl.float32)
             target = tl.exp(tl.div_rn(values - top, tl.zeros_like(values) + heat)) / total
-            other = tl.load(draft + lane, mask=(lane < vocabulary) & (step < drafted), other=0.0)
+            other = tl.load(draft + lane, mask=(lane < vocabulary) & (step < num_draft_tokens), other=0.0)
             rest = tl.maximum(target - other, 0.0)
             mass += tl.sum(rest, axis=0)
             noise = gumbel(seed, position, LANE, start, BLOCK)
-            first, first_at = _better(first, first_at, tl.log(rest) + noise, start)
-            second, second_at = _better(second, second_at, tl.log(target) + noise, start)
+            first, first_at = _update_argmax(first, first_at, tl.log(rest) + noise, start)
+            second, second_at = _update_argmax(second, second_at, tl.log(target) + noise, start)
         tl.store(picked + row * SHARES + share, first)
         tl.store(picked_at + row * SHARES + share, first_at)
         tl.store(picked + (rows + row) * SHARES + share, second)
@@ -310,13 +318,13 @@ def accept_sampling(
     tokens,
     accepted,
     rows,
-    drafted,
+    num_draft_tokens,
     vocabulary,
     request_stride,
     row_stride,
     LANE: tl.constexpr,
     SHARES: tl.constexpr,
-    DRAFTED: tl.constexpr,
+    NUM_DRAFT_TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One request: a draft is accepted with probability min(1, p / q); a row at temperature 0, if it is the argmax."""
@@ -330,19 +338,19 @@ def accept_sampling(
     share = tl.arange(0, SHARES)
     alive = tl.full([], 1, dtype=tl.int1)
     count = 0
-    for step in tl.static_range(DRAFTED + 1):
-        row = request * (drafted + 1) + step
-        following = _winner(best, index, row, SHARES)
+    for step in tl.static_range(NUM_DRAFT_TOKENS + 1):
+        row = request * (num_draft_tokens + 1) + step
+        following = _argmax(best, index, row, SHARES)
         taken = alive
         draft = tl.zeros([], dtype=tl.int64)
-        if step < DRAFTED:
-            draft = tl.load(drafts + request * drafted + step)
+        if step < NUM_DRAFT_TOKENS:
+            draft = tl.load(drafts + request * num_draft_tokens + step)
             passes = draft == following
             if hot:
                 top, total = _softmax(best, sums, row, heat, SHARES)
                 logit = tl.load(logits + request * request_stride + step * row_stride + draft).to(tl.float32)
                 p = tl.exp(tl.div_rn(logit - top, heat)) / total
-                q = tl.load(draft_probs + (request * drafted + step) * vocabulary + draft)
+                q = tl.load(draft_probs + (request * num_draft_tokens + step) * vocabulary + draft)
                 coin = uniforms(seed, position + step, LANE, 0, 4)
                 coin = tl.sum(tl.where(tl.arange(0, 4) == 0, coin, 0.0), axis=0)
                 passes = coin * q < p
@@ -350,12 +358,12 @@ def accept_sampling(
         if hot:
             mass = tl.sum(tl.load(left + row * SHARES + share), axis=0)
             which = tl.where(mass > 0, 0, 1) * rows
-            following = _winner(picked, picked_at, which + row, SHARES)
+            following = _argmax(picked, picked_at, which + row, SHARES)
         chosen = following.to(tl.int64)
-        if step < DRAFTED:
+        if step < NUM_DRAFT_TOKENS:
             chosen = tl.where(taken, draft, chosen)
             count += taken.to(tl.int32)
         tl.store(tokens + row, tl.where(alive, chosen, -1))
-        if step < DRAFTED:
+        if step < NUM_DRAFT_TOKENS:
             alive = taken
     tl.store(accepted + request, count.to(tl.int64))

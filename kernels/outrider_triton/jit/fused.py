@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from outrider_triton.jit.dependent import ask_for_rows, begin, begin_late
-from outrider_triton.jit.matmul import gated
+from outrider_triton.jit.matmul import ask_for_gates, gated, rows_and_tokens
 
 
 @triton.jit
@@ -57,10 +57,7 @@ def linear_add(
 
     NORM: also ``scaled [m, n]``, the new residual times ``norm``, and ``squares [shares, m]``, sums of its squares.
     """
-    lane_n = tl.arange(0, BLOCK_N)
-    rows = tl.program_id(0) * each + lane_n
-    mine = (lane_n < each) & (rows < n)
-    tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows, mine, tokens = rows_and_tokens(each, n, 1, BLOCK_N, BLOCK_M)
     if PDL:
         ask_for_rows(weight + tl.minimum(rows, n - 1).to(tl.int64) * k, ahead)
     # Weights too, which are far away: on their way before anything else.
@@ -159,14 +156,9 @@ def scaled_silu_mul(
     PDL: tl.constexpr,
 ):
     """``silu(y @ gate.T) * (y @ up.T)``, y being ``x [m, k]`` divided by the root mean square that ``squares`` say."""
-    lane_n = tl.arange(0, BLOCK_N)
-    rows = tl.program_id(0) * each + lane_n
-    mine = (lane_n < each) & (rows < n)
-    tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows, mine, tokens = rows_and_tokens(each, n, 1, BLOCK_N, BLOCK_M)
     if PDL:
-        asked = weight + tl.minimum(rows, n - 1).to(tl.int64) * k
-        ask_for_rows(asked, ahead)
-        ask_for_rows(asked + n.to(tl.int64) * k, ahead)
+        ask_for_gates(weight, rows, n, k, ahead)
     begin_late(PDL)
 
     parts = _squares(squares, tokens, shares, m, SHARES)
@@ -186,7 +178,7 @@ def scaled_silu_mul(
 
 
 @triton.jit
-def put_away(
+def write_rotated(
     first,
     second,
     cos_low,
@@ -262,7 +254,7 @@ def linear_rope_write_cache(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Queries, keys and values of ``x [m, k]`` (SCALED: divided as in :func:`scaled_silu_mul`), turned and put away.
+    """Queries, keys and values of ``x [m, k]`` (SCALED: divided as in :func:`scaled_silu_mul`), rotated and written.
 
     A program has ``each`` of the pairs of numbers that turn together, HALF of them a head: ``weight`` has the rows of
     queries, keys and values, heads of 2 HALF rows each. Queries go to ``q [m, heads, 2 HALF]``, the others to their slots.
@@ -317,7 +309,7 @@ def linear_rope_write_cache(
     # Rounded where the reference rounds: after the product and after the turn.
     total = (total + extra[:, None]).to(q.dtype.element_ty)
     first, second = tl.split(tl.permute(tl.reshape(total, [2, PAIRS, BLOCK_M]), (1, 2, 0)))
-    put_away(
+    write_rotated(
         first,
         second,
         cos_low,

@@ -10,9 +10,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from outrider_triton.jit.dependent import fetch, wait_for_last
-from outrider_triton.jit.fused import put_away
+from outrider_triton.jit.fused import write_rotated
 from outrider_triton.jit.matmul import gated
 from outrider_triton.jit.ring import PAIRS, bring, halves_of, make_buffer, make_ring, scale_of, squares_of
+
+_LAYOUT = gl.constexpr(gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1]))
+"""Of a tile of results [pairs, tokens]."""
+
+
+@gluon.jit
+def _pairs_and_tokens(BLOCK_M: gl.constexpr):
+    """Places of pairs in a tile, and a program's tokens."""
+    pairs = gl.arange(0, PAIRS, gl.SliceLayout(1, _LAYOUT))
+    return pairs, gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, _LAYOUT))
 
 
 @gluon.jit
@@ -20,14 +30,12 @@ def _store(
     bias, out, m, n, each, ring, buffer, HAS_BIAS: gl.constexpr, FOLD: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr
 ):
     BLOCK_M: gl.constexpr = buffer.shape[1] // (2 if FOLD else 1)
-    layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
-    lane = gl.arange(0, PAIRS, gl.SliceLayout(1, layout))
-    token = gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+    lane, token = _pairs_and_tokens(BLOCK_M)
     known = (token < m)[None, :]
     place = out + gl.program_id(1).to(gl.int64) * m * n + token.to(gl.int64)[None, :] * n
     wait_for_last(PDL)
     for tile in range(gl.cdiv(each, PAIRS)):
-        low, high = halves_of(ring, tile, buffer, FOLD, STEPS, layout)
+        low, high = halves_of(ring, tile, buffer, FOLD, STEPS, _LAYOUT)
         own = tile * PAIRS + lane
         row = gl.program_id(0) * each + own
         if FOLD:
@@ -94,24 +102,22 @@ def _add(
     PDL: gl.constexpr,
 ):
     BLOCK_M: gl.constexpr = buffer.shape[1] // 2
-    layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
-    lane = gl.arange(0, PAIRS, gl.SliceLayout(1, layout))
-    token = gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+    lane, token = _pairs_and_tokens(BLOCK_M)
     row = gl.program_id(0) * each + lane
     mine = (lane < each) & (row < n)
     real = (token < m)[None, :] & mine[:, None]
     place = token.to(gl.int64)[None, :] * n + row[:, None]
     # Weights, which are far away and which no kernel writes; and where the residual is, so that it isn't far away either.
-    extra = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, layout))
+    extra = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, _LAYOUT))
     if HAS_BIAS:
         extra = gl.load(bias + row, mask=mine, other=0.0).to(gl.float32)
-    factor = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, layout))
+    factor = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, _LAYOUT))
     if NORM:
         factor = gl.load(norm + row, mask=mine, other=0.0).to(gl.float32)
     fetch(residual + gl.where(real, place, 0))
     wait_for_last(PDL)
     old = gl.load(residual + place, mask=real, other=0.0)
-    low, high = halves_of(ring, 0, buffer, True, STEPS, layout)
+    low, high = halves_of(ring, 0, buffer, True, STEPS, _LAYOUT)
     kept = (low + high + extra[:, None] + old.to(gl.float32)).to(residual.dtype.element_ty)
     gl.store(residual + place, kept, mask=real)
     if NORM:
@@ -176,19 +182,17 @@ def _gate(
     PDL: gl.constexpr,
 ):
     BLOCK_M: gl.constexpr = buffer.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
-    lane = gl.arange(0, PAIRS, gl.SliceLayout(1, layout))
-    token = gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+    lane, token = _pairs_and_tokens(BLOCK_M)
     wait_for_last(PDL)
     if SCALED:
         parts = squares_of(squares, shares, m, SHARES, BLOCK_M)
     for tile in range(gl.cdiv(each, PAIRS)):
-        gate, up = halves_of(ring, tile, buffer, False, STEPS, layout)
+        gate, up = halves_of(ring, tile, buffer, False, STEPS, _LAYOUT)
         own = tile * PAIRS + lane
         row = gl.program_id(0) * each + own
         mine = (own < each) & (row < n)
         if SCALED:
-            scale = scale_of(parts, k, eps, layout)
+            scale = scale_of(parts, k, eps, _LAYOUT)
             gate *= scale
             up *= scale
         if HAS_BIAS:
@@ -237,7 +241,7 @@ def streamed_silu_mul(
 
 
 @gluon.jit
-def _turn(
+def _rotate(
     squares,
     bias,
     cos,
@@ -266,15 +270,14 @@ def _turn(
     PDL: gl.constexpr,
 ):
     BLOCK_M: gl.constexpr = buffer.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
-    token = gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+    token = gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, _LAYOUT))
     known = token < m
     wait_for_last(PDL)
     if SCALED:
         parts = squares_of(squares, shares, m, SHARES, BLOCK_M)
     slot = gl.load(slots + token, mask=known, other=0)
     for tile in range(gl.cdiv(each, PAIRS)):
-        own = tile * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(1, layout))
+        own = tile * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(1, _LAYOUT))
         pair = gl.program_id(0) * each + own
         head = pair // HALF
         lane = pair % HALF
@@ -287,9 +290,9 @@ def _turn(
         sin_low = gl.load(sin + angle, mask=turns, other=0.0)
         cos_high = gl.load(cos + angle + HALF, mask=turns, other=1.0)
         sin_high = gl.load(sin + angle + HALF, mask=turns, other=0.0)
-        first, second = halves_of(ring, tile, buffer, False, STEPS, layout)
+        first, second = halves_of(ring, tile, buffer, False, STEPS, _LAYOUT)
         if SCALED:
-            scale = scale_of(parts, k, eps, layout)
+            scale = scale_of(parts, k, eps, _LAYOUT)
             first *= scale
             second *= scale
         if HAS_BIAS:
@@ -297,7 +300,7 @@ def _turn(
             first += gl.load(bias + row, mask=mine, other=0.0).to(gl.float32)[:, None]
             second += gl.load(bias + row + HALF, mask=mine, other=0.0).to(gl.float32)[:, None]
         # Rounded where the reference rounds: after the product and after the turn.
-        put_away(
+        write_rotated(
             first.to(q.dtype.element_ty),
             second.to(q.dtype.element_ty),
             cos_low,
@@ -358,7 +361,7 @@ def streamed_rope_write_cache(
     gl.warp_specialize(
         [
             (
-                _turn,
+                _rotate,
                 (
                     squares,
                     bias,

@@ -127,21 +127,21 @@ def verify_chain(
     positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Accept a prefix of each chain and draw the token after it (Leviathan et al. 2023, Chen et al. 2023)."""
-    batch, drafted = draft_tokens.shape
+    batch, num_draft_tokens = draft_tokens.shape
     vocabulary = target_logits.shape[-1]
     choice = target_logits.argmax(-1)  # [B, K+1]
-    accept = choice[:, :drafted] == draft_tokens
+    accept = choice[:, :num_draft_tokens] == draft_tokens
     following = choice
     if draft_probs is not None:
         hot = (temperature > 0).unsqueeze(-1)
-        steps = torch.arange(drafted + 1, device=positions.device)
+        steps = torch.arange(num_draft_tokens + 1, device=positions.device)
         where = positions.unsqueeze(-1) + steps  # position of the token that is decided
-        seed = seeds.unsqueeze(-1).expand(batch, drafted + 1)
+        seed = seeds.unsqueeze(-1).expand(batch, num_draft_tokens + 1)
         scale = torch.where(temperature > 0, temperature, 1.0).view(batch, 1, 1)
         target_probs = torch.softmax(target_logits.float() / scale, dim=-1)
-        p = target_probs[:, :drafted].gather(2, draft_tokens.unsqueeze(-1)).squeeze(-1)
+        p = target_probs[:, :num_draft_tokens].gather(2, draft_tokens.unsqueeze(-1)).squeeze(-1)
         q = draft_probs.gather(2, draft_tokens.unsqueeze(-1)).squeeze(-1)
-        coin = uniforms(seed[:, :drafted], where[:, :drafted], LANE_ACCEPT, 1).squeeze(-1)
+        coin = uniforms(seed[:, :num_draft_tokens], where[:, :num_draft_tokens], LANE_ACCEPT, 1).squeeze(-1)
         accept = torch.where(hot, coin * q < p, accept)
         padding = draft_probs.new_zeros(batch, 1, vocabulary)
         residual = (target_probs - torch.cat((draft_probs, padding), dim=1)).clamp_(min=0)
@@ -150,7 +150,7 @@ def verify_chain(
         drawn = (residual.log() + _gumbel(seed, where, LANE_RESIDUAL, vocabulary)).argmax(-1)
         following = torch.where(hot, drawn, choice)
     accepted = accept.to(torch.int64).cumprod(dim=1).sum(dim=1)  # [B]
-    lane = torch.arange(drafted + 1, device=draft_tokens.device).unsqueeze(0)
+    lane = torch.arange(num_draft_tokens + 1, device=draft_tokens.device).unsqueeze(0)
     drafts = torch.cat((draft_tokens, draft_tokens.new_zeros(batch, 1)), dim=1)
     last = following.gather(1, accepted.unsqueeze(1))
     tokens = torch.where(lane < accepted.unsqueeze(1), drafts, torch.where(lane == accepted.unsqueeze(1), last, -1))

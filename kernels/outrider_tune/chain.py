@@ -1,0 +1,112 @@
+"""The layers of a decoder one after another, as a decode step runs them: where a choice of kernels is measured.
+
+A product that is fast by itself may hold up its neighbours: how much of a processor its programs take decides whether the
+next kernel can start early and bring in its weights. So each choice is tried where it will be used, by the time of the chain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.device import AttentionMetadata, KernelSet, Product, RotaryArgs
+from outrider_tune.measure import KernelShape
+from outrider_tune.timing import microseconds
+
+LAYERS = 8
+_PAGE = 16
+_CONTEXT = 640
+
+
+def normal(device: torch.device, *size: int) -> Tensor:
+    """Random numbers in bfloat16, of a variance of one over the last dimension."""
+    made: Tensor = torch.randn(size, dtype=torch.bfloat16, device=device) * size[-1] ** -0.5
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    qkv: Tensor
+    output: Tensor
+    gate_up: Tensor
+    down: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+
+
+class LayerChain:
+    """Layers with random weights for ``batch`` sequences of ``context`` tokens, of which ``width`` are new."""
+
+    def __init__(self, shape: KernelShape, kernels: KernelSet, device: torch.device) -> None:
+        self.shape, self.kernels, self.device = shape, kernels, device
+        self._module = torch.get_device_module(device)
+        attention = shape.heads * shape.head_size
+        self._weights = [
+            tuple(
+                normal(device, n, k)
+                for n, k in (
+                    (attention + 2 * shape.kv_heads * shape.head_size, shape.hidden),
+                    (shape.hidden, attention),
+                    (2 * shape.inner, shape.hidden),
+                    (shape.hidden, shape.inner),
+                )
+            )
+            for _ in range(LAYERS)
+        ]
+        self._norm = torch.ones(shape.hidden, dtype=torch.bfloat16, device=device)
+
+    def prepare_for(self, m: int) -> None:
+        """Prepare for a table's entries of ``m`` tokens: four of each sequence, or one where they're 16."""
+        width = 1 if m == 16 else 4
+        self.prepare(m // width, width, _CONTEXT)
+
+    def prepare(self, batch: int, width: int, context: int) -> None:
+        """Inputs and caches for what is measured next."""
+        shape, device, rows = self.shape, self.device, batch * width
+        self.rows, self.groups, self.width, self.context = rows, batch * shape.kv_heads, width, context
+        per = -(-context // _PAGE)
+        table = (torch.randperm(batch * per, device=device) + 1).view(batch, per).to(torch.int32)
+        lane = torch.arange(context - width, context, device=device)
+        self._slots = (table[:, lane // _PAGE].to(torch.int64) * _PAGE + lane % _PAGE).flatten()
+        self._metadata = AttentionMetadata(
+            query_start=torch.arange(0, rows + 1, width, dtype=torch.int32, device=device),
+            seq_lens=torch.full((batch,), context, dtype=torch.int32, device=device),
+            block_table=table,
+            max_query=width,
+            max_kv=context,
+            settled=True,
+        )
+        size = (1 + batch * per, _PAGE, shape.kv_heads, shape.head_size)
+        self._layers = [
+            _Layer(*weights, *(torch.randn(size, dtype=torch.bfloat16, device=device) for _ in range(2)))
+            for weights in self._weights
+        ]
+        self._residual = torch.randn(rows, shape.hidden, dtype=torch.bfloat16, device=device)
+        angle = torch.rand(rows, shape.head_size, device=device)
+        self._angles = angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16)
+
+    def run(self, _: int) -> Tensor:
+        """All layers once; the last one's sum and norm."""
+        kernels, shape = self.kernels, self.shape
+        size = shape.head_size
+        residual = self._residual.clone()
+        norm, eps = self._norm, 1e-5
+        pending: Product | None = None
+        for layer in self._layers:
+            rotary = RotaryArgs(*self._angles, layer.k_cache, layer.v_cache, self._slots)
+            if pending is None:
+                q = kernels.linear_rope_write_cache(Product(kernels.rms_norm(residual, norm, eps), layer.qkv, None), rotary)
+            else:
+                q = kernels.norm_linear_rope_write_cache(pending, residual, norm, eps, layer.qkv, None, rotary)
+            out = kernels.paged_attention(q, layer.k_cache, layer.v_cache, self._metadata, scale=size**-0.5)
+            added = Product(out.flatten(1), layer.output, None)
+            gated = kernels.norm_linear_silu_mul(added, residual, norm, eps, layer.gate_up, None)
+            pending = Product(gated, layer.down, None)
+        assert pending is not None  # there are layers
+        return kernels.linear_add_rms_norm(*pending, residual, norm, eps)
+
+    def layer_us(self) -> float:
+        """Microseconds of a layer, with the kernels as they are now."""
+        return microseconds(self._module, self.run, calls=1, replays=7) / LAYERS
