@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outrider.device import Backend, Fence, StepMode
+from outrider.engine.checks import check_cache
 from outrider.engine.config import EngineConfig
 from outrider.engine.fences import FenceSet
 from outrider.engine.graphs import Caller, CaptureProgress, GraphRunner, Runner, buckets_up_to
@@ -42,6 +43,7 @@ def assemble(
     """Streams, fences, caches and buffers of an engine; all of it is there when this returns."""
     table_width = -(-(max_context + proposer.slots) // config.page_size)
     pages = config.num_pages or config.max_requests * table_width + 1
+    check_cache(backend, config, model, pages=pages)
     slots = ring_slots(config)
     device = backend.device
 
