@@ -487,10 +487,8 @@ class Machine:
 
     def _fail(self, op: Op, stream: StreamQueue, index: int, error: Exception) -> None:
         if isinstance(error, NotImplementedError):  # nothing ran, so nothing is lost
-            self._failed = self._failed or CapabilityError(
-                f"{where(op, stream, index)}: the simulated device has no such operator for these operands: {error}; use "
-                "others, or another backend"
-            )
+            missing = f"the simulated device has no such operator for these operands: {error}; use another backend"
+            self._failed = self._failed or CapabilityError(f"{where(op, stream, index)}: {missing}")
             return
         # A kernel that fails while it runs (an index out of range) is a sticky fault on a device.
         self._lose(f"{where(op, stream, index)} failed: {type(error).__name__}: {error}")

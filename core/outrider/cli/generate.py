@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from outrider.cli.images import ImageOption, Question
+from outrider.cli.inputs import check_utf8, read_bounded
 from outrider.cli.models import (
     DoorOption,
     DraftNodesOption,
@@ -97,6 +98,8 @@ def generate(
         raise ConfigError(f"--compare compares greedy decoding, the temperature is {temperature}; leave --temperature out")
     if compare and n > 1:
         raise ConfigError(f"--compare compares one output with another, --n is {n}; leave --n out")
+    for item in stop or ():
+        check_utf8("--stop", item)
     require_torch()
     from outrider.engine.requests.request import SamplingParams
 
@@ -285,11 +288,12 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt_file is None:
         text = prompt or ""
     else:
-        data = sys.stdin.buffer.read() if str(prompt_file) == "-" else prompt_file.read_bytes()
+        data = read_bounded(prompt_file)
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise RequestError(f"{prompt_file}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+    check_utf8("--prompt", text)
     if not text:
         raise RequestError("the prompt is empty; give at least one character")
     return text

@@ -106,6 +106,9 @@ def _report_failure(error: BaseException, json_out: TextIO | None, *, terminated
             kind, code = "NotImplementedError", 1
             said = str(error).partition("\n")[0] or "it isn't named"
             message = f"the backend has no operator that is needed: {said}; use another model, dtype or backend"
+        case MemoryError() | RuntimeError() if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            kind, code = "OutOfMemory", 1
+            message = f"the host has too little memory: {str(error)[:200]}; use a smaller batch, cache or model"
         case BrokenPipeError():
             kind, message, code = "BrokenPipe", "standard output was closed by its reader; the rest of the output is lost", 1
         case OSError():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.device import Backend, Fence, StepMode
+from outrider.engine.checks import check_cache
 from outrider.engine.config import EngineConfig
 from outrider.engine.fences import FenceSet
 from outrider.engine.graphs import AnyStage, CaptureProgress, EagerRunner, GraphRunner, Runner, buckets_up_to
@@ -88,6 +89,7 @@ def assemble(
     """Streams, fences, caches and buffers of an engine; all of it is there when this returns."""
     table_width = -(-(max_context + proposer.slots) // config.page_size)
     pages = config.num_pages or config.max_requests * table_width + 1
+    check_cache(backend, config, model, pages=pages)
     entries = ring_entries(config)
     device = backend.device
 

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, StepMode
+from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, OutOfDeviceMemory, StepMode
 from outrider.engine.config import EngineConfig
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS, SamplingParams
 from outrider.errors import RequestError
-from outrider.model import LanguageModel
+from outrider.model import KVCache, LanguageModel
 from outrider.speculative.proposer import Proposer
 
 DEFAULT_MAX_CONTEXT = 4096
+MAX_SLOTS = 2**31 - 1
 
 
 def check_policy(backend: Backend, config: EngineConfig, proposer: Proposer, kernels: KernelSet) -> None:
@@ -74,6 +75,28 @@ def context_limit(config: EngineConfig, model: LanguageModel, proposer: Proposer
         what = "model was" if limit == model.config.max_context else f"proposer {proposer.name!r} was"
         raise ConfigError(f"max_context is {config.max_context}, the {what} made for {limit} at most")
     return config.max_context
+
+
+def check_cache(backend: Backend, config: EngineConfig, model: LanguageModel, *, pages: int) -> None:
+    """The target's KV cache has slots that 32 bits can count, and fits into the memory of a device that knows its limit."""
+    slots = pages * config.page_size
+    if slots > MAX_SLOTS:
+        raise ConfigError(
+            f"the KV cache would have {pages} pages of {config.page_size} tokens: {slots} slots; expected at most "
+            f"{MAX_SLOTS}: lower num_pages, max_requests or max_context"
+        )
+    if not backend.capabilities.memory_limit:
+        return
+    shape = model.config
+    page = KVCache.page_bytes(
+        shape.num_layers, shape.num_kv_heads, shape.head_size, page_size=config.page_size, dtype=config.torch_dtype
+    )
+    total = backend.memory_info().total
+    if pages * page > total:
+        raise OutOfDeviceMemory(
+            f"the KV cache would have {pages} pages of {page} bytes: {pages * page / 2**30:.1f} GiB, and {backend.label} has "
+            f"{total / 2**30:.1f} GiB in all; lower num_pages, max_requests or max_context"
+        )
 
 
 def check_prompt(prompt: Sequence[int], params: SamplingParams, *, context: int, vocabulary: int) -> None:

@@ -15,6 +15,24 @@ DTYPES = {
     "float16": torch.float16,
 }
 
+MAX_DRAFT_NODES = 4096
+"""Nodes of a draft tree at most: its mask has a bit for each pair of them."""
+
+SIZES = {
+    "max_requests": (1, 4096),
+    "page_size": (1, 65536),
+    "prefill_chunk": (1, 2**20),
+    "draft_tokens": (1, 1024),
+    "draft_topk": (1, 1024),
+    "max_logprobs": (0, 2**20),
+    "num_pages": (2, 2**31 - 1),
+    "max_context": (2, 2**31 - 1),
+    "draft_nodes": (1, MAX_DRAFT_NODES),
+}
+"""The least and the most that each size of an :class:`EngineConfig` can be. Slots of the cache are counted in 32 bits."""
+
+_OPTIONAL = ("num_pages", "max_context", "draft_nodes")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
@@ -64,18 +82,15 @@ class EngineConfig:
     device_timeout_s: float | None = 120.0
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("max_requests", 1),
-            ("page_size", 1),
-            ("prefill_chunk", 1),
-            ("draft_tokens", 1),
-            ("draft_topk", 1),
-            ("max_logprobs", 0),
-        ):
-            _check_int(name, getattr(self, name), least)
-        for name, least in (("num_pages", 2), ("max_context", 2), ("draft_nodes", 1)):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), least)
+        for name, (least, most) in SIZES.items():
+            if getattr(self, name) is not None or name not in _OPTIONAL:
+                _check_int(name, getattr(self, name), least, most)
+        nodes = self.draft_tokens * self.draft_topk
+        if self.draft_topk > 1 and self.draft_nodes is None and nodes > MAX_DRAFT_NODES:
+            raise ConfigError(
+                f"draft_tokens is {self.draft_tokens} and draft_topk {self.draft_topk}: a tree of {nodes} nodes; expected at "
+                f"most {MAX_DRAFT_NODES}: lower one of them, or give draft_nodes"
+            )
         for name in ("overlap", "prefix_cache", "penalties", "batch_invariant", "graphs", "plan_stream"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected True or False")
@@ -94,7 +109,7 @@ class EngineConfig:
     def _check_buckets(self, buckets: object) -> None:
         sizes = buckets if isinstance(buckets, tuple) else ()
         for size in sizes:
-            _check_int("a size in buckets", size, 1)
+            _check_int("a size in buckets", size, 1, self.max_requests)
         if not sizes or max(sizes) != self.max_requests or len(set(sizes)) != len(sizes):
             raise ConfigError(
                 f"buckets is {buckets!r}; expected a tuple of different batch sizes, the largest of them max_requests "
@@ -112,6 +127,8 @@ class EngineConfig:
         return DTYPES[self.dtype]
 
 
-def _check_int(name: str, value: object, least: int) -> None:
+def _check_int(name: str, value: object, least: int, most: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} is {value!r}; expected a whole number of at least {least}")
+    if value > most:
+        raise ConfigError(f"{name} is {value!r}; expected a whole number of at most {most}")

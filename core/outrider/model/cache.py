@@ -56,3 +56,8 @@ class KVCache:
     def page_size(self) -> int:
         """Tokens a page holds."""
         return self.layers[0][0].shape[1]
+
+    @staticmethod
+    def page_bytes(num_layers: int, num_kv_heads: int, head_size: int, *, page_size: int, dtype: torch.dtype) -> int:
+        """Bytes that one page takes in all layers, keys and values together."""
+        return 2 * num_layers * page_size * num_kv_heads * head_size * dtype.itemsize

@@ -1,0 +1,58 @@
+"""Text from files and arguments, within bounds."""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+import sys
+from pathlib import Path
+
+from outrider.device.errors import RequestError
+
+MAX_BYTES = 16 * 2**20
+"""More than any context holds."""
+
+_PIPE_S = 10.0
+
+
+def read_bounded(path: Path) -> bytes:
+    """The bytes of a file; ``-``: of standard input.
+
+    Raises :class:`RequestError` for one that has more than :data:`MAX_BYTES`, such as a device without end, and for a named
+    pipe that nobody writes to.
+    """
+    if str(path) == "-":
+        return _within_bounds(sys.stdin.buffer.read(MAX_BYTES + 1), path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without it, a pipe that nobody writes to would block here
+    try:
+        kind = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(kind):
+            raise RequestError(f"{path}: is a directory; expected a file with the text")
+        if stat.S_ISFIFO(kind) and not select.select([descriptor], [], [], _PIPE_S)[0]:
+            raise RequestError(f"{path}: is a pipe, and nothing was written to it within {_PIPE_S:g} s")
+        os.set_blocking(descriptor, True)
+        return _read(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+def _read(descriptor: int, path: Path) -> bytes:
+    pieces: list[bytes] = []
+    while sum(map(len, pieces)) <= MAX_BYTES and (piece := os.read(descriptor, 2**20)):
+        pieces.append(piece)
+    return _within_bounds(b"".join(pieces), path)
+
+
+def _within_bounds(data: bytes, path: Path) -> bytes:
+    if len(data) > MAX_BYTES:
+        raise RequestError(f"{path}: has more than {MAX_BYTES // 2**20} MiB; expected the text of a prompt")
+    return data
+
+
+def check_utf8(option: str, text: str) -> None:
+    """Raise :class:`RequestError` for an argument that isn't UTF-8 text; Python hands its bytes on as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{option}: not UTF-8 text at character {error.start}; use the encoding UTF-8") from None
