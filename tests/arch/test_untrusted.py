@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-PACKAGES = ("core", "backends", "kernels", "tools")
+PACKAGES = ("core", "backends", "kernels", "tools", "training", "examples")
 MODULES = frozenset({"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle"})
 BUILTINS = frozenset({"eval", "exec"})
 YAML = frozenset({"load", "load_all", "unsafe_load", "full_load"})

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import OutriderError
@@ -24,6 +26,7 @@ from outrider.model import MediaProcessor
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import (
     IMAGE,
+    SHAPE,
     byte_level_tokenizer,
     picture,
     sentencepiece_tokenizer,
@@ -64,6 +67,13 @@ def _mtp(directory: Path) -> None:
     _edit(directory / "config.json", lambda config: config.update(num_nextn_predict_layers=2))
 
 
+def _write_other(directory: Path, family: str, **fields: int) -> None:
+    torch.manual_seed(0)
+    shape = SHAPE if family != "gpt2" else {key: SHAPE[key] for key in SHAPE if key != "num_key_value_heads"}
+    config = CONFIG_MAPPING[family](**shape, **fields)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+
+
 def _edit(path: Path, change: Callable[[Any], object]) -> None:
     value = json.loads(path.read_text(encoding="utf-8"))
     change(value)
@@ -84,6 +94,8 @@ KINDS: Mapping[str, Kind] = {
     "qwen2_vl": Kind(lambda path: write_vision_checkpoint(path, "qwen2_vl"), vision=True),
     "qwen2_5_vl": Kind(lambda path: write_vision_checkpoint(path, "qwen2_5_vl"), vision=True),
     "door": Kind(lambda path: write_checkpoint(path, "mistral-window"), door=True),
+    "door-gpt2": Kind(lambda path: _write_other(path, "gpt2"), door=True),
+    "door-experts": Kind(lambda path: _write_other(path, "mixtral", num_local_experts=4), door=True),
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 

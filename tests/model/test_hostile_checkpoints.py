@@ -8,6 +8,7 @@ import zipfile
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError, RequestError
@@ -28,6 +29,7 @@ from outrider.model.reading import read_json, reading, shown
 from outrider.model.rotary import rotary
 from outrider_proof.checkpoints import (
     byte_level_tokenizer,
+    picture,
     write_checkpoint,
     write_eagle,
     write_eagle3,
@@ -359,6 +361,9 @@ def test_image_processors(copy, changes, message):
         ({"num_hidden_layers": 10**30}, "num_hidden_layers is 1000"),
         ({"num_labels": 10**9}, "num_labels is 1000000000"),
         ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is .*, which isn't supported"),
+        ({"transformers_weights": "../other.bin"}, "transformers_weights is '../other.bin'"),
+        ({"_attn_implementation": "somebody/kernels"}, "_attn_implementation is 'somebody/kernels'"),
         ({"vocab_size": 10**9}, "a model of this config has .* values, but the files hold"),
         ({"hidden_size": "many"}, "transformers can't load it"),
     ],
@@ -370,6 +375,46 @@ def test_through_transformers(copy, backend, changes, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         load_through_transformers(directory, backend=backend, dtype=torch.float32)
     assert str(directory) in str(caught.value)
+
+
+def test_sizes_of_pictures_as_published(copy):
+    directory = copy("vision")
+    for size in ({"min_pixels": 64, "max_pixels": 1600}, {"shortest_edge": 64, "longest_edge": 1600}):
+        edit(directory / "preprocessor_config.json", size=size)
+        (directory / "video_preprocessor_config.json").write_text(json.dumps({"size": size}))
+        processor = MediaProcessor.from_checkpoint(directory)
+        assert processor.image(picture(64, 64)).grid.patches <= 1600 // 16
+        assert processor.video([picture(64, 64)], frames_per_second=1).grid.patches <= 1600 // 16
+    (directory / "video_preprocessor_config.json").write_text(json.dumps({"size": {"shortest_edge": 10**12}}))
+    with pytest.raises(CheckpointError, match=r"video_preprocessor_config\.json: size\.shortest_edge is 1000000000000"):
+        MediaProcessor.from_checkpoint(directory)
+
+
+@pytest.mark.parametrize("length", [0, 1 << 30, 1 << 40, (1 << 64) - 1])
+def test_length_of_a_header(copy, backend, length):
+    directory = copy("llama")
+    with (directory / "model.safetensors").open("r+b") as file:
+        file.write(length.to_bytes(8, "little"))
+        file.truncate(1 << 35)  # takes no room
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: .*its header would be {length} bytes long"):
+        load_decoder(directory, backend=backend, dtype=torch.float32)
+
+
+def test_files_beside_those_of_the_checkpoint(copy, backend):
+    directory = copy("mistral")
+    os.mkfifo(directory / "tokenizer.model")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: is a pipe"):
+        load_through_transformers(directory, backend=backend, dtype=torch.float32)
+    (directory / "tokenizer.model").unlink()
+    shutil.copy(directory / "model.safetensors", directory / "one.safetensors")
+    keys = load_file(directory / "one.safetensors")
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(keys, "one.safetensors")})
+    )
+    with pytest.raises(CheckpointError, match="is the index of several files, but there's a single one as well"):
+        load_through_transformers(directory, backend=backend, dtype=torch.float32)
+    (directory / "model.safetensors").unlink()
+    load_through_transformers(directory, backend=backend, dtype=torch.float32)
 
 
 def test_masks_of_a_whole_context(tmp_path, backend):

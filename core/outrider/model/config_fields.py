@@ -191,16 +191,23 @@ def checked(raw: Mapping[str, Any], fields: Mapping[str, Field], within: str = "
 
 _LOOPED = re.compile(r"layers?$|blocks?$|depth$")  # keys of what a model makes one by one, and has tensors of
 _COUNTED = re.compile(r"heads?$|experts?$|labels?$|groups?$")
+_FOREIGN = frozenset(
+    {"quantization_config", "transformers_weights", "distributed_config", "fusion_config", "kernel_config", "use_kernels"}
+)
+_CODE = re.compile(r"_implementation(_internal)?$")  # a name with a slash is that of a repository of kernels
 _MAX_NUMBER = (1 << 53) - 1
 
 
 def check_any_config(raw: Mapping[str, Any], tensors: int) -> None:
     """Raise :class:`ConfigError` where a config of whatever family has numbers that would be looped over without end.
 
-    ``tensors`` is how many the files hold: no model has more layers than that.
+    ``tensors`` is how many the files hold: no model has more layers than that. Keys that bring in other files or other
+    code than transformers' own are refused too.
     """
     waiting: list[tuple[str, Any]] = list(raw.items())
     for key, value in waiting:  # grows while it's gone through; read_json bounds it
+        if (key in _FOREIGN and value is not None) or (_CODE.search(key) and isinstance(value, str) and "/" in value):
+            raise ConfigError(f"{key} is {shown(value)}, which isn't supported")
         if isinstance(value, dict):
             waiting += value.items()
         elif isinstance(value, list):

@@ -22,7 +22,7 @@ from outrider.errors import CheckpointError
 from outrider.model.reading import JSON_LIMIT, present, read_json, reading, regular_size, shown
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
-_AGAIN = "it's truncated or corrupt: fetch it again"
+_AGAIN = "if it's truncated or corrupt, fetch it again"
 _MAX_SHARDS = 4096
 # What a pickle names, and what a state of plain tensors needs.
 _NAMING = frozenset({"GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"})
@@ -46,7 +46,7 @@ class TensorFile(ABC):
 class _SafetensorsFile(TensorFile):
     def __init__(self, path: Path) -> None:
         size = regular_size(path)
-        with reading(path, f"safetensors; {_AGAIN}"):
+        with reading(path, "safetensors", _AGAIN):
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= min(size - 8, JSON_LIMIT):
@@ -66,7 +66,7 @@ class _SafetensorsFile(TensorFile):
 class _TorchFile(TensorFile):
     def __init__(self, path: Path) -> None:
         size = regular_size(path)
-        with reading(path, f"a torch file of plain tensors; {_AGAIN}"):
+        with reading(path, "a torch file of plain tensors", _AGAIN):
             _check_archive(path, size)
             # weights_only: a pickle may run code, and a checkpoint is somebody else's file
             state = torch.load(path, map_location="cpu", weights_only=True)

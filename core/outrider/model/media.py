@@ -25,18 +25,21 @@ from outrider.model.config_fields import FLAG, Field, checked, items, number, re
 from outrider.model.mrope import MediaGrid
 from outrider.model.reading import present, read_json, reading, shown
 
-_PIXELS = whole(1, 1 << 26)
+_LEAST, _MOST = whole(1, 1 << 22), whole(1, 1 << 26)  # pixels
 _FEW = whole(1, 64)
 _COLOURS = items(number(-100, 100), 3)
-_SIZE: Mapping[str, Field] = MappingProxyType({"shortest_edge": whole(1, 1 << 24), "longest_edge": _PIXELS})
+_SIZE: Mapping[str, Field] = MappingProxyType(
+    # The first two names are those of transformers, the others those of published files. A smaller picture is enlarged.
+    {"shortest_edge": _LEAST, "longest_edge": _MOST, "min_pixels": _LEAST, "max_pixels": _MOST}
+)
 _VIDEO: Mapping[str, Field] = MappingProxyType({"size": record(_SIZE)})
 _IMAGE: Mapping[str, Field] = MappingProxyType(
     {
         "do_resize": FLAG,
         "resample": whole(0, 5),
         "size": record(_SIZE),
-        "min_pixels": _SIZE["shortest_edge"],
-        "max_pixels": _SIZE["longest_edge"],
+        "min_pixels": _LEAST,
+        "max_pixels": _MOST,
         "do_rescale": FLAG,
         "rescale_factor": number(0, 1e6),
         "do_normalize": FLAG,
@@ -136,7 +139,12 @@ class MediaProcessor:
 
 
 def _checked(raw: dict[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
-    return {key: value for key, value in checked(raw, fields).items() if value is not None}
+    found = {key: value for key, value in checked(raw, fields).items() if value is not None}
+    size = found.get("size")
+    if size:
+        least, most = size.get("shortest_edge", size.get("min_pixels")), size.get("longest_edge", size.get("max_pixels"))
+        found["size"] = {"shortest_edge": least, "longest_edge": most}
+    return found
 
 
 def _edges(size: dict[str, int]) -> dict[str, int]:

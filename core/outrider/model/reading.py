@@ -23,8 +23,8 @@ _TEXT = 300  # characters of a parser's own words, or of a value
 
 
 @contextmanager
-def reading(path: Path, what: str) -> Generator[None]:
-    """A scope that reads ``path`` as ``what``: each failure in it is a :class:`CheckpointError` that names both.
+def reading(path: Path, what: str, advice: str = "") -> Generator[None]:
+    """A scope that reads ``path`` as ``what``: each failure in it is a :class:`CheckpointError` that names both, with advice.
 
     A :class:`ConfigError` becomes one too, in its own words. Other errors of ours pass, as does what isn't a failure
     (KeyboardInterrupt, SystemExit).
@@ -39,7 +39,8 @@ def reading(path: Path, what: str) -> Generator[None]:
         # A panic of a library in Rust is no Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise CheckpointError(f"{path}: can't be read as {what}: {describe(error)}") from error
+        end = f"; {advice}" if advice else ""
+        raise CheckpointError(f"{path}: can't be read as {what}: {describe(error)}{end}") from error
 
 
 def describe(error: BaseException) -> str:

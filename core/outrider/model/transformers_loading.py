@@ -17,7 +17,7 @@ from outrider.model.config import ModelConfig
 from outrider.model.config_fields import check_any_config
 from outrider.model.files import open_checkpoint
 from outrider.model.inputs import ForwardInput
-from outrider.model.reading import describe, present, read_json, reading
+from outrider.model.reading import describe, present, read_json, reading, regular_size
 from outrider.model.tensors import placed
 from outrider.model.transformers_decoder import ATTENTION, PagedPass, TransformersDecoder, paged_attention
 
@@ -62,7 +62,12 @@ def _check_files(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -
     """Raise unless the files are sound, and hold about as much as a model of this config takes."""
     path = directory / "config.json"
     raw = read_json(path)
+    for entry in directory.iterdir():  # which of them transformers opens is its own business
+        if not entry.is_dir():
+            regular_size(entry)
     files = open_checkpoint(directory)
+    if files.origin.name.endswith(".index.json") and present(directory / files.origin.name.removesuffix(".index.json")):
+        raise CheckpointError(f"{files.origin}: is the index of several files, but there's a single one as well")
     if present(directory / "generation_config.json"):
         read_json(directory / "generation_config.json")
     if present(directory / "adapter_config.json"):
