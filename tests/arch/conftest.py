@@ -14,15 +14,18 @@ def root() -> Path:
     return ROOT
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``core_file`` and ``source_file`` run a check once for each module, so that a failure names it."""
-    core = sorted((ROOT / "core").rglob("*.py"))
-    trees = {
-        "core_file": core,
-        "source_file": sorted(
-            [*core, *(ROOT / "backends").rglob("*.py"), *(ROOT / "kernels").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
-        ),
-    }
-    for name, files in trees.items():
-        if name in metafunc.fixturenames:
-            metafunc.parametrize(name, files, ids=[str(file.relative_to(ROOT)) for file in files])
+def _texts(*trees: str) -> dict[str, str]:
+    files = [file for tree in trees for file in sorted((ROOT / tree).rglob("*.py"))]
+    return {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
+
+
+@pytest.fixture(scope="session")
+def core_files() -> dict[str, str]:
+    """Modules of the core by their paths. A check goes over all of them and tells what it finds by file."""
+    return _texts("core")
+
+
+@pytest.fixture(scope="session")
+def source_files(core_files: dict[str, str]) -> dict[str, str]:
+    """Those of backends, kernels and tests too."""
+    return core_files | _texts("backends", "kernels", "tests")

@@ -103,9 +103,9 @@ def test_nothing_is_run_with_more_rights_than_it_needs():
             assert "${{ inputs." not in run, path.name
 
 
-@pytest.mark.parametrize("target", ["lint", "imports", "types", "unit", "sim", "docs", "workflows", "test-slow"])
+@pytest.mark.parametrize("target", ["lint", "imports", "types", "unit", "system", "docs", "workflows", "test-slow"])
 def test_every_target_that_a_workflow_makes_is_there(target):
     made = {word for path in WORKFLOWS for line in re.findall(r"run: make (.*)", path.read_text()) for word in line.split()}
     assert target in made
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    assert made == {"lint", "imports", "types", "unit", "sim", "docs", "workflows", "test-slow"}
+    assert made == {"lint", "imports", "types", "unit", "system", "docs", "workflows", "test-slow"}
