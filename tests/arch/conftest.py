@@ -14,17 +14,18 @@ def root() -> Path:
     return ROOT
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``core_file`` and ``source_file`` run a check once for each module, so that a failure names it."""
-    core = sorted((ROOT / "core").rglob("*.py"))
-    trees = {
-        "core_file": core,
-        "source_file": sorted(
-            file
-            for folder in ("core", "backends", "kernels", "tools", "training", "examples", "tests")
-            for file in (ROOT / folder).rglob("*.py")
-        ),
-    }
-    for name, files in trees.items():
-        if name in metafunc.fixturenames:
-            metafunc.parametrize(name, files, ids=[str(file.relative_to(ROOT)) for file in files])
+def _texts(*trees: str) -> dict[str, str]:
+    files = [file for tree in trees for file in sorted((ROOT / tree).rglob("*.py"))]
+    return {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
+
+
+@pytest.fixture(scope="session")
+def core_files() -> dict[str, str]:
+    """Modules of the core by their paths. A check goes over all of them and tells what it finds by file."""
+    return _texts("core")
+
+
+@pytest.fixture(scope="session")
+def source_files(core_files: dict[str, str]) -> dict[str, str]:
+    """All of the project's modules."""
+    return core_files | _texts("backends", "kernels", "tools", "training", "examples", "tests")

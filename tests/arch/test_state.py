@@ -86,13 +86,13 @@ def environment_reads(source: str) -> list[str]:
     return found
 
 
-def test_no_mutable_module_state(core_file):
-    assert mutable_state(core_file.read_text(encoding="utf-8")) == []
+def test_no_mutable_module_state(core_files):
+    assert {name: found for name, text in core_files.items() if (found := mutable_state(text))} == {}
 
 
-def test_environment_is_read_at_the_edge_alone(core_file):
-    if not core_file.as_posix().endswith(ENVIRONMENT.as_posix()):
-        assert environment_reads(core_file.read_text(encoding="utf-8")) == []
+def test_environment_is_read_at_the_edge_alone(core_files):
+    reading = [name for name, text in core_files.items() if environment_reads(text)]
+    assert [name for name in reading if not name.endswith(ENVIRONMENT.as_posix())] == []
 
 
 @pytest.mark.parametrize(

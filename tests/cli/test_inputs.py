@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from outrider.cli import inputs
-from outrider.device import ConfigError, OutOfDeviceMemory, RequestError
+from outrider.device import ConfigError, OutOfDeviceMemory
 from outrider.engine.config import SIZES, EngineConfig
+from outrider.errors import RequestError
 
 
 @pytest.mark.parametrize(

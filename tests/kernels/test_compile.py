@@ -47,13 +47,14 @@ def kernels(streamed):
     ],
     ids=lambda target: f"{target[0]}-{target[1]}",
 )
-def test_every_kernel_compiles(target, tmp_path):
+def test_every_kernel_compiles(target, pytestconfig):
+    """Triton keeps what it has compiled by the kernel's source, its own version and the options; so does this."""
     result = subprocess.run(
         [sys.executable, str(CHILD), *target],
         env={
             **os.environ,
             "TRITON_INTERPRET": "0",
-            "TRITON_CACHE_DIR": str(tmp_path),
+            "TRITON_CACHE_DIR": str(pytestconfig.cache.mkdir("triton")),
             "PYTHONPATH": os.pathsep.join(sys.path),
         },
         capture_output=True,

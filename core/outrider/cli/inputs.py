@@ -8,7 +8,7 @@ import stat
 import sys
 from pathlib import Path
 
-from outrider.device.errors import RequestError
+from outrider.errors import RequestError
 
 MAX_BYTES = 16 * 2**20
 """More than any context holds."""
