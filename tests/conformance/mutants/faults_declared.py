@@ -99,7 +99,8 @@ def _new_sync(base):
 
 
 def _no_modes(base):
-    base.sync.step_modes = frozenset()
+    for policy in (base.sync, *base.sync.__subclasses__()):
+        policy.step_modes = frozenset()
 
 
 def _foreign_sync(base):
