@@ -16,8 +16,9 @@ import pluggy
 from outrider.registry.children import end_with_parent
 
 
-def main(work: Mapping[str, Any]) -> None:
-    """``work``: ``plugins``, each with ``name``, ``value``, ``group`` and ``describe``, the hook to call.
+def main(work: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    """``work``: ``plugins``, each with ``name``, ``value``, ``group`` and ``describe``, the hook to call. ``environment``:
+    the process's own, as it is at any time.
 
     Standard output gets lines of JSON: ``{"begin": i}`` before plugin i, ``{"end": i, "changes": [...]}`` after it, and
     ``{"done": true}``. What plugins print goes nowhere.
@@ -33,10 +34,10 @@ def main(work: Mapping[str, Any]) -> None:
 
     for index, plugin in enumerate(work["plugins"]):
         say(begin=index)
-        before = _state()
+        before = _state(environment)
         with suppress(BaseException):  # the parent meets it again, behind its guard
             _load(plugin)
-        say(end=index, changes=_changes(before, _state()))
+        say(end=index, changes=_changes(before, _state(environment)))
     say(done=True)
     os._exit(0)
 
@@ -49,11 +50,11 @@ def _load(plugin: Mapping[str, str]) -> None:
         getattr(loaded, plugin["describe"])()
 
 
-def _state() -> dict[str, object]:
+def _state(environment: Mapping[str, str]) -> dict[str, object]:
     """What a plugin has no business changing: the import path apart, which is the parent's to arrange."""
     torch = sys.modules.get("torch")
     return {
-        "the environment": dict(os.environ),
+        "the environment": dict(environment),
         "the working directory": os.getcwd(),
         "signal handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
         "torch's default dtype": str(torch.get_default_dtype()) if torch else "torch.float32",

@@ -34,8 +34,8 @@ _TRUSTED = "outrider"
 _FILES = 2000  # a larger package has no fingerprint
 _ENTRIES = 500  # of the cache: the newest stay
 _CHILD = (
-    "import sys, json; work = json.loads(sys.stdin.read()); sys.path[:] = work['path']; "
-    "from outrider.registry.probe_child import main; main(work)"
+    "import sys, json, os; work = json.loads(sys.stdin.read()); sys.path[:] = work['path']; "
+    "from outrider.registry.probe_child import main; main(work, os.environ)"
 )
 
 
