@@ -282,7 +282,7 @@ def prefilled(tokens):
 def compaction_error(backend, page_size):
     """The largest difference between the cache of requests that run with trees and a fresh prefill of their tokens."""
     made = EngineConfig(dtype="float64", max_context=64, page_size=page_size)
-    engine = Engine(tiny.decoder(kernels=backend.kernels), backend, proposer=Scripted(9, 4, help_out=0.9), config=made)
+    engine = Engine(tiny.decoder(kernels=backend.kernels_in_use), backend, proposer=Scripted(9, 4, help_out=0.9), config=made)
     requests = [engine.add_request((i, 2, 3), SamplingParams(max_tokens=40, ignore_eos=True)) for i in range(3)]
     lengths, worst = set(), 0.0
     for _ in range(16):
