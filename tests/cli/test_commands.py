@@ -1,12 +1,13 @@
 """The table of commands: what one package offers stops none of another's, whatever is wrong with it."""
 
-import importlib.metadata
 import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 
 import pytest
 from typer.testing import CliRunner
 
+from outrider.cli import commands as table
 from outrider.cli.commands import GROUP, OWN, commands
 from outrider.cli.lazy import Broken, CommandUnavailable, group
 
@@ -100,13 +101,13 @@ def test_what_does_not_says_why(app, name):
 
 def test_outrider_help_shows_the_reason(outrider, monkeypatch):
     """The installed commands and a broken one: ``outrider --help`` is exit code 0, and the command is exit code 1."""
-    real = importlib.metadata.entry_points
+    real = table.installed
 
-    def found(**chosen):
-        points = real(**chosen)
-        return [*points, offer("torn", "no_such_module:torn", "torn-package")] if chosen == {"group": GROUP} else points
+    def found(group):
+        have = real(group)
+        return replace(have, entry_points=(*have.entry_points, offer("torn", "no_such_module:torn", "torn-package")))
 
-    monkeypatch.setattr(importlib.metadata, "entry_points", found)
+    monkeypatch.setattr(table, "installed", found)
     monkeypatch.setenv("COLUMNS", "300")
     shown = outrider("--help")
     assert shown.code == 0

@@ -194,7 +194,7 @@ class RecomputingSync(SpeculativeSync):
     calls = 0
 
     def after_join(self, plan):
-        positions = plan._views.verify.rope_positions
+        positions = plan.verify.rope_positions
         before = positions.clone()
         if positions.dim() == 2:
             positions.fill_(99)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set, Sized
 from itertools import islice
 from typing import Any
 
@@ -27,7 +27,8 @@ def checked_tokens(given: Any, *, limit: int) -> tuple[int, ...]:
         checked_int(token, f"token {index} of the prompt") for index, token in enumerate(islice(listed, limit + 1))
     )
     if len(tokens) > limit:
-        raise RequestError(f"the prompt has more than {limit} tokens, all that fit in the context; shorten it")
+        count = len(listed) if isinstance(listed, Sized) else f"more than {limit}"
+        raise RequestError(f"the prompt has {count} tokens: they don't fit in the context of {limit}; shorten the prompt")
     return tokens
 
 
