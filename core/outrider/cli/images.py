@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outrider.cli.inputs import read_bounded
 from outrider.errors import RequestError
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ ImageOption = Annotated[
 
 _BEFORE, _BEHIND = "<|vision_start|>", "<|vision_end|>"
 """What Qwen's models expect around an image."""
+_MOST_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ def _read(path: Path) -> object:
     from PIL import Image
 
     try:
-        with Image.open(path) as picture:
+        with Image.open(io.BytesIO(read_bounded(path, "an image", _MOST_BYTES))) as picture:
             return picture.convert("RGB")
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise RequestError(f"{path}: can't be read as an image: {error}") from error

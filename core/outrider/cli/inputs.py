@@ -16,37 +16,37 @@ MAX_BYTES = 16 * 2**20
 _PIPE_S = 10.0
 
 
-def read_bounded(path: Path) -> bytes:
-    """The bytes of a file; ``-``: of standard input.
+def read_bounded(path: Path, what: str = "the text of a prompt", most: int = MAX_BYTES) -> bytes:
+    """The bytes of a file that should hold ``what``, ``most`` of them; ``-``: of standard input.
 
-    Raises :class:`RequestError` for one that has more than :data:`MAX_BYTES`, such as a device without end, and for a named
+    Raises :class:`RequestError` for one that has more, such as a device without end, and for a named
     pipe that nobody writes to.
     """
     if str(path) == "-":
-        return _within_bounds(sys.stdin.buffer.read(MAX_BYTES + 1), path)
+        return _within_bounds(sys.stdin.buffer.read(most + 1), path, what, most)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without it, a pipe that nobody writes to would block here
     try:
         kind = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(kind):
-            raise RequestError(f"{path}: is a directory; expected a file with the text")
+            raise RequestError(f"{path}: is a directory; expected a file with {what}")
         if stat.S_ISFIFO(kind) and not select.select([descriptor], [], [], _PIPE_S)[0]:
             raise RequestError(f"{path}: is a pipe, and nothing was written to it within {_PIPE_S:g} s")
         os.set_blocking(descriptor, True)
-        return _read(descriptor, path)
+        return _read(descriptor, path, what, most)
     finally:
         os.close(descriptor)
 
 
-def _read(descriptor: int, path: Path) -> bytes:
+def _read(descriptor: int, path: Path, what: str, most: int) -> bytes:
     pieces: list[bytes] = []
-    while sum(map(len, pieces)) <= MAX_BYTES and (piece := os.read(descriptor, 2**20)):
+    while sum(map(len, pieces)) <= most and (piece := os.read(descriptor, 2**20)):
         pieces.append(piece)
-    return _within_bounds(b"".join(pieces), path)
+    return _within_bounds(b"".join(pieces), path, what, most)
 
 
-def _within_bounds(data: bytes, path: Path) -> bytes:
-    if len(data) > MAX_BYTES:
-        raise RequestError(f"{path}: has more than {MAX_BYTES // 2**20} MiB; expected the text of a prompt")
+def _within_bounds(data: bytes, path: Path, what: str, most: int) -> bytes:
+    if len(data) > most:
+        raise RequestError(f"{path}: has more than {most // 2**20} MiB; expected {what}")
     return data
 
 

@@ -47,7 +47,7 @@ LogprobsOption = Annotated[
     ),
 ]
 SamplesOption = Annotated[
-    int, typer.Option("--n", metavar="N", max=4096, rich_help_panel=_PANEL, help="Samples, each with a seed of its own.")
+    int, typer.Option("--n", metavar="N", rich_help_panel=_PANEL, help="Samples, each with a seed of its own.")
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -78,23 +79,28 @@ def context_limit(config: EngineConfig, model: LanguageModel, proposer: Proposer
 
 
 def check_cache(backend: Backend, config: EngineConfig, model: LanguageModel, *, pages: int) -> None:
-    """The target's KV cache has slots that 32 bits can count, and fits into the memory of a device that knows its limit."""
+    """The target's KV cache has slots that 32 bits can count, and fits into the memory of its device, or of the host where it
+    lies there.
+    """
     slots = pages * config.page_size
     if slots > MAX_SLOTS:
         raise ConfigError(
             f"the KV cache would have {pages} pages of {config.page_size} tokens: {slots} slots; expected at most "
             f"{MAX_SLOTS}: lower num_pages, max_requests or max_context"
         )
-    if not backend.capabilities.memory_limit:
-        return
     shape = model.config
     page = KVCache.page_bytes(
         shape.num_layers, shape.num_kv_heads, shape.head_size, page_size=config.page_size, dtype=config.torch_dtype
     )
-    total = backend.memory_info().total
+    if backend.capabilities.memory_limit:
+        total, whose = backend.memory_info().total, backend.label
+    elif torch.empty(0, device=backend.device).untyped_storage().device == torch.empty(0).untyped_storage().device:
+        total, whose = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
+    else:
+        return
     if pages * page > total:
         raise OutOfDeviceMemory(
-            f"the KV cache would have {pages} pages of {page} bytes: {pages * page / 2**30:.1f} GiB, and {backend.label} has "
+            f"the KV cache would have {pages} pages of {page} bytes: {pages * page / 2**30:.1f} GiB, and {whose} has "
             f"{total / 2**30:.1f} GiB in all; lower num_pages, max_requests or max_context"
         )
 
