@@ -25,8 +25,8 @@ def trace(
     backend: BackendOption = None,
     out: Annotated[Path, typer.Option(help="The timeline, for Perfetto.")] = Path("trace.json"),
     picture: Annotated[Path | None, typer.Option(help="The picture; FILE.svg or a page. Default: beside --out.")] = None,
-    start: Annotated[float, typer.Option("--from", metavar="US", help="Where the picture begins.")] = 0.0,
-    end: Annotated[float | None, typer.Option("--to", metavar="US", help="Where it ends; the end of the run.")] = None,
+    start: Annotated[float, typer.Option("--from", metavar="US", help="Start of the picture, in microseconds.")] = 0.0,
+    end: Annotated[float | None, typer.Option("--to", metavar="US", help="End of the picture; default: of the run.")] = None,
     json_output: JsonOption = False,
 ) -> Report:
     """Run a Python script and write a timeline of its streams, operations and fences, and a picture of it.

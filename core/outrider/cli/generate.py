@@ -55,14 +55,14 @@ if TYPE_CHECKING:
 
 
 def generate(
-    prompt: Annotated[str | None, typer.Option(help="The text to go on from.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", metavar="F", help="A file with the text; - is standard input.")
     ] = None,
     image: ImageOption = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="New tokens at most.")] = 64,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Maximum number of new tokens.")] = 64,
     temperature: Annotated[float, typer.Option(metavar="T", help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(metavar="S", help="Of the draws, where the temperature isn't 0.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="S", help="Seed of the draws; unused at temperature 0.")] = 0,
     top_k: TopKOption = 0,
     top_p: TopPOption = 1.0,
     min_p: MinPOption = 0.0,
@@ -90,7 +90,7 @@ def generate(
     ] = False,
     json_output: JsonOption = False,
 ) -> Report:
-    """Go on from a prompt. Text streams as it comes; without --model the bundled model writes it."""
+    """Continue a prompt. Text is printed as it is generated; without --model by the bundled model."""
     from outrider.cli.torch_probe import require_torch
 
     text = _prompt(prompt, prompt_file)

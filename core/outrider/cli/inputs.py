@@ -20,11 +20,11 @@ def read_bounded(path: Path, what: str = "the text of a prompt", most: int = MAX
     """The bytes of a file that should hold ``what``, ``most`` of them; ``-``: of standard input.
 
     Raises :class:`RequestError` for one that has more, such as a device without end, and for a named
-    pipe that nobody writes to.
+    pipe without a writer.
     """
     if str(path) == "-":
         return _within_bounds(sys.stdin.buffer.read(most + 1), path, what, most)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without it, a pipe that nobody writes to would block here
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without it, a pipe without a writer would block here
     try:
         kind = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(kind):

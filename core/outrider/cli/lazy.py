@@ -31,8 +31,8 @@ Target: TypeAlias = "str | Broken | Mapping[str, Target]"
 class LazyGroup(TyperGroup):
     """Looks its commands up in ``targets``.
 
-    The function's signature is the command's, its docstring the help. A command that can't be loaded stands in the help with
-    the reason, and raises :class:`CommandUnavailable` when it's called; the others are as they were.
+    The function's signature is the command's, its docstring the help. A command that can't be loaded is listed in the help
+    with the reason, and raises :class:`CommandUnavailable` when it's called; the others are as they were.
     """
 
     targets: ClassVar[Mapping[str, Target]] = {}

@@ -34,10 +34,10 @@ SpeculateOption = Annotated[
     ),
 ]
 DraftTopkOption = Annotated[
-    int, typer.Option("--draft-topk", metavar="T", help="Children of a node that a draft tree looks at; 1: a chain.")
+    int, typer.Option("--draft-topk", metavar="T", help="Children that a draft tree considers per node; 1: a chain.")
 ]
 DraftNodesOption = Annotated[
-    int | None, typer.Option("--draft-nodes", metavar="N", help="Tokens of a draft tree in all. Default: K * T.")
+    int | None, typer.Option("--draft-nodes", metavar="N", help="Total tokens of a draft tree. Default: K * T.")
 ]
 DoorOption = Annotated[
     bool,
@@ -63,10 +63,10 @@ GraphsOption = Annotated[
     bool, typer.Option("--graphs/--no-graphs", help="In staged mode too, replay each stage from a graph.")
 ]
 OverlapOption = Annotated[
-    bool, typer.Option("--overlap/--no-overlap", help="Launch an iteration before the results of the one before are read.")
+    bool, typer.Option("--overlap/--no-overlap", help="Launch an iteration before the previous one's results are read.")
 ]
 DtypeOption = Annotated[
-    str, typer.Option("--dtype", metavar="DTYPE", help="Of weights, activations and cache: float32, bfloat16, float16, …")
+    str, typer.Option("--dtype", metavar="DTYPE", help="Dtype of weights, activations, cache: float32, bfloat16, float16, …")
 ]
 
 

@@ -16,38 +16,39 @@ TopKOption = Annotated[
     int, typer.Option("--top-k", metavar="K", rich_help_panel=_PANEL, help="Draw from the K likeliest tokens; 0: all.")
 ]
 TopPOption = Annotated[
-    float, typer.Option("--top-p", metavar="P", rich_help_panel=_PANEL, help="Draw from the likeliest tokens of mass P.")
+    float,
+    typer.Option("--top-p", metavar="P", rich_help_panel=_PANEL, help="Draw from the likeliest tokens of mass P."),
 ]
 MinPOption = Annotated[
     float,
-    typer.Option("--min-p", metavar="P", rich_help_panel=_PANEL, help="Drop what has less than P of the likeliest's share."),
+    typer.Option("--min-p", metavar="P", rich_help_panel=_PANEL, help="Drop tokens below P times the highest probability."),
 ]
 RepetitionPenaltyOption = Annotated[
     float,
     typer.Option(
-        "--repetition-penalty", metavar="X", rich_help_panel=_PANEL, help="Above 1: avoid tokens of prompt and output."
+        "--repetition-penalty", metavar="X", rich_help_panel=_PANEL, help="Above 1: penalize tokens of prompt and output."
     ),
 ]
 PresencePenaltyOption = Annotated[
     float,
-    typer.Option("--presence-penalty", metavar="X", rich_help_panel=_PANEL, help="Subtracted for tokens of the output."),
+    typer.Option("--presence-penalty", metavar="X", rich_help_panel=_PANEL, help="Subtracted from logits of output tokens."),
 ]
 FrequencyPenaltyOption = Annotated[
     float,
-    typer.Option("--frequency-penalty", metavar="X", rich_help_panel=_PANEL, help="Subtracted for each time in the output."),
+    typer.Option("--frequency-penalty", metavar="X", rich_help_panel=_PANEL, help="The same, for each time in the output."),
 ]
 StopOption = Annotated[
     list[str] | None,
-    typer.Option("--stop", metavar="TEXT", rich_help_panel=_PANEL, help="End before this text. May be given again."),
+    typer.Option("--stop", metavar="TEXT", rich_help_panel=_PANEL, help="End before this text. Repeatable."),
 ]
 LogprobsOption = Annotated[
     int | None,
     typer.Option(
-        "--logprobs", metavar="N", rich_help_panel=_PANEL, help="With --json: log-probabilities, and of N likeliest tokens."
+        "--logprobs", metavar="N", rich_help_panel=_PANEL, help="With --json: log-probabilities, also of the N likeliest."
     ),
 ]
 SamplesOption = Annotated[
-    int, typer.Option("--n", metavar="N", rich_help_panel=_PANEL, help="Samples, each with a seed of its own.")
+    int, typer.Option("--n", metavar="N", rich_help_panel=_PANEL, help="Number of samples, each with a seed of its own.")
 ]
 
 

@@ -377,7 +377,7 @@ class Backend(Declared, ABC):
             observer.stream_created(stream)
 
     def detach(self) -> None:
-        """Report to nobody from now on."""
+        """Stop reporting to the observer."""
         self.observer = None
 
     def locate(self, tensor: Tensor) -> Access:

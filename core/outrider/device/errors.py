@@ -12,13 +12,13 @@ expected and what to do. The command line prints that text without a traceback.
     │   └── PluginContractError   hooks missing, wrong signature, interface version out of range
     ├── SeamError                 the seam was used against its rules
     │   ├── CapabilityError       asked for an ability that the backend doesn't declare
-    │   ├── StreamOrderError      a wait that can't be meant: never recorded, foreign, captured elsewhere
+    │   ├── StreamOrderError      an invalid wait: never recorded, foreign, captured elsewhere
     │   ├── SynchronousCopyError  an asynchronous copy that the device would make synchronous
     │   ├── StaleBufferError      a pinned buffer was read after it had been renewed
     │   └── CaptureError          a capture failed; streams and pools are as they were before
     ├── DeviceError               the device reported a failure; ``device_lost`` tells the two kinds apart
-    │   ├── OutOfDeviceMemory     recoverable: the device lives on
-    │   ├── DeviceFault           recoverable: this operation failed, the device lives on
+    │   ├── OutOfDeviceMemory     recoverable: the device still works
+    │   ├── DeviceFault           recoverable: this operation failed, the device still works
     │   ├── DeviceLost            sticky: nothing that is queued will finish, and no further call will work
     │   └── DeviceStuck           the host waited for a fence longer than it may; it counts as lost
     ├── EngineStopped             an engine was used after its device was lost or stuck; lists the requests left open
@@ -26,7 +26,7 @@ expected and what to do. The command line prints that text without a traceback.
     ├── CheckpointError           a checkpoint that is truncated, incomplete, of the wrong shape or unknown
     └── RequestError              a request that can't be served: empty, too long, unknown id
 
-The last two are about models and requests and no vendor's matter: they are in :mod:`outrider.errors`.
+The last two are about models and requests, not about devices. They are in :mod:`outrider.errors`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class CapabilityError(SeamError):
 
 
 class StreamOrderError(SeamError):
-    """A wait or record that can't be meant, such as a wait on an event that was never recorded."""
+    """An invalid wait or record, such as a wait on an event that was never recorded."""
 
 
 class SynchronousCopyError(SeamError):
@@ -82,7 +82,7 @@ class SynchronousCopyError(SeamError):
 
 
 class StaleBufferError(SeamError):
-    """A pinned buffer was read under a generation that is over."""
+    """A pinned buffer was read under an old generation, after it had been renewed."""
 
 
 class CaptureError(SeamError):
@@ -99,11 +99,11 @@ class DeviceError(OutriderError):
 
 
 class OutOfDeviceMemory(DeviceError):
-    """An allocation didn't fit. The device lives on; queued work isn't affected."""
+    """An allocation didn't fit. The device still works; queued work isn't affected."""
 
 
 class DeviceFault(DeviceError):
-    """One operation failed. The device lives on; the results of that operation are undefined."""
+    """One operation failed. The device still works; the results of that operation are undefined."""
 
 
 class DeviceLost(DeviceError):
@@ -114,7 +114,7 @@ class DeviceLost(DeviceError):
 
 class DeviceStuck(DeviceError):
     """The host waited for a fence longer than it may. The text names the fence, its generation, what was enqueued last on
-    each stream and how far each has come. It counts as lost: whether the device will ever go on, nobody knows.
+    each stream and how far each has come. It counts as lost, since the device may never go on.
     """
 
     device_lost = True

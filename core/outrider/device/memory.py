@@ -81,7 +81,7 @@ class KeepAlive:
         self._held.append((until, tuple(objects)))
 
     def release_finished(self) -> int:
-        """Drop what is over; returns how many holds remain. Never blocks."""
+        """Drop every hold whose event has completed; returns how many remain. Never blocks."""
         finished = {event: event.query() for event, _ in self._held}
         self._held = [(event, objects) for event, objects in self._held if not finished[event]]
         return len(self._held)

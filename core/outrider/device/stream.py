@@ -264,7 +264,7 @@ class Flag(ABC):
 
     *Lifetime.* The object must outlive every operation enqueued on it.
     *Capture.* All three may be captured where the backend declares ``flags`` and ``captures_graphs``. In a warm-up before
-    a capture they do nothing: whoever plays the other part comes with the replay.
+    a capture they do nothing: the other side of the flag runs with the replay.
     """
 
     def __init__(self, backend: Backend, name: str) -> None:

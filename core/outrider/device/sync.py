@@ -76,7 +76,7 @@ class Fence(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether the visible generation is over. Never blocks."""
+        """Whether the visible generation has completed. Never blocks."""
 
 
 class EventFence(Fence):

@@ -153,10 +153,10 @@ class Observer:
         """Host parameters were rebound, in the order of ``stream``."""
 
     def renewed(self, owner: str, tensor: Tensor, generation: int) -> None:
-        """A pinned buffer starts a new generation: what was read under the old one is over."""
+        """A pinned buffer starts a new generation: what was read under the old one is invalid."""
 
     def marked_stale(self, tensor: Tensor, reason: str) -> None:
-        """What ``tensor`` holds is over: bytes of it that are read before they are written again are stale."""
+        """The contents of ``tensor`` are stale: bytes of it that are read before they are written again are stale reads."""
 
     marked_over = Renamed("marked_stale")
 

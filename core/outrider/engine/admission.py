@@ -1,4 +1,4 @@
-"""From what a caller asks for to requests that can be served. Nothing of the engine changes here."""
+"""Admission: checks a caller's request and makes requests of it. Nothing of the engine changes here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that an engine allocates on its device, made before the first step, and who is given what of it."""
+"""Everything that an engine allocates on its device, made before the first step, and passed to its components."""
 
 from __future__ import annotations
 

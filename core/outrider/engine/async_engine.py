@@ -1,4 +1,4 @@
-"""An engine for asyncio and for several threads: it runs in a thread of its own, and is spoken to through a queue."""
+"""An engine for asyncio and for several threads: it runs in a thread of its own, and takes calls from a queue."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class _Reader:
 class AsyncEngine:
     """Serves requests from any number of tasks, event loops and threads with one :class:`Engine`.
 
-    ``make`` returns the engine; it's called in the engine's own thread, so that loading a model doesn't hold an event loop
-    up. An engine that exists already may be given instead: it's adopted, and its maker must not use it any more.
+    ``make`` returns the engine; it's called in the engine's own thread, so that loading a model doesn't block an event
+    loop. An engine that exists already may be given instead: it's adopted, and its maker must no longer use it.
 
     Use it as an async context manager, or call :meth:`start` and :meth:`close`. All other methods may be called from any
     thread that runs an event loop, once it's started.
 
-    The device's recoverable failures are retried: requests keep the tokens that they have. Once it's lost or stuck, every
-    open stream and every later call raises the engine's error.
+    Recoverable failures of the device are retried: requests keep their tokens. Once the device is lost or stuck, every open
+    stream and every later call raises the engine's error.
     """
 
     def __init__(self, make: Engine | Callable[[], Engine]) -> None:
@@ -263,14 +263,14 @@ class AsyncEngine:
             self._drop(reader.left)
 
     def _drop(self, requests: set[int]) -> None:
-        """Nobody reads these any more."""
+        """End requests whose outputs are no longer read."""
         engine = self._started.result()
         for request in list(requests):
             if self._readers.pop(request, None) is not None and request in engine.open_requests:
                 engine.abort(request)
 
     def _finish(self, engine: Engine | None) -> None:
-        """Abort what is open, tell who waits, and refuse what comes later."""
+        """Abort open requests, raise in their streams, and refuse later calls."""
         with self._lock:
             self._ended.set()
         if engine is not None and self._error is None:

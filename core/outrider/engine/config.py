@@ -44,7 +44,7 @@ class EngineConfig:
     ``draft_tokens``: length of a draft chain, or of a tree's longest path. ``draft_topk``: children of a node that a draft
     tree looks at; 1: a chain. ``draft_nodes``: tokens of a draft tree in all; None: ``draft_tokens * draft_topk``.
     ``dtype``: of weights, activations and cache. ``overlap``: the host plans
-    an iteration while the one before runs, and reads its results one iteration later. ``prefix_cache``: requests share
+    an iteration while the previous one runs, and reads its results one iteration later. ``prefix_cache``: requests share
     the pages of a common prefix.
 
     ``mode``: ``staged`` launches stages on their own streams, ``fused`` replays the whole iteration from one graph.

@@ -35,12 +35,12 @@ Progress = Callable[[str, int, int], None]
 class Engine:
     """Runs requests in continuous batches on one backend.
 
-    It belongs to the thread that makes it, or that calls :meth:`adopt`: any other one, and a forked process, gets a
-    :class:`~outrider.engine.requests.owner.WrongThread`. Everything that it allocates on the device is made here, before
+    It belongs to the thread that made it, or that called :meth:`adopt` last. A call from another thread or a forked process
+    raises :class:`~outrider.engine.requests.owner.WrongThread`. The constructor allocates everything on the device, before
     the first step.
 
-    Any call may raise a :class:`DeviceError`. Where the device lives on, so does the engine: what was in flight is done
-    again, and requests keep the tokens that they have. Once it's lost or stuck, every call raises :class:`EngineStopped`.
+    Any call may raise a :class:`DeviceError`. If the device still works, so does the engine: it repeats what was in flight,
+    and requests keep their tokens. Once the device is lost or stuck, every call raises :class:`EngineStopped`.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class Engine:
         """Queue a request; returns its id. A higher ``priority`` goes first and is preempted last.
 
         With ``n`` samples, each is a request of its own; their ids follow each other and the first is returned. The others
-        start once the first one's prompt is on its way, and share its pages.
+        start once the first one's prompt was launched, and share its pages.
 
         ``media``: images and videos (:class:`~outrider.model.MediaProcessor` makes them), in the order of their places in
         ``tokens``, which have one placeholder token for each, or already one for each of its features.
@@ -271,9 +271,9 @@ class Engine:
             return request.id
 
     def step(self) -> list[StepOutput]:
-        """Run one iteration; returns the new tokens that the host learnt of, a record for each request that has some.
+        """Run one iteration; returns a record for each request that has new tokens.
 
-        With ``overlap`` the iteration is launched, and the results are those of the one before.
+        With ``overlap`` it launches an iteration and returns the results of the previous one.
         """
         self._iterate()
         return self._loop.outbox.take()
@@ -285,10 +285,10 @@ class Engine:
         *,
         media: Sequence[Sequence[Media]] | None = None,
     ) -> list[Completion]:
-        """Run requests to their ends; completions in the order of ``prompts``, the samples of one side by side.
+        """Run requests until they finish; returns completions in the order of ``prompts``, samples of a prompt together.
 
-        ``media``: those of each prompt, in the order of ``prompts``. Requests added before run along; what they produce
-        meanwhile comes out of the next :meth:`step`.
+        ``media``: those of each prompt, in the order of ``prompts``. Requests that were added before run too; their outputs
+        come from the next :meth:`step`. Raises :class:`RequestError` before any request starts, if one can't be served.
         """
         with self._use():
             return self._generate(self._admission.batch(self._next_id, prompts, params, media))
@@ -298,8 +298,8 @@ class Engine:
     ) -> RequestStream:
         """Queue one request, and read its tokens as they come. Closing the stream early, or dropping it, aborts the request.
 
-        Any number of streams may be open and read in turn: each has its own outputs, and reading one runs iterations for all.
-        What other requests produce comes out of the next :meth:`step`.
+        Any number of streams may be open, and read in any order: each has a queue of its own, and reading one runs iterations
+        for all. Outputs of requests without a stream come from the next :meth:`step`.
 
         Raises :class:`RequestError` for a request that can't be served.
         """
@@ -312,12 +312,12 @@ class Engine:
         return RequestStream(request, outputs, advance=self._iterate, close=self._close_stream)
 
     def drain(self) -> None:
-        """Handle every iteration in flight without launching another; what it yields comes out of the next step."""
+        """Wait for every iteration in flight without launching another; the next step returns their outputs."""
         with self._use():
             self._loop.drain()
 
     def adopt(self) -> None:
-        """The calling thread uses the engine from now on. The one that used it before must have stopped doing so.
+        """Make the calling thread the owner. The previous owner must no longer use the engine.
 
         Raises :class:`~outrider.engine.requests.owner.WrongThread` in a forked process: devices don't survive a fork.
         """
@@ -327,8 +327,8 @@ class Engine:
 
     @contextmanager
     def _use(self) -> Generator[None]:
-        """Around whatever changes the engine. Raises where this thread may not use it, or it can't go on. Ends what streams
-        left that were dropped meanwhile, before and after.
+        """Around whatever changes the engine. Raises where this thread may not use it, or it can't go on. Before and after,
+        it ends the requests of streams that were dropped meanwhile.
         """
         self._owner.check()
         self._lifeline.check()

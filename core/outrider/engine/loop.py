@@ -21,7 +21,7 @@ from outrider.engine.streams import Streams
 class Loop:
     """Launches what ``scheduler`` decides by ``step``, and takes the results in.
 
-    ``runs_ahead``: an iteration is launched before the results of the one before are handled.
+    ``runs_ahead``: an iteration is launched before the results of the previous one are handled.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Loop:
         self.requests: dict[int, Request] = {}
         """Those that wait or run, by id."""
         self.outbox = Outbox()
-        """What requests put out, for whoever asked."""
+        """Outputs of requests, by receiver."""
         self.counts = {"iterations": 0, "request_iterations": 0, "verified_tokens": 0, "emitted_tokens": 0}
 
     @property
@@ -74,7 +74,7 @@ class Loop:
         self.start_followers(request)
 
     def forget(self, requests: Iterable[Request]) -> None:
-        """Nobody reads these any more: end those that go on, and drop what they put out."""
+        """Abort those of the requests that haven't ended, and drop their outputs."""
         for request in requests:
             if request.id in self.requests and self.lifeline.stopped is None:
                 self.end(request, FinishReason.ABORT)
@@ -82,7 +82,7 @@ class Loop:
         self.scheduler.retire()
 
     def iterate(self) -> None:
-        """Run one iteration, and take in the results of this one or of the one before.
+        """Run one iteration, and take in the results of this one or of the previous one.
 
         A request that can't be put into a batch, or whose media can't be read, ends with an error; the others go on.
         """
@@ -105,7 +105,7 @@ class Loop:
             self._backend.release_finished()
 
     def drain(self) -> None:
-        """Handle every iteration in flight without launching another; what it yields comes out of the next one."""
+        """Handle every iteration in flight without launching another."""
         with self.lifeline.working("waiting for the iterations in flight"):
             while self._in_flight:
                 self._handle_oldest()
@@ -127,7 +127,7 @@ class Loop:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _launch(self, batch: Batch) -> Ticket:
-        """Launch, or leave everything as if the batch had never been: an interrupt may come anywhere in a launch."""
+        """Launch the batch. After an error or an interrupt, everything is as it was before the launch."""
         try:
             return self.step.launch(batch)
         except BaseException as error:
@@ -135,8 +135,8 @@ class Loop:
             raise
 
     def _undo(self, *unlaunched: Batch, failed: bool = True) -> None:
-        """Take back what was being launched; and what is in flight too if an operation ``failed``, since nobody knows
-        whose results that has spoilt.
+        """Take back what was being launched. If an operation ``failed``, take back what is in flight too: which results
+        that has spoilt isn't known.
         """
         well = self.lifeline.quiet(self._streams) and not failed
         try:
@@ -156,7 +156,7 @@ class Loop:
             return self.scheduler.next_batch()
 
     def _handle_oldest(self) -> None:
-        """Take in the results of the oldest iteration in flight; those of requests that are over are dropped."""
+        """Take in the results of the oldest iteration in flight; those of finished requests are dropped."""
         ticket = self._in_flight[0]
         outcome = self._results.redeem(ticket, self._fences.results_copied[ticket.entry])
         self._in_flight.popleft()
@@ -173,7 +173,7 @@ class Loop:
                 self._emit(chunk.request, () if first is None else (first,), outcome)
 
     def _emit(self, request: Request, tokens: Sequence[int], outcome: Outcome) -> None:
-        """Hand new tokens on; none, and the request's end, where a probe found a bad value."""
+        """Queue new tokens for their receiver. Where a probe found a bad value, end the request instead."""
         bad = outcome.bad.get(request.id, ())
         if bad:
             # No request may share a page whose keys and values may be bad as well.

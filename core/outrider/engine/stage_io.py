@@ -13,7 +13,7 @@
 | extend | forward | :class:`ExtendStageInput` | the draft's cache; stashes the relay |
 | iteration | forward | :class:`IterationInput` | all of it (fused mode) |
 
-The tensors are static buffers (:mod:`outrider.engine.state.buffers`), so that a stage can be captured as it stands. The
+The tensors are static buffers (:mod:`outrider.engine.state.buffers`), so that a stage can be captured unchanged. The
 records hold the rows of the batch's own requests. Attention metadata alone is as long as the bucket.
 """
 

@@ -1,4 +1,4 @@
-"""One iteration, top to bottom, with every wait and every record in sight.
+"""One iteration, top to bottom, with every wait and every record.
 
     host      stage inputs ─┐
     schedule  upload, resolve lengths ── inputs_ready ─┐
@@ -175,7 +175,7 @@ class Step:
         fences.shared_reads_done.wait(streams.plan)
         verify = run(stages.place, PlaceInput(decode, inputs))
         if self._plans_on_host:
-            # The draft of this iteration is on its way: what the host now waits for is only the verify before it.
+            # The draft of this iteration was launched, so the host now waits only for the previous verify.
             seq_lens_host = (seq_lens_host or self._exact_seq_lens(batch, entry)).padded(decode.bucket)
         if not self._is_tree:  # a tree's mask is one of the draft's outputs
             attention = run(stages.verify_attention, AttentionInput(decode, seq_lens_host))

@@ -1,4 +1,4 @@
-"""Warm-up: kernels that are compiled when they're first used are used before the first request."""
+"""Warm-up: compiles kernels before the first request, by using them."""
 
 from __future__ import annotations
 

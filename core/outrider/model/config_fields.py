@@ -1,7 +1,7 @@
 """What config.json may say: each key that is read, what its value may be, and how large.
 
 Only these keys reach transformers, and only when their values are possible, so a config can't make it allocate, loop or
-run anything. Limits are a multiple of what was ever published.
+run anything. Limits are a multiple of the largest published values.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def load_eagle3(
 def head_config(
     directory: Path, target: LanguageModel, dtype: torch.dtype, present: Container[str], layer: str
 ) -> ModelConfig:
-    """The head's config, made to go with its target and with the biases that its layer ``layer`` really has."""
+    """The head's config, with what it takes from its target and with the biases that its layer ``layer`` has."""
     config = ModelConfig.from_checkpoint(directory)
     if config.vocab_size != target.config.vocab_size:
         raise _foreign(directory, "vocab_size", config.vocab_size, target.config.vocab_size)

@@ -94,7 +94,7 @@ class Plugins(Generic[Info]):
     """The installed plugins of a group.
 
     ``entry_points`` is for tests; by default the environment's own are read, each time that they are needed, so plugins
-    that are installed later are seen. ``probe``: how plugins that nobody has named are tried before they are loaded here.
+    that are installed later are seen. ``probe``: how plugins that weren't named are tried before they are loaded here.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The child process of :mod:`outrider.registry.probing`: loads plugins in turn and says how far it has come."""
+"""The child process of :mod:`outrider.registry.probing`: loads plugins one after another and reports its progress."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _load(plugin: Mapping[str, str]) -> None:
 
 
 def _state(environment: Mapping[str, str]) -> dict[str, object]:
-    """What a plugin has no business changing: the import path apart, which is the parent's to arrange."""
+    """Global state that a plugin must not change. The import path isn't among it: the parent sets it."""
     torch = sys.modules.get("torch")
     return {
         "the environment": dict(environment),

@@ -1,9 +1,9 @@
-"""Whether plugins can be loaded without harm to this process, found out in a child process.
+"""Finds out in a child process whether plugins can be loaded without harm to this one.
 
 An import can hang, or end the process; no guard in the same process helps against that. The child loads the plugins one
-after another and says which one it's at. Where it hangs or dies, that plugin is the cause, and another child goes on with the
-rest. What loads without harm is remembered for as long as its files are the same. Whether a plugin can run here isn't
-remembered: it's asked anew each time.
+after another and reports which one it loads. If it hangs or dies, that plugin is the cause, and another child goes on with
+the rest. A plugin that loads without harm is remembered while its files stay the same. Whether a plugin can run here isn't
+remembered: it's asked each time.
 """
 
 from __future__ import annotations

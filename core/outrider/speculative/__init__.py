@@ -1,1 +1,1 @@
-"""Proposers: who drafts the tokens that the target verifies."""
+"""Proposers: they draft the tokens that the target verifies."""

@@ -34,7 +34,7 @@ def _take_in(model: LanguageModel, cache: KVCache, page_size: int, inputs: Exten
     attention = inputs.attention
     batch = inputs.last.shape[0]
     if inputs.prompt is not None:
-        # The prompt's tokens, then the one behind them, which nobody has fed yet.
+        # The prompt's tokens, then the one after them, which wasn't fed yet.
         # A draft model that knows images is taken to know the features of the target's tower, if they fit.
         sees = (
             model.config.vision is not None

@@ -30,7 +30,9 @@ _COLUMNS = ("kernel", "case", "us", "own us", "torch us", "limit us", "of limit"
 def kernels(
     backend: BackendOption = None,
     shape: Annotated[str, typer.Option("--shape", metavar="NAME", help="A decoder's shape.")] = "llama-3.1-8b",
-    tokens: Annotated[str, typer.Option("--tokens", metavar="4,32", help="Of the products.")] = "1,4,32,128",
+    tokens: Annotated[
+        str, typer.Option("--tokens", metavar="4,32", help="Numbers of tokens in matrix products.")
+    ] = "1,4,32,128",
     only: Annotated[str | None, typer.Option("--only", metavar="TEXT", help="Kernels whose name has this in it.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE")] = "bfloat16",
     json_output: JsonOption = False,

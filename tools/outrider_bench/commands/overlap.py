@@ -68,7 +68,7 @@ def overlap(
         ),
     ] = None,
     speculate: Annotated[
-        str, typer.Option("--speculate", metavar="NAME", help="Who drafts in the columns that speculate: eagle.")
+        str, typer.Option("--speculate", metavar="NAME", help="Proposer of the columns that speculate: eagle.")
     ] = "eagle",
     accept_length: Annotated[
         float | None,

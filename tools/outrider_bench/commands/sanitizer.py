@@ -35,7 +35,7 @@ def sanitizer(
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=8, metavar="N", help="New tokens of each.")] = 48,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, metavar="N")] = 32,
     draft_tokens: DraftTokensOption = 4,
-    modes: Annotated[str, typer.Option(metavar="staged,graphs,fused", help="Which ways of launching.")] = ",".join(MODES),
+    modes: Annotated[str, typer.Option(metavar="staged,graphs,fused", help="Modes to measure.")] = ",".join(MODES),
     limit: Annotated[float, typer.Option(min=1, help="Seconds that one run may take.")] = 300.0,
     backend: BackendOption = None,
     json_output: JsonOption = False,

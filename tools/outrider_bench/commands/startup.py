@@ -27,7 +27,7 @@ def startup(
             "--shape", metavar="NAME", help="Random weights of this shape instead of the bundled model: llama-3.1-8b."
         ),
     ] = None,
-    speculate: Annotated[str, typer.Option("--speculate", metavar="eagle|none", help="Who drafts.")] = "eagle",
+    speculate: Annotated[str, typer.Option("--speculate", metavar="eagle|none", help="Proposer.")] = "eagle",
     draft_tokens: DraftTokensOption = 4,
     batch: Annotated[int, typer.Option(min=1, help="Requests that the engine is made for.")] = 8,
     max_context: Annotated[int, typer.Option("--max-context", min=8, metavar="N", help="Tokens of a request.")] = 1024,

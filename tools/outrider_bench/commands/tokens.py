@@ -56,7 +56,7 @@ class Difference:
 
 
 def tokens(
-    prompts: Annotated[int, typer.Option(min=1, help="How many.")] = 32,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 32,
     prompt_file: Annotated[
         Path | None,
         typer.Option("--prompt-file", metavar="F.json", help='A file {"prompts": [{"text": …}]} instead of built-in text.'),

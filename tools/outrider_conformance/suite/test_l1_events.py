@@ -405,7 +405,7 @@ def test_two_fences_are_two(lab: Lab) -> None:
 
 
 @needs("asynchronous")
-@promise("Fence.done", "Whether the visible generation is over. Never blocks.")
+@promise("Fence.done", "Whether the visible generation has completed. Never blocks.")
 def test_a_fence_is_pending_while_the_work_runs(lab: Lab) -> None:
     """Signal and done don't block."""
 

@@ -63,7 +63,7 @@ def test_memory_figures_follow_allocations(lab: Lab) -> None:
 
 
 @needs("memory_limit")
-@promise("OutOfDeviceMemory", "An allocation didn't fit. The device lives on; queued work isn't affected.")
+@promise("OutOfDeviceMemory", "An allocation didn't fit. The device still works; queued work isn't affected.")
 def test_out_of_memory_is_typed_and_survived(lab: Lab) -> None:
     """Twice what there is doesn't fit; what was queued before and what comes after works."""
     backend = lab.backend

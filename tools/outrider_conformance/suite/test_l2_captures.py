@@ -144,7 +144,7 @@ def test_a_device_error_passes_unchanged(lab: Lab) -> None:
     ],
 )
 def test_what_needs_results_is_refused_while_capturing(lab: Lab, use: Callable[..., object]) -> None:
-    """Nothing runs during a capture, so nothing can be waited for; the device lives on."""
+    """Nothing runs during a capture, so nothing can be waited for; the device still works."""
     backend = lab.backend
     stream, other = lab.streams("s", "other")
     y = lab.full(stream, 0)

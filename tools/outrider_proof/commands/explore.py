@@ -47,11 +47,11 @@ def explore(
         ),
     ] = None,
     iterations: Annotated[int, typer.Option(min=1, help="Schedules to try at most.")] = 100,
-    seed: Annotated[int, typer.Option(min=0, help="Where strategies start drawing.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the strategy's draws.")] = 0,
     replay: Annotated[str | None, typer.Option(metavar="STRING", help="One run, with this schedule.")] = None,
     drop_fence: Annotated[
         str | None,
-        typer.Option("--drop-fence", metavar="NAME|every", help="decode: leave this fence out; every: each in turn."),
+        typer.Option("--drop-fence", metavar="NAME|every", help="decode: leave this fence out; every: one by one."),
     ] = None,
     drop: Annotated[str, typer.Option(help="decode: the half of the fence that is left out, wait or record.")] = "wait",
     speculate: Annotated[str, typer.Option(help="decode: eagle, ngram or none.")] = "eagle",

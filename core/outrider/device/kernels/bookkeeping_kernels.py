@@ -1,6 +1,6 @@
-"""The part of a KernelSet that an engine keeps its books with: rows of requests, places of tokens, what was accepted.
+"""The bookkeeping part of a KernelSet: rows of requests, positions and slots of tokens, accepted tokens.
 
-Little data lies between the passes of an iteration, so that what it costs is the number of launches.
+These kernels move little data, so their cost is the number of launches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider.device.kernels.metadata import RequestInputs, RequestRows
 class BookkeepingKernels:
     """The engine's bookkeeping. Rules and letters: :class:`~outrider.device.KernelSet`.
 
-    Each method writes into tensors that are there already. What's written doesn't overlap with what is read.
+    Each method writes into existing tensors. Written and read memory don't overlap.
     """
 
     # -- rows of state ---------------------------------------------------------------------------------------------
@@ -54,8 +54,8 @@ class BookkeepingKernels:
 
         ``found`` int64 [B, 2]: what :meth:`find_nan` says of each row of numbers (``bounds`` None). Whole numbers must be at
         least the first of ``bounds`` and below the second: the index of the first one that isn't, and that number; -1 and
-        -1 where there is none. Those of a row with a bad one all become the lower bound: an index that is out of range
-        would take the device down before anybody could be told.
+        -1 where there is none. A row with a bad number is filled with the lower bound: an index out of range would crash the
+        device before the error could be reported.
         """
         low, high = bounds or (0, 0)
         torch.ops.outrider.gather_checked(source, rows, low, high, out, found)
@@ -89,9 +89,9 @@ class BookkeepingKernels:
         results: Tensor,
         own: tuple[Tensor, Tensor],
     ) -> None:
-        """What was ``decided``, tokens int64 [B, E] and accepted int64 [B], to everybody who must know.
+        """Write what was ``decided``, tokens int64 [B, E] and accepted int64 [B], to rows, results and copies.
 
-        By rows int64 [B], of which row 0 becomes 0: ``lengths`` int64 [R], the new ``lens`` (accepted and one more), and
+        By ``rows`` int64 [B], of which row 0 becomes 0: ``lengths`` int64 [R], the new ``lens`` (accepted and one more), and
         ``last_tokens`` int64 [R], the last token. ``results`` int64 [B, 1 + E]: accepted, then tokens. ``own``: copies.
         """
         torch.ops.outrider.publish_accepted(rows, lens, *decided, lengths, last_tokens, results, *own)

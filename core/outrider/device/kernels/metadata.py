@@ -70,8 +70,8 @@ class AttentionMetadata:
     waits for all before it.
 
     ``shapes``: the attentions that this batch is planned for. ``plan``: what ``KernelSet.plan_attention`` made of this
-    batch, if the library plans. Whoever changes lengths or queries of a planned batch takes both away: its plan is for
-    another batch.
+    batch, if the library plans. Code that changes lengths or queries of a planned batch must remove both: the plan is
+    for another batch.
     """
 
     query_start: Tensor

@@ -1,4 +1,4 @@
-"""Whether an engine can go on: what fails on the device is sorted into what is done again and what ends it."""
+"""Device failures: those after which an engine repeats its work, and those that stop it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PATIENCE = 8
 
 
 class Lifeline:
-    """Stands around an engine's calls to the device.
+    """Wraps an engine's calls to the device: types their errors, and stops the engine once the device is lost.
 
-    ``open_requests``: what an error tells of the requests that it leaves. ``undo``: called after an operation failed on a
-    device that lives on, to do again whatever was in flight.
+    ``open_requests``: the requests that :class:`EngineStopped` lists. ``undo``: takes back what was in flight; called after
+    an operation failed on a device that still works.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Lifeline:
 
     @contextmanager
     def working(self, doing: str) -> Generator[None]:
-        """What goes wrong inside is typed; a device that lives on goes on, and after a loss the engine doesn't."""
+        """Around device work: types errors, takes back what was in flight after a fault, stops the engine after a loss."""
         self.check()
         with self._noting_loss(doing):
             try:
@@ -75,7 +75,7 @@ class Lifeline:
             raise
 
     def quiet(self, streams: Streams) -> bool:
-        """Wait until nothing of the engine runs: only then may rows and pages go to anybody else. Whether all went well."""
+        """Wait until nothing of the engine runs, so that rows and pages can be reused. Returns whether nothing failed."""
         well = True
         for _ in range(_PATIENCE):
             try:

@@ -1,6 +1,6 @@
-"""Waits of the host that end: a device that is stuck is noticed, and the error says where it stands.
+"""Host waits with a time limit: a stuck device is an error that says how far each stream has come.
 
-There is no thread that watches. The host asks where it would have blocked, so that nothing touches the device beside it.
+There is no watching thread. The host polls where it would have blocked, so no other thread touches the device.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Watchdog:
             fence.wait_host()
 
     def stuck(self, fence: Watched, why: str) -> DeviceStuck:
-        """The error for a wait that came to nothing."""
+        """The error for a wait that timed out."""
         lines = [
             f"the device is stuck: the host waits for fence {fence.name!r}, generation {fence.generation}, which was "
             f"enqueued on stream {fence.stream!r}; {why}"

@@ -1,4 +1,4 @@
-"""What callers hand over, checked before anything is made of it."""
+"""Checks of callers' arguments: token ids and whole numbers."""
 
 from __future__ import annotations
 

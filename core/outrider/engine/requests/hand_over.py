@@ -1,4 +1,4 @@
-"""HandOver: a request on its way from one engine to another, in the middle of its output."""
+"""HandOver: a request that moves from one engine to another, in the middle of its output."""
 
 from __future__ import annotations
 

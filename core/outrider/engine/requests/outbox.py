@@ -1,4 +1,4 @@
-"""New tokens on their way to whoever asked for them: each stream has a queue of its own, the rest waits for the next step."""
+"""Outputs of requests, by receiver: each stream has a queue of its own, the rest waits for the next step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from outrider.engine.requests.request import StepOutput
 
 
 class Outbox:
-    """Outputs by receiver. A request that somebody reads alone (a stream, ``generate``) has a queue of its own; what others
-    produce comes out of :meth:`take`, in order.
+    """A request that is read alone (by a stream or ``generate``) has a queue of its own. Outputs of all others come from
+    :meth:`take`, in order.
     """
 
     def __init__(self) -> None:
@@ -18,19 +18,19 @@ class Outbox:
 
     @property
     def waiting(self) -> bool:
-        """Whether :meth:`take` has anything to give."""
+        """Whether :meth:`take` would return anything."""
         return bool(self._rest)
 
     def open(self, request_id: int) -> deque[StepOutput]:
-        """The request's outputs go into the queue that this returns, from now on until :meth:`close`."""
+        """Give the request a queue of its own, until :meth:`close` or :meth:`release`; returns the queue."""
         return self._queues.setdefault(request_id, deque())
 
     def close(self, request_id: int) -> None:
-        """Nobody reads the request's queue any more: it's dropped with what it holds. Allowed for a request without one."""
+        """Drop the request's queue and its contents. Allowed for a request without one."""
         self._queues.pop(request_id, None)
 
     def put(self, output: StepOutput) -> None:
-        """Hand an output on."""
+        """Add an output to the queue of its receiver."""
         queue = self._queues.get(output.request_id)
         if queue is None:
             self._rest.append(output)
@@ -38,10 +38,10 @@ class Outbox:
             queue.append(output)
 
     def take(self) -> list[StepOutput]:
-        """Everything that has no queue of its own, once."""
+        """Return and remove the outputs of requests without a queue."""
         taken, self._rest = self._rest, []
         return taken
 
     def release(self, request_id: int) -> None:
-        """Nobody reads the request's queue any more, but what it holds isn't lost: it comes out of :meth:`take`."""
+        """Drop the request's queue, but keep its contents: :meth:`take` returns them."""
         self._rest.extend(self._queues.pop(request_id, ()))

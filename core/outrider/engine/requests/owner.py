@@ -1,4 +1,4 @@
-"""Which thread an engine belongs to. Another one gets an error at once instead of wrong tokens later."""
+"""Which thread an engine belongs to. A call from another one is an error at once, instead of wrong tokens later."""
 
 from __future__ import annotations
 

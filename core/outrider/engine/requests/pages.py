@@ -95,12 +95,12 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that can be taken: free ones, and cached ones that nobody holds."""
+        """Pages that can be taken: free ones, and cached ones that no request holds."""
         return len(self._free) + len(self._cached)
 
     @property
     def cached(self) -> int:
-        """Pages that nobody holds and whose contents may be hit again."""
+        """Pages that no request holds and whose contents may be hit again."""
         return len(self._cached)
 
     def take(self) -> int:

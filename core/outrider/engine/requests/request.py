@@ -25,7 +25,8 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     """The caller aborted it."""
     ERROR = "error"
-    """A value on the device was bad; the output says which, and the tokens before stay valid."""
+    """The request failed: a bad value on the device, or something that couldn't be read. The output says what; the tokens
+    before it are valid."""
     HAND_OVER = "hand_over"
     """The caller took it out, for another engine to go on with."""
 

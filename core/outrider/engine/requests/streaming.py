@@ -10,13 +10,13 @@ from outrider.engine.requests.request import Request, StepOutput
 
 
 class RequestStream(Iterator[StepOutput]):
-    """The outputs of one request, from a queue of its own: other streams, ``generate`` and ``step`` between two outputs
-    neither take them nor change their order.
+    """The outputs of one request, from a queue of its own. Other streams, ``generate`` and ``step`` neither take them nor
+    change their order.
 
-    ``advance`` runs an iteration of the engine. ``close`` ends the request where it goes on, and is called once: when the
-    request has ended and its outputs were read, by :meth:`close`, or when nobody refers to the stream any more.
+    ``advance`` runs an iteration of the engine. ``close`` ends the request if it hasn't ended. It's called once: when all
+    outputs were read, by :meth:`close`, or when the stream is garbage-collected.
 
-    An error of an iteration comes out of ``next``; where the engine lives on, the stream may be read further.
+    ``next`` raises the error of an iteration. The stream may be read further if the engine still works.
     """
 
     def __init__(
@@ -54,5 +54,5 @@ class RequestStream(Iterator[StepOutput]):
             close(self._request)
 
     def __del__(self) -> None:
-        with suppress(Exception):  # nobody is there to hear of it
+        with suppress(Exception):  # there is no caller to raise it to
             self.close()

@@ -1,4 +1,4 @@
-"""What the host decided of a batch, on its way to the device: packed, staged, written into rows."""
+"""Uploads what the host decided of a batch: packed, staged, and written into rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.model import RopeConfig
 
 
 class Intake:
-    """Parts of one upload. Each is enqueued in the scope that the caller opened, and ordered by the caller."""
+    """The steps of one upload. Each is enqueued in the scope that the caller opened; the caller orders them."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class Intake:
         self._rope = rope
 
     def pack(self, batch: Batch) -> Packer:
-        """Host: everything that the device must know of ``batch``. Raises :class:`RequestFailed` where a request of it has
-        something that can't be packed.
+        """Host: pack everything that the device must know of ``batch``. Raises :class:`RequestFailed` for a request that
+        can't be packed.
         """
         try:
             return self._packed(batch)
