@@ -11,7 +11,7 @@ from outrider.cli.models import bundled
 from outrider.device import BackendLoadError, ConfigError
 from outrider.registry import get_backend
 from outrider.speculative import build
-from outrider.speculative.plugin import OWN_PROPOSERS
+from outrider.speculative.names import OWN_PROPOSERS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GROUP = "outrider.proposers"
