@@ -11,7 +11,7 @@ from outrider.cli.models import bundled
 from outrider.device import BackendLoadError, ConfigError
 from outrider.registry import get_backend
 from outrider.speculative import build
-from outrider.speculative.plugin import OWN_PROPOSERS
+from outrider.speculative.names import OWN_PROPOSERS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GROUP = "outrider.proposers"
@@ -128,11 +128,20 @@ def site(tmp_path_factory):
     return target
 
 
-def test_the_example_proposer_drafts_and_the_tokens_are_the_same(child, site):
-    found = child(
+@pytest.fixture
+def found(site, monkeypatch):
+    """The examples, as this process finds them."""
+    monkeypatch.syspath_prepend(str(site))
+    yield
+    for name in [name for name in sys.modules if name.startswith(("outrider_bigram", "outrider_lean"))]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("found")
+def test_the_example_proposer_drafts_and_the_tokens_are_the_same(outrider):
+    found = outrider(
         *("generate", "--prompt", "def read(self", "--max-tokens", "96", "--compare", "--json"),
         *("--speculate", "bigram", "--backend", "cpu"),
-        path=(site,),
     )
     assert found.code == 0, found.err
     assert found.json["same_as_plain"] is True
@@ -141,13 +150,14 @@ def test_the_example_proposer_drafts_and_the_tokens_are_the_same(child, site):
     assert found.json["iterations"] < found.json["plain"]["iterations"]
 
 
-def test_the_example_kernels_and_proposer_together(child, site):
+@pytest.mark.usefixtures("found")
+def test_the_example_kernels_and_proposer_together(outrider):
     chosen = ("--backend", "cpu:kernels=lean", "--speculate", "bigram")
-    found = child("generate", "--prompt", "def read(self", "--compare", "--json", *chosen, path=(site,))
+    found = outrider("generate", "--prompt", "def read(self", "--compare", "--json", *chosen)
     assert found.json["same_as_plain"] is True
-    refused = child("generate", "--prompt", "def", "--backend", "sim:kernels=lean", path=(site,))
+    refused = outrider("generate", "--prompt", "def", "--backend", "sim:kernels=lean")
     assert (refused.code, "is for cpu, not for 'sim'" in refused.err) == (1, True)
-    tree = child("generate", "--prompt", "def", "--speculate", "bigram", "--draft-topk", "2", path=(site,))
+    tree = outrider("generate", "--prompt", "def", "--backend", "cpu", "--speculate", "bigram", "--draft-topk", "2")
     assert (tree.code, "chains alone" in tree.err) == (1, True)
 
 

@@ -6,6 +6,7 @@ from outrider import EngineConfig, SamplingParams
 from outrider.device import ConfigError
 from outrider.engine.requests.request import FinishReason
 from outrider.errors import RequestError
+from outrider_proof import tiny
 
 
 @pytest.mark.parametrize(
@@ -116,3 +117,21 @@ def test_closing_a_stream_aborts_its_request(bundle64, prompt_tokens):
     stream.close()
     assert not engine.has_unfinished
     assert engine.free_pages == pages
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("others", [0, 2])
+def test_no_iteration_is_launched_that_adds_to_nobodys_output(overlap, others):
+    """None is launched behind those that are sure to complete a request, also beside longer requests."""
+    engine = tiny.engine(None, overlap=overlap, max_requests=3)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    longer = SamplingParams(max_tokens=11, ignore_eos=True)
+    first = engine.add_request((1, 2, 3), params)
+    record = engine._requests[first]
+    for _ in range(others):
+        engine.add_request((3, 1), longer)
+    for _ in iter_steps(engine):
+        pass
+    assert tuple(record.output) == tiny.plain((1, 2, 3), 8)[: len(record.output)]
+    assert record.iterations == 7, "the prompt gives a token, each iteration one more"
+    assert engine.stats.iterations == (11 if others else 8)

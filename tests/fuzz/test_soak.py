@@ -1,4 +1,4 @@
-"""Everything at once for an hour: callers, faults, forks, threads, event loops. Tokens stay right, memory flat: `make soak`."""
+"""Everything for an hour: callers, faults, forks, threads, event loops. Tokens stay right, memory flat: `make soak`."""
 
 import asyncio
 import gc

@@ -12,7 +12,7 @@ import typer
 from outrider.cli.environment import backend_from_environment, plugin_probe
 from outrider.cli.starting import progress_shown, say_what_started
 from outrider.registry import Registry
-from outrider.speculative.plugin import OWN_PROPOSERS
+from outrider.speculative.names import OWN_PROPOSERS
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine

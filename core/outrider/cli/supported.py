@@ -9,7 +9,7 @@ from outrider.cli.environment import plugin_probe
 from outrider.cli.report import JsonOption, Report
 from outrider.registry import Plugins
 from outrider.registry.proposers import PROPOSERS, shadowed
-from outrider.speculative.plugin import OWN_PROPOSERS
+from outrider.speculative.names import OWN_PROPOSERS
 
 
 def models(json_output: JsonOption = False) -> Report:

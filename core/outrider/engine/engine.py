@@ -120,7 +120,7 @@ class Engine:
     ) -> Engine:
         """Load a checkpoint (and its draft) and build an engine for it.
 
-        ``speculate`` names a proposer: one of Outrider's (:data:`outrider.speculative.plugin.OWN_PROPOSERS`), one of
+        ``speculate`` names a proposer: one of Outrider's (:data:`outrider.speculative.names.OWN_PROPOSERS`), one of
         ``builders``, or an installed plugin. ``draft_dir`` holds the checkpoint of those that have one.
 
         ``through_transformers`` runs the model by transformers' own code on the paged cache: any decoder with a

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from outrider.device.errors import BackendLoadError, ConfigError, OutriderError, PluginContractError
 from outrider.registry import Candidate, PluginGroup, Plugins
 from outrider.registry.plugins import describe_error, type_name
-from outrider.speculative.plugin import OWN_PROPOSERS, PROPOSER_VERSION, PROPOSERS_GROUP, ProposerHooks, ProposerInfo
+from outrider.speculative.names import OWN_PROPOSERS
+from outrider.speculative.plugin import PROPOSER_VERSION, PROPOSERS_GROUP, ProposerHooks, ProposerInfo
 
 if TYPE_CHECKING:
     from outrider.speculative.build import Builder, DraftOptions

@@ -15,8 +15,8 @@ from outrider.model import LanguageModel, Progress, load_decoder, load_eagle, lo
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import DraftHead, EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
+from outrider.speculative.names import OWN_PROPOSERS
 from outrider.speculative.ngram import NgramProposer
-from outrider.speculative.plugin import OWN_PROPOSERS
 from outrider.speculative.proposer import PlainProposer, Proposer
 from outrider.speculative.tree import DynamicTree
 

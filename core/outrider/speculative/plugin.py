@@ -6,9 +6,7 @@ takes. It needs no torch to be described, so a plugin's module imports the propo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from outrider.device.plugin import PluginInfo, hookimpl, hookspec
@@ -21,20 +19,7 @@ PROPOSERS_GROUP = "outrider.proposers"
 PROPOSER_VERSION = 1
 """Version of the interface of proposers. It rises when a proposer that was right could become wrong."""
 
-OWN_PROPOSERS: Mapping[str, str] = MappingProxyType(
-    {
-        "eagle": "an EAGLE head (fc, layers.0.*): chain, or tree with --draft-topk",
-        "eagle3": "an EAGLE-3 head (midlayer.*, its own lm_head, d2t): chain or tree",
-        "mtp": "heads of multi-token prediction (model.mtp_layers.*), one a step: chain or tree",
-        "draft-model": "any supported decoder with the same vocabulary: chain or tree",
-        "ngram": "nothing: it looks the last tokens up in what was there before",
-        "none": "nothing: plain decoding",
-    }
-)
-"""The proposers that come with Outrider: name, and the checkpoint that each needs. Other lists of names derive from this one,
-which needs no torch."""
-
-__all__ = ["OWN_PROPOSERS", "PROPOSERS_GROUP", "PROPOSER_VERSION", "ProposerHooks", "ProposerInfo", "hookimpl"]
+__all__ = ["PROPOSERS_GROUP", "PROPOSER_VERSION", "ProposerHooks", "ProposerInfo", "hookimpl"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

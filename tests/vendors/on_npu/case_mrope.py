@@ -34,7 +34,7 @@ def tokens_on(checkpoint, *, graphs, spoilt, recompute=True, refresh=True):
     def after_join(plan):
         joins.append(1)
         if spoilt:
-            for positions in (plan._views.verify.rope_positions, plan._views.verify.static_rope_positions):
+            for positions in (plan.verify.rope_positions, plan.verify.static_rope_positions):
                 positions.fill_(1)
         own(plan)
         own(plan)  # from source, so that a second time changes nothing

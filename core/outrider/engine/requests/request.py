@@ -96,6 +96,8 @@ class Request:
     """Launched iterations whose results the host hasn't handled; the scheduler counts."""
     decodes_in_flight: int = 0
     """Those among them that decode: each may have grown the request."""
+    tokens_in_flight: int = 0
+    """Tokens that those yield at least: one for each that decodes, and for the last chunk of a context."""
     iterations: int = 0
     verified_tokens: int = 0
     preemptions: int = 0
@@ -133,6 +135,11 @@ class Request:
     def finished(self) -> bool:
         """Whether the output is complete."""
         return self.finish_reason is not None
+
+    @property
+    def will_finish(self) -> bool:
+        """Whether the iterations in flight are sure to complete the output: none that is launched behind them adds to it."""
+        return len(self.output) + self.tokens_in_flight >= self.params.max_tokens
 
     @property
     def urgency(self) -> tuple[int, int]:

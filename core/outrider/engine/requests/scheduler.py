@@ -72,7 +72,7 @@ class Scheduler:
         """
         self._grow()
         admitted = self._admit()
-        decode = tuple(r for r in self._running if not r.finished and not r.needs_prefill)
+        decode = tuple(r for r in self._running if self._decodes(r))
         prefill = self._chunks()
         arrivals = tuple((r, r.arrival) for r in admitted if r.arrival is not None)
         if not decode and not prefill and not arrivals:
@@ -88,6 +88,11 @@ class Scheduler:
         self._count(batch, 1)
         return batch
 
+    @staticmethod
+    def _decodes(request: Request) -> bool:
+        """Whether another iteration may add to the request's output."""
+        return not request.finished and not request.needs_prefill and not request.will_finish
+
     def landed(self, batch: Batch) -> None:
         """The results of ``batch`` are on the host: its requests have one iteration less in flight."""
         self._count(batch, -1)
@@ -98,6 +103,10 @@ class Scheduler:
             request.in_flight += change
         for request in batch.decode:
             request.decodes_in_flight += change
+            request.tokens_in_flight += change
+        for chunk in batch.prefill:
+            if chunk.final:
+                chunk.request.tokens_in_flight += change
 
     def register(self, request: Request, filled: int) -> None:
         """Tell the prefix cache of the request's full pages among its first ``filled`` tokens."""
@@ -116,7 +125,7 @@ class Scheduler:
     def _grow(self) -> None:
         """Give every decoding request the pages that its next iteration can write; preempt where they run out."""
         for request in list(self._running):
-            if request.finished or request.needs_prefill or request not in self._running:
+            if not self._decodes(request) or request not in self._running:
                 continue
             written = request.length_bound(self._limits.growth) + self._limits.slots
             needed = self._pages_of(min(written, request.length_limit + self._limits.spare))

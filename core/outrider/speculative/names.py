@@ -1,0 +1,19 @@
+"""The proposers that come with Outrider, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+OWN_PROPOSERS: Mapping[str, str] = MappingProxyType(
+    {
+        "eagle": "an EAGLE head (fc, layers.0.*): chain, or tree with --draft-topk",
+        "eagle3": "an EAGLE-3 head (midlayer.*, its own lm_head, d2t): chain or tree",
+        "mtp": "heads of multi-token prediction (model.mtp_layers.*), one a step: chain or tree",
+        "draft-model": "any supported decoder with the same vocabulary: chain or tree",
+        "ngram": "nothing: it looks the last tokens up in what was there before",
+        "none": "nothing: plain decoding",
+    }
+)
+"""The proposers that come with Outrider: name, and the checkpoint that each needs. Other lists of names derive from this one,
+which needs no torch."""
