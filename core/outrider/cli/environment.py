@@ -18,7 +18,7 @@ def backend_from_environment() -> str | None:
 
 
 def plugin_probe() -> Probe:
-    """How the command line tries plugins: with a memory in the user's cache directory."""
+    """How the command line probes plugins: verdicts are kept in the user's cache directory."""
     given = os.environ.get(CACHE_VARIABLE, "")
     try:
         root = Path(given) if os.path.isabs(given) else Path.home() / ".cache"

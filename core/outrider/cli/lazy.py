@@ -19,7 +19,7 @@ class CommandUnavailable(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A command that can't be had. ``reason`` names the package and says why."""
+    """A command that can't be loaded. ``reason`` names the package and says why."""
 
     reason: str
 
@@ -69,7 +69,7 @@ def _load(name: str, target: str) -> Any:
 
 
 def _unavailable(reason: str) -> Any:
-    """A command that takes whatever it is given, and says why it can't run."""
+    """A command that accepts any arguments and raises why it can't run."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
     def command() -> None:

@@ -33,7 +33,7 @@ _HELP = """Overlapped speculative decoding of LLMs behind a small hardware-backe
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Let it be reported: rich's own answer is to leave in silence. Called while the error is handled."""
+        """Re-raise, so that it's reported: rich itself would exit silently. Called while the error is handled."""
         raise BrokenPipeError
 
 

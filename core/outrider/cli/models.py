@@ -1,4 +1,4 @@
-"""The options that say which model runs where, and the engine that they mean."""
+"""The options that say which model runs where, and the engine made from them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Whether ``import torch`` works, found out in a child process.
 
-A child, because a failed import leaves the process with half a torch and further imports then fail for reasons that
-mislead, and because a library that crashes takes the process along.
+A child, because a failed import leaves torch half imported, so that further imports fail with misleading errors, and
+because a library that crashes ends the process.
 """
 
 from __future__ import annotations

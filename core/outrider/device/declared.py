@@ -1,4 +1,4 @@
-"""What a backend says of itself once: what it can do, which kernels it has, how an iteration is ordered on it."""
+"""What a backend declares once: its capabilities, its kernels, and how an iteration is ordered on it."""
 
 from __future__ import annotations
 

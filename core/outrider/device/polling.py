@@ -1,4 +1,4 @@
-"""Waiting with a limit, by asking."""
+"""Waiting with a time limit, by polling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LONGEST_S = 0.01
 
 
 def poll(done: Callable[[], bool], seconds: float) -> bool:
-    """Ask ``done`` until it says yes, or ``seconds`` have passed. Sleeps longer and longer between two questions."""
+    """Poll ``done`` until it is true, or ``seconds`` have passed. Sleeps longer and longer between polls."""
     start = time.monotonic()
     pause = 0.0
     while not done():

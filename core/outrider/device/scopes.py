@@ -82,7 +82,7 @@ class Guard:
 
 @contextmanager
 def uncollected() -> Generator[None]:
-    """Garbage stays. A driver takes the end of an unreachable graph for a fault of the capture that is open meanwhile."""
+    """Turn garbage collection off during a capture: a driver may take the end of an unreachable graph for a fault of it."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -91,10 +91,10 @@ class TorchGraph(Graph):
 
 
 class _StreamScope:
-    """Makes a stream and its device current; puts back what was.
+    """Makes a stream and its device current, and restores the previous ones.
 
-    The device module's own context manager does the same in several times as long: it looks up devices by name and asks
-    twice for what it sets.
+    The device module's own context manager takes several times as long: it looks up devices by name and reads twice what
+    it sets.
     """
 
     __slots__ = ("_before", "_device", "_native")
@@ -179,7 +179,7 @@ class TorchDeviceBackend(Backend):
         return TorchStream(self, name, priority, native)
 
     def _distinct_stream(self, priority: int) -> Any:
-        """One that aliases none of ours, or None: torch hands streams out of a small pool in turn."""
+        """A stream that aliases none of ours, or None: torch reuses the streams of a small pool."""
         taken = {stream.native for stream in self._streams}
         drawn = []  # kept until the end, so that none of them is handed out twice
         for _ in range(_POOL_DRAWS):
@@ -189,7 +189,7 @@ class TorchDeviceBackend(Backend):
         return None
 
     def _forget_finished_streams(self) -> None:
-        """Those that nobody refers to any more, such as an engine's that is gone, and that are empty."""
+        """Forget streams that are empty and have no other reference, such as those of a deleted engine."""
         gc.collect()
         busy = [stream for stream in self._streams if not stream.query()]
         listed = [weakref.ref(stream) for stream in self._streams]
@@ -269,7 +269,7 @@ class TorchDeviceBackend(Backend):
     # -- errors and versions ---------------------------------------------------------------------------------------
 
     def translate_error(self, error: Exception, doing: str) -> DeviceError | None:
-        """Torch's own error classes, told apart: out of memory lives on, an accelerator error is sticky."""
+        """Types torch's errors: the device survives out of memory; an accelerator error is sticky."""
         if isinstance(error, torch.OutOfMemoryError):
             return OutOfDeviceMemory(
                 f"out of memory on {self.device} while {doing}: {error}; use a smaller batch, cache or bucket"

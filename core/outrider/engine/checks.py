@@ -1,4 +1,4 @@
-"""What an engine refuses, with the reason: at its making, and for a request."""
+"""What an engine refuses, with the reason: when it is made, and for a request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_SLOTS = 2**31 - 1
 
 
 def check_policy(backend: Backend, config: EngineConfig, proposer: Proposer, kernels: KernelSet) -> None:
-    """The step carries out what the backend's policy and the kernels declare."""
+    """Check that the backend's policy and the kernels support this configuration."""
     sync = backend.speculative_sync
     if config.step_mode not in sync.step_modes:
         raise CapabilityError(
@@ -43,7 +43,7 @@ def check_policy(backend: Backend, config: EngineConfig, proposer: Proposer, ker
 
 
 def check_invariance(config: EngineConfig, model: LanguageModel) -> None:
-    """A batch-invariant engine has kernels that are."""
+    """Check that a batch-invariant engine has batch-invariant kernels."""
     if config.batch_invariant and not (model.native and model.kernels.row_invariant):
         raise ConfigError(
             "batch_invariant is set, but the model doesn't run on kernels that are; use Engine.from_checkpoint with a "
@@ -52,7 +52,7 @@ def check_invariance(config: EngineConfig, model: LanguageModel) -> None:
 
 
 def check_tree(model: LanguageModel, proposer: Proposer) -> None:
-    """The model can verify the proposer's drafts."""
+    """Check that the model can verify the proposer's drafts."""
     if proposer.nodes < proposer.depth:
         raise ConfigError(
             f"the proposer {proposer.name!r} declares {proposer.nodes} nodes and paths of {proposer.depth}: a path has no "
@@ -79,8 +79,8 @@ def context_limit(config: EngineConfig, model: LanguageModel, proposer: Proposer
 
 
 def check_cache(backend: Backend, config: EngineConfig, model: LanguageModel, *, pages: int) -> None:
-    """The target's KV cache has slots that 32 bits can count, and fits into the memory of its device, or of the host where it
-    lies there.
+    """Check that the slots of the target's KV cache can be counted in 32 bits, and that the cache fits into the memory of its
+    device, or of the host where it lies there.
     """
     slots = pages * config.page_size
     if slots > MAX_SLOTS:
@@ -106,7 +106,7 @@ def check_cache(backend: Backend, config: EngineConfig, model: LanguageModel, *,
 
 
 def check_prompt(prompt: Sequence[int], params: SamplingParams, *, context: int, vocabulary: int) -> None:
-    """The prompt consists of tokens, and its output fits behind it."""
+    """Check that the prompt consists of tokens and leaves room for its output."""
     if not prompt:
         raise RequestError("the prompt is empty; give at least one token")
     total = len(prompt) + params.max_tokens
@@ -121,7 +121,7 @@ def check_prompt(prompt: Sequence[int], params: SamplingParams, *, context: int,
 
 
 def check_pages(needed: int, pages: int, page_size: int) -> None:
-    """The cache has room for the request at its longest."""
+    """Check that the cache has room for the request at its longest."""
     if needed > pages:
         raise RequestError(
             f"the request needs {needed} KV pages of {page_size} tokens, the cache has {pages}; raise "
@@ -130,7 +130,7 @@ def check_pages(needed: int, pages: int, page_size: int) -> None:
 
 
 def check_options(params: SamplingParams, stops: set[int], *, config: EngineConfig, vocabulary: int) -> None:
-    """The sampling options name tokens that exist, leave some to choose from, and are within the engine's limits."""
+    """Check that the sampling options name existing tokens, don't ban all, and are within the engine's limits."""
     listed = dict(params.biases)
     wrong = next((token for token in listed if token >= vocabulary), None)
     if wrong is None:

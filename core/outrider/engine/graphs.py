@@ -47,8 +47,8 @@ def buckets_up_to(most: int) -> tuple[int, ...]:
 
 
 class Runner(ABC):
-    """Runs stages on their streams. What it is asked for a batch is the same for graphs and without. ``report``: what was
-    captured; None without graphs.
+    """Runs stages on their streams, by graphs or by calls; both have this interface. ``report``: what was captured; None
+    without graphs.
     """
 
     report: CaptureReport | None = None
@@ -62,7 +62,7 @@ class Runner(ABC):
         """What the stages are told of ``count`` requests: a size that holds them, abilities that cover ``features``."""
 
     def bind(self, batch: DecodeBatch, stream: Stream) -> None:
-        """Give the stages the host parameters of this iteration; work on ``stream``. Nothing where they come with a call."""
+        """Give the stages the host parameters of this iteration; work on ``stream``. Does nothing where calls pass them."""
         del batch, stream
 
     def run(self, stage: Stage[In, Out], given: In) -> Out:

@@ -52,7 +52,7 @@ class Fill(Stage[FillInput, VerifyInputs]):
 
 
 class VerifyAttention(Stage[AttentionInput, AttentionMetadata]):
-    """What verify's attention is told, with its plan; of the whole bucket."""
+    """Metadata of verify's attention, with its plan; for the whole bucket."""
 
     name = "verify attention"
 
@@ -91,7 +91,7 @@ class PlanExtend(Stage[ExtendPlanInput, ExtendPlan]):
 
 
 class ExtendAttention(Stage[ExtendAttentionInput, AttentionMetadata]):
-    """What draft-extend's attention is told, with its plan: verify's own for a chain, the accepted path's for a tree."""
+    """Metadata of draft-extend's attention, with its plan: verify's own for a chain, the accepted path's for a tree."""
 
     name = "extend attention"
 

@@ -1,6 +1,6 @@
 """The stages of a decode iteration on the forward stream: gather, draft, verify, extend, and all of it in one.
 
-What each reads and writes says :mod:`outrider.engine.stage_io`; the stages of the plan stream are in
+What each reads and writes is in :mod:`outrider.engine.stage_io`; the stages of the plan stream are in
 :mod:`outrider.engine.plan_stages`.
 """
 
@@ -40,7 +40,7 @@ from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Prop
 class Gather(Stage[GatherInput, DecodeInputs]):
     """Private copies of everything shared that the iteration reads.
 
-    What the iteration before relayed is looked at on the way. Nothing is found yet when this begins.
+    Probes check on the way what the previous iteration relayed. No findings exist before this.
     """
 
     name, fills = "gather", INPUTS
@@ -89,7 +89,7 @@ class Gather(Stage[GatherInput, DecodeInputs]):
 
 
 class DraftStage(Capturable[DraftStageInput, Draft]):
-    """Draft, and copy what came out, looking at it, to where plan and verify read it."""
+    """Draft; then copy the drafted tokens, with a probe, to where plan and verify read them."""
 
     name, reads, writes = "draft", (INPUTS,), (DRAFT,)
 

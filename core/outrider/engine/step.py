@@ -207,7 +207,7 @@ class Step:
         attention: AttentionMetadata,
         seq_lens_host: HostSeqLens | None,
     ) -> None:
-        """Draft-extend: its plan always waits for verify, and it always for its plan."""
+        """Draft-extend: its plan always waits for verify, and draft-extend for its plan."""
         streams, fences, stages, run = self._streams, self._fences, self._stages, self._runner.run
         fences.accept_ready.signal(streams.forward)
 
@@ -225,7 +225,7 @@ class Step:
         self._fences.shared_reads_done.signal(self._streams.forward)
 
     def _publish(self, entry: int) -> None:
-        """The lengths of this iteration are there; a copy goes to the host where a policy or a plan needs them exact."""
+        """Signal the lengths of this iteration; copy them to the host where a policy or a plan needs them exact."""
         streams, fences = self._streams, self._fences
         fences.published.signal(streams.forward)
         if self._sync.exact_host_lengths or self._plans_on_host:
@@ -234,7 +234,7 @@ class Step:
             fences.lengths_on_host[entry].signal(streams.copy)
 
     def _exact_seq_lens(self, batch: Batch, entry: int) -> HostSeqLens:
-        """What the iteration before published: the host waits for that."""
+        """The lengths that the previous iteration published; the host waits for them."""
         before = (entry - 1) % self._entries
         by_row = self._seq_lens_ring.read(before, self._fences.lengths_on_host[before])
         return HostSeqLens(tuple(by_row[request.row] for request in batch.decode), self._capacity)

@@ -35,7 +35,7 @@ def warm_up(
     loop: Loop, backend: Backend, model: LanguageModel, proposer: Proposer, config: EngineConfig, *, room: int
 ) -> WarmUp:
     """Serve requests of its own that need everything which a request may ask for; a prompt that takes two chunks, and then
-    iterations that draft, verify and extend. ``loop`` is made for this, and let go behind it. ``room``: tokens that a
+    iterations that draft, verify and extend. ``loop`` is made for this and dropped afterwards. ``room``: tokens that a
     request may have.
     """
     kernels = model.kernels

@@ -1,4 +1,4 @@
-"""KVCache: the pages that keys and values live in. Letters: P pages, S page size, Hkv key heads, D head size."""
+"""KVCache: the pages that hold keys and values. Letters: P pages, S page size, Hkv key heads, D head size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.device import ConfigError
 class KVCache:
     """Keys and values of each layer, [P, S, Hkv, D] each. Page 0 is reserved: padding tokens write there.
 
-    The pages of a sequence are named by its block table; who owns which page is the engine's business.
+    The pages of a sequence are named by its block table; the engine decides who owns which page.
     """
 
     layers: tuple[tuple[Tensor, Tensor], ...]

@@ -34,7 +34,7 @@ class ModelConfig:
     rotated. ``vision`` is None for a model of text alone. ``eos_token_ids`` end a generation; ``bos_token_id`` is None
     where a prompt needs none.
 
-    Raises :class:`ConfigError` for values that can't be.
+    Raises :class:`ConfigError` for impossible values.
     """
 
     family: str

@@ -16,7 +16,7 @@ from outrider.model.inputs import ForwardInput
 
 
 def attention_scale(config: ModelConfig) -> float:
-    """What queries times keys are multiplied by."""
+    """The factor of the products of queries and keys."""
     return float(config.head_size**-0.5)
 
 

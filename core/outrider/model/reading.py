@@ -1,4 +1,4 @@
-"""Reading what somebody else wrote: from regular files alone, never more than a limit, and with one kind of failure.
+"""Reading a checkpoint's files: regular files alone, up to a limit, and with one kind of error.
 
 Everything that reads a checkpoint goes through :func:`reading`, so that whatever a parser raises becomes a
 :class:`CheckpointError` that names the file.

@@ -44,7 +44,7 @@ class PluginGroup(Generic[Info]):
 
     ``entry_points``: the group. ``noun``: what one is called in messages. ``hooks``: the class of hook specifications.
     ``describe``: the hook that returns an ``info``, the class of descriptions. ``version`` is that of the interface.
-    ``adapters``: for the version before, what makes of a plugin's product one of this version.
+    ``adapters``: by an older version, a function that adapts a plugin's product to this one.
     """
 
     entry_points: str
@@ -165,7 +165,7 @@ class Plugins(Generic[Info]):
         return results[0] if results else None  # pluggy drops a result of None
 
     def adapt(self, made: Any, info: Info) -> Any:
-        """What a plugin made, as this version of the interface has it."""
+        """Adapt what a plugin made to this version of the interface."""
         version = self.group.version
         return made if info.seam_max >= version else self.group.adapters[info.seam_max](made)
 

@@ -95,7 +95,8 @@ def decode(
 
     The limit is the bytes that an iteration must read over the bandwidth measured in the same run. An iteration is timed
     on the host, results read back included, while the whole batch decodes; host ms is the part in which the host wasn't
-    blocked waiting for the device. The device's idle time comes from a second pass of a few iterations under torch's profiler.
+    blocked waiting for the device. The device's idle time comes from a second pass of a few iterations under torch's
+    profiler.
     """
     from outrider.cli.torch_probe import require_torch
 

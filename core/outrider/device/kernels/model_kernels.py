@@ -48,7 +48,7 @@ class ModelKernels:
         return self.add_rms_norm(self.linear(x, weight, bias), residual, norm, eps)
 
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """``residual`` [T, H] grows in place by :meth:`linear` of ``x``; returns it. The sum may be rounded once."""
+        """Add :meth:`linear` of ``x`` to ``residual`` [T, H] in place; returns it. The sum may be rounded once."""
         return residual.add_(self.linear(x, weight, bias))
 
     def linear_rope_write_cache(self, product: Product, rotary: RotaryArgs) -> Tensor:

@@ -41,7 +41,7 @@ class Batch:
         return (*self.decode, *prefilled, *(request for request, _ in self.arrivals))
 
     def only(self, request: Request) -> Batch:
-        """The part of it that is about one request."""
+        """The part of the batch that concerns one request."""
         return Batch(
             prefill=tuple(chunk for chunk in self.prefill if chunk.request is request),
             decode=tuple(each for each in self.decode if each is request),

@@ -1,4 +1,4 @@
-"""The images and videos of a request: their places in its prompt, their positions, and for a while their features."""
+"""The images and videos of a request: their places in its prompt, their positions, and until prefill their features."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RequestMedia:
         return prompt[start:end] + [index + self.mrope_position_delta for index in range(max(start, len(prompt)), end)]
 
     def digests(self, start: int, end: int) -> tuple[tuple[int, bytes], ...]:
-        """What tells the contents of the tokens ``start`` to ``end`` from those of another prompt with the same tokens."""
+        """Identifies the media behind the tokens ``start`` to ``end``: prompts with the same tokens may have other images."""
         return tuple((span.start, span.media.digest) for span in self._spans if span.start < end and start < span.end)
 
     def embed(self, tower: VisionTower, start: int, end: int, embeddings: Tensor, embedded: Tensor) -> None:

@@ -77,7 +77,7 @@ class PagePool:
     """KV pages with shared prefixes: each page is free, held by one or more requests, or cached with no holder.
 
     A page is registered under its key as soon as the work that fills it is enqueued: every access to KV pages is on one
-    stream, so whoever is given the page reads it later in that order. A cached page without a holder is reused, oldest
+    stream, so the next holder of the page reads it later in that order. A cached page without a holder is reused, oldest
     first, when no page is free. ``ahead`` is how many tokens after a page its contents depend on: an EAGLE draft's keys
     and values at position i depend on token i+1.
     """

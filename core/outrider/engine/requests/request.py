@@ -178,12 +178,12 @@ class Request:
         return StepOutput(self.id, tuple(taken), self.finish_reason, kept, text)
 
     def end(self, reason: FinishReason, error: str | None = None) -> StepOutput:
-        """End it here; what it has put out stays valid."""
+        """End the request; its output so far stays valid."""
         self.finish_reason, self.error = reason, error
         return StepOutput(self.id, (), reason, text=self.new_text(), error=error)
 
     def new_text(self) -> str | None:
-        """What is new of the text, with stop strings; all of it once it's over, which may show one more stop string."""
+        """New text of a request with stop strings; the rest once it has finished, which may complete one more stop string."""
         watch = self.stop_text
         if watch is None:
             return None
@@ -204,7 +204,7 @@ class Request:
 
 
 class RequestFailed(OutriderError):
-    """One request of a batch can't be served further, for a reason of its own. It ends with an error; others don't."""
+    """One request of a batch failed. It ends with an error; the others go on."""
 
     def __init__(self, request: Request, error: Exception) -> None:
         super().__init__(f"request {request.id}: {type(error).__name__}: {error}")

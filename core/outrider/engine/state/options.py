@@ -3,7 +3,7 @@
 Letters: R request rows, V vocabulary, M bias entries, B requests of a batch, N nodes of each (see ``KernelSet``).
 
 Two owners, as for the other rows: parameters are written on schedule when a request is admitted, counts on forward. An
-iteration that no request with an option takes part in does nothing here; the host knows.
+iteration without such a request launches nothing here.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class OptionTable:
     # -- schedule --------------------------------------------------------------------------------------------------
 
     def admit(self, view: View, segments: Mapping[str, tuple[int, int]]) -> None:
-        """Take over the rows of the admitted requests; in the scope of schedule."""
+        """Write the rows of the admitted requests; in the scope of schedule."""
         rows = view(segments["admitted"])
         self._numbers[rows] = view(segments["option_numbers"]).view(-1, 2)
         self._shares[rows] = _floats(view(segments["option_shares"])).view(-1, 5)

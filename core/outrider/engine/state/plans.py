@@ -95,8 +95,8 @@ class Plans:
         return tables.shape[1] * self._page_size
 
     def _valid(self, positions: Tensor) -> Tensor:
-        """Positions that exist. A request that is over on the device, while the host doesn't know yet, runs past its end
-        once: its tokens are discarded, so their positions only have to be valid.
+        """Positions within range. A request that has finished on the device runs one iteration more, until the host knows.
+        Its tokens are discarded, so their positions only have to be valid.
         """
         return positions.clamp(max=self._max_context - 1)
 
@@ -114,7 +114,7 @@ class PlanAtJoin:
     captured: bool
 
     def written_again(self, sync: SpeculativeSync) -> dict[str, Tensor]:
-        """What a policy doesn't trust the plan with: buffers that must be written once more after the join, by name."""
+        """Buffers that the policy wants written once more after the join, by name."""
         early: dict[str, Tensor] = {}
         if self.inputs.mrope_position_deltas is not None:
             if Recompute.MROPE_POSITIONS in sync.recompute_after_join:

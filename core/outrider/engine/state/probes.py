@@ -1,7 +1,7 @@
-"""Checks of values on the device, before they are copied into a static buffer: found there, told at the next results.
+"""Checks of values on the device, before they are copied into a static buffer. Findings come with the next results.
 
 A probe says of each request which value is the first bad one. The host learns of it with the results of the iteration, and
-ends the request with an error that names it; nothing is put right in silence.
+ends the request with an error that names it. No value is corrected silently.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def float_bits(value: float) -> int:
 class Staging:
     """A pinned ring on the host and one buffer on the device, both int64.
 
-    ``entries`` is how many iterations may be staged before the oldest copy has to be over.
+    ``entries``: how many iterations may be staged before the oldest copy must have finished.
     """
 
     def __init__(self, backend: Backend, *, entries: int, capacity: int, max_requests: int) -> None:

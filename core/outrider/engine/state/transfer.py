@@ -1,4 +1,4 @@
-"""How a request's device state leaves an engine and enters another."""
+"""Moves a request's device state from one engine to another."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Transfer:
         return torch.full((1,), value, dtype=torch.int64, device=self._backend.device)
 
     def _through_host(self, handed: HandOver, given: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of ``given`` on this engine's device; all copies are over when it returns."""
+        """Copies of ``given`` on this engine's device; all copies have finished when it returns."""
         source = handed.backend
         handed.ready.wait_host()
         left = [source.empty_pinned("hand_over", tensor.shape, tensor.dtype) for tensor in given]
