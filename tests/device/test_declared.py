@@ -17,7 +17,7 @@ SAID = {"capabilities": CAPABILITIES, "kernels": KernelSet(), "speculative_sync"
 
 @pytest.mark.parametrize("missing", SAID)
 def test_what_is_said_nowhere_is_named(missing):
-    with pytest.raises(TypeError, match=f"Given says nothing of its {missing}: pass {missing}=… to Backend.__init__"):
+    with pytest.raises(TypeError, match=f"Given declares no {missing}: pass {missing}=… to Backend.__init__"):
         Given(**{key: value for key, value in SAID.items() if key != missing})
 
 

@@ -162,7 +162,7 @@ def test_what_can_not_be_handed_over():
     first = engine("eagle", prefill_chunk=3)
     request = first.add_request(PROMPT, GREEDY)
     for _ in range(2):
-        with pytest.raises(RequestError, match="waits or is at its prompt"):
+        with pytest.raises(RequestError, match="is waiting or prefilling"):
             first.hand_over(request)
         first.step()
     finish(first, request)

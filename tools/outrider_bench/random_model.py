@@ -30,7 +30,7 @@ def check_acceptance(accept_length: float | None, shape: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomModel:
-    """A shape, who drafts for it (eagle or none), and the synthetic acceptance, if any."""
+    """A shape, its proposer (eagle or none), and the synthetic acceptance, if any."""
 
     shape: str
     speculate: str

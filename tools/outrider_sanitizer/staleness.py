@@ -265,7 +265,7 @@ class Staleness:
         )
 
     def stale(self, reason: str, origin: Record | None, point: Point, access: Access, shadow: Shadow) -> None:
-        """Bytes were read that are over, or that nobody wrote yet."""
+        """Bytes were read that are stale, or were never written."""
         self._add(
             Finding(
                 kind=Kind.STALE if reason else Kind.UNDEFINED,

@@ -38,8 +38,7 @@ class Declared:
         for what, given in self._given.items():
             if given is None and getattr(type(self), what) is getattr(Declared, what):
                 raise TypeError(
-                    f"{type(self).__name__} says nothing of its {what}: pass {what}=… to Backend.__init__, or override the "
-                    "property"
+                    f"{type(self).__name__} declares no {what}: pass {what}=… to Backend.__init__, or override the property"
                 )
 
     @property

@@ -61,7 +61,7 @@ class PinnedBuffer:
         if generation != self._generation:
             raise StaleBufferError(
                 f"pinned buffer {self.owner!r} is at generation {self._generation} and was read under {generation}: its "
-                "slot was renewed before the reader came; read earlier or use a longer ring"
+                "slot was renewed before it was read; read earlier or use a longer ring"
             )
         return self.tensor
 

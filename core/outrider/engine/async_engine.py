@@ -35,7 +35,7 @@ class _Reader:
     left: set[int] = field(default_factory=set)
 
     def put(self, item: StepOutput | BaseException) -> bool:
-        """From the engine's thread. False where the loop is closed, so that nobody reads any more."""
+        """From the engine's thread. False where the loop is closed, so that the outputs have no reader."""
         try:
             self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
         except RuntimeError:

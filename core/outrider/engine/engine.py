@@ -242,9 +242,7 @@ class Engine:
             if request is None or request.finished:
                 raise RequestError(f"request {request_id} isn't running; it may have finished already")
             if not request.row or request.needs_prefill or not request.output:
-                raise RequestError(
-                    f"request {request_id} waits or is at its prompt; hand it over once it has put out a token"
-                )
+                raise RequestError(f"request {request_id} is waiting or prefilling; hand it over after its first token")
             with self._lifeline.working("handing a request over"):
                 handed = self._parts.transfer.collect(request)
             del self._requests[request_id]

@@ -49,9 +49,7 @@ def load_checkpoint(
     builders = dict(builders or {})
     builders |= plugin_builders(speculate, given=builders)  # before anything is loaded: it raises for an unknown name
     if trust_remote_code and not through_transformers:
-        raise ConfigError(
-            "trust_remote_code runs code of the checkpoint, which through_transformers alone has a use for; leave it out"
-        )
+        raise ConfigError("trust_remote_code runs code of the checkpoint, which only through_transformers runs; leave it out")
     if through_transformers:
         model: LanguageModel = load_through_transformers(
             directory, backend=backend, dtype=config.torch_dtype, trust_remote_code=trust_remote_code

@@ -35,7 +35,7 @@ class MtpProposer(CachedProposer):
         count = len(heads) if draft_tokens is None else min(draft_tokens, len(heads))
         if count < 1 or branches < 1:
             raise ConfigError(
-                f"multi-token prediction by {count} heads with {branches} tokens each can't be; both are at least 1"
+                f"multi-token prediction by {count} heads with {branches} tokens each is impossible; both must be at least 1"
             )
         if heads[0].config.rope.sections:
             raise ConfigError("multi-token prediction over positions on three axes (mrope) isn't supported")

@@ -31,9 +31,9 @@ class NgramProposer(Proposer):
 
     def __init__(self, *, vocab_size: int, draft_tokens: int, branches: int = 1, longest: int = 4, shortest: int = 1) -> None:
         if draft_tokens < 1 or branches < 1:
-            raise ConfigError(f"n-gram lookup of {branches} continuations of {draft_tokens} tokens can't be; at least 1 each")
+            raise ConfigError(f"n-gram lookup of {branches} continuations of {draft_tokens} tokens: expected at least 1 each")
         if not 1 <= shortest <= longest:
-            raise ConfigError(f"n-gram lookup of {shortest} to {longest} tokens can't be; expected 1 <= shortest <= longest")
+            raise ConfigError(f"n-gram lookup of {shortest} to {longest} tokens: expected 1 <= shortest <= longest")
         self._vocab_size = vocab_size
         self._draft_tokens = draft_tokens
         self._branches = branches

@@ -119,7 +119,7 @@ class DynamicTree(TreeShape):
     def __init__(self, *, topk: int, depth: int, nodes: int | None = None) -> None:
         candidates = topk + (depth - 1) * topk * topk
         if topk < 1 or depth < 1:
-            raise ConfigError(f"a draft tree of topk {topk} and depth {depth} can't be; both are at least 1")
+            raise ConfigError(f"a draft tree of topk {topk} and depth {depth} is impossible; both must be at least 1")
         if nodes is not None and not depth <= nodes <= candidates:
             raise ConfigError(
                 f"a draft tree of topk {topk} and depth {depth} has {depth} to {candidates} nodes, {nodes} were asked for "

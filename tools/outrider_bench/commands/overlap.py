@@ -37,7 +37,7 @@ Measured = dict[str, list[Mapping[str, float]]]
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One column: who drafts, whether there is a plan stream, and what its first part waits for."""
+    """One column: its proposer, whether there is a plan stream, and what its first part waits for."""
 
     name: str
     speculate: str = "eagle"

@@ -29,7 +29,7 @@ def set_twice(backend: Backend, fixed: bool) -> None:
 
 
 def never_set(backend: Backend, fixed: bool) -> None:
-    """A wait for a flag that nobody sets hangs its stream."""
+    """A wait for a flag that is never set hangs its stream."""
     update, forward = backend.create_stream("update"), backend.create_stream("forward")
     flag = backend.create_flag("bound")
     flag.wait(forward)

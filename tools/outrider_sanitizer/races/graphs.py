@@ -203,7 +203,7 @@ RACES = (
     ),
     Race(
         name="not-rebound",
-        about="A host parameter of a graph is behind the value that it stands for.",
+        about="A host parameter of a graph is older than the value that it mirrors.",
         body=not_rebound,
         kind=Kind.NOT_REBOUND,
         names=("update_params('lengths')",),

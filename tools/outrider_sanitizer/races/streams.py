@@ -272,7 +272,7 @@ RACES = (
     ),
     Race(
         name="read-before-write",
-        about="A read of memory that nobody wrote.",
+        about="A read of memory that was never written.",
         body=read_before_write,
         kind=Kind.UNDEFINED,
         names=("allocated on 'forward'",),

@@ -46,7 +46,7 @@ class Lifeline:
             left = self._open_requests()
             raise EngineStopped(
                 f"this engine stopped, with {len(left)} requests open ({', '.join(map(str, left)) or 'none'}): "
-                f"{self.stopped}\nMake a new backend and a new engine; open_requests has what each request put out",
+                f"{self.stopped}\nMake a new backend and a new engine; open_requests has the output of each request",
                 left,
             )
 

@@ -120,7 +120,7 @@ class PagePool:
         for page in reversed(list(pages)):
             holders = self._holders.get(page, 0)
             if holders == 0:
-                raise SeamError(f"KV page {page} was given back but nobody holds it")
+                raise SeamError(f"KV page {page} was given back but no request holds it")
             if holders > 1:
                 self._holders[page] = holders - 1
                 continue
