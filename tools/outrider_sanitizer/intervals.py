@@ -35,7 +35,7 @@ class Sink(Protocol):
 
     @property
     def stale(self) -> Callable[[str, Record | None, Point, Access, Any], None]:
-        """A read of bytes that are over, why, and since when."""
+        """A read of stale bytes, why they are stale, and since when."""
 
     @property
     def settled(self) -> Callable[[], Clock]:
@@ -119,7 +119,7 @@ class IntervalMap:
         return True
 
     def expire(self, start: int, end: int, over: Over) -> None:
-        """Mark what the bytes hold as over."""
+        """Mark the contents of the bytes as stale."""
         first, last = self._cut(start, end)
         for interval in self.intervals[first:last]:
             interval.over = over

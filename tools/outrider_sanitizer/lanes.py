@@ -100,7 +100,7 @@ class Lanes:
         return {n: min([epoch, *(clock.get(n, 0) for clock in others)]) for n, epoch in first.items()}
 
     def host_released(self, token: object) -> None:
-        """The calling thread hands over what it knows."""
+        """The calling thread releases what it knows."""
         known = self._tokens.get(id(token))
         clock = self.thread().release()
         if known is not None:
@@ -114,7 +114,7 @@ class Lanes:
             self._tokens.popitem(last=False)
 
     def host_acquired(self, token: object) -> None:
-        """The calling thread takes over what was released."""
+        """The calling thread learns what was released."""
         known = self._tokens.get(id(token))
         if known is not None:
             self.thread().join(known[1])

@@ -2,7 +2,7 @@
 
 It takes the trace of enqueued work, in the order of the program, and needs no other order: a wait takes the generation
 that was visible when it was enqueued, so what orders two operations doesn't depend on when the device ran them. One run
-therefore stands for every schedule of the same trace. Flags are the exception, since a wait may be enqueued before its
+therefore covers every schedule of the same trace. Flags are the exception, since a wait may be enqueued before its
 set: a stream whose wait isn't satisfied yet is held, with all that follows on it, until the set has been seen.
 """
 

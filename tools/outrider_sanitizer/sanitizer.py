@@ -66,7 +66,7 @@ class Sanitizer(Observer):
         return control.steps(known) if known is not None else None
 
     def position(self, stream: Stream | None) -> int:
-        """How many steps ``stream`` has been given so far, of None: the calling thread has taken; 0 where nobody counts."""
+        """How many steps ``stream`` was given so far (None: how many the calling thread took); 0 where they aren't counted."""
         control = self.backend.control
         steps = self._steps(stream.name if stream else HOST) if control is None else control.steps(stream)
         return 0 if steps is None else steps[1]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from outrider.device import Backend
 
 Attach = Callable[["Backend", ExitStack], None]
-"""Starts watching a backend; what it enters on the stack is left when the script is over."""
+"""Starts watching a backend; what it enters on the stack is left when the script has ended."""
 
 
 def script_path(script: Sequence[str], command: str) -> Path:

@@ -1,6 +1,6 @@
 """The staleness detector: reads that are ordered and yet see old or undefined contents.
 
-Most of it is bookkeeping on the order of the program: which write came last, how old a view is, what was declared over.
+Most of it is bookkeeping on the order of the program: which write came last, how old a view is, what was declared stale.
 It believes the program's order, so it is as good in one run as in many.
 """
 
@@ -46,7 +46,7 @@ class Age:
 
 
 class Mirror(NamedTuple):
-    """A region that stands for the present value of another."""
+    """A region that is read as the present value of another."""
 
     start: int
     end: int
@@ -74,7 +74,7 @@ class Staleness:
     # -- marks -----------------------------------------------------------------------------------------------------
 
     def over(self, tensor: Tensor, reason: str, label: str = "") -> None:
-        """What the tensor holds is over."""
+        """The contents of the tensor are stale."""
         place = self._locate(tensor)
         if place is None:
             return
@@ -101,7 +101,7 @@ class Staleness:
             known.append(Mirror(seen.start, seen.end, place))
 
     def freed(self, storage: int) -> None:
-        """Memory is gone, and what was said of it."""
+        """Memory was freed: forget its marks."""
         self._mirrors.pop(storage, None)
 
     # -- graphs ----------------------------------------------------------------------------------------------------
