@@ -66,7 +66,7 @@ class Sanitizer(Observer):
         return control.steps(known) if known is not None else None
 
     def position(self, stream: Stream | None) -> int:
-        """How many steps ``stream`` was given so far (None: how many the calling thread took); 0 where they aren't counted."""
+        """How many steps ``stream`` was given so far (None: how many the calling thread took); 0 if not counted."""
         control = self.backend.control
         steps = self._steps(stream.name if stream else HOST) if control is None else control.steps(stream)
         return 0 if steps is None else steps[1]
