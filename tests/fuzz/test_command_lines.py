@@ -29,6 +29,7 @@ CHEAP = {
     "explore": ["--iterations", "1"],
     "trace": [],
     "sanitize": [],
+    "new-backend": ["acme_x"],
 }
 EXIT_CODES = (0, 1, 2)
 
@@ -86,8 +87,15 @@ def check(line, capsys):
         assert out.count("\n") == 1
 
 
-FOUND = []
-"""Command lines that were answered wrongly once."""
+FOUND = [
+    ["generate", "--prompt", "a", "--n", "1000000", "--temperature", "1", "--json"],
+    ["generate", "--prompt", "a", "--draft-tokens", "100000", "--json"],
+    ["generate", "--prompt", "a", "--draft-topk", "9999999", "--json"],
+    ["generate", "--prompt-file", "/dev/zero", "--json"],
+    ["generate", "--prompt", "a\udcff", "--json"],
+    ["generate", "--prompt", "a", "--temperature", "1e39", "--json"],
+]
+"""Command lines that were answered wrongly once: by gigabytes, minutes or a traceback."""
 
 
 @pytest.fixture(autouse=True)
