@@ -127,7 +127,7 @@ def test_giving_back_what_nobody_holds_raises():
     pool = PagePool(count=4, page_size=2, ahead=0, share=True)
     page = pool.take()
     pool.give_back([page])
-    with pytest.raises(SeamError, match="nobody holds"):
+    with pytest.raises(SeamError, match="given back but no request holds it"):
         pool.give_back([page])
 
 

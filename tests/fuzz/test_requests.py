@@ -1,6 +1,7 @@
 """Whatever a caller asks for, it gets tokens or an error of ours, and a neighbour in the batch gets its own tokens."""
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 
 from fuzz.requests import params_of, requests
@@ -59,6 +60,21 @@ def serve(engine, prompt, keywords, others):
 @given(request=requests())
 def test_a_sample(engine, request):
     serve(engine, *request)
+
+
+FOUND = [
+    ([0], {}, {"media": torch.tensor(2)}),
+    ([0], {"top_k": 10**30}, {}),
+    ([0], {"temperature": 1e39}, {}),
+    ({1: 2}, {}, {}),
+    ([0], {}, {"priority": "high"}),
+]
+"""What was answered wrongly once: by an error of Python's, for the whole batch, or by a ghost among the open requests."""
+
+
+@pytest.mark.parametrize("request_", FOUND, ids=repr)
+def test_found_before(engine, request_):
+    serve(engine, *request_)
 
 
 @pytest.mark.slow

@@ -128,5 +128,7 @@ def test_the_option_runs_it(tmp_path, checkpoints, backend, monkeypatch):
 
 
 def test_the_option_belongs_to_the_door(checkpoints, backend):
-    with pytest.raises(ConfigError, match="trust_remote_code runs code of the checkpoint, which through_transformers alone"):
+    with pytest.raises(
+        ConfigError, match="trust_remote_code runs code of the checkpoint, which only through_transformers runs"
+    ):
         Engine.from_checkpoint(checkpoints / "llama", backend, config=EngineConfig(), trust_remote_code=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +104,10 @@ class Admission:
 
 def checked_media(media: Any) -> tuple[Media, ...]:
     """Raises :class:`RequestError` for anything but a sequence of :class:`Media`."""
-    listed = tuple(media) if isinstance(media, Iterable) and not isinstance(media, str | bytes) else (media,)
+    try:
+        listed = (media,) if isinstance(media, str | bytes) else tuple(media)
+    except TypeError:  # None, a number, a tensor without a dimension
+        listed = (media,)
     for each in listed:
         if not isinstance(each, Media):
             raise RequestError(f"media has a {type(each).__name__}; expected what MediaProcessor makes")
