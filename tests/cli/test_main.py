@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from outrider.cli import dispatch
 from outrider.cli import main as cli
 from outrider.cli.report import Interrupted, Report, to_json
 from outrider.device import ConfigError
@@ -24,7 +25,7 @@ def command(monkeypatch):
             return action() or Report(data={"done": True}, render=lambda console: console.print("done"))
 
         monkeypatch.setattr(sys.modules[__name__], "x", x, raising=False)
-        monkeypatch.setattr(cli, "commands", lambda: {"x": f"{__name__}:x"})
+        monkeypatch.setattr(dispatch, "commands", lambda: {"x": f"{__name__}:x"})
         monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
 
     return add
@@ -52,7 +53,7 @@ def test_result_for_people_and_for_scripts(outrider, command):
 def test_without_arguments_it_helps(outrider):
     result = outrider()
     assert result.code == 0
-    for name in cli.commands():
+    for name in dispatch.commands():
         assert name in result.out
 
 
@@ -161,6 +162,7 @@ def test_help_imports_no_torch():
 
 LOUD = """
 import atexit, json, os, subprocess, sys
+from outrider.cli import dispatch
 from outrider.cli import main as cli
 from outrider.cli.report import JsonOption, Report
 def x(json_output: JsonOption = False) -> Report:
@@ -170,7 +172,7 @@ def x(json_output: JsonOption = False) -> Report:
     atexit.register(os.write, 1, b"written at the end\\n")
     return Report(data={"text": "h\\u00e9 \\u20ac \\udc80"}, render=lambda console: None)
 sys.modules["loud"] = sys.modules[__name__]
-cli.commands = lambda: {"x": "loud:x"}
+dispatch.commands = lambda: {"x": "loud:x"}
 sys.argv = ["outrider", *sys.argv[1:]]
 sys.exit(cli.main())
 """

@@ -1,0 +1,49 @@
+"""Moments that no signal may cut in two: something is made, and noted for being cleaned up."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import threading
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def interruptions_held() -> Generator[None]:
+    """Let SIGINT and SIGTERM wait until the scope is left, where they have Python handlers; these are called then.
+
+    Keep it short. A process that is started meanwhile has the signals' usual actions. Does nothing in another thread than
+    the main one: handlers don't run there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    held = {number: handler for number, handler in handlers.items() if callable(handler)}
+    try:
+        for number in held:
+            signal.signal(number, lambda number, frame: came.append(number))
+        yield
+    finally:
+        for number, handler in held.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
+
+
+@contextmanager
+def scratch_directory(prefix: str) -> Generator[Path]:
+    """A temporary directory that is gone behind the scope, whenever a signal comes."""
+    with ExitStack() as stack:
+        with interruptions_held():
+            made = tempfile.TemporaryDirectory(prefix=prefix)
+            stack.callback(_remove, made)
+        yield Path(made.name)
+
+
+def _remove(made: tempfile.TemporaryDirectory[str]) -> None:
+    with interruptions_held():
+        made.cleanup()
