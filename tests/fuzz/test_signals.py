@@ -53,7 +53,7 @@ COMMANDS = [
     Command(f"{GENERATE} --backend sim --speculate ngram --overlap --json", 5),
     Command(f"{GENERATE} --backend cpu --compare --json", 5),
     Command("bench decode --backend cpu --new-tokens 64 --json", 5),
-    Command("bench kernels --backend sim --tokens 1 --json", 4),
+    Command("bench kernels --backend cpu --tokens 1 --json", 2),
     Command("bench overlap --backend sim --batch 1 --new-tokens 16 --rounds 2 --json", 8),
     Command("bench peers --backend cpu --shape llama-3.1-8b --batch 1 --prompt-tokens 8 --new-tokens 2 --json", 5),
     Command("bench sanitizer --backend sim --batch 1 --new-tokens 16 --json", 10),
