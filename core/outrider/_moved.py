@@ -10,10 +10,15 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader, MetaPathFinder
+else:  # that module is slow to import, and this one is imported before a command can answer a signal
+    Loader = MetaPathFinder = object
 
 MOVED: Mapping[str, str] = {
     "outrider.sanitizer.timeline": "outrider_trace.timeline",

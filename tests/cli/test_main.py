@@ -9,8 +9,10 @@ import time
 
 import pytest
 
+from outrider.cli import dispatch
 from outrider.cli import main as cli
 from outrider.cli.report import Interrupted, Report, to_json
+from outrider.cli.stopping import Stopped, until_stopped
 from outrider.device import ConfigError
 
 
@@ -24,7 +26,7 @@ def command(monkeypatch):
             return action() or Report(data={"done": True}, render=lambda console: console.print("done"))
 
         monkeypatch.setattr(sys.modules[__name__], "x", x, raising=False)
-        monkeypatch.setattr(cli, "commands", lambda: {"x": f"{__name__}:x"})
+        monkeypatch.setattr(dispatch, "commands", lambda: {"x": f"{__name__}:x"})
         monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
 
     return add
@@ -52,7 +54,7 @@ def test_result_for_people_and_for_scripts(outrider, command):
 def test_without_arguments_it_helps(outrider):
     result = outrider()
     assert result.code == 0
-    for name in cli.commands():
+    for name in dispatch.commands():
         assert name in result.out
 
 
@@ -161,6 +163,7 @@ def test_help_imports_no_torch():
 
 LOUD = """
 import atexit, json, os, subprocess, sys
+from outrider.cli import dispatch
 from outrider.cli import main as cli
 from outrider.cli.report import JsonOption, Report
 def x(json_output: JsonOption = False) -> Report:
@@ -170,7 +173,7 @@ def x(json_output: JsonOption = False) -> Report:
     atexit.register(os.write, 1, b"written at the end\\n")
     return Report(data={"text": "h\\u00e9 \\u20ac \\udc80"}, render=lambda console: None)
 sys.modules["loud"] = sys.modules[__name__]
-cli.commands = lambda: {"x": "loud:x"}
+dispatch.commands = lambda: {"x": "loud:x"}
 sys.argv = ["outrider", *sys.argv[1:]]
 sys.exit(cli.main())
 """
@@ -263,6 +266,69 @@ def test_sigterm_that_a_library_turns_into_its_own_error(outrider, command):
     command(action)
     result = outrider("x", "--json")
     assert (result.code, result.json["error"]["type"]) == (143, "Terminated")
+
+
+def test_a_signal_while_the_command_is_imported_waits():
+    with until_stopped(process_ends=False) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Stopped, match="terminated"):
+            stop.ready()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_nothing_heavy_is_imported_before_signals_are_handled():
+    code = "import sys; before = set(sys.modules); import outrider.cli.main; print(*(set(sys.modules) - before))"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert not {"typer", "rich", "importlib.metadata", "tempfile", "torch", "pluggy"} & set(found)
+
+
+def test_a_signal_at_the_end_makes_no_second_object(outrider, command, monkeypatch):
+    def write_json(stream, text):
+        stream.write(text + "\n")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(dispatch, "write_json", write_json)
+    command(lambda: None)
+    try:
+        result = outrider("x", "--json")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    assert (result.code, result.json) == (0, {"done": True})
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_that_a_destructor_drops_is_raised_again(outrider, command, number, code):
+    class Dropping:
+        def __del__(self):
+            os.kill(os.getpid(), number)
+
+    def action():
+        Dropping()
+        time.sleep(10)
+
+    command(action)
+    try:
+        assert outrider("x", "--json").code == code
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def test_sigint_in_a_text_that_is_executed_is_an_exit_code():
+    code = """
+import os, signal, sys
+from outrider.cli import dispatch
+from outrider.cli.main import main
+def act(arguments, stop):
+    stop.ready()
+    try:
+        exec("os.kill(os.getpid(), signal.SIGINT); [None for _ in range(10)]", globals())
+    except KeyboardInterrupt:
+        return 130
+dispatch.dispatch = act
+sys.exit(main())
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 130
 
 
 def test_a_command_that_exits_is_reported(outrider, command):

@@ -6,13 +6,13 @@ import importlib.util
 import json
 import shlex
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from outrider.device.errors import ConfigError, OutriderError
 from outrider.registry.children import started
+from outrider.registry.interruptions import scratch_directory
 
 # `python -m pytest`, in a process that ends with this one.
 _PYTEST = (
@@ -44,8 +44,8 @@ def conform(
     for needed in ("pytest", *(["xdist"] if workers else [])):
         if importlib.util.find_spec(needed) is None:
             raise ConformanceError(f"the suite needs {needed}: pip install 'outrider[conformance]'")
-    with tempfile.TemporaryDirectory(prefix="outrider-conform-") as scratch:
-        directory = (report or Path(scratch)).absolute()
+    with scratch_directory("outrider-conform-") as scratch:
+        directory = (report or scratch).absolute()
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "report.json").unlink(missing_ok=True)
         given = command or shlex.join(["outrider", "conform", "--backend", backend, "--level", level])
@@ -59,7 +59,7 @@ def conform(
         ]
         # Away from the caller's project: its pytest settings and conftest files are none of the suite's business.
         # What tests write goes with it, also when the run is ended early.
-        place = ["--rootdir", scratch, "-c", _settings(Path(scratch)), "--basetemp", str(Path(scratch) / "tests")]
+        place = ["--rootdir", str(scratch), "-c", _settings(scratch), "--basetemp", str(scratch / "tests")]
         with started([sys.executable, "-c", _PYTEST, *place, *arguments], cwd=scratch, stdout=output) as child:
             code = child.wait()
         if code == 4:

@@ -13,6 +13,7 @@ from rich.table import Table
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.registry import Registry
+from outrider.registry.interruptions import write_whole
 from outrider_sanitizer.scripts import run_script, script_path
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ def trace(
     device, timeline = max(timelines, key=lambda pair: sum(map(len, pair[1].spans.values())))
     target = picture or out.with_suffix(".html")
     title = f"{path.name} on {device.label}"
-    out.write_text(json.dumps(timeline.perfetto()), encoding="utf-8")
+    write_whole(out, json.dumps(timeline.perfetto()))
     shown = timeline.between(start, timeline.end if end is None else end)
-    target.write_text(svg(shown) if target.suffix == ".svg" else page(shown, title), encoding="utf-8")
+    write_whole(target, svg(shown) if target.suffix == ".svg" else page(shown, title))
     costs = timeline.costs()
     data = {
         "trace": str(out),

@@ -1,56 +1,111 @@
-"""Ending early: SIGTERM ends a command as Ctrl-C does, so that what it has started and made is cleaned up."""
+"""Ending early: SIGTERM and SIGINT end a command where it stands, so that what it has started and made is cleaned up."""
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 _REPEAT_S = 2.0
-"""A SIGTERM that follows within this time is the same request: ``timeout`` sends it to the process and to its group."""
+"""A signal that follows within this time is the same request: ``timeout`` sends it to the process and to its group."""
+_AGAIN_S = 0.02
+"""So long after it was lost, the request is made again."""
+_LAST_S = 2.0
+"""So long a command at its end may take for it once a signal has come: nobody may read what it writes."""
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM has come."""
+class Stopped(KeyboardInterrupt):
+    """A signal has come.
+
+    A class of its own also for SIGINT: where a plain KeyboardInterrupt has passed through ``exec`` of a text, as in
+    ``dataclass``, Python ends by the signal itself, even if it was caught and another exit code was asked for.
+    """
 
 
 class Stop:
-    """Whether SIGTERM has come; :func:`until_terminated` sets it."""
+    """What the signals do to a command. At first they wait; once it is :meth:`ready` they end it; ``done`` says that its
+    end is being reported, and then they change nothing.
+
+    ``done`` is an attribute, not a method: Python handles signals where functions are called, not where one is set.
+    """
 
     def __init__(self) -> None:
-        self.terminated = False
-        self._ignored = False
+        self.signal: int | None = None
+        """The signal that asked the command to end."""
+        self.done = False
+        self._ready = False
         self._last = float("-inf")
+        self._hook = sys.unraisablehook
 
-    def ignore(self) -> None:
-        """From now on SIGTERM changes nothing: the command is at its end."""
-        self._ignored = True
+    def ready(self) -> None:
+        """From now on a signal raises. Raises at once where one has come."""
+        self._ready = True
+        if self.signal is not None:
+            self._raise()
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
-        del number, frame
-        if self._ignored:
+        del frame
+        if self.done:
+            _after(_LAST_S, lambda: os._exit(128 + number))
             return
-        self.terminated = True
         last, self._last = self._last, time.monotonic()
-        if self._last - last > _REPEAT_S:
-            raise Terminated("terminated")
+        if self._last - last <= _REPEAT_S:
+            return
+        self.signal = number
+        if self._ready:
+            self._raise()
+
+    def unraisable(self, found: Any) -> None:
+        """Instead of ``sys.unraisablehook``. Python drops what is raised in a destructor, or where a module's lock is given
+        back. A request to end must not get lost there.
+        """
+        if self.signal is not None and isinstance(found.exc_value, KeyboardInterrupt):
+            _after(_AGAIN_S, self._raise)
+        else:
+            self._hook(found)
+
+    def _raise(self) -> None:
+        if not self.done:
+            raise Stopped("terminated" if self.signal == signal.SIGTERM else "interrupted")
+
+
+def _after(seconds: float, action: Callable[[], object]) -> None:
+    signal.signal(signal.SIGALRM, lambda number, frame: action())
+    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 @contextmanager
-def until_terminated() -> Generator[Stop]:
-    """Raise :class:`Terminated` in the scope when SIGTERM comes. Where it's ignored, or in another thread than the main one,
-    it stays as it is.
+def until_stopped(*, process_ends: bool) -> Generator[Stop]:
+    """Handle SIGTERM and SIGINT in the scope as :class:`Stop` says. Where one is ignored or handled already, or in another
+    thread than the main one, it stays as it is.
+
+    ``process_ends``: nothing follows the scope but the end of the process. Then the handlers stay: the exit code stands.
     """
     stop = Stop()
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    if threading.current_thread() is not threading.main_thread():
+        stop.ready()
         yield stop
         return
-    signal.signal(signal.SIGTERM, stop.handle)
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    taken = {number: handler for number, handler in usual.items() if signal.getsignal(number) == handler}
+    for number in taken:
+        signal.signal(number, stop.handle)
+    if process_ends:
+        # Called last. Behind it Python gives the signals their default actions back, and libraries take their time to end.
+        atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in taken])
+    sys.unraisablehook = stop.unraisable
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if not process_ends:
+            sys.unraisablehook = stop._hook
+            for number, handler in taken.items():
+                signal.signal(number, handler)

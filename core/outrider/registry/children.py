@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
+
+from outrider.registry.interruptions import interruptions_held
 
 _PR_SET_PDEATHSIG = 1
 
@@ -22,13 +24,17 @@ def started(
 
     A process that the child has moved to another session isn't found. ``options`` are those of :class:`subprocess.Popen`.
     """
+    with ExitStack() as stack:
+        with interruptions_held():
+            child = stack.enter_context(subprocess.Popen(command, env=environment, start_new_session=True, **options))
+            stack.callback(_kill_session, child.pid)
+        yield child
+
+
+def _kill_session(leader: int) -> None:
     # The process group has the child's id until the child is waited for, and for as long as it has members.
-    with subprocess.Popen(command, env=environment, start_new_session=True, **options) as child:
-        try:
-            yield child
-        finally:
-            with suppress(ProcessLookupError, PermissionError):  # macOS answers "not permitted" for a group of zombies
-                os.killpg(child.pid, signal.SIGKILL)
+    with interruptions_held(), suppress(ProcessLookupError, PermissionError):  # macOS: "not permitted" for zombies
+        os.killpg(leader, signal.SIGKILL)
 
 
 def end_with_parent() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ from outrider.cli.models import DraftTokensOption, GraphsOption, ModeOption, Ove
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
+from outrider.registry.interruptions import scratch_directory
 from outrider_bench.child import run_child
 
 _CHILD = "outrider_bench.startup_child"
@@ -62,7 +62,7 @@ def startup(
         "dtype": dtype or ("float32" if shape is None else "bfloat16"),
         "running": asdict(Running(mode=mode, graphs=graphs, overlap=overlap)),
     }
-    with tempfile.TemporaryDirectory(prefix="outrider-startup-") as fresh:
+    with scratch_directory("outrider-startup-") as fresh:
         variables = {name: f"{fresh}/{name}" for name in caches}
         starts = {
             name: run_child(_CHILD, work, variables=variables, limit_s=limit)

@@ -1,0 +1,44 @@
+"""Moments that no signal may cut in two."""
+
+import os
+import signal
+from contextlib import suppress
+
+import pytest
+
+from outrider.registry.interruptions import interruptions_held, scratch_directory, write_whole
+
+
+def test_a_signal_waits_until_the_scope_is_left():
+    reached = []
+
+    def cut():
+        with interruptions_held():
+            os.kill(os.getpid(), signal.SIGINT)
+            reached.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        cut()
+    assert reached
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_scratch_directory_goes_with_its_scope():
+    with suppress(KeyboardInterrupt), scratch_directory("outrider-test-") as place:
+        (place / "file").touch()
+        raise KeyboardInterrupt
+    assert not place.exists()
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a.json"
+    write_whole(path, "before")
+    path.chmod(0o600)
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "x" * 100_000 + "\udc80")
+    assert path.read_text() == "before"
+    write_whole(path, "after")
+    assert (path.read_text(), path.stat().st_mode & 0o777, [*tmp_path.iterdir()]) == ("after", 0o600, [path])
+    with pytest.raises(FileNotFoundError) as caught:
+        write_whole(tmp_path / "none" / "a.json", "")
+    assert caught.value.filename == str(tmp_path / "none" / "a.json")
