@@ -314,7 +314,7 @@ def test_a_signal_that_a_destructor_drops_is_raised_again(outrider, command, num
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
-def test_sigint_in_a_text_that_is_executed_is_an_exit_code():
+def test_sigint_in_a_text_that_is_executed_is_an_exit_code(tmp_path):
     code = """
 import os, signal, sys
 from outrider.cli import dispatch
@@ -328,7 +328,8 @@ def act(arguments, stop):
 dispatch.dispatch = act
 sys.exit(main())
 """
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 130
+    (tmp_path / "acting.py").write_text(code)
+    assert subprocess.run([sys.executable, "-m", "acting"], cwd=tmp_path, check=False).returncode == 130
 
 
 def test_a_command_that_exits_is_reported(outrider, command):

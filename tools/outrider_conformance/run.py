@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from outrider.device.errors import ConfigError, OutriderError
 from outrider.registry.children import started
-from outrider.registry.interruptions import scratch_directory
+from outrider_sanitizer.files import scratch_directory
 
 # `python -m pytest`, in a process that ends with this one.
 _PYTEST = (

@@ -13,7 +13,7 @@ from rich.table import Table
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.registry import Registry
-from outrider.registry.interruptions import write_whole
+from outrider_sanitizer.files import write_whole
 from outrider_sanitizer.scripts import run_script, script_path
 
 if TYPE_CHECKING:

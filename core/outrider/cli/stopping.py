@@ -25,7 +25,7 @@ class Stopped(KeyboardInterrupt):
     """A signal has come.
 
     A class of its own also for SIGINT: where a plain KeyboardInterrupt has passed through ``exec`` of a text, as in
-    ``dataclass``, Python ends by the signal itself, even if it was caught and another exit code was asked for.
+    ``dataclass``, ``python -m`` ends by the signal itself, even if it was caught and another exit code was asked for.
     """
 
 

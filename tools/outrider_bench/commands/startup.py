@@ -14,8 +14,8 @@ from outrider.cli.models import DraftTokensOption, GraphsOption, ModeOption, Ove
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
-from outrider.registry.interruptions import scratch_directory
 from outrider_bench.child import run_child
+from outrider_sanitizer.files import scratch_directory
 
 _CHILD = "outrider_bench.startup_child"
 
