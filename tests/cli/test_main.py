@@ -337,3 +337,33 @@ def test_a_command_that_exits_is_reported(outrider, command):
     assert (outrider("x").code, outrider("x", "--json").json["error"]["type"]) == (7, "Exit")
     command(raising(SystemExit("no")))
     assert outrider("x").code == 1
+
+
+STUCK = """
+import hashlib, sys
+from outrider.cli import dispatch, main, stopping
+from outrider.cli.report import JsonOption
+stopping._PATIENCE_S = 0.3
+
+def stuck(json_output: JsonOption = False):
+    print("stuck", file=sys.stderr, flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"a", b"b", 10**9)
+
+dispatch.commands = lambda: {"stuck": "__main__:stuck"}
+sys.argv = ["outrider", "stuck", "--json"]
+sys.exit(main.main())
+"""
+
+
+def test_an_operation_that_does_not_end_does_not_keep_a_signal_off():
+    """A compiled function that takes minutes: Python's own handler would run behind it."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", STUCK], **pipes) as child:
+        assert child.stderr.readline() == "stuck\n"
+        time.sleep(0.2)  # into the function
+        child.send_signal(signal.SIGTERM)
+        try:
+            assert child.wait(timeout=10) == 143
+        finally:
+            child.kill()
+        assert json.loads(child.stdout.read())["error"]["type"] == "Terminated"

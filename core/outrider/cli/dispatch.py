@@ -47,6 +47,8 @@ def dispatch(arguments: Sequence[str] | None, stop: Stop) -> int:
     prepare_streams()
     with ExitStack() as stack:
         stdout = stack.enter_context(kept_for_json(restore=arguments is not None)) if "--json" in options else None
+        if stdout is not None:
+            stop.last_words = lambda number: _say_ended(stdout, number)
         try:
             stop.ready()
             return _run(line or ["--help"], stdout, stop)
@@ -84,6 +86,14 @@ def _run(arguments: Sequence[str], json_out: TextIO | None, stop: Stop) -> int:
 
 def _show(render: Callable[[Console], None], stdout: TextIO) -> None:
     render(_Console(file=stdout, highlight=False, markup=False, emoji=False, soft_wrap=True))
+
+
+def _say_ended(json_out: TextIO, number: int) -> None:
+    """The one object of a command that was ended from outside, in the middle of an operation."""
+    kind = "Terminated" if number == signal.SIGTERM else "Interrupted"
+    message = f"{kind.lower()} in the middle of an operation that didn't end"
+    with suppress(OSError):
+        write_json(json_out, to_json({"error": {"type": kind, "message": message}}))
 
 
 def _report_failure(error: BaseException, json_out: TextIO | None, *, asked: int | None) -> int:

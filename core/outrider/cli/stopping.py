@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -17,6 +17,8 @@ _REPEAT_S = 2.0
 """A signal that follows within this time is the same request: ``timeout`` sends it to the process and to its group."""
 _AGAIN_S = 0.02
 """So long after it was lost, the request is made again."""
+_PATIENCE_S = 8.0
+"""So long an operation of a compiled library may keep Python from handling a signal."""
 _LAST_S = 2.0
 """So long a command at its end may take for it once a signal has come: nobody may read what it writes."""
 
@@ -40,6 +42,8 @@ class Stop:
         self.signal: int | None = None
         """The signal that asked the command to end."""
         self.done = False
+        self.last_words: Callable[[int], None] | None = None
+        """Says in the command's own form that the signal with this number ended it, where nothing else could."""
         self._ready = False
         self._last = float("-inf")
         self._hook = sys.unraisablehook
@@ -77,6 +81,27 @@ class Stop:
             raise Stopped("terminated" if self.signal == signal.SIGTERM else "interrupted")
 
 
+def _watch(stop: Stop, numbers: Collection[int]) -> None:
+    """End the process where Python doesn't get to handle a signal: it does so between operations alone, and one of a compiled
+    library may take minutes. What the command has made lies where it is then; processes that it has started end with it.
+    """
+    read, written = os.pipe()
+    os.set_blocking(written, False)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while number := next(iter(os.read(read, 1)), 0):
+            if number not in numbers:
+                continue
+            time.sleep(_PATIENCE_S)
+            if stop.signal is None and not stop.done:
+                if stop.last_words is not None:
+                    stop.last_words(number)
+                os._exit(128 + number)
+
+    threading.Thread(target=watch, name="outrider-signals", daemon=True).start()
+
+
 def _after(seconds: float, action: Callable[[], object]) -> None:
     signal.signal(signal.SIGALRM, lambda number, frame: action())
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -99,6 +124,7 @@ def until_stopped(*, process_ends: bool) -> Generator[Stop]:
     for number in taken:
         signal.signal(number, stop.handle)
     if process_ends:
+        _watch(stop, taken)
         # Called last. Behind it Python gives the signals their default actions back, and libraries take their time to end.
         atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in taken])
     sys.unraisablehook = stop.unraisable
