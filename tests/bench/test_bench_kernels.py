@@ -58,6 +58,7 @@ def test_attention_is_measured_with_its_plan(outrider, monkeypatch):
     monkeypatch.setattr(HostPlan, "fill", lambda plan, batch, *a: (planned.append(batch.max_query), fill(plan, batch, *a))[1])
     monkeypatch.setattr("outrider_bench.commands.kernels._CALLS", 1)
     monkeypatch.setattr("outrider_bench.commands.kernels._REPLAYS", 1)
+    monkeypatch.setattr("outrider_bench.commands.kernels._ROTATE_BYTES", 1 << 16)
     result = outrider(
         *("bench", "kernels", "--backend", "sim:kernels=host-plans", "--shape", "tiny", "--dtype", "float32"),
         *("--tokens", "1", "--only", "attention", "--json"),
