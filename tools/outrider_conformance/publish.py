@@ -9,6 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from outrider_conformance.page import badge, page
+from outrider_sanitizer.files import write_whole
 
 FILES = ("report.json", "report.xml", "report.html", "badge.svg")
 
@@ -18,7 +19,7 @@ def publish(report: Mapping[str, Any], directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     texts = (json.dumps(report, indent=1, ensure_ascii=False) + "\n", junit(report), page(report), badge(report))
     for name, text in zip(FILES, texts, strict=True):
-        (directory / name).write_text(text, encoding="utf-8")
+        write_whole(directory / name, text)
 
 
 def junit(report: Mapping[str, Any]) -> str:

@@ -30,6 +30,7 @@ from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider_bench.decoding import profile_batch, run_batch, too_few
 from outrider_bench.random_model import RandomModel, check_acceptance
+from outrider_sanitizer.files import write_whole
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
@@ -185,7 +186,7 @@ def decode(
     if plot is not None:
         from outrider_bench.plot import limits_svg
 
-        plot.write_text(limits_svg(rows, title=f"{data['model']}, {data['speculate']}, {data['dtype']}"), encoding="utf-8")
+        write_whole(plot, limits_svg(rows, title=f"{data['model']}, {data['speculate']}, {data['dtype']}"))
         started.append(f"plot: {plot}")
     return Report(data=data, render=lambda console: _render(console, data, rows, started))
 

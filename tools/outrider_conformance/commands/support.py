@@ -11,6 +11,7 @@ from rich.console import Console
 
 from outrider.cli.report import JsonOption, Report
 from outrider.device.errors import ConfigError
+from outrider_sanitizer.files import write_whole
 
 EVIDENCE = Path("docs/evidence/support")
 COMMAND = "outrider support --write docs/support.md"
@@ -48,11 +49,11 @@ def support(
         record = from_report(report, tier=Tier.STAND_IN if stand_in else None, note=note)
         evidence.mkdir(parents=True, exist_ok=True)
         text = json.dumps(record.as_dict(), indent=2, ensure_ascii=False) + "\n"
-        (evidence / f"{name}.json").write_text(text, encoding="utf-8")
+        write_whole(evidence / f"{name}.json", text)
     records = load_records(evidence)
     page = render(records, COMMAND)
     if write is not None:
-        write.write_text(page, encoding="utf-8")
+        write_whole(write, page)
     same = check is None or (check.is_file() and check.read_text(encoding="utf-8") == page)
 
     def show(console: Console) -> None:
