@@ -41,7 +41,7 @@ def kernels(streamed):
     "target",
     [
         ("cuda", "90", "32", "True"),
-        ("hip", "gfx942", "64", "False"),
+        pytest.param(("hip", "gfx942", "64", "False"), marks=pytest.mark.slow),
         pytest.param(("cuda", "80", "32", "False"), marks=pytest.mark.slow),
         pytest.param(("hip", "gfx1100", "32", "False"), marks=pytest.mark.slow),
     ],

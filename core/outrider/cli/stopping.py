@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import signal
 import sys
@@ -85,7 +86,7 @@ def _watch(stop: Stop, numbers: Collection[int]) -> None:
     """End the process where Python doesn't get to handle a signal: it does so between operations alone, and one of a compiled
     library may take minutes. What the command has made lies where it is then; processes that it has started end with it.
     """
-    read, written = os.pipe()
+    read, written = map(_above_standard, os.pipe())
     os.set_blocking(written, False)
     signal.set_wakeup_fd(written, warn_on_full_buffer=False)
 
@@ -100,6 +101,13 @@ def _watch(stop: Stop, numbers: Collection[int]) -> None:
                 os._exit(128 + number)
 
     threading.Thread(target=watch, name="outrider-signals", daemon=True).start()
+
+
+def _above_standard(descriptor: int) -> int:
+    """The descriptor, moved away from 0 to 2, which are free where a standard stream was closed, and are taken later."""
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(descriptor)
+    return moved
 
 
 def _after(seconds: float, action: Callable[[], object]) -> None:
