@@ -51,6 +51,12 @@ def test_extremes_that_the_device_can_compute_with():
     SamplingParams(temperature=2.0**-32, repetition_penalty=2.0**32, top_p=2.0**-32, logit_bias={0: 2.0**64, 1: -(2.0**64)})
 
 
+@pytest.mark.parametrize("name", ["seed", "top_k", "temperature", "max_tokens", "n"])
+def test_a_number_that_python_does_not_write_out_is_refused_too(name):
+    with pytest.raises(ConfigError, match=f"{name} is a number of thousands of digits; expected"):
+        SamplingParams(**{name: 10**5000})
+
+
 def test_frozen_and_by_keyword():
     with pytest.raises(TypeError):
         SamplingParams(3)

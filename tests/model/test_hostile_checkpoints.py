@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.device import ConfigError
-from outrider.errors import CheckpointError, RequestError
+from outrider.errors import CheckpointError, RequestError, shown
 from outrider.model import (
     MediaProcessor,
     ModelConfig,
@@ -25,7 +25,7 @@ from outrider.model import (
     load_vision,
 )
 from outrider.model.config_fields import checked, number, record, whole
-from outrider.model.reading import read_json, reading, shown
+from outrider.model.reading import read_json, reading
 from outrider.model.rotary import rotary
 from outrider_proof.checkpoints import (
     byte_level_tokenizer,

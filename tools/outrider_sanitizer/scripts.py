@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outrider.cli.report import exit_code
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 
@@ -41,13 +42,6 @@ def run_script(path: Path, argv: Sequence[str], first: Backend, attach: Attach) 
         except Exception as error:
             return 1, f"{type(error).__name__}: {error}"
     return 0, None
-
-
-def exit_code(error: SystemExit) -> int:
-    """The code that a process ends with which raises ``error``."""
-    if error.code is None:
-        return 0
-    return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from outrider.cli.commands import commands
 from outrider.cli.lazy import group
-from outrider.cli.report import Interrupted, Report, to_json
+from outrider.cli.report import Interrupted, Report, exit_code, to_json
 from outrider.cli.stopping import Stop
 from outrider.cli.streams import kept_for_json, prepare_streams, write, write_json
 from outrider.device.errors import OutriderError
@@ -117,7 +117,7 @@ def _report_failure(error: BaseException, json_out: TextIO | None, *, asked: int
             kind, code = ending
             message = kind.lower()
         case SystemExit():
-            kind, code = "Exit", _exit_code(error)
+            kind, code = "Exit", exit_code(error)
             message = f"the command ended itself with exit code {code}: {error.code}"
         case OutriderError():
             kind, message, code = type(error).__name__, str(error), 1
@@ -152,12 +152,6 @@ def _report_failure(error: BaseException, json_out: TextIO | None, *, asked: int
             sys.stdout.flush()
     _write_quietly(sys.stderr, f"outrider: {message}\n")
     return _finish(code)
-
-
-def _exit_code(error: SystemExit) -> int:
-    if error.code is None:
-        return 0
-    return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
 def _os_error(error: OSError) -> str:

@@ -41,6 +41,13 @@ class Interrupted(KeyboardInterrupt):
         self.render = render
 
 
+def exit_code(error: SystemExit) -> int:
+    """The code that a process ends with which raises ``error``."""
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
 def to_json(data: Mapping[str, object]) -> str:
     """One line of JSON; numbers that JSON doesn't have become null."""
     return json.dumps(_finite(data), ensure_ascii=False, allow_nan=False)

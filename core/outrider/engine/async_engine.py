@@ -265,8 +265,9 @@ class AsyncEngine:
     def _drop(self, requests: set[int]) -> None:
         """End requests whose outputs are no longer read."""
         engine = self._started.result()
+        still_open = engine.open_requests.keys() if requests else ()
         for request in list(requests):
-            if self._readers.pop(request, None) is not None and request in engine.open_requests:
+            if self._readers.pop(request, None) is not None and request in still_open:
                 engine.abort(request)
 
     def _finish(self, engine: Engine | None) -> None:

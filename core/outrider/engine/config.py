@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.device import ConfigError, StepMode
+from outrider.errors import shown
 
 DTYPES = {
     "float64": torch.float64,
@@ -93,18 +94,20 @@ class EngineConfig:
             )
         for name in ("overlap", "prefix_cache", "penalties", "batch_invariant", "graphs", "plan_stream"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected True or False")
+                raise ConfigError(f"{name} is {shown(getattr(self, name))}; expected True or False")
         if self.mode not in tuple(StepMode):
-            raise ConfigError(f"mode is {self.mode!r}; expected one of {', '.join(StepMode)}")
+            raise ConfigError(f"mode is {shown(self.mode)}; expected one of {', '.join(StepMode)}")
         if self.buckets is not None:
             self._check_buckets(self.buckets)
         seconds = self.device_timeout_s
         if seconds is not None and (
             isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf")
         ):
-            raise ConfigError(f"device_timeout_s is {seconds!r}; expected a positive number of seconds, or None for no limit")
+            raise ConfigError(
+                f"device_timeout_s is {shown(seconds)}; expected a positive number of seconds, or None for no limit"
+            )
         if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
+            raise ConfigError(f"dtype is {shown(self.dtype)}; expected one of {', '.join(DTYPES)}")
 
     def _check_buckets(self, buckets: object) -> None:
         sizes = buckets if isinstance(buckets, tuple) else ()
@@ -112,7 +115,7 @@ class EngineConfig:
             _check_int("a size in buckets", size, 1, self.max_requests)
         if not sizes or max(sizes) != self.max_requests or len(set(sizes)) != len(sizes):
             raise ConfigError(
-                f"buckets is {buckets!r}; expected a tuple of different batch sizes, the largest of them max_requests "
+                f"buckets is {shown(buckets)}; expected a tuple of different batch sizes, the largest of them max_requests "
                 f"({self.max_requests})"
             )
 
@@ -129,6 +132,6 @@ class EngineConfig:
 
 def _check_int(name: str, value: object, least: int, most: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} is {value!r}; expected a whole number of at least {least}")
+        raise ConfigError(f"{name} is {shown(value)}; expected a whole number of at least {least}")
     if value > most:
-        raise ConfigError(f"{name} is {value!r}; expected a whole number of at most {most}")
+        raise ConfigError(f"{name} is {shown(value)}; expected a whole number of at most {most}")

@@ -179,12 +179,12 @@ class Loop:
             # No request may share a page whose keys and values may be bad as well.
             self.scheduler.pages.forget_all()
             found = "; ".join(str(each) for each in bad)
-            self.outbox.put(request.end(FinishReason.ERROR, f"request {request.id}: {found}"))
-        else:
-            output = request.take(tokens, outcome.logprobs.get(request.id, ()))
-            self.scheduler.register(request, len(request.prompt) + len(request.output) - 1)
-            self.counts["emitted_tokens"] += len(output.tokens)
-            self.outbox.put(output)
+            self.end(request, FinishReason.ERROR, f"request {request.id}: {found}")
+            return
+        output = request.take(tokens, outcome.logprobs.get(request.id, ()))
+        self.scheduler.register(request, len(request.prompt) + len(request.output) - 1)
+        self.counts["emitted_tokens"] += len(output.tokens)
+        self.outbox.put(output)
         if request.finished:
             del self.requests[request.id]
             self.start_followers(request)

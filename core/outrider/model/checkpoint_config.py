@@ -9,10 +9,10 @@ from types import MappingProxyType
 from typing import Any
 
 from outrider.device import ConfigError
-from outrider.errors import CheckpointError
+from outrider.errors import CheckpointError, shown
 from outrider.model.config import ModelConfig, VisionConfig
 from outrider.model.config_fields import MAX_CONTEXT, config_fields, is_whole
-from outrider.model.reading import describe, present, read_json, reading, shown
+from outrider.model.reading import describe, present, read_json, reading
 from outrider.model.rope import RopeConfig, inverse_frequencies
 
 # transformers validates and fills in the defaults of each family; what is read from it are plain attributes.

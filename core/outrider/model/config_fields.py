@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from outrider.device import ConfigError
-from outrider.model.reading import shown
+from outrider.errors import shown
 from outrider.model.rope import ROPE_KINDS
 
 MAX_LAYERS = 4096

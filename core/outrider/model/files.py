@@ -18,8 +18,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from outrider.errors import CheckpointError
-from outrider.model.reading import JSON_LIMIT, present, read_json, reading, regular_size, shown
+from outrider.errors import CheckpointError, shown
+from outrider.model.reading import JSON_LIMIT, present, read_json, reading, regular_size
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _AGAIN = "if it's truncated or corrupt, fetch it again"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend
-from outrider.errors import CheckpointError
+from outrider.errors import CheckpointError, shown
 from outrider.model.config import ModelConfig
 from outrider.model.config_fields import MAX_LAYERS, is_whole
 from outrider.model.eagle import EagleHead
@@ -18,7 +18,7 @@ from outrider.model.eagle3 import Eagle3Head
 from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.head_mapping import eagle3_targets, eagle3_weights, eagle_targets, eagle_weights
 from outrider.model.language_model import LanguageModel
-from outrider.model.reading import read_json, reading, shown
+from outrider.model.reading import read_json, reading
 from outrider.model.rope import RopeConfig
 from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
 

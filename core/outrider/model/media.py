@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from outrider.device import ConfigError
-from outrider.errors import CheckpointError, RequestError
+from outrider.errors import CheckpointError, RequestError, shown
 from outrider.model.checkpoint_config import hf_config
 from outrider.model.config import VisionConfig
 from outrider.model.config_fields import FLAG, Field, checked, items, number, record, whole
 from outrider.model.mrope import MediaGrid
-from outrider.model.reading import present, read_json, reading, shown
+from outrider.model.reading import present, read_json, reading
 
 _LEAST, _MOST = whole(1, 1 << 22), whole(1, 1 << 26)  # pixels
 _FEW = whole(1, 64)

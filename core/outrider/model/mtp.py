@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend
-from outrider.errors import CheckpointError
+from outrider.errors import CheckpointError, shown
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.config_fields import MAX_LAYERS, is_whole
@@ -25,7 +25,7 @@ from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.mapping import Piece, Target, layer_targets, layer_weights
-from outrider.model.reading import read_json, shown
+from outrider.model.reading import read_json
 from outrider.model.rotary import rotary
 from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
 

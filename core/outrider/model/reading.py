@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from outrider.device import ConfigError, OutriderError
-from outrider.errors import CheckpointError
+from outrider.errors import CheckpointError, one_line
 
 JSON_LIMIT = 64 << 20
 """Bytes of a JSON file: an index of a hundred thousand tensors has nine million."""
 _DEPTH = 64  # a config nests four deep
-_TEXT = 300  # characters of a parser's own words, or of a value
 
 
 @contextmanager
@@ -45,21 +44,8 @@ def reading(path: Path, what: str, advice: str = "") -> Generator[None]:
 
 def describe(error: BaseException) -> str:
     """The error in one line of bounded length, with its kind where its text alone says little."""
-    text = _line(str(error))
+    text = one_line(str(error))
     return text if type(error) in (OSError, ValueError, RuntimeError) and text else f"{type(error).__name__}: {text}"
-
-
-def shown(value: object) -> str:
-    """A value of a checkpoint for a message: one line, of bounded length."""
-    try:
-        return _line(repr(value[: 2 * _TEXT] if isinstance(value, str | list) else value))
-    except ValueError:  # Python doesn't write whole numbers of more than some thousand digits
-        return "a number of thousands of digits"
-
-
-def _line(text: str) -> str:
-    text = " ".join(text[: 4 * _TEXT].split())
-    return text if len(text) <= _TEXT else f"{text[:_TEXT]}…"
 
 
 def present(path: Path) -> bool:

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, CapabilityError
-from outrider.errors import CheckpointError
+from outrider.errors import CheckpointError, shown
 from outrider.model.files import CheckpointFiles
 from outrider.model.mapping import Target, ignored
-from outrider.model.reading import shown
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the tensor just read, how many are done, and how many there are."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.device.plugin import PluginInfo
+from outrider.errors import shown
 
 
 def wrong_field(info: PluginInfo, declared: type[PluginInfo]) -> str:
@@ -26,7 +27,7 @@ def _wrong(record: Any, declared: type, within: str) -> str:
             if inner:
                 return inner
         elif not _fits(value, hint):
-            return f"{name}={_shown(value)}, expected {_named(hint)}"
+            return f"{name}={shown(value)}, expected {_named(hint)}"
     return ""
 
 
@@ -48,8 +49,3 @@ def _fits(value: Any, hint: Any) -> bool:
 def _named(hint: Any) -> str:
     name = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
     return name.replace("collections.abc.", "").replace("typing.", "")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

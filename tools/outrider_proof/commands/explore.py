@@ -13,11 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.cli.report import BackendOption, JsonOption, Report, exit_code
 from outrider.device.errors import CapabilityError, ConfigError, OutriderError
 from outrider.registry import Registry
 from outrider_proof.decode_exploration import DECODE, Exploration, explore_decode
-from outrider_sanitizer.scripts import exit_code
 
 if TYPE_CHECKING:
     from outrider.device import Backend

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Set, Sized
 from itertools import islice
 from typing import Any
 
-from outrider.errors import RequestError
+from outrider.errors import RequestError, shown
 
 _LIMIT = 2**62
-_SHOWN = 60
 
 
 def checked_tokens(given: Any, *, limit: int) -> tuple[int, ...]:
@@ -44,5 +43,4 @@ def checked_int(given: Any, what: str) -> int:
 
 
 def _named(given: object) -> str:
-    text = repr(given)
-    return f"{text if len(text) <= _SHOWN else text[: _SHOWN - 1] + '…'} (a {type(given).__name__})"
+    return f"{shown(given)} (a {type(given).__name__})"

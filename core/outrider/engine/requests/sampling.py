@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.device import ConfigError
+from outrider.errors import shown
 
 MAX_LOGIT_BIAS = 300
 """Entries of a request's bias list, bans for ``min_tokens`` included."""
@@ -67,7 +68,7 @@ class SamplingParams:
         _check_int("max_tokens", self.max_tokens, 1, _MOST_INT)
         _check_float("temperature", self.temperature, f"0, or a number {_RANGE}", lambda x: x == 0 or _within(x))
         if not _is_int(self.seed) or not -(2**63) <= self.seed < 2**63:
-            raise ConfigError(f"seed is {self.seed!r}; expected a whole number that fits in 64 bits")
+            raise ConfigError(f"seed is {shown(self.seed)}; expected a whole number that fits in 64 bits")
         _check_int("top_k", self.top_k, 0, _MOST_INT)
         _check_float("top_p", self.top_p, "a number above 0, at most 1", lambda x: x <= 1 and _within(x))
         _check_float("min_p", self.min_p, "a number from 0 to 1", lambda x: x == 0 or (x <= 1 and _within(x)))
@@ -82,7 +83,7 @@ class SamplingParams:
             raise ConfigError(f"n is {self.n} at temperature 0, which gives the same sample each time; raise the temperature")
         for name in ("ignore_eos",):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected True or False")
+                raise ConfigError(f"{name} is {shown(getattr(self, name))}; expected True or False")
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         object.__setattr__(self, "stop", _strings(self.stop))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
@@ -144,13 +145,13 @@ def _is_int(value: object) -> bool:
 def _check_int(name: str, value: int, least: int, most: int | None = None, why: str = "") -> None:
     if not _is_int(value) or value < least or (most is not None and value > most):
         above = f"at least {least}" if most is None else f"{least} to {most}{why}"
-        raise ConfigError(f"{name} is {value!r}; expected a whole number of {above}")
+        raise ConfigError(f"{name} is {shown(value)}; expected a whole number of {above}")
 
 
 def _check_float(name: str, value: float, expected: str, valid: Callable[[float], bool]) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or (isinstance(value, float) and not math.isfinite(value)) or not valid(value):
-        raise ConfigError(f"{name} is {value!r}; expected {expected}")
+        raise ConfigError(f"{name} is {shown(value)}; expected {expected}")
 
 
 def _token_ids(given: object) -> tuple[int, ...]:
@@ -158,7 +159,7 @@ def _token_ids(given: object) -> tuple[int, ...]:
         found = tuple(dict.fromkeys(given[: MAX_STOPS + 1]))
         if len(found) <= MAX_STOPS:
             return found
-    raise ConfigError(f"stop_token_ids is {_shown(given)}; expected whole numbers, {MAX_STOPS} at most")
+    raise ConfigError(f"stop_token_ids is {shown(given)}; expected whole numbers, {MAX_STOPS} at most")
 
 
 def _strings(given: object) -> tuple[str, ...]:
@@ -167,18 +168,13 @@ def _strings(given: object) -> tuple[str, ...]:
         found = tuple(dict.fromkeys(strings[: MAX_STOPS + 1]))
         if len(found) <= MAX_STOPS:
             return found
-    raise ConfigError(f"stop is {_shown(given)}; expected strings that aren't empty, {MAX_STOPS} at most")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:199]}…"
+    raise ConfigError(f"stop is {shown(given)}; expected strings that aren't empty, {MAX_STOPS} at most")
 
 
 def _biases(given: object) -> tuple[tuple[int, float], ...]:
     pairs = list(given.items()) if isinstance(given, Mapping) else given
     wrong = ConfigError(
-        f"logit_bias is {_shown(given)}; expected token ids with numbers of at most 2**64, or -inf to ban a token"
+        f"logit_bias is {shown(given)}; expected token ids with numbers of at most 2**64, or -inf to ban a token"
     )
     if not isinstance(pairs, Sequence) or isinstance(pairs, str):
         raise wrong
