@@ -18,6 +18,7 @@ from outrider.cli.models import bundled
 from outrider.device.errors import ConfigError, OutriderError
 from outrider.errors import RequestError
 from outrider.registry import Registry
+from outrider_proof.pace import Pace
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Fence
@@ -130,6 +131,7 @@ class DecodeExplorer:
         self._reference: Decoder = _reference_model() if like is None else like._reference
         self.findings: Findings | None = None
         self.log: FenceLog | None = None
+        self.pace = Pace()
 
     def program(self, seed: int) -> HostProgram:
         """The host program numbered ``seed``."""
@@ -143,7 +145,9 @@ class DecodeExplorer:
         return self._plain[prompt][: arrival.max_tokens]
 
     def run(self, program: HostProgram, backend: Backend) -> None:
-        """Run it once, watched. Raises :class:`WrongTokens`, or the sanitizer's RaceError, or what the engine raised."""
+        """Run it once, watched. Raises the sanitizer's RaceError, :class:`WrongTokens`, what :class:`Pace` raises (lost
+        overlap, lost batching, a row freed too early), or what the engine raised.
+        """
         from outrider_proof.fence_log import FenceLog
         from outrider_sanitizer import watching
 
@@ -152,12 +156,17 @@ class DecodeExplorer:
         with watching(backend, rows_apart=False) as sanitizer:
             self.findings = sanitizer.report
             self.log = FenceLog(sanitizer.position, drop=self._drop, half=self._half, consumer=self._consumer)
+            self.pace = Pace()
+            stop = self.pace.observe(backend)
             problem: Exception | None = None
             try:
                 self._serve(program, expected)
                 backend.synchronize()
+                self.pace.raise_if_any()
             except Exception as error:
                 problem = error
+            finally:
+                stop()
         # A race explains a wrong token, not the other way round.
         self.findings.raise_if_any()
         if problem is not None:
@@ -197,12 +206,14 @@ class DecodeExplorer:
             topk=self._topk,
         )
         proposer = build(self._speculate, options)
-        return Engine(self._model, self.backend, proposer=proposer, config=config, wrap_fence=self.wrap)
+        engine = Engine(self._model, self.backend, proposer=proposer, config=config, wrap_fence=self.wrap)
+        self.pace.watch(engine, overlap=True)
+        return engine
 
     def wrap(self, fence: Fence) -> Fence:
         """The engine's ``wrap_fence``."""
         assert self.log is not None
-        return self.log.wrap(fence)
+        return self.pace.wrap(self.log.wrap(fence))
 
     def _serve(self, program: HostProgram, expected: list[tuple[int, ...]]) -> None:
         """Run the program's requests to their ends and compare. Raises :class:`WrongTokens`."""
