@@ -44,11 +44,11 @@ class EngineConfig:
     ``max_requests``: requests that run at the same time. ``page_size``: tokens a KV page. ``num_pages``: pages in all,
     the reserved one included. ``kv_memory``: instead of that, what the KV cache takes of the memory that is free after the
     weights, above 0 and up to 1. ``max_context``: tokens of prompt and output together. ``prefill_chunk``: prompt tokens
-    processed in an iteration. ``draft_tokens``: length of a draft chain, or of a tree's longest path. ``draft_topk``: children of a node that a draft
-    tree looks at; 1: a chain. ``draft_nodes``: tokens of a draft tree in all; None: ``draft_tokens * draft_topk``.
-    ``dtype``: of weights, activations and cache. ``overlap``: the host plans
-    an iteration while the previous one runs, and reads its results one iteration later. ``prefix_cache``: requests share
-    the pages of a common prefix.
+    processed in an iteration. ``draft_tokens``: length of a draft chain, or of a tree's longest path. ``draft_topk``:
+    children of a node that a draft tree looks at; 1: a chain. ``draft_nodes``: tokens of a draft tree in all; None:
+    ``draft_tokens * draft_topk``. ``dtype``: of weights, activations and cache. ``overlap``: the host plans an iteration
+    while the previous one runs, and reads its results one iteration later. ``prefix_cache``: requests share the pages of a
+    common prefix.
 
     ``mode``: ``staged`` launches stages on their own streams, ``fused`` replays the whole iteration from one graph.
     ``graphs``: in staged mode too, stages are replayed from graphs, captured when the engine is made. ``buckets``: batch
@@ -149,7 +149,8 @@ class Choice:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.name} {self.value} ({self.why})"
+        value = {True: "on", False: "off"}[self.value] if isinstance(self.value, bool) else self.value
+        return f"{self.name} {value} ({self.why})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

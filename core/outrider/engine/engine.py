@@ -121,8 +121,9 @@ class Engine:
     ) -> Engine:
         """Load a checkpoint (and its draft) and build an engine for it.
 
-        What ``config`` leaves open is chosen, see :attr:`chosen`. ``speculate`` names a proposer: one of Outrider's (:data:`outrider.speculative.names.OWN_PROPOSERS`), one of
-        ``builders``, or an installed plugin. ``draft_dir`` holds the checkpoint of those that have one.
+        What ``config`` leaves open is chosen, see :attr:`chosen`. ``speculate`` names a proposer: one of Outrider's
+        (:data:`outrider.speculative.names.OWN_PROPOSERS`), one of ``builders``, or an installed plugin. ``draft_dir`` holds
+        the checkpoint of those that have one.
 
         ``through_transformers`` runs the model by transformers' own code on the paged cache: any decoder with a
         replaceable attention, slower than a native one. ``trust_remote_code`` lets it run Python code that the checkpoint

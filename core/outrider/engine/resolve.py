@@ -16,7 +16,7 @@ from outrider.engine.config import DTYPES, Choice, DecidedConfig, EngineConfig
 
 GIB = 1 << 30
 KV_SHARE = 0.9
-"""Of the memory that is free after the weights, for the KV cache: the rest is for what neither weights nor estimates count."""
+"""Of the memory that is free after the weights, for the KV cache at most: estimates don't count everything."""
 HOST_KV_SHARE = 0.25
 """The same where the device's memory is the host's, which others use too."""
 COMMON_CONTEXT = 4096
