@@ -169,7 +169,20 @@ def test_buckets_say_how_many_requests():
         (GPU, torch.float32, "float32", "the checkpoint's"),
         (GPU, None, "float32", "names no dtype"),
         (NPU, torch.float16, "float16", "the checkpoint's"),
-        (NPU, torch.float32, "bfloat16", "the checkpoint is in float32, and the device's own kernels run in bfloat16, float16"),
+        (
+            NPU,
+            torch.float32,
+            "bfloat16",
+            "the checkpoint is in float32, and the device's own kernels run in bfloat16, float16",
+        ),
+        (
+            replace(GPU, preferred_dtypes=(torch.bfloat16, torch.float32)),
+            torch.float16,
+            "float32",
+            "run in bfloat16, float32",
+        ),
+        (NPU, torch.float64, "bfloat16", "run in bfloat16, float16"),
+        (Capabilities(), torch.float64, "float32", "in which the device doesn't compute"),
         (Capabilities(), torch.bfloat16, "float32", "in which the device doesn't compute"),
     ],
 )

@@ -28,7 +28,7 @@ class CpuKernels(KernelSet):
         return KernelSet().batch_invariant()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """torch's own where it's as exact: in float32 and wider."""
+        """That of torch where it's as exact: in float32 and wider."""
         if x.dtype.itemsize < torch.float32.itemsize:
             return super().rms_norm(x, weight, eps)
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -121,10 +121,8 @@ def _cached(cache: Tensor, table: Tensor, length: int) -> Tensor:
     count = -(-length // page_size)
     pages: list[int] = table[:count].tolist()
     first = pages[0]
-    if pages == list(range(first, first + count)):
-        found = cache[first : first + count]
-    else:
-        found = cache.index_select(0, table[:count])
+    in_a_row = pages == list(range(first, first + count))
+    found = cache[first : first + count] if in_a_row else cache.index_select(0, table[:count])
     return found.flatten(0, 1)[:length]
 
 
@@ -136,9 +134,8 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, tree: Tensor | None, scale:
         if window > 0:
             keys, values = keys[-window:], values[-window:]
         # The heads that share keys are rows of one product, and see everything.
-        out = F.scaled_dot_product_attention(
-            q.reshape(1, kv_heads, heads // kv_heads, size), *_by_head(keys, values), scale=scale
-        )
+        shared = q.reshape(1, kv_heads, heads // kv_heads, size)
+        out = F.scaled_dot_product_attention(shared, _by_head(keys), _by_head(values), scale=scale)
         return out.reshape(1, heads, size)
     mask = None
     causal = tree is None and not window and length == count
@@ -149,8 +146,9 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, tree: Tensor | None, scale:
         if window > 0:
             mask.triu_(length - count - window + 1)
     out = F.scaled_dot_product_attention(
-        q.transpose(0, 1).unsqueeze(0),
-        *_by_head(keys, values),
+        _by_head(q),
+        _by_head(keys),
+        _by_head(values),
         attn_mask=mask,
         is_causal=causal,
         scale=scale,
@@ -159,6 +157,6 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, tree: Tensor | None, scale:
     return out.squeeze(0).transpose(0, 1)
 
 
-def _by_head(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _by_head(x: Tensor) -> Tensor:
     """[L, H, D] as [1, H, L, D]."""
-    return tuple(tensor.transpose(0, 1).unsqueeze(0) for tensor in tensors)
+    return x.transpose(0, 1).unsqueeze(0)

@@ -27,14 +27,16 @@ SIZES_BY_MEMORY = ((70, 8192, 256), (20, 2048, 64), (0, 512, 16))
 SIZES_WITHOUT_LIMIT = (256, 8)
 """The same for a device that declares no limit of its memory."""
 
-_NEAREST: Mapping[torch.dtype, tuple[torch.dtype, ...]] = MappingProxyType(
-    {  # wider ones first: they hold every value
-        torch.float64: (torch.float32, torch.bfloat16, torch.float16),
-        torch.float32: (torch.float64, torch.bfloat16, torch.float16),
-        torch.bfloat16: (torch.float32, torch.float64, torch.float16),
-        torch.float16: (torch.float32, torch.float64, torch.bfloat16),
+_WIDER: Mapping[torch.dtype, tuple[torch.dtype, ...]] = MappingProxyType(
+    {
+        torch.float64: (),
+        torch.float32: (torch.float64,),
+        torch.bfloat16: (torch.float32, torch.float64),
+        torch.float16: (torch.float32, torch.float64),
     }
 )
+"""Dtypes that hold every value of another, the nearest first."""
+_OTHERS = (torch.float32, torch.bfloat16, torch.float16)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -82,9 +84,11 @@ def choose_dtype(capabilities: Capabilities, checkpoint: torch.dtype | None) -> 
     preferred = tuple(dtype for dtype in capabilities.preferred_dtypes if dtype in _NAMES)
     if own in preferred or (not preferred and own in capabilities.dtypes):
         return Choice("dtype", _NAMES[own], "the checkpoint's" if checkpoint in _NAMES else says)
+    candidates = preferred or tuple(dtype for dtype in _OTHERS if dtype in capabilities.dtypes)
+    near = next((dtype for dtype in (*_WIDER[own], *candidates) if dtype in (preferred or capabilities.dtypes)), None)
     if preferred:
-        return Choice("dtype", _NAMES[preferred[0]], f"{says}, and the device's own kernels run in {_listed(preferred)}")
-    near = next((dtype for dtype in _NEAREST[own] if dtype in capabilities.dtypes), None)
+        assert near is not None
+        return Choice("dtype", _NAMES[near], f"{says}, and the device's own kernels run in {_listed(preferred)}")
     if near is None:
         raise ConfigError(f"{says}, and the device computes in {_listed(capabilities.dtypes)}; name one of these as dtype")
     return Choice("dtype", _NAMES[near], f"{says}, in which the device doesn't compute")
