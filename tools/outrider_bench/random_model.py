@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.models import Running
-from outrider.cli.starting import progress_shown, say_what_started
+from outrider.cli.models import Running, Sizes
+from outrider.cli.starting import progress_shown, say_what_started, say_what_was_chosen
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from outrider.device import Backend
-    from outrider.engine.config import EngineConfig
+    from outrider.engine.config import Choice, EngineConfig
     from outrider.engine.engine import Engine
     from outrider.model import LanguageModel
     from outrider.speculative.proposer import Proposer
@@ -58,21 +58,21 @@ class RandomModel:
             "acceptance": "real" if self.accept_length is None else f"synthetic, mean {self.accept_length:g}",
         }
 
-    def config(self, *, running: Running, max_requests: int, dtype: str, max_context: int) -> EngineConfig:
-        """That of the engine."""
+    def config(
+        self, *, running: Running, max_requests: int, dtype: str | None, max_context: int, sizes: Sizes | None = None
+    ) -> EngineConfig:
+        """That of the engine. ``sizes`` go before the others."""
         from outrider.engine.config import EngineConfig
 
+        least = {"max_requests": max_requests, "max_context": max_context}
         return EngineConfig(
-            max_requests=max_requests,
             draft_tokens=self.draft_tokens,
             dtype=dtype,
-            max_context=max_context,
             prefix_cache=False,
             penalties=False,
             max_logprobs=0,
-            mode=running.mode,
-            graphs=running.graphs,
-            overlap=running.overlap,
+            **asdict(running),
+            **least | (sizes or Sizes()).given,
         )
 
     def make(self, device: Backend, dtype: torch.dtype) -> tuple[LanguageModel, Proposer | None]:
@@ -89,14 +89,33 @@ class RandomModel:
             return model, None
         return model, EagleProposer(random_eagle(model, backend=device), draft_tokens=self.draft_tokens)
 
-    def load(self, backend: str | None, *, running: Running, max_requests: int, dtype: str, max_context: int) -> Engine:
-        """Choose the backend and make the weights on it."""
+    def load(
+        self,
+        backend: str | None,
+        *,
+        running: Running,
+        max_requests: int,
+        dtype: str | None,
+        max_context: int,
+        sizes: Sizes | None = None,
+        say: bool = False,
+        beside: Sequence[Choice] = (),
+    ) -> Engine:
+        """Choose the backend and make the weights on it. ``say``: tell people what was chosen, also ``beside`` it."""
         from outrider.engine.engine import Engine
+        from outrider.engine.resolve import resolve
+        from outrider.engine.situation import situation_of
+        from outrider.speculative.proposer import PlainProposer
 
-        config = self.config(running=running, max_requests=max_requests, dtype=dtype, max_context=max_context)
         registry = Registry()
         device = registry.create(registry.select(backend, backend_from_environment()))
+        own: tuple[Choice, ...] = ()
+        if dtype is None:
+            own = (self.dtype(device),)
+            dtype = str(own[0].value)
+        config = self.config(running=running, max_requests=max_requests, dtype=dtype, max_context=max_context, sizes=sizes)
         model, proposer = self.make(device, config.torch_dtype)
+        config = resolve(config, situation_of(device, model, proposer or PlainProposer()), own)
         with progress_shown() as tell:
             engine = Engine(
                 model,
@@ -105,5 +124,17 @@ class RandomModel:
                 config=config,
                 capture_progress=lambda done, total: tell("capturing graphs", done, total),
             )
+        if say:
+            say_what_was_chosen(engine, beside)
         say_what_started(engine)
         return engine
+
+    @staticmethod
+    def dtype(device: Backend) -> Choice:
+        """The dtype of the weights where none is named: that in which such models are published."""
+        import torch
+
+        from outrider.engine.resolve import choose_dtype
+
+        chosen = choose_dtype(device.capabilities, torch.bfloat16)
+        return replace(chosen, why=chosen.why.replace("the checkpoint", "the published checkpoint"))

@@ -91,7 +91,7 @@ def peers(
         for name, kind in jobs:
             tell(f"{name}, {kind}", 0, 1)
             try:
-                found.append(_measured(name, kind, work, spec, mode=mode, limit_s=limit))
+                found.append(_measured(name, kind, work, spec, mode=mode or "fused", limit_s=limit))
             except KeyboardInterrupt:
                 done = f"interrupted at {name}, {kind}, after {len(found)} of {len(jobs)} measurements"
                 raise Interrupted(done, data, render if found else None) from None
