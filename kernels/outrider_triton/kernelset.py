@@ -42,8 +42,8 @@ class TritonKernels(TritonBookkeeping, KernelSet):
     ``facts``: the device. ``table``: what was measured on it; None: nothing. Whatever it has no entry for is derived from the
     facts (:mod:`outrider_triton.derive`). ``everywhere``: also kernels that the table says lost to torch's own.
 
-    float64 goes to the references, which are exact in it; so do shapes that a kernel's docstring excludes. Products in float32
-    are the library's.
+    float64 goes to the references, which are exact in it; so do shapes that a kernel's docstring excludes. Products in
+    float32 are the library's.
     """
 
     name = "triton"

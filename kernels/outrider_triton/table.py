@@ -95,7 +95,8 @@ class Table:
     def attention_config(self, groups: int, head_size: int) -> AttentionConfig | None:
         """That of the nearest measurement with heads of this size; None where there is none.
 
-        How many tokens are cached isn't asked: a capture knows what fits at most, and a program takes its share of what is there.
+        How many tokens are cached isn't asked: a capture knows what fits at most, and a program takes its share of what is
+        there.
         """
         near = [entry for entry in self.attention if entry.head_size == head_size]
         return min(near, key=lambda entry: abs(log2(entry.groups / groups))).config if near else None

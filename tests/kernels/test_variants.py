@@ -78,7 +78,7 @@ def test_every_product_is_known_beforehand():
     assert products(FACTS, TABLE, "linear", "bfloat16", n=32, k=64) == (TINY,)
     for operator, table in itertools.product(OPERATORS, (None, TABLE)):
         known = products(FACTS, table, operator, "bfloat16", n=4096, k=1024, half=64)
-        made = {choose(FACTS, operator, m=m, n=4096, k=1024, half=64) for m in range(1, 200)}
+        made = {choose(FACTS, operator, m=m, n=4096, k=1024, half=64) for m in (1, 8, 9, 17, 33, 65, 129)}
         assert made - {None} == set(known)
 
 

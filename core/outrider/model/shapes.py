@@ -8,7 +8,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from outrider.device import ConfigError
+import torch
+
+from outrider.device import ConfigError, DecoderShape
 from outrider.model.config import ModelConfig
 from outrider.model.rope import RopeConfig
 
@@ -106,6 +108,22 @@ def shape_config(shape: str) -> ModelConfig:
     raise ConfigError(
         f"there is no shape {shape!r}; expected one of {', '.join(sorted(SHAPES))}, one of them with /RANKS behind it "
         "(one rank's shard), or the path of a config.json"
+    )
+
+
+def decoder_shape(config: ModelConfig, dtype: torch.dtype, *, fused: int | None = None) -> DecoderShape:
+    """What kernels are tuned for; ``fused``: see there, by default that of an EAGLE head in the published form."""
+    return DecoderShape(
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        inner=config.intermediate_size,
+        vocabulary=config.vocab_size,
+        fused=2 * config.hidden_size if fused is None else fused,
+        bias=config.attention_bias,
+        qk_norm=config.qk_norm,
+        dtype=dtype,
     )
 
 

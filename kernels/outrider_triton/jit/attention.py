@@ -99,8 +99,8 @@ def paged_attention(
     """Program (block of queries, sequence and key head, split). Row r of a block is query r // GROUP, head r % GROUP.
 
     With splits, what a program made goes to ``parts [token, head, split, size]`` and its maximum and sum to
-    ``stats [token, head, split, 2]``, all float32. A share is a SPLITS-th of what there is of *this* sequence, ``least`` tokens
-    at least (a multiple of BLOCK_KV): those for whom nothing is left write a maximum of -inf, and no part.
+    ``stats [token, head, split, 2]``, all float32. A share is a SPLITS-th of what there is of *this* sequence, and ``least``
+    tokens at least (a multiple of BLOCK_KV): those for whom nothing is left write a maximum of -inf, and no part.
 
     SETTLED: whatever wrote the lengths, the block table and the cache up to the new tokens has ended (not only begun), so
     that a program reads its first block of that while the kernel before it, which makes the queries, still runs.
