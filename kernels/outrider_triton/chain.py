@@ -36,8 +36,10 @@ def attention_candidates(groups: int, context: int) -> list[AttentionConfig]:
 class Chain(LayerChain):
     """Layers whose kernels take a table."""
 
-    def __init__(self, shape: KernelShape, kernels: TritonKernels, device: torch.device) -> None:
-        super().__init__(shape, kernels, device)
+    def __init__(
+        self, shape: KernelShape, kernels: TritonKernels, device: torch.device, *, most_bytes: int | None = None
+    ) -> None:
+        super().__init__(shape, kernels, device, most_bytes=most_bytes)
         self.kernels: TritonKernels = kernels
 
     def attempt(self, table: Table) -> float:

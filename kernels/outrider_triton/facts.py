@@ -17,6 +17,7 @@ class DeviceFacts:
     ``shared_bytes``: shared memory that one program may have, opted in; ``processor_shared``: that of a multiprocessor, which
     its programs divide. ``l2_bytes``: the second-level cache. ``registers``: of a multiprocessor, 4 bytes each. ``warp``:
     threads that run in step. ``bandwidth``: bytes a second of the memory, by its clock and width; 0 where nothing says so.
+    ``name``: what it calls itself.
     """
 
     architecture: str
@@ -27,6 +28,7 @@ class DeviceFacts:
     registers: int = 65536
     warp: int = 32
     bandwidth: float = 0.0
+    name: str = ""
 
     @property
     def capability(self) -> int:
@@ -84,4 +86,5 @@ def facts_of(properties: Any) -> DeviceFacts:
         registers=int(getattr(properties, "regs_per_multiprocessor", 0)) or 65536,
         warp=int(getattr(properties, "warp_size", 32)),
         bandwidth=2e3 * clock * width / 8,
+        name=str(getattr(properties, "name", "")),
     )

@@ -27,6 +27,7 @@ from outrider_triton.derive_attention import AttentionCut, Heads, cut, programs
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import shares
 from outrider_triton.table import STREAMED, AttentionConfig, MatmulConfig, Table
+from outrider_triton.tuning import TritonTuning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -36,11 +37,12 @@ _TRITON = torch.ops.outrider
 _MOVES = 256
 
 
-class TritonKernels(TritonBookkeeping, KernelSet):
+class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
     """Kernels in Triton.
 
     ``facts``: the device. ``table``: what was measured on it; None: nothing. Whatever it has no entry for is derived from the
-    facts (:mod:`outrider_triton.derive`). ``everywhere``: also kernels that the table says lost to torch's own.
+    facts (:mod:`outrider_triton.derive`). ``everywhere``: also kernels that the table says lost to torch's own. ``device``:
+    where they can be tuned.
 
     float64 goes to the references, which are exact in it; so do shapes that a kernel's docstring excludes. Products in
     float32 are the library's.
@@ -48,8 +50,15 @@ class TritonKernels(TritonBookkeeping, KernelSet):
 
     name = "triton"
 
-    def __init__(self, facts: DeviceFacts, *, table: Table | None = None, everywhere: bool = False) -> None:
-        self.facts, self.table = facts, table
+    def __init__(
+        self,
+        facts: DeviceFacts,
+        *,
+        table: Table | None = None,
+        everywhere: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        self.facts, self.table, self.device = facts, table, device
         self._everywhere = everywhere
         self.processors, self.pdl = facts.processors, facts.pdl
         self._scope = variants.Scope()
@@ -310,17 +319,18 @@ class TritonKernels(TritonBookkeeping, KernelSet):
         return self._attention_config(q, k_cache, metadata.seq_lens.shape[0], metadata.max_query, metadata.max_kv)
 
     def _attention_config(self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int) -> list[int]:
-        kv_heads = k_cache.shape[2]
-        heads = Heads(group=q.shape[1] // kv_heads, kv_heads=kv_heads, size=q.shape[2], bytes=q.dtype.itemsize)
-
-        def of(tuned: AttentionConfig | None) -> AttentionCut:
-            return cut(self.facts, heads, batch=batch, max_query=max_query, max_kv=max_kv, tuned=tuned)
-
-        derived = of(None)
-        if self.table is None or heads.bytes != 2:
+        derived = self.cut_up(q, k_cache, batch, max_query, max_kv, None)
+        if self.table is None or q.dtype.itemsize != 2:
             return derived.as_list()
-        groups = programs(heads, derived.block_rows, batch, max_query)
-        return of(self.table.attention_config(groups, heads.size)).as_list()
+        groups = programs(_heads(q, k_cache), derived.block_rows, batch, max_query)
+        tuned = self.table.attention_config(groups, q.shape[2])
+        return self.cut_up(q, k_cache, batch, max_query, max_kv, tuned).as_list()
+
+    def cut_up(
+        self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int, tuned: AttentionConfig | None
+    ) -> AttentionCut:
+        """The launch for queries and a cache like these, with what was measured; None: derived."""
+        return cut(self.facts, _heads(q, k_cache), batch=batch, max_query=max_query, max_kv=max_kv, tuned=tuned)
 
     def paged_attention(
         self,
@@ -437,6 +447,11 @@ class TritonKernels(TritonBookkeeping, KernelSet):
                 self.pdl,
             )
         return verdict  # type: ignore[no-any-return]
+
+
+def _heads(q: Tensor, k_cache: Tensor) -> Heads:
+    kv_heads = k_cache.shape[2]
+    return Heads(group=q.shape[1] // kv_heads, kv_heads=kv_heads, size=q.shape[2], bytes=q.dtype.itemsize)
 
 
 def _few(x: Tensor) -> Tensor:

@@ -55,4 +55,4 @@ def _kernels(backend: Backend, *, everywhere: bool) -> KernelSet:
     from outrider_triton.table import load
 
     properties = torch.get_device_module(backend.device.type).get_device_properties(backend.device)
-    return TritonKernels(facts_of(properties), table=load(properties.name), everywhere=everywhere)
+    return TritonKernels(facts_of(properties), table=load(properties.name), everywhere=everywhere, device=backend.device)

@@ -40,16 +40,22 @@ class _Layer:
 
 
 class LayerChain:
-    """Layers with random weights for ``batch`` sequences of ``context`` tokens, of which ``width`` are new."""
+    """Layers with random weights for ``batch`` sequences of ``context`` tokens, of which ``width`` are new.
 
-    def __init__(self, shape: KernelShape, kernels: KernelSet, device: torch.device) -> None:
+    So many that no cache holds their weights, LAYERS at most, and no more than ``most_bytes`` of them.
+    """
+
+    def __init__(
+        self, shape: KernelShape, kernels: KernelSet, device: torch.device, *, most_bytes: int | None = None
+    ) -> None:
         self.shape, self.kernels, self.device = shape, kernels, device
         self._module = torch.get_device_module(device)
         attention, kv = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
         qkv, output = (attention + 2 * kv, shape.hidden), (shape.hidden, attention)
         sizes = (qkv, output, (2 * shape.inner, shape.hidden), (shape.hidden, shape.inner))
         layer = 2 * sum(n * k for n, k in sizes)
-        self.layers = max(3, min(LAYERS, -(-_ROTATE_BYTES // layer)))
+        wanted = max(3, min(LAYERS, -(-_ROTATE_BYTES // layer)))
+        self.layers = wanted if most_bytes is None else max(1, min(wanted, most_bytes // layer))
         self._weights = [tuple(normal(device, n, k) for n, k in sizes) for _ in range(self.layers)]
         self._norm = torch.ones(shape.hidden, dtype=torch.bfloat16, device=device)
         self._head_norm = torch.ones(shape.head_size, dtype=torch.bfloat16, device=device)

@@ -43,7 +43,8 @@ def _triton(backend: RocmBackend) -> KernelSet:
     from outrider_triton.facts import facts_of
     from outrider_triton.kernelset import TritonKernels
 
-    return TritonKernels(facts_of(backend.module.get_device_properties(backend.device)), everywhere=True)
+    facts = facts_of(backend.module.get_device_properties(backend.device))
+    return TritonKernels(facts, everywhere=True, device=backend.device)
 
 
 class RocmSync(SpeculativeSync):
