@@ -29,7 +29,7 @@ _LATENCY = 1.0e-6  # seconds until a byte comes while memory is busy
 _LAUNCH = 2.0e-6  # seconds of a kernel beside its bytes
 _ALONE = 1.15  # how much more than its share of the bandwidth a multiprocessor can have while others have nothing to do
 _CACHED = 2.2  # how much faster than memory the second-level cache is
-_REACHED = 0.45  # share of the matrix units' rate that such products reach
+_REACHED = 0.52  # share of the matrix units' rate that products reach whose tile is large
 _THREADS = 1536
 _ROOMS = ((184 << 10, 208 << 10, 128 << 10), (112 << 10, 160 << 10, 208 << 10))
 """Bytes of a ring, the likeliest first. The second: beside the small ones that run before it, attention's."""
@@ -168,15 +168,16 @@ def estimate(facts: DeviceFacts, operator: str, config: MatmulConfig, *, m: int,
     loaded = (config.block_n if not streamed else 2 * _PAIRS) * (2 if operator in _GATED and not streamed else 1)
     # All that a ring holds is on its way; otherwise one tile is being multiplied, and another half of the time waited for.
     flying = min(resident, rounds) * (config.stages - (0 if streamed else 1.5)) * min(loaded, 2 * each) * config.block_k * 2
-    hidden = min(1.0, flying / (2 * _LATENCY * share))
+    hidden = min(1.0, flying / (1.4 * _LATENCY * share))
     memory = max(programs * own / facts.bytes_per_second, rounds * own / (_ALONE * share)) / hidden
     tokens = programs * min(m, config.block_m) * columns * 2
     cache = (programs * own + tokens) / (_CACHED * facts.bytes_per_second)
     waste = max(1.0, loaded / (each * rows_of)) if not streamed else 2.0 if folded else 1.0
-    unit = 2.0 * config.block_m * n * k * waste * -(-m // config.block_m) / (_REACHED * facts.flops)
+    tile = 1.0 if streamed else 1 + 8 * (1 / loaded + 1 / config.block_m)  # what a small one reads again
+    unit = 2.0 * config.block_m * n * k * waste * tile * -(-m // config.block_m) / (_REACHED * facts.flops)
     behind = 0.0
     if config.split > 1:  # parts are written, and read by the norm
-        behind = 8.0 * config.split * m * n / (_CACHED * facts.bytes_per_second) + 0.1e-6 * config.split
+        behind = 8.0 * config.split * m * n / (_CACHED * facts.bytes_per_second) + 0.7e-6 * config.split
     elif operator == "linear_parts":
         behind = 4.0 * m * n / (_CACHED * facts.bytes_per_second)
     # A program that comes after another on the same multiprocessor begins with nothing on its way, unless two fit beside.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.models import Running
+from outrider.cli.models import Running, prepare_device
 from outrider.cli.starting import progress_shown, say_what_started
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
@@ -92,10 +92,13 @@ class RandomModel:
     def load(self, backend: str | None, *, running: Running, max_requests: int, dtype: str, max_context: int) -> Engine:
         """Choose the backend and make the weights on it."""
         from outrider.engine.engine import Engine
+        from outrider.model.shapes import shape_config
 
         config = self.config(running=running, max_requests=max_requests, dtype=dtype, max_context=max_context)
         registry = Registry()
         device = registry.create(registry.select(backend, backend_from_environment()))
+        with progress_shown() as tell:
+            prepare_device(device, lambda: shape_config(self.shape), 0.0, tell)
         model, proposer = self.make(device, config.torch_dtype)
         with progress_shown() as tell:
             engine = Engine(

@@ -30,6 +30,7 @@ from outrider.cli.models import (
     SpeculateOption,
     Speculation,
     TrustOption,
+    TuneOption,
     load,
 )
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
@@ -85,6 +86,7 @@ def generate(
     mode: ModeOption = "staged",
     graphs: GraphsOption = False,
     overlap: OverlapOption = False,
+    tune_seconds: TuneOption = 0.0,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also decode greedily without speculation; exit code 1 if the tokens differ.")
     ] = False,
@@ -128,7 +130,7 @@ def generate(
         trust_remote_code=trust_remote_code,
     )
     running = Running(mode=mode, graphs=graphs, overlap=overlap)
-    engine = load(backend, speculation, max_requests=n, dtype=dtype, running=running)
+    engine = load(backend, speculation, max_requests=n, dtype=dtype, running=running, tune_seconds=tune_seconds)
     question = Question.ask(engine, text, speculation.model, image or ())
     if n > 1:
         return _samples(engine, question, params, speculation.kind)
