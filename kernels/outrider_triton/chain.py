@@ -36,8 +36,10 @@ def attention_candidates(groups: int, context: int) -> list[AttentionConfig]:
 class Chain(LayerChain):
     """Layers whose kernels take a table."""
 
-    def __init__(self, shape: KernelShape, kernels: TritonKernels, device: torch.device) -> None:
-        super().__init__(shape, kernels, device)
+    def __init__(
+        self, shape: KernelShape, kernels: TritonKernels, device: torch.device, *, most_bytes: int | None = None
+    ) -> None:
+        super().__init__(shape, kernels, device, most_bytes=most_bytes)
         self.kernels: TritonKernels = kernels
 
     def attempt(self, table: Table) -> float:
@@ -50,9 +52,10 @@ class Chain(LayerChain):
 
     def tune_attention(self, table: Table) -> tuple[Table, float]:
         """The best configuration of attention while the rest stays, and what a layer takes with it."""
-        others = tuple(e for e in table.attention if (e.groups, e.max_kv) != (self.groups, self.context))
+        others = tuple(e for e in table.attention if (e.groups, e.head_size) != (self.groups, self.shape.head_size))
+        size = self.shape.head_size
         entries = (
-            AttentionEntry(groups=self.groups, max_kv=self.context, config=config)
+            AttentionEntry(groups=self.groups, max_kv=self.context, config=config, head_size=size)
             for config in attention_candidates(self.groups, self.context)
         )
         trials = (replace(table, attention=(*others, entry)) for entry in entries)
@@ -100,6 +103,7 @@ def as_json(table: Table) -> list[dict[str, Any]]:
         {
             "groups": entry.groups,
             "max_kv": entry.max_kv,
+            "head_size": entry.head_size,
             "config": list(astuple(entry.config)),
         }
         for entry in table.attention

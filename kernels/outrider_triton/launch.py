@@ -20,13 +20,6 @@ def shares(rows: int, vocabulary: int, processors: int) -> int:
     return max(1, min(64, power_of_two(-(-2 * processors // max(rows, 1))), power_of_two(vocabulary // 2048)))
 
 
-def splits(groups: int, max_kv: int, processors: int, block: int) -> int:
-    """Among how many programs the cached tokens of a sequence are split; ``groups``: programs without a split."""
-    wanted = -(-2 * processors // max(groups, 1))
-    useful = max_kv // (2 * block)
-    return max(1, min(64, power_of_two(min(wanted, useful) + 1) // 2))
-
-
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, pdl: bool, warps: int, **settings: Any) -> None:
     """Enqueue a kernel on the ambient stream; an empty grid is no launch."""
     if min(grid) < 1:

@@ -325,8 +325,8 @@ def _paged_attention(
     config: list[int],
     pdl: bool,
 ) -> Tensor:
-    del max_kv  # lengths are read on the device; the bound has decided the number of splits
-    block_rows, block_kv, split, warps, stages = config
+    del max_kv  # lengths are read on the device
+    block_rows, block_kv, split, warps, stages, least = config
     tokens, heads, size = q.shape
     page, kv_heads = k_cache.shape[1], k_cache.shape[2]
     group, batch = heads // kv_heads, seq_lens.shape[0]
@@ -347,7 +347,7 @@ def _paged_attention(
         grid,
         *(q, k_cache, v_cache, query_start, seq_lens, block_table, mask, out, parts, stats),
         *(tokens, batch, heads, scale, size, q.stride(0), q.stride(1), block_table.stride(0)),
-        *(mask.stride(0), k_cache.stride(1), k_cache.stride(2)),
+        *(mask.stride(0), k_cache.stride(1), k_cache.stride(2), least),
         PAGE=page,
         GROUP=group,
         WINDOW=window,

@@ -27,6 +27,7 @@ from triton.errors import TritonError
 from outrider.device import KernelSet
 from outrider_triton import behind, pairs, rings
 from outrider_triton.chain import AHEAD, Chain, Key, as_json, attention_candidates
+from outrider_triton.facts import facts_of
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import AttentionConfig, MatmulConfig, parse, slug
 from outrider_tune.measure import KernelCase, KernelShape, kernel_cases
@@ -151,7 +152,7 @@ def compile_all(
     starts = torch.tensor([0, 4], dtype=torch.int32, device=device)
     lens, table = starts[1:] + 28, torch.tensor([[1, 2]], dtype=torch.int32, device=device)
     for each in attention:
-        block = [16, each.block_kv, each.split, each.warps, each.stages]
+        block = [16, each.block_kv, each.split, each.warps, each.stages, 0]
         settled = pdl and each.split > 1  # as in a layer behind the first
         try:
             torch.ops.outrider.paged_attention.triton(
@@ -292,8 +293,8 @@ def main() -> None:
     module = torch.get_device_module(device)
     module.set_device(device)
     properties = module.get_device_properties(device)
-    pdl = torch.version.hip is None and properties.major >= 9
-    kernels = TritonKernels(table=None, everywhere=True, processors=properties.multi_processor_count, pdl=pdl)
+    kernels = TritonKernels(facts_of(properties), everywhere=True)
+    pdl = kernels.pdl
     shape, sizes = SHAPES[arguments.shape], [int(size) for size in arguments.tokens.split(",")]
     name, began = module.get_device_name(device), time.perf_counter()
     in_chain = [int(m) for m in arguments.in_place.split(",")]

@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 
 from triton.runtime.errors import OutOfResources
 
+from outrider_triton.derive import every
+from outrider_triton.facts import DeviceFacts
 from outrider_triton.jit import attention, bookkeeping, choose, fused, matmul, rows, streamed
 from outrider_triton.launch import power_of_two, shares
-from outrider_triton.table import UNTUNED, MatmulConfig, Table
+from outrider_triton.table import MatmulConfig, Table
 
 _MOST_ROWS = 1024
 _MOST_REQUESTS = 256
@@ -46,12 +48,14 @@ def that_fit() -> AbstractContextManager[None]:
     return suppress(OutOfResources)
 
 
-def products(table: Table | None, operator: str, dtype: str, *, n: int, k: int, everywhere: bool) -> tuple[MatmulConfig, ...]:
+def products(
+    facts: DeviceFacts, table: Table | None, operator: str, dtype: str, *, n: int, k: int, half: int = 0
+) -> tuple[MatmulConfig, ...]:
     """Each configuration that a product with this weight has for some number of tokens."""
     entries = () if table is None else table.entries.get((operator, dtype, n, k), ())
     found = dict.fromkeys(entry.config for entry in entries if entry.config is not None)
-    if everywhere and (not entries or entries[-1].m < 128):
-        found[UNTUNED] = None
+    measured = entries[-1].m if entries else 0
+    found.update(dict.fromkeys(every(facts, operator, n=n, k=k, half=half, above=measured)))
     return tuple(found)
 
 

@@ -22,6 +22,7 @@ from outrider.device.kernels.metadata import (
     RequestRows,
     RotaryArgs,
 )
+from outrider.device.kernels.tuning import DecoderShape
 
 if TYPE_CHECKING:
     from outrider.device.stream import Stream
@@ -34,17 +35,7 @@ _BATCHES = ((1, 1), (1, 4), (8, 4), (32, 4))
 """Requests, and tokens of each: plain decode, and verify of a chain of 3."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KernelShape:
-    """A decoder's sizes; ``fused`` is the input of an EAGLE head's first product."""
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    inner: int
-    vocabulary: int
-    fused: int
+KernelShape = DecoderShape
 
 
 @dataclass(frozen=True, slots=True)

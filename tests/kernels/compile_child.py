@@ -41,6 +41,7 @@ TYPES = {
     **dict.fromkeys(INTS, INT),
     "eps": "fp32",
     "scale": "fp32",
+    "least": "i32",
     "tree_mask": "*u8",
 }
 PRODUCT = {"bias": None, "HAS_BIAS": False, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN": True}

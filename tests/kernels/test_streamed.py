@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
+from kernels.devices import DEVICES
 from kernels.test_numerics import close
 from outrider.device import KernelSet, Product, RotaryArgs
 from outrider_triton import behind, rings
@@ -149,7 +150,8 @@ def test_queries_turn_and_keys_and_values_go_to_their_slots(m, config, with_norm
 @pytest.mark.parametrize(("batch", "width"), [(1, 4), (16, 1), (8, 4), (16, 4)])
 def test_layers_one_after_another(batch, width, hopper):
     """Each kernel begins while the one before still runs and has its weights come then: what all make is the same without."""
-    kernels = TritonKernels(table=load("NVIDIA H200"), everywhere=True, processors=132, pdl=False)
+    kernels = TritonKernels(DEVICES["H200"], table=load("NVIDIA H200"), everywhere=True)
+    kernels.pdl = False
     chain = Chain(SHAPES["llama-3.1-8b"], kernels, hopper)
     chain.prepare(batch, width, 640)
     wanted = chain.run(0)

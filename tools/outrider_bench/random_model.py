@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.models import Running, Sizes
+from outrider.cli.models import Running, Sizes, prepare_device
 from outrider.cli.starting import progress_shown, say_what_started, say_what_was_chosen
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
@@ -105,10 +105,13 @@ class RandomModel:
         from outrider.engine.engine import Engine
         from outrider.engine.resolve import resolve
         from outrider.engine.situation import situation_of
+        from outrider.model.shapes import shape_config
         from outrider.speculative.proposer import PlainProposer
 
         registry = Registry()
         device = registry.create(registry.select(backend, backend_from_environment()))
+        with progress_shown() as tell:
+            prepare_device(device, lambda: shape_config(self.shape), 0.0, tell)
         own: tuple[Choice, ...] = ()
         if dtype is None:
             own = (self.dtype(device),)

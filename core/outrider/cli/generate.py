@@ -37,6 +37,7 @@ from outrider.cli.models import (
     SpeculateOption,
     Speculation,
     TrustOption,
+    TuneOption,
     launched,
     load,
 )
@@ -98,6 +99,7 @@ def generate(
     page_size: PageSizeOption = None,
     max_requests: MaxRequestsOption = None,
     prefill_chunk: PrefillChunkOption = None,
+    tune_seconds: TuneOption = 0.0,
     compare: Annotated[
         bool,
         typer.Option(
@@ -165,7 +167,7 @@ def generate(
             prefill_chunk=prefill_chunk,
         ),
     )
-    engine = start(speculation, max_requests=n, say=not json_output, beside=beside)
+    engine = start(speculation, max_requests=n, tune_seconds=tune_seconds, say=not json_output, beside=beside)
     question = Question.ask(engine, text, speculation.model, image or ())
     if n > 1:
         return _samples(engine, question, params, {"speculate": speculation.kind, **launched(engine, beside)})

@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.environment import backend_from_environment, plugin_probe
+from outrider.cli.environment import backend_from_environment, plugin_probe, tuned_directory
 from outrider.cli.starting import chosen, progress_shown, say_what_started, say_what_was_chosen
 from outrider.registry import Registry
 from outrider.speculative.names import OWN_PROPOSERS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outrider.cli.starting import Tell
+    from outrider.device import Backend
     from outrider.engine.config import Choice
     from outrider.engine.engine import Engine
+    from outrider.model import ModelConfig
 
 ModelOption = Annotated[
     Path | None,
@@ -120,6 +125,17 @@ PrefillChunkOption = Annotated[
     typer.Option("--prefill-chunk", metavar="N", help="Prompt tokens of an iteration. Default: by the device's memory."),
 ]
 
+TuneOption = Annotated[
+    float,
+    typer.Option(
+        "--tune-seconds",
+        metavar="S",
+        min=0.0,
+        help="Measure kernels for this model for at most so long before it's loaded, and keep what was found for the next "
+        "start. Default 0: take what is kept, measure nothing.",
+    ),
+]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Running:
@@ -196,6 +212,23 @@ def bundled(part: str) -> Path:
     return Path(str(resources.files("outrider").joinpath("bundled", part)))
 
 
+def prepare_device(device: Backend, config: Callable[[], ModelConfig], tune_seconds: float, tell: Tell) -> None:
+    """What was tuned for on this machine, and for so many seconds more; progress as ``tell`` shows it."""
+    from outrider.model.tuning import prepare_kernels
+
+    directory = tuned_directory()
+    if tune_seconds:
+        prepare_kernels(
+            device,
+            config(),
+            directory=directory,
+            seconds=tune_seconds,
+            progress=lambda done, total, text: tell("tuning kernels", done, total),
+        )
+    elif directory is not None:
+        device.kernels_in_use.use_tuned(directory)
+
+
 def load(
     backend: str | None,
     speculation: Speculation,
@@ -204,6 +237,7 @@ def load(
     dtype: str | None = None,
     running: Running | None = None,
     sizes: Sizes | None = None,
+    tune_seconds: float = 0.0,
     say: bool = False,
     beside: Sequence[Choice] = (),
 ) -> Engine:
@@ -214,6 +248,7 @@ def load(
     """
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
+    from outrider.model import ModelConfig
 
     config = EngineConfig(
         draft_tokens=speculation.draft_tokens,
@@ -226,6 +261,8 @@ def load(
     registry = Registry(probe=plugin_probe())
     device = registry.create(registry.select(backend, backend_from_environment()))
     with progress_shown() as tell:
+        if not speculation.through_transformers:
+            prepare_device(device, lambda: ModelConfig.from_checkpoint(speculation.model), tune_seconds, tell)
         engine = Engine.from_checkpoint(
             speculation.model,
             device,
