@@ -47,8 +47,8 @@ def _copy_context(
 
 
 define(
-    "copy_context.triton(Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor block_table, int rows, int most, int padded, "
-    "bool pdl) -> (Tensor, Tensor, Tensor)",
+    "copy_context.triton(Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor block_table, int rows, int most, "
+    "int padded, bool pdl) -> (Tensor, Tensor, Tensor)",
     _copy_context,
     lambda k_cache, v_cache, seq_lens, block_table, rows, most, padded, pdl: (
         k_cache.new_empty((rows, k_cache.shape[2], padded)),

@@ -96,7 +96,6 @@ def _blocks(
     DESCRIPTOR: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
 ):
     """Positions from ``low`` below ``high``, which is a multiple of BLOCK_KV behind it unless MASKED."""
     for at in range(low, high, BLOCK_KV):
@@ -224,12 +223,12 @@ def prompt_attention(
         if WINDOW == 0:
             best, total, made = _blocks(
                 queries, best, total, made, keys, values, table, first_row, column, low, even, own, lane, size, factor,
-                cache_slot, PAGE, WINDOW, False, DESCRIPTOR, EVEN, BLOCK_KV, BLOCK_SIZE,
+                cache_slot, PAGE, WINDOW, False, DESCRIPTOR, EVEN, BLOCK_KV,
             )  # fmt: skip
             low = even
         best, total, made = _blocks(
             queries, best, total, made, keys, values, table, first_row, column, low, high, own, lane, size, factor,
-            cache_slot, PAGE, WINDOW, True, DESCRIPTOR, EVEN, BLOCK_KV, BLOCK_SIZE,
+            cache_slot, PAGE, WINDOW, True, DESCRIPTOR, EVEN, BLOCK_KV,
         )  # fmt: skip
         made = made / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out + (token[:, None] * heads + head) * size + lane[None, :], made.to(out.dtype.element_ty), mask=which)
