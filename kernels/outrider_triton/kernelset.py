@@ -23,6 +23,7 @@ from outrider_triton import ops as _ops  # noqa: F401
 from outrider_triton import variants
 from outrider_triton.bookkeeping import TritonBookkeeping
 from outrider_triton.launch import power_of_two, shares, splits
+from outrider_triton.prompts import Device, PromptAttention, Prompts
 from outrider_triton.table import STREAMED, UNTUNED, MatmulConfig, Table
 
 if TYPE_CHECKING:
@@ -40,18 +41,29 @@ class TritonKernels(TritonBookkeeping, KernelSet):
 
     ``table``: what was measured on this device; None: nothing. ``everywhere``: use them all, measured or not. ``processors``:
     multiprocessors (compute units) of the device. ``pdl``: the device can start a kernel before the one ahead has ended.
+    ``shared``: bytes of shared memory that a program may have. ``nvidia``: libraries for CUDA may run there.
 
     float64 goes to the references, which are exact in it; so do shapes that a kernel's docstring excludes.
     """
 
     name = "triton"
 
-    def __init__(self, *, table: Table | None, everywhere: bool, processors: int, pdl: bool) -> None:
+    def __init__(
+        self,
+        *,
+        table: Table | None,
+        everywhere: bool,
+        processors: int,
+        pdl: bool,
+        shared: int = 48 << 10,
+        nvidia: bool = False,
+    ) -> None:
         self.table = table
         self._everywhere = everywhere
         self.processors = processors
         self.pdl = pdl
         self._scope = variants.Scope()
+        self._prompts = PromptAttention(Device(processors, shared, pdl=pdl, descriptors=pdl, nvidia=nvidia))
         tuned = "untuned" if table is None else f"tuned for {table.device}"
         self.name = "triton, everywhere" if everywhere else f"triton, {tuned}"
 
@@ -67,6 +79,10 @@ class TritonKernels(TritonBookkeeping, KernelSet):
     def compiled(self) -> Mapping[str, int]:
         """As Triton's own caches have them."""
         return variants.compiled()
+
+    def chosen(self) -> Mapping[str, str]:
+        """Which kernel attends over prompts."""
+        return self._prompts.said
 
     def _products(self, operator: str, x: Tensor, weight: Tensor, *, scaled: bool = False) -> Iterator[list[int]]:
         """What is to be run beforehand for such a weight, and an ``x`` that is ``scaled`` there; once, in the scope alone."""
@@ -321,7 +337,7 @@ class TritonKernels(TritonBookkeeping, KernelSet):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """Online softmax over the pages; few queries split the cached tokens among programs."""
+        """Online softmax over the pages; few queries split the cached tokens among programs. Prompts go their own way."""
         if not self._uses("paged_attention", q) or q.shape[-1] > 256:
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
 
@@ -353,6 +369,11 @@ class TritonKernels(TritonBookkeeping, KernelSet):
             ):
                 with variants.that_fit():
                     attend(list(each))
+        if self._prompts.serves(q, metadata):
+            prompts = Prompts(q, k_cache, v_cache, metadata, scale, window)
+            if self._scope.depth:
+                self._prompts.measure(prompts)
+            return self._prompts.attend(prompts)
         return attend(self.attention_config(q, k_cache, metadata))
 
     # -- choices ---------------------------------------------------------------------------------------------------

@@ -12,11 +12,18 @@ from outrider_triton.jit import prompt_attention as jit
 from outrider_triton.launch import launch, power_of_two
 
 SPACE: int = jit.SPACE.value
+SEQUENCES = (16, 256, 4096)
+"""Bounds that kernels are compiled for."""
 
 
 def copied_rows(cached: int, sequences: int) -> int:
     """Rows that a copy of ``cached`` tokens of ``sequences`` needs at most."""
     return cached + 2 * SPACE * sequences
+
+
+def _bound(sequences: int) -> int:
+    torch._check(sequences <= SEQUENCES[-1], lambda: f"{sequences} sequences of prompts; at most {SEQUENCES[-1]}")
+    return next(most for most in SEQUENCES if most >= sequences)
 
 
 def _copy_context(
@@ -37,7 +44,7 @@ def _copy_context(
         *(batch, size, block_table.stride(0), k_cache.stride(1), k_cache.stride(2), columns),
         PAGE=page,
         PADDED=padded,
-        BATCH=power_of_two(batch),
+        BATCH=_bound(batch),
         BLOCK_ROWS=block_rows,
         BLOCK_COLUMNS=block_columns,
         pdl=pdl,
@@ -101,7 +108,7 @@ def _prompt_attention(
         BLOCK_KV=block_kv,
         BLOCK_SIZE=block_size,
         EVEN=size == block_size,
-        BATCH=power_of_two(batch),
+        BATCH=_bound(batch),
         num_stages=stages,
         pdl=pdl,
         warps=warps,

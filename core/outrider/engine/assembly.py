@@ -285,7 +285,7 @@ def why_no_prefill_graphs(parts: EngineParts) -> str | None:
 def build_prefill_graphs(
     parts: EngineParts, prefill: Prefill, progress: CaptureProgress | None = None
 ) -> PrefillGraphs | None:
-    """Graphs of short prompts, captured now, or none. Raises :class:`CapabilityError` where they were asked for and can't be."""
+    """Graphs of short prompts, captured now, or none. Raises :class:`CapabilityError` where they were asked for in vain."""
     asked, why_not = parts.config.prefill_graphs, why_no_prefill_graphs(parts)
     if asked and why_not is not None:
         raise CapabilityError(f"prefill_graphs is {asked}, and chunks of prompts can't be replayed: {why_not}")

@@ -1,4 +1,4 @@
-"""Graphs of prefill: the forward of short prompts, captured for buckets of tokens, since its launches take longer than it does.
+"""Graphs of prefill: the forward of short prompts, captured for buckets of tokens, as its launches take longer than it does.
 
 Chunks of up to so many tokens in all are padded to the next bucket, with a fixed number of sequences, and replayed. They read
 nothing of the host but what was staged, at addresses that never change, so the fences of a prefill that is called serve here,
