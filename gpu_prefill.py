@@ -36,6 +36,14 @@ def ms(call, repeat=5):
     return statistics.median(times)
 
 
+def graphed(call, count=4):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    return ms(graph.replay) / count
+
+
 def candidates():
     from outrider_triton import ops, prompt_ops  # noqa: F401
 
@@ -155,9 +163,9 @@ def candidates():
         from torch.nn.attention import SDPBackend
 
         calls = {"old": old}
-        for c in [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)]:
+        for c in [(128, 128, 8, 2), (64, 64, 4, 2)]:
             calls[f"pages{c}"] = lambda c=c: pages_(*c)
-        for c in [(128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 3), (64, 128, 4, 2)]:
+        for c in [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 32, 4, 3), (64, 32, 4, 4), (128, 64, 8, 3)]:
             calls[f"copied{c}"] = lambda c=c: copied(*c)
         calls["copy alone"] = copy
         if fa3 is not None:
@@ -169,13 +177,13 @@ def candidates():
         for label, call in calls.items():
             try:
                 made = call()
-                t = ms(call)
+                t, th = graphed(call), ms(call)
                 if label == "copy alone":
                     print(f"{name:18} {label:28} {t * 1e3:9.1f} us", flush=True)
                     continue
                 err = (made[starts[s] + rows].float() - want).abs().max().item()
                 print(
-                    f"{name:18} {label:28} {t * 1e3:9.1f} us {flops / t / 1e9:7.1f} TFLOP/s  worst difference {err:.2e}",
+                    f"{name:18} {label:28} {t * 1e3:9.1f} us {flops / t / 1e9:7.1f} TFLOP/s ({th * 1e3:.0f} us called)  worst difference {err:.2e}",
                     flush=True,
                 )
             except Exception as error:
@@ -222,35 +230,59 @@ def ttft(lengths, overrides):
         model.kernels.name,
         flush=True,
     )
+    print("prefill graphs:", engine.captured_prefill, flush=True)
     for n in lengths:
         prompt = torch.randint(10, 30000, (n,)).tolist()
-        times = []
-        for i in range(7):
+        times, marks = [], []
+        for i in range(9):
             torch.cuda.synchronize()
+            time.sleep(0.05)
             begin = time.perf_counter()
             engine.add_request(prompt, SamplingParams(max_tokens=8, ignore_eos=True))
+            mark = [time.perf_counter() - begin]
             first = None
             while engine.has_unfinished:
                 for out in engine.step():
                     if out.tokens and first is None:
                         first = time.perf_counter() - begin
+                if len(mark) < 5:
+                    mark.append(time.perf_counter() - begin)
             times.append(first * 1e3)
-        print(
-            f"prompt {n}: first token after {statistics.median(times[2:]):.2f} ms; all {[round(t, 1) for t in times]}",
-            flush=True,
-        )
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-        ) as prof:
-            engine.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
+            marks.append([round(m * 1e3, 1) for m in mark])
+        print(f"prompt {n}: first token after {statistics.median(times[2:]):.2f} ms; all {[round(t, 1) for t in times]}")
+        print("   host: add_request, step 1, 2, ...", marks[-1], flush=True)
+        from torch.autograd import DeviceType
+
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as prof:
+            with torch.profiler.record_function("MARK"):
+                engine.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
             torch.cuda.synchronize()
-        rows = sorted((e for e in prof.key_averages() if e.self_device_time_total), key=lambda e: -e.self_device_time_total)
-        print("   device ms:", round(sum(e.self_device_time_total for e in rows) / 1e3, 2))
-        for e in rows[:9]:
-            print(f"   {e.self_device_time_total / 1e3:8.2f} ms {e.count:5} {e.key[:90]}")
-        host = sorted(prof.key_averages(), key=lambda e: -e.self_cpu_time_total)[:8]
-        for e in host:
-            print(f"     host {e.self_cpu_time_total / 1e3:8.2f} ms {e.count:5} {e.key[:80]}", flush=True)
+        events = list(prof.events())
+        mark = next(e for e in events if e.name == "MARK" and e.device_type == DeviceType.CPU)
+        dev = sorted(((e.time_range.start, e.time_range.end, e.name) for e in events
+                      if e.device_type == DeviceType.CUDA and e.name != "MARK" and "::" not in e.name[:12] or
+                      (e.device_type == DeviceType.CUDA and e.name.startswith("void"))), key=lambda x: x[0])
+        busy, end, gaps = 0.0, None, []
+        for a, b, name in dev:
+            if end is None or a > end:
+                if end is not None:
+                    gaps.append((a - end, name))
+                busy += b - a
+                end = b
+            elif b > end:
+                busy += b - end
+                end = b
+        gaps.sort(reverse=True)
+        print(f"   call {(mark.time_range.end - mark.time_range.start) / 1e3:.2f} ms; first device work after {(dev[0][0] - mark.time_range.start) / 1e3:.2f}; "
+              f"from there {(end - dev[0][0]) / 1e3:.2f} ms, busy {busy / 1e3:.2f}, behind it {(mark.time_range.end - end) / 1e3:.2f}; {len(dev)} pieces")
+        print("   gaps (us):", [(round(g), nm[:30]) for g, nm in gaps[:8]], flush=True)
+        rows = {}
+        for a, b, name in dev:
+            t = rows.setdefault(name, [0.0, 0])
+            t[0] += b - a
+            t[1] += 1
+        for name, (t, c) in sorted(rows.items(), key=lambda x: -x[1][0])[:12]:
+            print(f"   {t / 1e3:8.2f} ms {c:5} {name[:80]}", flush=True)
 
 
 if __name__ == "__main__":
