@@ -253,15 +253,25 @@ def ttft(lengths, overrides):
         print("   host: add_request, step 1, 2, ...", marks[-1], flush=True)
         from torch.autograd import DeviceType
 
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as prof:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+        ) as prof:
             with torch.profiler.record_function("MARK"):
                 engine.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
             torch.cuda.synchronize()
         events = list(prof.events())
         mark = next(e for e in events if e.name == "MARK" and e.device_type == DeviceType.CPU)
-        dev = sorted(((e.time_range.start, e.time_range.end, e.name) for e in events
-                      if e.device_type == DeviceType.CUDA and e.name != "MARK" and "::" not in e.name[:12] or
-                      (e.device_type == DeviceType.CUDA and e.name.startswith("void"))), key=lambda x: x[0])
+        dev = sorted(
+            (
+                (e.time_range.start, e.time_range.end, e.name)
+                for e in events
+                if e.device_type == DeviceType.CUDA
+                and e.name != "MARK"
+                and "::" not in e.name[:12]
+                or (e.device_type == DeviceType.CUDA and e.name.startswith("void"))
+            ),
+            key=lambda x: x[0],
+        )
         busy, end, gaps = 0.0, None, []
         for a, b, name in dev:
             if end is None or a > end:
@@ -273,8 +283,10 @@ def ttft(lengths, overrides):
                 busy += b - end
                 end = b
         gaps.sort(reverse=True)
-        print(f"   call {(mark.time_range.end - mark.time_range.start) / 1e3:.2f} ms; first device work after {(dev[0][0] - mark.time_range.start) / 1e3:.2f}; "
-              f"from there {(end - dev[0][0]) / 1e3:.2f} ms, busy {busy / 1e3:.2f}, behind it {(mark.time_range.end - end) / 1e3:.2f}; {len(dev)} pieces")
+        print(
+            f"   call {(mark.time_range.end - mark.time_range.start) / 1e3:.2f} ms; first device work after {(dev[0][0] - mark.time_range.start) / 1e3:.2f}; "
+            f"from there {(end - dev[0][0]) / 1e3:.2f} ms, busy {busy / 1e3:.2f}, behind it {(mark.time_range.end - end) / 1e3:.2f}; {len(dev)} pieces"
+        )
         print("   gaps (us):", [(round(g), nm[:30]) for g, nm in gaps[:8]], flush=True)
         rows = {}
         for a, b, name in dev:

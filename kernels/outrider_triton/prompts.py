@@ -13,10 +13,12 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
+from math import log2
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from outrider.device import AttentionMetadata
 from outrider_triton import prompt_ops
@@ -28,6 +30,8 @@ LEAST = 64
 _CLASSES = (128, 512, 2048, 8192)
 _LONG = 1024
 _MOST_COPIED = 1 << 29
+_COPIED = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2))
+"""Two programs of such a size share a multiprocessor: one multiplies while the other takes its exponents."""
 _CONFIGS = ((128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1))
 
 
@@ -89,14 +93,15 @@ class Candidate:
     copies: bool = True
 
 
-def config(size: int, shared: int, *, stages: int | None = None) -> list[int]:
-    """Rows and cached tokens of a block, warps and stages: the largest that fit into shared memory, in 16 bits."""
+def config(size: int, shared: int, *, copied: bool = False) -> list[int]:
+    """Rows and cached tokens of a block, warps and stages: the largest that fit into shared memory, in 16 bits.
+
+    ``copied``: of a copy, which the copy engine brings; two programs should fit beside each other then.
+    """
     width = max(power_of_two(size), 16)
-    for rows, cached, warps, most in _CONFIGS:
-        depth = stages or most
-        if 2 * width * (rows + 2 * cached * depth) <= shared and rows * width <= 128 * 256:
-            return [rows, cached, warps, depth]
-    return list(_CONFIGS[-1])
+    room = shared // 2 if copied else shared
+    sizes = _COPIED if copied else _CONFIGS
+    return list(next((each for each in sizes if 2 * width * (each[0] + 2 * each[1] * each[3]) <= room), sizes[-1]))
 
 
 class PromptAttention:
@@ -104,7 +109,7 @@ class PromptAttention:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._chosen: dict[tuple[object, ...], Mapping[int, Candidate]] = {}
+        self._ranked: dict[tuple[object, ...], Mapping[int, tuple[str, ...]]] = {}
         self._said: dict[str, str] = {}
 
     @property
@@ -120,6 +125,13 @@ class PromptAttention:
         programs = self._blocks(q, metadata, rows) * q.shape[1]
         return 2 * programs >= self._device.processors or metadata.max_kv <= 8 * metadata.max_query
 
+    def longest_elsewhere(self, q: Tensor) -> int:
+        """New tokens of a sequence for which :meth:`serves` may be False, at most."""
+        if q.dtype not in (torch.bfloat16, torch.float16):
+            return 1 << 62
+        rows = config(q.shape[-1], self._device.shared)[0]
+        return max(LEAST, -(-self._device.processors // (2 * q.shape[1])) * rows)
+
     def attend(self, prompts: Prompts) -> Tensor:
         """Attention of the new tokens; padding gives zeros."""
         return self._choice(prompts).attend(prompts)
@@ -130,9 +142,9 @@ class PromptAttention:
         """
         module = torch.get_device_module(prompts.q.device)
         key = _key(prompts)
-        if key in self._chosen or not hasattr(module, "Event") or prompts.metadata.host_query_start is None:
+        if key in self._ranked or not hasattr(module, "Event") or prompts.metadata.host_query_start is None:
             return
-        chosen: dict[int, Candidate] = {}
+        ranked: dict[int, tuple[str, ...]] = {}
         many = prompts.first(LEAST, prompt_ops.SEQUENCES[0] + 1)  # other variants of the kernels here
         for each in self._candidates(many):
             if each.name in ("pages", "copy"):
@@ -141,7 +153,6 @@ class PromptAttention:
             few = prompts.first(count)
             wanted = self._by_pages(few)
             times: dict[str, float] = {}
-            found = {}
             for each in self._candidates(few):
                 try:
                     made = each.attend(few)
@@ -150,30 +161,23 @@ class PromptAttention:
                         self._said[f"attention by {each.name}"] = f"not used: off by {wrong:.3g} over {count} tokens"
                         continue
                     times[each.name] = _milliseconds(module, lambda each=each, few=few: each.attend(few))  # type: ignore[misc]
-                    found[each.name] = each
                 except Exception as error:  # whatever a library says: it isn't a candidate then
                     reason = str(error).split("\n", 1)[0][:200]
                     self._said[f"attention by {each.name}"] = f"not used: {type(error).__name__}: {reason}"
-            if times:
-                best = min(times, key=times.__getitem__)
-                chosen[count] = found[best]
-                listed = ", ".join(
-                    f"{name} {each * 1e3:.0f}" for name, each in sorted(times.items(), key=lambda item: item[1])
-                )
-                self._said[f"attention over {count} new tokens"] = f"{best} (us: {listed})"
-        self._chosen[key] = chosen
+            ranked[count] = tuple(sorted(times, key=times.__getitem__))
+            listed = ", ".join(f"{name} {times[name] * 1e3:.0f}" for name in ranked[count])
+            self._said[f"attention over {count} new tokens"] = f"{ranked[count][0]} (us: {listed})"
+        self._ranked[key] = ranked
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _choice(self, prompts: Prompts) -> Candidate:
         able = {each.name: each for each in self._candidates(prompts)}
-        measured = self._chosen.get(_key(prompts))
+        measured = self._ranked.get(_key(prompts))
         longest = prompts.metadata.max_query
         if measured:
-            nearest = min(measured, key=lambda count: abs(power_of_two(count) - power_of_two(longest)))
-            chosen = measured[nearest]
-            if chosen.name in able:
-                return chosen
+            nearest = min(measured, key=lambda count: abs(log2(count) - log2(longest)))
+            return able[next((name for name in measured[nearest] if name in able), "pages")]
         return able["copy"] if longest >= _LONG and "copy" in able else able["pages"]
 
     def _candidates(self, prompts: Prompts) -> tuple[Candidate, ...]:
@@ -190,6 +194,8 @@ class PromptAttention:
             if q.dtype is torch.bfloat16 and size in (64, 96, 128, 192, 256) and find_spec("fa3_fwd") is not None:
                 found.append(Candidate("fa3-fwd", self._by_flash3))
             found.append(Candidate("torch's FlashAttention 2", self._by_flash2))
+            if metadata.host_query_start == (0, q.shape[0]) and metadata.max_kv == q.shape[0]:
+                found.append(Candidate("torch's cuDNN", self._by_cudnn))
         return tuple(found)
 
     def _blocks(self, q: Tensor, metadata: AttentionMetadata, rows: int) -> int:
@@ -222,7 +228,7 @@ class PromptAttention:
 
     def _by_copy(self, prompts: Prompts) -> Tensor:
         size = prompts.q.shape[-1]
-        shape = config(size, self._device.shared)
+        shape = config(size, self._device.shared, copied=True)
         return self._attend(prompts, prompts.copied(max(power_of_two(size), 16), self._device.pdl), shape)
 
     def _by_flash3(self, prompts: Prompts) -> Tensor:
@@ -261,6 +267,17 @@ class PromptAttention:
             seqused_k=metadata.seq_lens,
         )[0]
         return _zeros_behind(out, metadata)
+
+    def _by_cudnn(self, prompts: Prompts) -> Tensor:
+        """Of one prompt without a context."""
+        tokens = prompts.q.shape[0]
+        keys, values, _ = prompts.copied(prompts.q.shape[-1], self._device.pdl)
+        q, k, v = (x[:tokens].unsqueeze(0).transpose(1, 2) for x in (prompts.q, keys, values))
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=prompts.scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        return out.transpose(1, 2).reshape(prompts.q.shape)
 
 
 def _key(prompts: Prompts) -> tuple[object, ...]:
