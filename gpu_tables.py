@@ -173,7 +173,6 @@ def layers(kernels: dict[str, TritonKernels], shape: KernelShape, m: int, config
     return found
 
 
-
 def sets(label: str = "") -> dict[str, TritonKernels]:
     properties = torch.cuda.get_device_properties(0)
     facts = facts_of(properties)
@@ -237,7 +236,14 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     properties = torch.cuda.get_device_properties(0)
     print(facts_of(properties), [a for a in dir(properties) if not a.startswith("_")], flush=True)
-    data: dict[str, Any] = {"device": properties.name, "torch": torch.__version__, "errors": {}, "failed": [], "layers": {}, "products": {}}
+    data: dict[str, Any] = {
+        "device": properties.name,
+        "torch": torch.__version__,
+        "errors": {},
+        "failed": [],
+        "layers": {},
+        "products": {},
+    }
     with context.Pool(15) as pool:
         warming = pool.map_async(warm, [(name, m) for name in TIMED for m in SIZES], chunksize=1)
         checking = pool.map_async(check, [(name, m) for name in CHECKED for m in (7, 32, 128)], chunksize=1)

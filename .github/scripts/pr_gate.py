@@ -51,7 +51,7 @@ def missing_labels(environment: Mapping[str, str]) -> list[str]:
         return []
     if event == "pull_request":
         raise Unknown(
-            "the event is 'pull_request', whose workflow files come from the pull request itself: it could take this gate out; "
+            "the event is 'pull_request', whose workflow files come from the pull request: it could take this gate out; "
             "start the workflow on pull_request_target"
         )
     if event != "pull_request_target":

@@ -26,6 +26,7 @@ from outrider_triton.derive import MOST, bucket, choose
 from outrider_triton.derive_attention import AttentionCut, Heads, cut, programs
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import shares
+from outrider_triton.prompts import Device, PromptAttention, Prompts
 from outrider_triton.table import STREAMED, AttentionConfig, MatmulConfig, Table
 from outrider_triton.tuning import TritonTuning
 
@@ -63,6 +64,10 @@ class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
         self.processors, self.pdl = facts.processors, facts.pdl
         self._scope = variants.Scope()
         self._derived: dict[tuple[str, int, int, int, int], MatmulConfig | None] = {}
+        nvidia = facts.capability > 0
+        self._prompts = PromptAttention(
+            Device(facts.processors, facts.shared_bytes, pdl=facts.pdl, descriptors=facts.pdl, nvidia=nvidia)
+        )
         tuned = f"derived for {facts.architecture}" if table is None else f"tuned for {table.device}"
         self.name = f"triton, {tuned}" + (", everywhere" if everywhere else "")
 
@@ -78,6 +83,10 @@ class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
     def compiled(self) -> Mapping[str, int]:
         """As Triton's own caches have them."""
         return variants.compiled()
+
+    def chosen(self) -> Mapping[str, str]:
+        """Which kernel attends over prompts."""
+        return self._prompts.said
 
     def _products(
         self, operator: str, x: Tensor, weight: Tensor, *, scaled: bool = False, half: int = 0
@@ -342,7 +351,7 @@ class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """Online softmax over the pages; few queries split the cached tokens among programs."""
+        """Online softmax over the pages; few queries split the cached tokens among programs. Prompts go their own way."""
         if not self._uses("paged_attention", q) or q.shape[-1] > 256:
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
 
@@ -365,15 +374,21 @@ class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
                 self.pdl,
             )
 
+        longest = metadata.max_query if metadata.tree_mask is not None else self._prompts.longest_elsewhere(q)
         variant = metadata.max_query, metadata.tree_mask is not None, metadata.settled, window
         if self._scope.first(("attention", q.dtype, *q.shape[1:], k_cache.shape[1:], *variant)):
             for each in variants.attention_configs(
                 lambda *sizes: self._attention_config(q, k_cache, *sizes),
-                max_query=metadata.max_query,
+                max_query=min(metadata.max_query, longest),
                 capacity=metadata.block_table.shape[1] * k_cache.shape[1],
             ):
                 with variants.that_fit():
                     attend(list(each))
+        if self._prompts.serves(q, metadata):
+            prompts = Prompts(q, k_cache, v_cache, metadata, scale, window)
+            if self._scope.depth:
+                self._prompts.measure(prompts)
+            return self._prompts.attend(prompts)
         return attend(self.attention_config(q, k_cache, metadata))
 
     # -- choices ---------------------------------------------------------------------------------------------------

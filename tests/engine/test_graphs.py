@@ -126,10 +126,10 @@ def test_stages_have_pools_of_their_own_and_one_iteration_is_one_replay(bundle, 
     create = backend.create_graph_pool
     backend.create_graph_pool = lambda name: (made.append(name), create(name))[1]
     try:
-        bundle.engine(max_requests=2, max_context=64, graphs=True)
-        assert made == ["draft", "verify", "extend"]
-        engine = bundle.engine(max_requests=2, max_context=64, mode="fused")
-        assert made[3:] == ["iteration"]
+        bundle.engine(max_requests=2, max_context=64, graphs=True, prefill_graphs=16)
+        assert made == ["draft", "verify", "extend", "prefill"]
+        engine = bundle.engine(max_requests=2, max_context=64, mode="fused", prefill_graphs=16)
+        assert made[4:] == ["iteration", "prefill"]
     finally:
         del backend.create_graph_pool
     engine.add_request(tiny_tokens[0][:8], SamplingParams(max_tokens=12, ignore_eos=True))

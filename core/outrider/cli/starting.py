@@ -56,3 +56,5 @@ def say_what_started(engine: Engine) -> None:
         console.print(f"outrider: {engine.warm_up}", style="dim")
     if engine.captured is not None:
         console.print(f"outrider: {engine.captured}", style="dim")
+    if engine.captured_prefill is not None:
+        console.print(f"outrider: of prompts, {engine.captured_prefill}", style="dim")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.device import Backend, Fence, StepMode
+from outrider.device import Backend, CapabilityError, Fence, StepMode
 from outrider.engine.checks import check_cache
 from outrider.engine.config import DecidedConfig
 from outrider.engine.fences import FenceSet
@@ -13,6 +13,7 @@ from outrider.engine.graphs import AnyStage, CaptureProgress, EagerRunner, Graph
 from outrider.engine.loop import Loop
 from outrider.engine.plan_stages import ExtendAttention, Fill, Place, PlanExtend, VerifyAttention
 from outrider.engine.prefill import Prefill
+from outrider.engine.prefill_graphs import CHOSEN_TOKENS, PrefillGraphs
 from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.requests.features import Features
 from outrider.engine.requests.pages import FreeList, PagePool
@@ -232,9 +233,9 @@ def build_runner(parts: EngineParts, stages: Stages, iteration: Iteration, progr
     )
 
 
-def build_step(parts: EngineParts, stages: Stages, iteration: Iteration, runner: Runner, mode: StepMode) -> Step:
-    """The step over ``runner``. Nothing may be in flight: it says that everything is free."""
-    prefill = Prefill(
+def build_prefill(parts: EngineParts) -> Prefill:
+    """Chunks of prompts, as calls."""
+    return Prefill(
         parts.backend,
         parts.streams.forward,
         parts.model,
@@ -250,7 +251,11 @@ def build_step(parts: EngineParts, stages: Stages, iteration: Iteration, runner:
         vision=parts.vision,
         capacity=parts.capacity,
     )
-    intake = Intake(
+
+
+def build_intake(parts: EngineParts) -> Intake:
+    """What uploads batches."""
+    return Intake(
         staging=parts.staging,
         rows=parts.rows,
         options=parts.options,
@@ -258,13 +263,66 @@ def build_step(parts: EngineParts, stages: Stages, iteration: Iteration, runner:
         page_size=parts.config.page_size,
         rope=parts.model.config.rope,
     )
+
+
+def why_no_prefill_graphs(parts: EngineParts) -> str | None:
+    """What keeps chunks of prompts from being replayed; None: nothing does."""
+    config, model, proposer = parts.config, parts.model, parts.proposer
+    if config.step_mode is not StepMode.FUSED and not config.graphs:
+        return "decoding isn't replayed from graphs either; use mode fused, or graphs"
+    if parts.backend.speculative_sync.exact_host_lengths or parts.attention.on_host:
+        return f"attention on {parts.backend.label} with the kernels {model.kernels.name!r} reads lengths on the host"
+    if model.config.rope.sections or model.config.rope.kind == "dynamic":
+        return "the model's rope depends on more than a position"
+    if not model.native or model.kernels.row_invariant:
+        return "the model isn't one of Outrider's own, or its kernels launch something for each token"
+    if proposer.extends and not proposer.takes_padding:
+        return f"the proposer {proposer.name!r} doesn't take padding in"
+    return None
+
+
+def build_prefill_graphs(
+    parts: EngineParts, prefill: Prefill, progress: CaptureProgress | None = None
+) -> PrefillGraphs | None:
+    """Graphs of short prompts, captured now, or none. Raises :class:`CapabilityError` where they were asked for in vain."""
+    asked, why_not = parts.config.prefill_graphs, why_no_prefill_graphs(parts)
+    if asked and why_not is not None:
+        raise CapabilityError(f"prefill_graphs is {asked}, and chunks of prompts can't be replayed: {why_not}")
+    most = min(parts.config.prefill_chunk, parts.config.max_requests * parts.capacity)
+    tokens = min(CHOSEN_TOKENS if asked is None else asked, most)
+    chosen = asked is None and parts.backend.capabilities.captures_graphs
+    if why_not is not None or not tokens or not (asked or chosen):
+        return None
+    return PrefillGraphs(
+        parts.backend,
+        parts.streams.forward,
+        prefill=prefill,
+        intake=build_intake(parts),
+        staging=parts.staging,
+        tokens=tokens,
+        capacity=parts.capacity,
+        progress=progress,
+    )
+
+
+def build_step(
+    parts: EngineParts,
+    stages: Stages,
+    iteration: Iteration,
+    runner: Runner,
+    mode: StepMode,
+    prefill: Prefill,
+    prefill_graphs: PrefillGraphs | None = None,
+) -> Step:
+    """The step over ``runner``. Nothing may be in flight: it says that everything is free."""
     return Step(
         parts.backend,
         parts.streams,
         parts.fences,
-        intake=intake,
+        intake=build_intake(parts),
         transfer=parts.transfer,
         prefill=prefill,
+        prefill_graphs=prefill_graphs,
         stages=stages,
         iteration=iteration,
         runner=runner,

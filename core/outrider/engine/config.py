@@ -23,6 +23,7 @@ SIZES = {
     "max_requests": (1, 4096),
     "page_size": (1, 65536),
     "prefill_chunk": (1, 2**20),
+    "prefill_graphs": (0, 2**20),
     "draft_tokens": (1, 1024),
     "draft_topk": (1, 1024),
     "max_logprobs": (0, 2**20),
@@ -32,7 +33,7 @@ SIZES = {
 }
 """The least and the most that each size of an :class:`EngineConfig` can be. Slots of the cache are counted in 32 bits."""
 
-_OPTIONAL = ("max_requests", "page_size", "prefill_chunk", "num_pages", "max_context", "draft_nodes")
+_OPTIONAL = ("max_requests", "page_size", "prefill_chunk", "num_pages", "max_context", "draft_nodes", "prefill_graphs")
 _SWITCHES = ("overlap", "graphs", "prefix_cache", "penalties", "batch_invariant", "plan_stream")
 
 
@@ -54,6 +55,8 @@ class EngineConfig:
     ``graphs``: in staged mode too, stages are replayed from graphs, captured when the engine is made. ``buckets``: batch
     sizes that graphs are captured for, the largest being ``max_requests``; None: powers of two, and ``max_requests``.
     ``plan_stream``: staged mode plans beside the draft; without, on the forward stream.
+    ``prefill_graphs``: chunks of prompts of up to so many tokens in all are replayed from graphs, too; 0: none are; None: up
+    to 2,048, where decoding is replayed and the parts of the engine allow it.
 
     ``penalties``: hold token counts for repetition, presence and frequency penalties, 4 bytes for each request row and
     token of the vocabulary. ``max_logprobs``: the most likeliest tokens that a request may ask for.
@@ -82,6 +85,7 @@ class EngineConfig:
     mode: str | None = None
     graphs: bool | None = None
     buckets: tuple[int, ...] | None = None
+    prefill_graphs: int | None = None
     plan_stream: bool = True
     device_timeout_s: float | None = 120.0
 

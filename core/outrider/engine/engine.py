@@ -9,7 +9,15 @@ from pathlib import Path
 
 from outrider.device import Backend, ConfigError, DeviceError, Fence, StepMode
 from outrider.engine.admission import Admission
-from outrider.engine.assembly import assemble, build_loop, build_runner, build_stages, build_step
+from outrider.engine.assembly import (
+    assemble,
+    build_loop,
+    build_prefill,
+    build_prefill_graphs,
+    build_runner,
+    build_stages,
+    build_step,
+)
 from outrider.engine.checks import check_invariance, check_policy, check_tree
 from outrider.engine.config import Choice, EngineConfig
 from outrider.engine.graphs import CaptureProgress, EagerRunner
@@ -80,17 +88,21 @@ class Engine:
         )
         stages = build_stages(parts)
         iteration = Iteration(parts.streams.forward, stages, parts.staging)
+        prefill = build_prefill(parts)
         variants, self.warm_up = model.kernels.every_variant(), None
         if variants is not None:
             eager = EagerRunner(backend, parts.buffers)
-            throwaway = build_loop(parts, build_step(parts, stages, iteration, eager, StepMode.STAGED), watchdog)
+            step = build_step(parts, stages, iteration, eager, StepMode.STAGED, prefill)
+            throwaway = build_loop(parts, step, watchdog)
             room = min(self.max_context, throwaway.scheduler.pages.available * config.page_size - parts.spare)
             with variants:
                 self.warm_up = warm_up(throwaway, backend, model, proposer, config, room=room)
         with backend.guard("capturing the engine's graphs"):
             runner = build_runner(parts, stages, iteration, capture_progress)
+            prefill_graphs = build_prefill_graphs(parts, prefill)
         self.captured = runner.report
-        self._step = build_step(parts, stages, iteration, runner, config.step_mode)
+        self.captured_prefill = None if prefill_graphs is None else prefill_graphs.report
+        self._step = build_step(parts, stages, iteration, runner, config.step_mode, prefill, prefill_graphs)
         self._loop = loop = build_loop(parts, self._step, watchdog)
         self._lifeline, self._scheduler, self._requests = loop.lifeline, loop.scheduler, loop.requests
         self._admission = Admission(

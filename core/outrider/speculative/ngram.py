@@ -28,6 +28,7 @@ class NgramProposer(Proposer):
     """
 
     name = "ngram"
+    takes_padding = True
 
     def __init__(self, *, vocab_size: int, draft_tokens: int, branches: int = 1, longest: int = 4, shortest: int = 1) -> None:
         if draft_tokens < 1 or branches < 1:

@@ -143,6 +143,9 @@ class Proposer(ABC):
     """
 
     name: str
+    takes_padding = False
+    """Whether :meth:`extend` takes requests without tokens, whose ``last`` is another request's: a prefill that is replayed
+    from a graph has some. What it returns for them is never read."""
 
     capture_layers = Renamed("aux_hidden_state_layers")
     draft_tokens = Renamed("num_draft_tokens")

@@ -90,3 +90,7 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels):
     def compiled(self) -> Mapping[str, int]:
         """How many variants of each kernel this process has compiled so far, or loaded from a cache of compiled ones."""
         return {}
+
+    def chosen(self) -> Mapping[str, str]:
+        """What was chosen by measurement so far, in words, by what it's for."""
+        return {}
