@@ -9,11 +9,12 @@ from outrider.device import Backend, Fence, StepMode
 from outrider.engine.checks import check_cache
 from outrider.engine.config import EngineConfig
 from outrider.engine.fences import FenceSet
-from outrider.engine.graphs import AnyStage, CaptureProgress, EagerRunner, GraphRunner, Runner, buckets_up_to
+from outrider.engine.graphs import AnyStage, CaptureProgress, EagerRunner, GraphRunner, Runner
 from outrider.engine.loop import Loop
 from outrider.engine.plan_stages import ExtendAttention, Fill, Place, PlanExtend, VerifyAttention
 from outrider.engine.prefill import Prefill
 from outrider.engine.recovery.watchdog import Watchdog
+from outrider.engine.requests.draft_length import DraftLengthPolicy
 from outrider.engine.requests.features import Features
 from outrider.engine.requests.pages import FreeList, PagePool
 from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
@@ -36,7 +37,10 @@ from outrider.speculative.proposer import Proposer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """What lives as long as the engine. Only this module hands it out: each component is given what it needs of it."""
+    """What lives as long as the engine. Only this module hands it out: each component is given what it needs of it.
+
+    ``lengths``: how many tokens an iteration may draft, all nodes of a tree.
+    """
 
     backend: Backend
     streams: Streams
@@ -55,6 +59,7 @@ class EngineParts:
     results: Results
     seq_lens_ring: SeqLensRing
     transfer: Transfer
+    lengths: tuple[int, ...]
     config: EngineConfig
     vision: VisionTower | None
 
@@ -82,6 +87,7 @@ def assemble(
     *,
     proposer: Proposer,
     config: EngineConfig,
+    lengths: tuple[int, ...],
     max_context: int,
     vision: VisionTower | None,
     wrap_fence: Callable[[Fence], Fence] | None = None,
@@ -119,7 +125,16 @@ def assemble(
             device=device,
         )
         future = FutureMap(model.kernels, rows=config.max_requests + 1, relay=proposer.relay, device=device)
-        buffers = StaticBuffers(backend, step_buffers(model, proposer, pages=table_width), max_requests=config.max_requests)
+        buffers = StaticBuffers(
+            backend,
+            step_buffers(model, proposer, pages=table_width),
+            max_requests=config.max_requests,
+            shorter={
+                length: step_buffers(model, proposer, pages=table_width, drafted=length)
+                for length in lengths
+                if length != proposer.nodes
+            },
+        )
         capacity = staging_capacity(requests=config.max_requests, pages=table_width, prefill_chunk=config.prefill_chunk)
         capacity += OptionTable.capacity(
             requests=config.max_requests,
@@ -157,6 +172,7 @@ def assemble(
         staging=staging,
         results=results,
         seq_lens_ring=seq_lens_ring,
+        lengths=lengths,
         transfer=Transfer(backend, streams.forward, model, proposer, cache=cache, rows=rows, future=future, fences=fences),
         config=config,
         vision=vision,
@@ -182,7 +198,7 @@ def build_stages(parts: EngineParts) -> Stages:
         draft=DraftStage(forward, proposer, probes=probes, results=results, buffers=buffers),
         place=Place(plan, parts.plans, buffers),
         fill=Fill(plan, parts.plans),
-        verify_attention=VerifyAttention(plan, parts.attention, buffers, proposer),
+        verify_attention=VerifyAttention(plan, parts.attention, buffers),
         verify=Verify(
             forward,
             parts.model,
@@ -226,7 +242,9 @@ def build_runner(parts: EngineParts, stages: Stages, iteration: Iteration, progr
         parts.buffers,
         stages,
         which=which,
-        buckets=config.buckets or buckets_up_to(config.max_requests),
+        buckets=config.buckets,
+        most=config.max_requests,
+        lengths=parts.lengths,
         everything=everything,
         capacity=parts.capacity,
         progress=progress,
@@ -280,7 +298,7 @@ def build_step(parts: EngineParts, stages: Stages, iteration: Iteration, runner:
     )
 
 
-def build_loop(parts: EngineParts, step: Step, watchdog: Watchdog) -> Loop:
+def build_loop(parts: EngineParts, step: Step, watchdog: Watchdog, draft_length: DraftLengthPolicy) -> Loop:
     """A loop over ``step`` with a scheduler of its own, which no request has used: all rows and pages are free."""
     config, proposer = parts.config, parts.proposer
     scheduler = Scheduler(
@@ -291,6 +309,7 @@ def build_loop(parts: EngineParts, step: Step, watchdog: Watchdog) -> Loop:
         limits=SchedulerLimits(
             growth=proposer.depth + 1, slots=proposer.slots, spare=parts.spare, prefill_chunk=config.prefill_chunk
         ),
+        draft_length=draft_length,
     )
     fused_waits = config.step_mode is StepMode.FUSED and parts.backend.speculative_sync.fused_host_wait
     return Loop(

@@ -16,6 +16,9 @@ DTYPES = {
     "float16": torch.float16,
 }
 
+DRAFT_LENGTHS = ("fixed", "load")
+"""How the length of drafts is decided."""
+
 MAX_DRAFT_NODES = 4096
 """Nodes of a draft tree at most: its mask has a bit for each pair of them."""
 
@@ -50,8 +53,14 @@ class EngineConfig:
 
     ``mode``: ``staged`` launches stages on their own streams, ``fused`` replays the whole iteration from one graph.
     ``graphs``: in staged mode too, stages are replayed from graphs, captured when the engine is made. ``buckets``: batch
-    sizes that graphs are captured for, the largest being ``max_requests``; None: powers of two, and ``max_requests``.
+    sizes that graphs are captured for, the largest being ``max_requests``; None: 1, 2, 4, every 8 to 64, every 16 to 256,
+    every 32 behind that, and ``max_requests``; for batches that sample powers of two.
     ``plan_stream``: staged mode plans beside the draft; without, on the forward stream.
+
+    ``draft_length``: ``fixed``: every iteration drafts ``draft_tokens``; ``load``: as many as make the batch fastest, none
+    included, by what iterations were measured to take when the engine was made and by the acceptance so far. Greedy tokens
+    are the same; tokens that are drawn depend on the lengths. None: ``load`` where stages are replayed from graphs on a
+    device that works beside the host, except for trees and with ``batch_invariant``.
 
     ``penalties``: hold token counts for repetition, presence and frequency penalties, 4 bytes for each request row and
     token of the vocabulary. ``max_logprobs``: the most likeliest tokens that a request may ask for.
@@ -70,6 +79,7 @@ class EngineConfig:
     draft_tokens: int = 4
     draft_topk: int = 1
     draft_nodes: int | None = None
+    draft_length: str | None = None
     dtype: str = "float32"
     overlap: bool = False
     prefix_cache: bool = True
@@ -97,6 +107,10 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; expected True or False")
         if self.mode not in tuple(StepMode):
             raise ConfigError(f"mode is {shown(self.mode)}; expected one of {', '.join(StepMode)}")
+        if self.draft_length not in (None, *DRAFT_LENGTHS):
+            raise ConfigError(
+                f"draft_length is {shown(self.draft_length)}; expected one of {', '.join(DRAFT_LENGTHS)}, or None to choose"
+            )
         if self.buckets is not None:
             self._check_buckets(self.buckets)
         seconds = self.device_timeout_s

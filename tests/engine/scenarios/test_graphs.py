@@ -87,9 +87,9 @@ def test_14_one_buffer_is_padded_and_another_not(sim):
     def change(engine):
         honest = engine._parts.buffers.pad
 
-        def pad(prefix, *, count, bucket, only=None):
+        def pad(prefix, *, count, bucket, drafted, only=None):
             names = [name for name in engine._parts.buffers.specs if name.startswith(prefix) and name != "verify.slots"]
-            honest(prefix, count=count, bucket=bucket, only=names)
+            honest(prefix, count=count, bucket=bucket, only=names, drafted=drafted)
 
         engine._parts.buffers.pad = pad
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.engine.requests.batch import Batch, PrefillChunk
+from outrider.engine.requests.draft_length import DraftLengthPolicy
 from outrider.engine.requests.pages import FreeList, PageKey, PagePool
 from outrider.engine.requests.request import Request
 
@@ -36,7 +37,11 @@ class Scheduler:
     pages up, waits, and later prefills its prompt and its output again.
     """
 
-    def __init__(self, *, rows: FreeList, pages: PagePool, limits: SchedulerLimits) -> None:
+    def __init__(
+        self, *, rows: FreeList, pages: PagePool, limits: SchedulerLimits, draft_length: DraftLengthPolicy | None = None
+    ) -> None:
+        """``draft_length``: says how many tokens an iteration drafts; None: as many as the proposer does."""
+        self._draft_length = draft_length
         self.rows = rows
         self.pages = pages
         self._limits = limits
@@ -83,7 +88,10 @@ class Scheduler:
         for request, _ in arrivals:
             request.arrival = None  # the batch holds it now
             request.prefilled = len(request.context)
-        batch = Batch(prefill, decode, admitted, tuple(self._table_updates), arrivals)
+        drafted = None
+        if decode and self._draft_length is not None:
+            drafted = self._draft_length.choose(len(decode), sum(request.known_length for request in decode))
+        batch = Batch(prefill, decode, admitted, tuple(self._table_updates), arrivals, drafted)
         self._table_updates.clear()
         self._count(batch, 1)
         return batch
@@ -93,9 +101,13 @@ class Scheduler:
         """Whether another iteration may add to the request's output."""
         return not request.finished and not request.needs_prefill and not request.will_finish
 
-    def landed(self, batch: Batch) -> None:
-        """The results of ``batch`` are on the host: its requests have one iteration less in flight."""
+    def landed(self, batch: Batch, accepted: Sequence[int]) -> None:
+        """The results of ``batch`` are on the host: its requests have one iteration less in flight. ``accepted``: drafted
+        tokens that passed, of each request that decoded and goes on.
+        """
         self._count(batch, -1)
+        if self._draft_length is not None and batch.drafted is not None and accepted:
+            self._draft_length.observe(batch.drafted, accepted)
 
     def _count(self, batch: Batch, change: int) -> None:
         """Nothing else changes what counts as in flight."""
