@@ -35,7 +35,7 @@ _LONGEST = 14
 _MOVING = 0.3
 """How many of the programs hand requests over."""
 
-_CHANGING = 0.5
+_CHANGING = 0.35
 """How many of the programs change the length of drafts."""
 
 

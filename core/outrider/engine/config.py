@@ -26,6 +26,8 @@ SIZES = {
     "max_requests": (1, 4096),
     "page_size": (1, 65536),
     "prefill_chunk": (1, 2**20),
+    "token_budget": (1, 2**24),
+    "gather_iterations": (0, 1024),
     "draft_tokens": (1, 1024),
     "draft_topk": (1, 1024),
     "max_logprobs": (0, 2**20),
@@ -35,7 +37,7 @@ SIZES = {
 }
 """The least and the most that each size of an :class:`EngineConfig` can be. Slots of the cache are counted in 32 bits."""
 
-_OPTIONAL = ("num_pages", "max_context", "draft_nodes")
+_OPTIONAL = ("token_budget", "gather_iterations", "num_pages", "max_context", "draft_nodes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +52,11 @@ class EngineConfig:
     ``dtype``: of weights, activations and cache. ``overlap``: the host plans
     an iteration while the previous one runs, and reads its results one iteration later. ``prefix_cache``: requests share
     the pages of a common prefix.
+
+    ``token_budget``: tokens of an iteration in which requests decode: theirs and their drafts' first, then prompts, which
+    get a quarter of it at least; None: all requests with their drafts, and the fewer of ``prefill_chunk`` and 2,048 for
+    prompts. ``gather_iterations``: while half of the requests, and at least 8, decode, new prompts of less than 1,024 tokens
+    together (or ``prefill_chunk``) wait for others to share a launch, so many iterations at most; None: 4.
 
     ``mode``: ``staged`` launches stages on their own streams, ``fused`` replays the whole iteration from one graph.
     ``graphs``: in staged mode too, stages are replayed from graphs, captured when the engine is made. ``buckets``: batch
@@ -76,6 +83,8 @@ class EngineConfig:
     num_pages: int | None = None
     max_context: int | None = None
     prefill_chunk: int = 256
+    token_budget: int | None = None
+    gather_iterations: int | None = None
     draft_tokens: int = 4
     draft_topk: int = 1
     draft_nodes: int | None = None
