@@ -109,7 +109,8 @@ class _Measurement:
 
     def __init__(self, parts: EngineParts, step: Step) -> None:
         self._parts, self._step = parts, step
-        self._ahead = 1 if parts.config.overlap else 0
+        # As many iterations are in flight as when requests are served, unless a launch lasts as long as its work.
+        self._ahead = 1 if parts.config.overlap and parts.backend.capabilities.asynchronous else 0
         self._in_flight: deque[Ticket] = deque()
 
     def costs(self, sizes: Sequence[int]) -> DraftCosts:
