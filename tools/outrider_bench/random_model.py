@@ -73,6 +73,7 @@ class RandomModel:
             mode=running.mode,
             graphs=running.graphs,
             overlap=running.overlap,
+            draft_length=running.draft_length if self.speculate == "eagle" else None,
         )
 
     def make(self, device: Backend, dtype: torch.dtype) -> tuple[LanguageModel, Proposer | None]:

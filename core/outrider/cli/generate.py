@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -17,6 +17,7 @@ from outrider.cli.images import ImageOption, Question
 from outrider.cli.inputs import check_utf8, read_bounded
 from outrider.cli.models import (
     DoorOption,
+    DraftLengthOption,
     DraftNodesOption,
     DraftOption,
     DraftTokensOption,
@@ -85,6 +86,7 @@ def generate(
     mode: ModeOption = "staged",
     graphs: GraphsOption = False,
     overlap: OverlapOption = False,
+    draft_length: DraftLengthOption = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also decode greedily without speculation; exit code 1 if the tokens differ.")
     ] = False,
@@ -127,7 +129,7 @@ def generate(
         through_transformers=through_transformers,
         trust_remote_code=trust_remote_code,
     )
-    running = Running(mode=mode, graphs=graphs, overlap=overlap)
+    running = Running(mode=mode, graphs=graphs, overlap=overlap, draft_length=draft_length)
     engine = load(backend, speculation, max_requests=n, dtype=dtype, running=running)
     question = Question.ask(engine, text, speculation.model, image or ())
     if n > 1:
@@ -141,7 +143,8 @@ def generate(
     if run.error is not None or not compare:
         return Report(data=data, render=lambda console: _summary(console, data), exit_code=1 if run.error else 0)
     plain = _Run(question)
-    plain_engine = load(backend, speculation.without(), max_requests=1, dtype=dtype, running=running)
+    plainly = replace(running, draft_length=None)
+    plain_engine = load(backend, speculation.without(), max_requests=1, dtype=dtype, running=plainly)
     plain.stream(plain_engine, params, None)
     same = plain.tokens == run.tokens
     data["same_as_plain"] = same

@@ -55,6 +55,15 @@ TrustOption = Annotated[
     ),
 ]
 DraftTokensOption = Annotated[int, typer.Option("--draft-tokens", metavar="K", help="Tokens drafted in an iteration.")]
+DraftLengthOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-length",
+        metavar="fixed|load",
+        help="Draft K tokens in every iteration, or as many as make the batch fastest. Default: by load where graphs are "
+        "replayed beside the host.",
+    ),
+]
 ModeOption = Annotated[
     str,
     typer.Option("--mode", metavar="staged|fused", help="Stages on their own streams, or the whole iteration in one graph."),
@@ -77,6 +86,7 @@ class Running:
     mode: str = "staged"
     graphs: bool = False
     overlap: bool = False
+    draft_length: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +156,7 @@ def load(
         mode=running.mode,
         graphs=running.graphs,
         overlap=running.overlap,
+        draft_length=running.draft_length,
     )
     registry = Registry(probe=plugin_probe())
     device = registry.create(registry.select(backend, backend_from_environment()))

@@ -32,7 +32,7 @@ def progress_shown() -> Generator[Tell]:
 
 
 def say_what_started(engine: Engine) -> None:
-    """What was compiled and captured."""
+    """What was compiled and captured, and how the length of drafts is decided."""
     console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not console.is_terminal:
         return
@@ -40,3 +40,5 @@ def say_what_started(engine: Engine) -> None:
         console.print(f"outrider: {engine.warm_up}", style="dim")
     if engine.captured is not None:
         console.print(f"outrider: {engine.captured}", style="dim")
+    if engine.draft_length.costs:
+        console.print(f"outrider: {engine.draft_length}", style="dim")

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from outrider.cli.models import (
     DoorOption,
+    DraftLengthOption,
     DraftNodesOption,
     DraftOption,
     DraftTokensOption,
@@ -84,6 +85,7 @@ def decode(
     mode: ModeOption = "staged",
     graphs: GraphsOption = False,
     overlap: OverlapOption = False,
+    draft_length: DraftLengthOption = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="F.svg", help="Draw iterations against the limit, over batch sizes and prompts.")
     ] = None,
@@ -102,7 +104,7 @@ def decode(
     from outrider.cli.torch_probe import require_torch
 
     sizes, lengths = sizes_of(batch), sizes_of(prompt_tokens, "--prompt-tokens", "512,4096")
-    running = Running(mode=mode, graphs=graphs, overlap=overlap)
+    running = Running(mode=mode, graphs=graphs, overlap=overlap, draft_length=draft_length)
     if new_tokens < 1:
         raise ConfigError(f"--new-tokens is {new_tokens}; expected at least 1")
     if plot is not None and plot.suffix != ".svg":
@@ -149,7 +151,7 @@ def decode(
             "speculate": speculation.kind,
             "acceptance": "real",
         }
-    started = [f"{each}" for each in (engine.warm_up, engine.captured) if each is not None]
+    started = [f"{each}" for each in (engine.warm_up, engine.captured, engine.draft_length) if each is not None]
     known = sum(engine.model.kernels.compiled().values())
     bandwidth = measure_bandwidth(engine.backend)
     run_batch(engine, max(sizes), max(lengths), _WARM_UP_TOKENS)
@@ -176,6 +178,7 @@ def decode(
         "new_tokens": new_tokens,
         "bandwidth_gb_per_s": bandwidth / 1e9,
         "graphs_captured": asdict(engine.captured) if engine.captured is not None else None,
+        "draft_length_decided": asdict(engine.draft_length),
         "results": rows,
         "not_measured": [{"batch": size, "prompt_tokens": length} for size, length in missing],
     }
