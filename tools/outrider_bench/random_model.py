@@ -71,7 +71,7 @@ class RandomModel:
             prefix_cache=False,
             penalties=False,
             max_logprobs=0,
-            **asdict(running),
+            **asdict(running if self.speculate == "eagle" else replace(running, draft_length=None)),
             **least | (sizes or Sizes()).given,
         )
 

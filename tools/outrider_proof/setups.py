@@ -23,7 +23,7 @@ from outrider.speculative.proposer import PlainProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
 from outrider_proof.checkpoints import IMAGE, picture, write_vision_checkpoint
-from outrider_proof.decode_program import Arrival, HostProgram, Serving
+from outrider_proof.decode_program import Arrival, HostProgram, Serving, draft_length_of
 from outrider_proof.proposers import MAKERS, decoder
 from outrider_proof.tiny import plain_config
 from outrider_sim.plugin import create_backend
@@ -192,7 +192,15 @@ class Models:
             penalties=False,
             max_logprobs=0,
         )
-        return Engine(self.target, self.backend, proposer=proposer, config=config, wrap_fence=wrap, vision=self.vision)
+        return Engine(
+            self.target,
+            self.backend,
+            proposer=proposer,
+            config=config,
+            wrap_fence=wrap,
+            vision=self.vision,
+            draft_length=draft_length_of(program, proposer),
+        )
 
 
 @functools.cache

@@ -126,9 +126,9 @@ def plain(prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
 
 def plain_config(**fields: Any) -> EngineConfig:
     """A config whose launching and sizes don't depend on the device: staged, no graphs, no overlap, float32, 8 requests,
-    pages of 16 tokens, chunks of 256. ``fields`` go before these. Context and pages are left open.
+    pages of 16 tokens, chunks of 256, drafts of one length. ``fields`` go before these. Context and pages are left open.
     """
-    named: dict[str, Any] = {"mode": "staged", "graphs": False, "overlap": False, "dtype": "float32"}
+    named: dict[str, Any] = {"mode": "staged", "graphs": False, "overlap": False, "dtype": "float32", "draft_length": "fixed"}
     sizes: dict[str, Any] = {"page_size": 16, "prefill_chunk": 256}
     if fields.get("buckets") is None:
         sizes["max_requests"] = 8

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -18,6 +18,7 @@ from outrider.cli.images import ImageOption, Question
 from outrider.cli.inputs import check_utf8, read_bounded
 from outrider.cli.models import (
     DoorOption,
+    DraftLengthOption,
     DraftNodesOption,
     DraftOption,
     DraftTokensOption,
@@ -94,6 +95,7 @@ def generate(
     mode: ModeOption = None,
     graphs: GraphsOption = None,
     overlap: OverlapOption = None,
+    draft_length: DraftLengthOption = None,
     max_context: MaxContextOption = None,
     kv_memory: KvMemoryOption = None,
     page_size: PageSizeOption = None,
@@ -154,11 +156,11 @@ def generate(
         beside.append(Choice("dtype", dtype, "--compare compares tokens, and coarser rounding makes others"))
     if max_requests is None:
         beside.append(Choice("max_requests", n, "the samples of this command"))
+    running = Running(mode=mode, graphs=graphs, overlap=overlap, draft_length=draft_length)
     start = partial(
         load,
         backend,
         dtype=dtype,
-        running=Running(mode=mode, graphs=graphs, overlap=overlap),
         sizes=Sizes(
             max_context=max_context,
             kv_memory=kv_memory,
@@ -167,7 +169,9 @@ def generate(
             prefill_chunk=prefill_chunk,
         ),
     )
-    engine = start(speculation, max_requests=n, tune_seconds=tune_seconds, say=not json_output, beside=beside)
+    engine = start(
+        speculation, max_requests=n, running=running, tune_seconds=tune_seconds, say=not json_output, beside=beside
+    )
     question = Question.ask(engine, text, speculation.model, image or ())
     if n > 1:
         return _samples(engine, question, params, {"speculate": speculation.kind, **launched(engine, beside)})
@@ -180,7 +184,7 @@ def generate(
     if run.error is not None or not compare:
         return Report(data=data, render=lambda console: _summary(console, data), exit_code=1 if run.error else 0)
     plain = _Run(question)
-    plain_engine = start(speculation.without(), max_requests=1)
+    plain_engine = start(speculation.without(), max_requests=1, running=replace(running, draft_length=None))
     plain.stream(plain_engine, params, None)
     same = plain.tokens == run.tokens
     data["same_as_plain"] = same

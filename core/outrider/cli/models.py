@@ -62,6 +62,15 @@ TrustOption = Annotated[
     ),
 ]
 DraftTokensOption = Annotated[int, typer.Option("--draft-tokens", metavar="K", help="Tokens drafted in an iteration.")]
+DraftLengthOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-length",
+        metavar="fixed|load",
+        help="Draft K tokens in every iteration, or as many as make the batch fastest. Default: by load where graphs are "
+        "replayed beside the host.",
+    ),
+]
 ModeOption = Annotated[
     str | None,
     typer.Option(
@@ -144,6 +153,7 @@ class Running:
     mode: str | None = None
     graphs: bool | None = None
     overlap: bool | None = None
+    draft_length: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

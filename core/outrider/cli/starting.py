@@ -48,7 +48,7 @@ def say_what_was_chosen(engine: Engine, beside: Sequence[Choice] = ()) -> None:
 
 
 def say_what_started(engine: Engine) -> None:
-    """What was compiled and captured."""
+    """What was compiled and captured, and how the length of drafts is decided."""
     console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not console.is_terminal:
         return
@@ -58,3 +58,5 @@ def say_what_started(engine: Engine) -> None:
         console.print(f"outrider: {engine.captured}", style="dim")
     if engine.captured_prefill is not None:
         console.print(f"outrider: of prompts, {engine.captured_prefill}", style="dim")
+    if engine.draft_length.costs:
+        console.print(f"outrider: {engine.draft_length}", style="dim")

@@ -9,12 +9,13 @@ from outrider.device import Backend, CapabilityError, Fence, StepMode
 from outrider.engine.checks import check_cache
 from outrider.engine.config import DecidedConfig
 from outrider.engine.fences import FenceSet
-from outrider.engine.graphs import AnyStage, CaptureProgress, EagerRunner, GraphRunner, Runner, buckets_up_to
+from outrider.engine.graphs import AnyStage, CaptureProgress, EagerRunner, GraphRunner, Runner
 from outrider.engine.loop import Loop
 from outrider.engine.plan_stages import ExtendAttention, Fill, Place, PlanExtend, VerifyAttention
 from outrider.engine.prefill import Prefill
 from outrider.engine.prefill_graphs import CHOSEN_TOKENS, PrefillGraphs
 from outrider.engine.recovery.watchdog import Watchdog
+from outrider.engine.requests.draft_length import DraftLengthPolicy
 from outrider.engine.requests.features import Features
 from outrider.engine.requests.pages import FreeList, PagePool
 from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
@@ -34,10 +35,20 @@ from outrider.engine.streams import Streams
 from outrider.model import KVCache, LanguageModel, VisionTower
 from outrider.speculative.proposer import Proposer
 
+_PROMPT_BESIDE = 2048
+"""Prompt tokens that an iteration has room for beside a full batch, where the config doesn't say: with so many the products
+are bound by arithmetic already, and a running request waits for no more."""
+
+_CROWD, _GATHER_TOKENS, _GATHER_ITERATIONS = 8, 1024, 4
+"""From how many decoding requests on prompts are gathered, unless half the rows are more; up to how many tokens; how long."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """What lives as long as the engine. Only this module hands it out: each component is given what it needs of it."""
+    """What lives as long as the engine. Only this module hands it out: each component is given what it needs of it.
+
+    ``lengths``: how many tokens an iteration may draft, all nodes of a tree.
+    """
 
     backend: Backend
     streams: Streams
@@ -56,6 +67,7 @@ class EngineParts:
     results: Results
     seq_lens_ring: SeqLensRing
     transfer: Transfer
+    lengths: tuple[int, ...]
     config: DecidedConfig
     vision: VisionTower | None
 
@@ -83,6 +95,7 @@ def assemble(
     *,
     proposer: Proposer,
     config: DecidedConfig,
+    lengths: tuple[int, ...],
     vision: VisionTower | None,
     wrap_fence: Callable[[Fence], Fence] | None = None,
 ) -> EngineParts:
@@ -119,7 +132,16 @@ def assemble(
             device=device,
         )
         future = FutureMap(model.kernels, rows=config.max_requests + 1, relay=proposer.relay, device=device)
-        buffers = StaticBuffers(backend, step_buffers(model, proposer, pages=table_width), max_requests=config.max_requests)
+        buffers = StaticBuffers(
+            backend,
+            step_buffers(model, proposer, pages=table_width),
+            max_requests=config.max_requests,
+            shorter={
+                length: step_buffers(model, proposer, pages=table_width, drafted=length)
+                for length in lengths
+                if length != proposer.nodes
+            },
+        )
         capacity = staging_capacity(requests=config.max_requests, pages=table_width, prefill_chunk=config.prefill_chunk)
         capacity += OptionTable.capacity(
             requests=config.max_requests,
@@ -157,6 +179,7 @@ def assemble(
         staging=staging,
         results=results,
         seq_lens_ring=seq_lens_ring,
+        lengths=lengths,
         transfer=Transfer(backend, streams.forward, model, proposer, cache=cache, rows=rows, future=future, fences=fences),
         config=config,
         vision=vision,
@@ -182,7 +205,7 @@ def build_stages(parts: EngineParts) -> Stages:
         draft=DraftStage(forward, proposer, probes=probes, results=results, buffers=buffers),
         place=Place(plan, parts.plans, buffers),
         fill=Fill(plan, parts.plans),
-        verify_attention=VerifyAttention(plan, parts.attention, buffers, proposer),
+        verify_attention=VerifyAttention(plan, parts.attention, buffers),
         verify=Verify(
             forward,
             parts.model,
@@ -226,7 +249,9 @@ def build_runner(parts: EngineParts, stages: Stages, iteration: Iteration, progr
         parts.buffers,
         stages,
         which=which,
-        buckets=config.buckets or buckets_up_to(config.max_requests),
+        buckets=config.buckets,
+        most=config.max_requests,
+        lengths=parts.lengths,
         everything=everything,
         capacity=parts.capacity,
         progress=progress,
@@ -337,17 +362,26 @@ def build_step(
     )
 
 
-def build_loop(parts: EngineParts, step: Step, watchdog: Watchdog) -> Loop:
+def build_loop(parts: EngineParts, step: Step, watchdog: Watchdog, draft_length: DraftLengthPolicy) -> Loop:
     """A loop over ``step`` with a scheduler of its own, which no request has used: all rows and pages are free."""
     config, proposer = parts.config, parts.proposer
+    beside = min(config.prefill_chunk, _PROMPT_BESIDE)
     scheduler = Scheduler(
         rows=FreeList("request row", config.max_requests + 1),
         pages=PagePool(
             count=parts.cache.pages, page_size=config.page_size, ahead=proposer.lookahead, share=config.prefix_cache
         ),
         limits=SchedulerLimits(
-            growth=proposer.depth + 1, slots=proposer.slots, spare=parts.spare, prefill_chunk=config.prefill_chunk
+            growth=proposer.depth + 1,
+            slots=proposer.slots,
+            spare=parts.spare,
+            prefill_chunk=config.prefill_chunk,
+            token_budget=config.token_budget or config.max_requests * (proposer.nodes + 1) + beside,
+            crowd=max(_CROWD, config.max_requests // 2),
+            gather_tokens=min(config.prefill_chunk, _GATHER_TOKENS),
+            gather_iterations=_GATHER_ITERATIONS if config.gather_iterations is None else config.gather_iterations,
         ),
+        draft_length=draft_length,
     )
     fused_waits = config.step_mode is StepMode.FUSED and parts.backend.speculative_sync.fused_host_wait
     return Loop(

@@ -16,6 +16,9 @@ DTYPES = {
     "float16": torch.float16,
 }
 
+DRAFT_LENGTHS = ("fixed", "load")
+"""How the length of drafts is decided."""
+
 MAX_DRAFT_NODES = 4096
 """Nodes of a draft tree at most: its mask has a bit for each pair of them."""
 
@@ -24,6 +27,8 @@ SIZES = {
     "page_size": (1, 65536),
     "prefill_chunk": (1, 2**20),
     "prefill_graphs": (0, 2**20),
+    "token_budget": (1, 2**24),
+    "gather_iterations": (0, 1024),
     "draft_tokens": (1, 1024),
     "draft_topk": (1, 1024),
     "max_logprobs": (0, 2**20),
@@ -33,7 +38,17 @@ SIZES = {
 }
 """The least and the most that each size of an :class:`EngineConfig` can be. Slots of the cache are counted in 32 bits."""
 
-_OPTIONAL = ("max_requests", "page_size", "prefill_chunk", "num_pages", "max_context", "draft_nodes", "prefill_graphs")
+_OPTIONAL = (
+    "max_requests",
+    "page_size",
+    "prefill_chunk",
+    "token_budget",
+    "gather_iterations",
+    "num_pages",
+    "max_context",
+    "draft_nodes",
+    "prefill_graphs",
+)
 _SWITCHES = ("overlap", "graphs", "prefix_cache", "penalties", "batch_invariant", "plan_stream")
 
 
@@ -51,12 +66,23 @@ class EngineConfig:
     while the previous one runs, and reads its results one iteration later. ``prefix_cache``: requests share the pages of a
     common prefix.
 
+    ``token_budget``: tokens of an iteration in which requests decode: theirs and their drafts' first, then prompts, which
+    get a quarter of it at least; None: all requests with their drafts, and the fewer of ``prefill_chunk`` and 2,048 for
+    prompts. ``gather_iterations``: while half of the requests, and at least 8, decode, new prompts of less than 1,024 tokens
+    together (or ``prefill_chunk``) wait for others to share a launch, so many iterations at most; None: 4.
+
     ``mode``: ``staged`` launches stages on their own streams, ``fused`` replays the whole iteration from one graph.
     ``graphs``: in staged mode too, stages are replayed from graphs, captured when the engine is made. ``buckets``: batch
-    sizes that graphs are captured for, the largest being ``max_requests``; None: powers of two, and ``max_requests``.
+    sizes that graphs are captured for, the largest being ``max_requests``; None: 1, 2, 4, every 8 to 64, every 16 to 256,
+    every 32 behind that, and ``max_requests``; for batches that sample powers of two.
     ``plan_stream``: staged mode plans beside the draft; without, on the forward stream.
     ``prefill_graphs``: chunks of prompts of up to so many tokens in all are replayed from graphs, too; 0: none are; None: up
     to 2,048, where decoding is replayed and the parts of the engine allow it.
+
+    ``draft_length``: ``fixed``: every iteration drafts ``draft_tokens``; ``load``: as many as make the batch fastest, none
+    included, by what iterations were measured to take when the engine was made and by the acceptance so far. Greedy tokens
+    are the same; tokens that are drawn depend on the lengths. None: ``load`` where stages are replayed from graphs on a
+    device that works beside the host, except for trees and with ``batch_invariant``.
 
     ``penalties``: hold token counts for repetition, presence and frequency penalties, 4 bytes for each request row and
     token of the vocabulary. ``max_logprobs``: the most likeliest tokens that a request may ask for.
@@ -73,9 +99,12 @@ class EngineConfig:
     kv_memory: float | None = None
     max_context: int | None = None
     prefill_chunk: int | None = None
+    token_budget: int | None = None
+    gather_iterations: int | None = None
     draft_tokens: int = 4
     draft_topk: int = 1
     draft_nodes: int | None = None
+    draft_length: str | None = None
     dtype: str | None = None
     overlap: bool | None = None
     prefix_cache: bool = True
@@ -107,6 +136,10 @@ class EngineConfig:
             self._check_kv_memory(self.kv_memory)
         if self.mode is not None and self.mode not in tuple(StepMode):
             raise ConfigError(f"mode is {shown(self.mode)}; expected one of {', '.join(StepMode)}")
+        if self.draft_length not in (None, *DRAFT_LENGTHS):
+            raise ConfigError(
+                f"draft_length is {shown(self.draft_length)}; expected one of {', '.join(DRAFT_LENGTHS)}, or None to choose"
+            )
         if self.buckets is not None:
             self._check_buckets(self.buckets)
         seconds = self.device_timeout_s

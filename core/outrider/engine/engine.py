@@ -20,9 +20,11 @@ from outrider.engine.assembly import (
 )
 from outrider.engine.checks import check_invariance, check_policy, check_tree
 from outrider.engine.config import Choice, EngineConfig
+from outrider.engine.draft_costs import decide, lengths_for
 from outrider.engine.graphs import CaptureProgress, EagerRunner
 from outrider.engine.loading import load_checkpoint
 from outrider.engine.recovery.watchdog import Watchdog
+from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
 from outrider.engine.requests.hand_over import HandOver
 from outrider.engine.requests.owner import Owner
 from outrider.engine.requests.request import Completion, FinishReason, Request, StepOutput
@@ -64,7 +66,9 @@ class Engine:
         wrap_fence: Callable[[Fence], Fence] | None = None,
         vision: VisionTower | None = None,
         capture_progress: CaptureProgress | None = None,
+        draft_length: DraftLengthPolicy | None = None,
     ) -> None:
+        """``draft_length``: decides how many tokens each iteration drafts, in place of what the config says."""
         self._owner, self._used = Owner(), False
         self._abandoned: deque[Request] = deque()
         self.backend = backend
@@ -83,6 +87,7 @@ class Engine:
             backend,
             proposer=proposer,
             config=config,
+            lengths=lengths_for(config, backend, proposer, draft_length),
             vision=vision,
             wrap_fence=watchdog.around(wrap_fence),
         )
@@ -92,8 +97,8 @@ class Engine:
         variants, self.warm_up = model.kernels.every_variant(), None
         if variants is not None:
             eager = EagerRunner(backend, parts.buffers)
-            step = build_step(parts, stages, iteration, eager, StepMode.STAGED, prefill)
-            throwaway = build_loop(parts, step, watchdog)
+            trial = build_step(parts, stages, iteration, eager, StepMode.STAGED, prefill)
+            throwaway = build_loop(parts, trial, watchdog, LengthSchedule(parts.lengths))
             room = min(self.max_context, throwaway.scheduler.pages.available * config.page_size - parts.spare)
             with variants:
                 self.warm_up = warm_up(throwaway, backend, model, proposer, config, room=room)
@@ -103,7 +108,9 @@ class Engine:
         self.captured = runner.report
         self.captured_prefill = None if prefill_graphs is None else prefill_graphs.report
         self._step = build_step(parts, stages, iteration, runner, config.step_mode, prefill, prefill_graphs)
-        self._loop = loop = build_loop(parts, self._step, watchdog)
+        sizes = None if runner.report is None else runner.report.buckets
+        self._draft_length, self.draft_length = decide(parts, self._step, draft_length, sizes=sizes)
+        self._loop = loop = build_loop(parts, self._step, watchdog, self._draft_length)
         self._lifeline, self._scheduler, self._requests = loop.lifeline, loop.scheduler, loop.requests
         self._admission = Admission(
             config=config,

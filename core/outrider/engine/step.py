@@ -96,6 +96,7 @@ class Step:
         self._sync = backend.speculative_sync
         self._plans_on_host = plans_on_host
         self._is_tree = proposer.is_tree
+        self._nodes = proposer.nodes
         self._growth = proposer.depth + 1  # the most tokens that verify lets through
         self._writes_ahead = proposer.slots - self._growth  # cache slots that an iteration writes beyond them
         self._capacity = capacity
@@ -249,5 +250,6 @@ class Step:
         """What the stages are told."""
         # Earlier iterations grew each request by a path at most; this one also writes the slots of the whole tree.
         bound = max(request.length_bound(self._growth) for request in batch.decode) + self._writes_ahead
+        drafted = self._nodes if batch.drafted is None else batch.drafted
         features = Features.of(batch.decode)
-        return self._runner.batch(len(batch.decode), features, min(bound, self._capacity), seq_lens_host)
+        return self._runner.batch(len(batch.decode), drafted, features, min(bound, self._capacity), seq_lens_host)

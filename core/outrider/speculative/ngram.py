@@ -103,7 +103,9 @@ class NgramProposer(Proposer):
         seq_lens = inputs.seq_lens.unsqueeze(1)
         index = torch.arange(text.shape[1], device=text.device)
         following = text.gather(1, (index + 1).clamp(max=text.shape[1] - 1).expand_as(text))
-        ahead = torch.arange(1, self._draft_tokens + 1, device=text.device)
+        ahead = torch.arange(
+            1, (inputs.count if inputs.count and not self.is_tree else self._draft_tokens) + 1, device=text.device
+        )
         tokens, found = [], []
         # The longest agreement first, then the latest place.
         score = torch.where(agreement >= self._shortest, agreement * text.shape[1] + index, -1)

@@ -44,6 +44,9 @@ class DraftInputs:
     some row has a temperature above 0, so that draft distributions are needed. ``seq_lens_host``: ``seq_lens`` on the
     host, only where attention takes host integers; every pass then names its own in its metadata
     (:attr:`Proposer.host_lengths`).
+
+    ``count``: how many tokens to draft, 1 to K; None: K. Only of a chain are less than K asked for, and of one that drafts
+    more all the same the engine takes the first.
     """
 
     seq_lens: Tensor
@@ -56,6 +59,7 @@ class DraftInputs:
     max_kv: int
     sampling: bool
     seq_lens_host: HostSeqLens | None = None
+    count: int | None = None
 
     lens = Renamed("seq_lens")
     deltas = Renamed("mrope_position_deltas")

@@ -88,9 +88,9 @@ def test_14_one_buffer_is_padded_and_another_not(sim):
     def change(engine):
         honest = engine._parts.buffers.pad
 
-        def pad(prefix, *, count, bucket, only=None):
+        def pad(prefix, *, count, bucket, drafted, only=None):
             names = [name for name in engine._parts.buffers.specs if name.startswith(prefix) and name != "verify.slots"]
-            honest(prefix, count=count, bucket=bucket, only=names)
+            honest(prefix, count=count, bucket=bucket, only=names, drafted=drafted)
 
         engine._parts.buffers.pad = pad
 
@@ -143,9 +143,9 @@ def test_17_a_buffer_is_made_anew_after_the_capture(sim):
 
     def change(engine):
         owner = engine._parts.buffers
-        engine._moved = owner._full["verify.slots"]
+        engine._moved = owner._whole[None, "verify.slots"]
         with engine.backend.on(engine._parts.streams.forward):
-            owner._full["verify.slots"] = owner._full["verify.slots"].clone()
+            owner._whole[None, "verify.slots"] = owner._whole[None, "verify.slots"].clone()
         engine._parts.streams.forward.synchronize()
         owner._views.clear()
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from outrider.cli.models import (
     DoorOption,
+    DraftLengthOption,
     DraftNodesOption,
     DraftOption,
     DraftTokensOption,
@@ -90,6 +91,7 @@ def decode(
     mode: ModeOption = None,
     graphs: GraphsOption = None,
     overlap: OverlapOption = None,
+    draft_length: DraftLengthOption = None,
     max_context: MaxContextOption = None,
     kv_memory: KvMemoryOption = None,
     page_size: PageSizeOption = None,
@@ -113,7 +115,7 @@ def decode(
     from outrider.cli.torch_probe import require_torch
 
     sizes, lengths = sizes_of(batch), sizes_of(prompt_tokens, "--prompt-tokens", "512,4096")
-    running = Running(mode=mode, graphs=graphs, overlap=overlap)
+    running = Running(mode=mode, graphs=graphs, overlap=overlap, draft_length=draft_length)
     if max_requests is not None and max_requests < max(sizes):
         raise ConfigError(f"--max-requests is {max_requests}, and --batch {max(sizes)} requests decode together; raise it")
     engine_sizes = Sizes(
@@ -183,7 +185,7 @@ def decode(
             "speculate": speculation.kind,
             "acceptance": "real",
         }
-    started = [f"{each}" for each in (engine.warm_up, engine.captured) if each is not None]
+    started = [f"{each}" for each in (engine.warm_up, engine.captured, engine.draft_length) if each is not None]
     known = sum(engine.model.kernels.compiled().values())
     bandwidth = measure_bandwidth(engine.backend)
     run_batch(engine, max(sizes), max(lengths), _WARM_UP_TOKENS)
@@ -209,6 +211,7 @@ def decode(
         "new_tokens": new_tokens,
         "bandwidth_gb_per_s": bandwidth / 1e9,
         "graphs_captured": asdict(engine.captured) if engine.captured is not None else None,
+        "draft_length_decided": asdict(engine.draft_length),
         "results": rows,
         "not_measured": [{"batch": size, "prompt_tokens": length} for size, length in missing],
     }
