@@ -19,9 +19,9 @@ from outrider.model.rope import RopeConfig, inverse_frequencies
 HfConfig = Any
 
 
-def read_model_config(directory: Path) -> ModelConfig:
-    """See :meth:`ModelConfig.from_checkpoint`."""
-    path = directory / "config.json"
+def read_model_config(directory: Path, name: str = "config.json") -> ModelConfig:
+    """See :meth:`ModelConfig.from_checkpoint`; ``name`` is the file in ``directory`` that the shape is read from."""
+    path = directory / name
     raw = read_json(path)
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in _FAMILIES:
