@@ -30,12 +30,13 @@ def check_acceptance(accept_length: float | None, shape: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomModel:
-    """A shape, its proposer (eagle or none), and the synthetic acceptance, if any."""
+    """A shape, its proposer (eagle or none), and the synthetic acceptance, if any: a mean length, or each place's chance."""
 
     shape: str
     speculate: str
     draft_tokens: int
     accept_length: float | None
+    accept_rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.speculate not in ("eagle", "none"):
@@ -51,15 +52,25 @@ class RandomModel:
     @property
     def described(self) -> Mapping[str, object]:
         """What a report says about it."""
+        length = self.accept_length if self.accept_rates is None else 1 + sum(self.accept_rates)
         return {
             "model": f"random weights of {self.shape}",
             "draft": None if self.speculate == "none" else "random weights",
             "speculate": self.speculate,
-            "acceptance": "real" if self.accept_length is None else f"synthetic, mean {self.accept_length:g}",
+            "acceptance": "real" if length is None else f"synthetic, mean {length:g}",
         }
 
-    def config(self, *, running: Running, max_requests: int, dtype: str, max_context: int) -> EngineConfig:
-        """That of the engine."""
+    def config(
+        self,
+        *,
+        running: Running,
+        max_requests: int,
+        dtype: str,
+        max_context: int,
+        num_pages: int | None = None,
+        prefill_chunk: int = 256,
+    ) -> EngineConfig:
+        """That of the engine; what isn't given is as :class:`~outrider.engine.EngineConfig` has it."""
         from outrider.engine.config import EngineConfig
 
         return EngineConfig(
@@ -73,6 +84,8 @@ class RandomModel:
             mode=running.mode,
             graphs=running.graphs,
             overlap=running.overlap,
+            num_pages=num_pages,
+            prefill_chunk=prefill_chunk,
         )
 
     def make(self, device: Backend, dtype: torch.dtype) -> tuple[LanguageModel, Proposer | None]:
@@ -80,20 +93,39 @@ class RandomModel:
         from outrider.model import Decoder
         from outrider.speculative.eagle import EagleProposer
         from outrider_bench.random_weights import random_decoder, random_eagle, shape_config
-        from outrider_bench.synthetic import with_synthetic_acceptance
+        from outrider_bench.synthetic import with_acceptance_rates, with_synthetic_acceptance
 
         model = random_decoder(shape_config(self.shape), backend=device, dtype=dtype)
         if self.accept_length is not None:
             model = Decoder(model.config, model.weights, with_synthetic_acceptance(model.kernels, self.accept_length))
+        elif self.accept_rates is not None and self.speculate == "eagle":
+            model = Decoder(model.config, model.weights, with_acceptance_rates(model.kernels, self.accept_rates))
         if self.speculate != "eagle":
             return model, None
         return model, EagleProposer(random_eagle(model, backend=device), draft_tokens=self.draft_tokens)
 
-    def load(self, backend: str | None, *, running: Running, max_requests: int, dtype: str, max_context: int) -> Engine:
+    def load(
+        self,
+        backend: str | None,
+        *,
+        running: Running,
+        max_requests: int,
+        dtype: str,
+        max_context: int,
+        num_pages: int | None = None,
+        prefill_chunk: int = 256,
+    ) -> Engine:
         """Choose the backend and make the weights on it."""
         from outrider.engine.engine import Engine
 
-        config = self.config(running=running, max_requests=max_requests, dtype=dtype, max_context=max_context)
+        config = self.config(
+            running=running,
+            max_requests=max_requests,
+            dtype=dtype,
+            max_context=max_context,
+            num_pages=num_pages,
+            prefill_chunk=prefill_chunk,
+        )
         registry = Registry()
         device = registry.create(registry.select(backend, backend_from_environment()))
         model, proposer = self.make(device, config.torch_dtype)
