@@ -112,7 +112,7 @@ def interrupted_at_the_second(monkeypatch):
         return answers.pop()
 
     @contextlib.contextmanager
-    def opened(module, work, *, variables, limit_s):
+    def opened(module, work, *, variables, limit_s, log):
         yield SimpleNamespace(about={"version": "1", "settings": "set", "start_s": 1.0}, ask=ask)
 
     monkeypatch.setattr("outrider_bench.commands.peers.session", opened)

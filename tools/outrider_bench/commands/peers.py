@@ -83,7 +83,7 @@ def peers(
         float | None, typer.Option(metavar="SHARE", help="Of the device's memory, for an engine that takes a share.")
     ] = None,
     keep: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep what engines compile there, and start from it the next time.")
+        Path | None, typer.Option(metavar="DIR", help="Keep what engines compile and print there, for the next time.")
     ] = None,
     mode: ModeOption = "fused",
     prefill_chunk: Annotated[int, typer.Option("--prefill-chunk", min=1, metavar="N", help="Of this engine.")] = 8192,
@@ -219,12 +219,16 @@ class _Alternating:
             each.status = "not installed"
             return None
         variables = _sglang_variables(self._work.accept_length, each.speculate) if each.engine == "sglang" else {}
+        log = None
         if self._work.keep is not None:
-            variables |= {name: str(Path(self._work.keep, name.lower())) for name in _KEEPS}
+            keep = Path(self._work.keep)
+            keep.mkdir(parents=True, exist_ok=True)
+            variables |= {name: str(keep / name.lower()) for name in _KEEPS}
+            log = keep / f"{each.engine}-{each.speculate}.log"
         given = {**asdict(self._work), "speculate": each.speculate, "backend": str(self._spec), "options": self._options}
         module = f"outrider_bench.peers.{each.engine}"
         try:
-            opened = stack.enter_context(session(module, given, variables=variables, limit_s=self._limit_s))
+            opened = stack.enter_context(session(module, given, variables=variables, limit_s=self._limit_s, log=log))
         except ChildFailed as error:
             each.status = f"failed: {error}"
             return None

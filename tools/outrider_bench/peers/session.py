@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import IO, Any
 
 from outrider.device.errors import OutriderError
@@ -79,7 +80,7 @@ def session(module: str, work: Mapping[str, object], *, variables: Mapping[str, 
     command = [sys.executable, "-m", module, json.dumps(work)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with (
-        tempfile.TemporaryFile() as errors,
+        tempfile.TemporaryFile() if log is None else log.open("w+b") as errors,
         started(command, environment=with_variables(variables), stderr=errors, **pipes) as child,
     ):
         found = Session(module, child, errors)
