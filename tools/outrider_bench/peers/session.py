@@ -72,10 +72,12 @@ class Session:
 
 
 @contextmanager
-def session(module: str, work: Mapping[str, object], *, variables: Mapping[str, str], limit_s: float) -> Generator[Session]:
+def session(
+    module: str, work: Mapping[str, object], *, variables: Mapping[str, str], limit_s: float, log: Path | None = None
+) -> Generator[Session]:
     """Start ``python -m module`` and wait until its engine is ready. Leaving the scope ends it and what it has started.
 
-    Raises :class:`ChildFailed`.
+    ``log``: a file for what it prints. Raises :class:`ChildFailed`.
     """
     command = [sys.executable, "-m", module, json.dumps(work)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
