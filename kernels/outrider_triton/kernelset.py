@@ -22,7 +22,7 @@ from outrider_triton import fused_ops as _fused_ops  # noqa: F401
 from outrider_triton import ops as _ops  # noqa: F401
 from outrider_triton import variants
 from outrider_triton.bookkeeping import TritonBookkeeping
-from outrider_triton.launch import power_of_two, shares, splits
+from outrider_triton.launch import ahead, power_of_two, shares, splits
 from outrider_triton.table import STREAMED, UNTUNED, MatmulConfig, Table
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ class TritonKernels(TritonBookkeeping, KernelSet):
         if self._scope.first((operator, x.dtype, n, k, scaled)):
             dtype = str(x.dtype)[6:]
             for config in variants.products(self.table, operator, dtype, n=n, k=k, everywhere=self._everywhere):
-                yield config.as_list()
+                with ahead():
+                    yield config.as_list()
 
     def matmul_config(self, operator: str, x: Tensor, weight: Tensor) -> MatmulConfig | None:
         """The configuration for ``x [..., K] @ weight.T``, or None for torch's own.
@@ -269,8 +270,9 @@ class TritonKernels(TritonBookkeeping, KernelSet):
             return
         if self._scope.first(("move_cache", k_cache.dtype, k_cache.stride(1))):
             for count in (1 << exponent for exponent in range(_MOVES.bit_length())):
-                nowhere = torch.zeros(count, dtype=sources.dtype, device=sources.device)  # the reserved row, onto itself
-                _TRITON.move_cache.triton(k_cache, v_cache, nowhere, nowhere, self.pdl)
+                nowhere = torch.zeros(count, dtype=sources.dtype, device=sources.device)
+                with ahead():
+                    _TRITON.move_cache.triton(k_cache, v_cache, nowhere, nowhere, self.pdl)
         _TRITON.move_cache.triton(k_cache, v_cache, sources, destinations, self.pdl)
 
     def gather_rows(self, state: Tensor, rows: Tensor) -> Tensor:
@@ -351,7 +353,7 @@ class TritonKernels(TritonBookkeeping, KernelSet):
                 max_query=metadata.max_query,
                 capacity=metadata.block_table.shape[1] * k_cache.shape[1],
             ):
-                with variants.that_fit():
+                with ahead():
                     attend(list(each))
         return attend(self.attention_config(q, k_cache, metadata))
 
@@ -363,7 +365,9 @@ class TritonKernels(TritonBookkeeping, KernelSet):
         for size in shape[:-1]:
             rows *= size
         if self._scope.depth:  # other operands make other variants: each time
-            yield from variants.share_counts(shape[-1], self.processors)
+            for count in variants.share_counts(shape[-1], self.processors):
+                with ahead():
+                    yield count
         yield shares(rows, shape[-1], self.processors)
 
     def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
