@@ -4,11 +4,12 @@ import pytest
 import torch
 from tests.engine.conftest import Bundle
 
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.device import KernelSet
 from outrider.engine.requests.request import FinishReason
 from outrider.model import Decoder
 from outrider.speculative.eagle import EagleProposer
+from outrider_proof.tiny import plain_config
 
 LENGTH = 16
 MODES = {"called": {}, "graphs": {"graphs": True}, "fused": {"mode": "fused"}}
@@ -85,7 +86,7 @@ def test_a_nan_from_the_model_ends_its_request_alone(bundle, prompt_tokens, mode
     assert len(free) == 3
     plain, _ = served(bundle.engine(speculate="none", max_requests=3, max_context=64), prompts)
     model = Decoder(bundle.target.config, bundle.target.weights, NanFor(7))
-    config = EngineConfig(max_requests=3, max_context=64, page_size=4, overlap=True, **MODES[mode])
+    config = plain_config(max_requests=3, max_context=64, page_size=4, overlap=True, **MODES[mode])
     engine = Engine(model, bundle.backend, proposer=EagleProposer(bundle.head, draft_tokens=4), config=config)
     tokens, last = served(engine, [prompts[0], [*prompts[1], 7, 5], prompts[2]])
     assert last[1].finish_reason is FinishReason.ERROR
@@ -98,7 +99,7 @@ def test_a_nan_from_the_model_ends_its_request_alone(bundle, prompt_tokens, mode
 
 def test_completions_say_what_was_found(bundle, prompt_tokens):
     model = Decoder(bundle.target.config, bundle.target.weights, NanFor(7))
-    engine = Engine(model, bundle.backend, config=EngineConfig(max_requests=2, max_context=64))
+    engine = Engine(model, bundle.backend, config=plain_config(max_requests=2, max_context=64))
     good, bad = engine.generate([prompt_tokens[0][:8], [7, 8]], SamplingParams(max_tokens=4))
     assert good.error is None
     assert bad.finish_reason is FinishReason.ERROR

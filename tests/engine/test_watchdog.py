@@ -15,6 +15,7 @@ from outrider.device.polling import poll
 from outrider.model import load_decoder, load_eagle
 from outrider.speculative.eagle import EagleProposer
 from outrider_cpu.backend import CpuBackend
+from outrider_proof.tiny import plain_config
 from outrider_sim.plugin import create_backend
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "threads_backend"
@@ -26,7 +27,7 @@ def engine_on(backend, directory, **fields):
     target = load_decoder(directory / "target", backend=backend, dtype=torch.float32)
     head = load_eagle(directory / "eagle", target=target, backend=backend, dtype=torch.float32)
     backend.synchronize()
-    config = EngineConfig(max_context=48, max_requests=2, page_size=4, overlap=True, **fields)
+    config = plain_config(max_context=48, max_requests=2, page_size=4, overlap=True, **fields)
     return Engine(target, backend, proposer=EagleProposer(head, draft_tokens=3), config=config)
 
 

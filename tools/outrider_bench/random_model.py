@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.models import Running
-from outrider.cli.starting import progress_shown, say_what_started
+from outrider.cli.models import Running, Sizes
+from outrider.cli.starting import progress_shown, say_what_started, say_what_was_chosen
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from outrider.device import Backend
-    from outrider.engine.config import EngineConfig
+    from outrider.engine.config import Choice, EngineConfig
     from outrider.engine.engine import Engine
     from outrider.model import LanguageModel
     from outrider.speculative.proposer import Proposer
@@ -61,31 +61,20 @@ class RandomModel:
         }
 
     def config(
-        self,
-        *,
-        running: Running,
-        max_requests: int,
-        dtype: str,
-        max_context: int,
-        num_pages: int | None = None,
-        prefill_chunk: int = 256,
+        self, *, running: Running, max_requests: int, dtype: str | None, max_context: int, sizes: Sizes | None = None
     ) -> EngineConfig:
-        """That of the engine; what isn't given is as :class:`~outrider.engine.EngineConfig` has it."""
+        """That of the engine. ``sizes`` go before the others."""
         from outrider.engine.config import EngineConfig
 
+        least = {"max_requests": max_requests, "max_context": max_context}
         return EngineConfig(
-            max_requests=max_requests,
             draft_tokens=self.draft_tokens,
             dtype=dtype,
-            max_context=max_context,
             prefix_cache=False,
             penalties=False,
             max_logprobs=0,
-            mode=running.mode,
-            graphs=running.graphs,
-            overlap=running.overlap,
-            num_pages=num_pages,
-            prefill_chunk=prefill_chunk,
+            **asdict(running),
+            **least | (sizes or Sizes()).given,
         )
 
     def make(self, device: Backend, dtype: torch.dtype) -> tuple[LanguageModel, Proposer | None]:
@@ -110,25 +99,34 @@ class RandomModel:
         *,
         running: Running,
         max_requests: int,
-        dtype: str,
+        dtype: str | None,
         max_context: int,
-        num_pages: int | None = None,
-        prefill_chunk: int = 256,
+        sizes: Sizes | None = None,
+        cached_tokens: int | None = None,
+        say: bool = False,
+        beside: Sequence[Choice] = (),
     ) -> Engine:
-        """Choose the backend and make the weights on it."""
-        from outrider.engine.engine import Engine
+        """Choose the backend and make the weights on it. ``say``: tell people what was chosen, also ``beside`` it.
 
-        config = self.config(
-            running=running,
-            max_requests=max_requests,
-            dtype=dtype,
-            max_context=max_context,
-            num_pages=num_pages,
-            prefill_chunk=prefill_chunk,
-        )
+        ``cached_tokens``: those that the cache holds, a partly used page of each request aside; None: chosen.
+        """
+        from outrider.engine.engine import Engine
+        from outrider.engine.resolve import resolve
+        from outrider.engine.situation import situation_of
+        from outrider.speculative.proposer import PlainProposer
+
         registry = Registry()
         device = registry.create(registry.select(backend, backend_from_environment()))
+        own: tuple[Choice, ...] = ()
+        if dtype is None:
+            own = (self.dtype(device),)
+            dtype = str(own[0].value)
+        config = self.config(running=running, max_requests=max_requests, dtype=dtype, max_context=max_context, sizes=sizes)
+        if cached_tokens is not None:
+            pages = cached_tokens // (config.page_size or device.capabilities.page_size) + max_requests + 2
+            config = replace(config, num_pages=pages)
         model, proposer = self.make(device, config.torch_dtype)
+        config = resolve(config, situation_of(device, model, proposer or PlainProposer()), own)
         with progress_shown() as tell:
             engine = Engine(
                 model,
@@ -137,5 +135,17 @@ class RandomModel:
                 config=config,
                 capture_progress=lambda done, total: tell("capturing graphs", done, total),
             )
+        if say:
+            say_what_was_chosen(engine, beside)
         say_what_started(engine)
         return engine
+
+    @staticmethod
+    def dtype(device: Backend) -> Choice:
+        """The dtype of the weights where none is named: that in which such models are published."""
+        import torch
+
+        from outrider.engine.resolve import choose_dtype
+
+        chosen = choose_dtype(device.capabilities, torch.bfloat16)
+        return replace(chosen, why=chosen.why.replace("the checkpoint", "the published checkpoint"))

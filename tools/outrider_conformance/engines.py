@@ -39,7 +39,17 @@ def engine_on(backend: Backend, *, speculate: str, overlap: bool = False, dtype:
         backend,
         draft_dir=bundled / "eagle",
         speculate=speculate,
-        config=EngineConfig(max_requests=3, page_size=8, max_context=96, draft_tokens=3, overlap=overlap, dtype=dtype),
+        config=EngineConfig(
+            max_requests=3,
+            page_size=8,
+            max_context=96,
+            prefill_chunk=256,
+            draft_tokens=3,
+            dtype=dtype,
+            mode="staged",
+            graphs=False,
+            overlap=overlap,
+        ),
     )
 
 

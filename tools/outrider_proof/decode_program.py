@@ -173,11 +173,11 @@ class DecodeExplorer:
         return tuple(self._text[arrival.start : arrival.start + arrival.length])
 
     def _engine(self, program: HostProgram) -> Engine:
-        from outrider.engine.config import EngineConfig
         from outrider.engine.engine import Engine
         from outrider.speculative.build import DraftOptions, build
+        from outrider_proof.tiny import plain_config
 
-        config = EngineConfig(
+        config = plain_config(
             max_requests=program.max_requests,
             page_size=program.page_size,
             num_pages=1 + -(-(_CONTEXT + 16) // program.page_size) + program.spare_pages,
@@ -309,11 +309,11 @@ def _reference_model() -> Decoder:
 
 
 def _plain(model: Decoder, prompt: tuple[int, ...]) -> Completion:
-    from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
     from outrider.engine.requests.request import SamplingParams
+    from outrider_proof.tiny import plain_config
 
-    config = EngineConfig(max_requests=1, max_context=_CONTEXT)
+    config = plain_config(max_requests=1, max_context=_CONTEXT)
     engine = Engine(model, Registry().create("cpu"), config=config)
     (completion,) = engine.generate([prompt], SamplingParams(max_tokens=_LONGEST))
     return completion

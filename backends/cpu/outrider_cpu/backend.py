@@ -14,13 +14,13 @@ from outrider.device import (
     Capabilities,
     DeviceError,
     Event,
-    KernelSet,
     MemoryInfo,
     OutOfDeviceMemory,
     SpeculativeSync,
     StepMode,
     Stream,
 )
+from outrider_cpu.kernels import CpuKernels
 
 CAPABILITIES = Capabilities(dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}))
 
@@ -66,7 +66,7 @@ class CpuBackend(Backend):
     """The reference backend."""
 
     def __init__(self) -> None:
-        super().__init__("cpu", torch.device("cpu"), capabilities=CAPABILITIES, kernels=KernelSet(), speculative_sync=CpuSync)
+        super().__init__("cpu", torch.device("cpu"), capabilities=CAPABILITIES, kernels=CpuKernels(), speculative_sync=CpuSync)
 
     @contextmanager
     def _on(self, stream: Stream) -> Generator[None]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from outrider.device import Backend, Fence, StepMode
 from outrider.engine.checks import check_cache
-from outrider.engine.config import EngineConfig
+from outrider.engine.config import DecidedConfig
 from outrider.engine.fences import FenceSet
 from outrider.engine.graphs import AnyStage, CaptureProgress, EagerRunner, GraphRunner, Runner, buckets_up_to
 from outrider.engine.loop import Loop
@@ -55,7 +55,7 @@ class EngineParts:
     results: Results
     seq_lens_ring: SeqLensRing
     transfer: Transfer
-    config: EngineConfig
+    config: DecidedConfig
     vision: VisionTower | None
 
     @property
@@ -71,7 +71,7 @@ class EngineParts:
         return max(self.proposer.slots - 2, 0) if self.proposer.is_tree else 0
 
 
-def ring_entries(config: EngineConfig) -> int:
+def ring_entries(config: DecidedConfig) -> int:
     """Iterations whose pinned buffers are in use at the same time."""
     return 2 if config.overlap else 1
 
@@ -81,14 +81,13 @@ def assemble(
     backend: Backend,
     *,
     proposer: Proposer,
-    config: EngineConfig,
-    max_context: int,
+    config: DecidedConfig,
     vision: VisionTower | None,
     wrap_fence: Callable[[Fence], Fence] | None = None,
 ) -> EngineParts:
     """Streams, fences, caches and buffers of an engine; all of it is there when this returns."""
-    table_width = -(-(max_context + proposer.slots) // config.page_size)
-    pages = config.num_pages or config.max_requests * table_width + 1
+    table_width = -(-(config.max_context + proposer.slots) // config.page_size)
+    pages = config.num_pages
     check_cache(backend, config, model, pages=pages)
     entries = ring_entries(config)
     device = backend.device
@@ -124,7 +123,7 @@ def assemble(
         capacity += OptionTable.capacity(
             requests=config.max_requests,
             vocabulary=model.config.vocab_size,
-            max_context=max_context,
+            max_context=config.max_context,
             penalties=config.penalties,
         )
         staging = Staging(backend, entries=entries, capacity=capacity, max_requests=config.max_requests)
@@ -151,7 +150,7 @@ def assemble(
         options=options,
         future=future,
         buffers=buffers,
-        plans=Plans(model.kernels, proposer, lane=buffers.lane, page_size=config.page_size, max_context=max_context),
+        plans=Plans(model.kernels, proposer, lane=buffers.lane, page_size=config.page_size, max_context=config.max_context),
         attention=AttentionPlans(model, proposer, page_size=config.page_size),
         probes=probes,
         staging=staging,

@@ -10,8 +10,8 @@ from pathlib import Path
 from outrider.device import Backend, ConfigError, DeviceError, Fence, StepMode
 from outrider.engine.admission import Admission
 from outrider.engine.assembly import assemble, build_loop, build_runner, build_stages, build_step
-from outrider.engine.checks import check_invariance, check_policy, check_tree, context_limit
-from outrider.engine.config import EngineConfig
+from outrider.engine.checks import check_invariance, check_policy, check_tree
+from outrider.engine.config import Choice, EngineConfig
 from outrider.engine.graphs import CaptureProgress, EagerRunner
 from outrider.engine.loading import load_checkpoint
 from outrider.engine.recovery.watchdog import Watchdog
@@ -20,6 +20,8 @@ from outrider.engine.requests.owner import Owner
 from outrider.engine.requests.request import Completion, FinishReason, Request, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.streaming import RequestStream
+from outrider.engine.resolve import resolve
+from outrider.engine.situation import situation_of
 from outrider.engine.stages import Iteration
 from outrider.engine.stats import EngineStats as EngineStats
 from outrider.engine.streams import Streams
@@ -57,23 +59,22 @@ class Engine:
     ) -> None:
         self._owner, self._used = Owner(), False
         self._abandoned: deque[Request] = deque()
-        self.config = config = config or EngineConfig()
         self.backend = backend
         self.model = model
         self.proposer = proposer = proposer or PlainProposer()
+        self.config = config = resolve(config or EngineConfig(), situation_of(backend, model, proposer))
         self._tokenizer = tokenizer
         self._vision = vision
         check_policy(backend, config, proposer, model.kernels)
         check_invariance(config, model)
         check_tree(model, proposer)
-        self.max_context = context_limit(config, model, proposer)
+        self.max_context = config.max_context
         watchdog = Watchdog(config.device_timeout_s)
         self._parts = parts = assemble(
             model,
             backend,
             proposer=proposer,
             config=config,
-            max_context=self.max_context,
             vision=vision,
             wrap_fence=watchdog.around(wrap_fence),
         )
@@ -120,8 +121,9 @@ class Engine:
     ) -> Engine:
         """Load a checkpoint (and its draft) and build an engine for it.
 
-        ``speculate`` names a proposer: one of Outrider's (:data:`outrider.speculative.names.OWN_PROPOSERS`), one of
-        ``builders``, or an installed plugin. ``draft_dir`` holds the checkpoint of those that have one.
+        What ``config`` leaves open is chosen, see :attr:`chosen`. ``speculate`` names a proposer: one of Outrider's
+        (:data:`outrider.speculative.names.OWN_PROPOSERS`), one of ``builders``, or an installed plugin. ``draft_dir`` holds
+        the checkpoint of those that have one.
 
         ``through_transformers`` runs the model by transformers' own code on the paged cache: any decoder with a
         replaceable attention, slower than a native one. ``trust_remote_code`` lets it run Python code that the checkpoint
@@ -130,11 +132,10 @@ class Engine:
 
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
-        config = config or EngineConfig()
         loaded = load_checkpoint(
             model_dir,
             backend,
-            config,
+            config or EngineConfig(),
             draft_dir=draft_dir,
             speculate=speculate,
             builders=builders,
@@ -146,7 +147,7 @@ class Engine:
             loaded.model,
             backend,
             proposer=loaded.proposer,
-            config=config,
+            config=loaded.config,
             tokenizer=loaded.tokenizer,
             vision=loaded.vision,
             capture_progress=capture_progress,
@@ -158,6 +159,11 @@ class Engine:
         if self._tokenizer is None:
             raise ConfigError("this engine was built without a tokenizer; use Engine.from_checkpoint, or pass token ids")
         return self._tokenizer
+
+    @property
+    def chosen(self) -> tuple[Choice, ...]:
+        """What of :attr:`config` wasn't given but chosen when the engine was made, and why."""
+        return self.config.chosen
 
     @property
     def has_tokenizer(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from outrider.device import Backend
-from outrider.engine.config import EngineConfig
+from outrider.engine.config import DecidedConfig
 from outrider.engine.loop import Loop
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
@@ -32,7 +32,7 @@ class WarmUp:
 
 
 def warm_up(
-    loop: Loop, backend: Backend, model: LanguageModel, proposer: Proposer, config: EngineConfig, *, room: int
+    loop: Loop, backend: Backend, model: LanguageModel, proposer: Proposer, config: DecidedConfig, *, room: int
 ) -> WarmUp:
     """Serve requests of its own that need everything which a request may ask for; a prompt that takes two chunks, and then
     iterations that draft, verify and extend. ``loop`` is made for this and dropped afterwards. ``room``: tokens that a

@@ -78,6 +78,11 @@ class NgramProposer(Proposer):
         """The history, a page a row."""
         return (self._history.view(-1, self._page_size),)
 
+    @property
+    def token_bytes(self) -> int:
+        """The token's id."""
+        return torch.int64.itemsize
+
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """One token a slot."""
         self._page_size = page_size

@@ -226,6 +226,13 @@ class Proposer(ABC):
         """
         return ()
 
+    @property
+    def token_bytes(self) -> int:
+        """What a token takes in its own caches, in bytes, before they exist; an engine sizes its own cache by it. The default
+        is 0, for a proposer without any.
+        """
+        return 0
+
     @abstractmethod
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """Make its own cache, if it has one, with the page numbers that the target's cache uses."""

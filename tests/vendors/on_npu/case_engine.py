@@ -6,9 +6,10 @@ import emulation
 import pytest
 
 import outrider
-from outrider import Engine, EngineConfig
+from outrider import Engine
 from outrider_conformance import engines
 from outrider_cpu.backend import CpuBackend
+from outrider_proof.tiny import plain_config
 from outrider_sanitizer import watch
 
 BUNDLED = Path(outrider.__file__).parent / "bundled"
@@ -28,7 +29,7 @@ def engine_on(backend, *, speculate="eagle", **config):
         backend,
         draft_dir=BUNDLED / "eagle" if speculate == "eagle" else None,
         speculate=speculate,
-        config=EngineConfig(**config),
+        config=plain_config(**config),
     )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.models import DraftTokensOption, ModeOption
+from outrider.cli.models import DraftTokensOption, ModeOption, PrefillChunkOption
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
 from outrider.cli.starting import progress_shown
 from outrider.device.errors import ConfigError
@@ -85,8 +85,8 @@ def peers(
     keep: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep what engines compile and print there, for the next time.")
     ] = None,
-    mode: ModeOption = "fused",
-    prefill_chunk: Annotated[int, typer.Option("--prefill-chunk", min=1, metavar="N", help="Of this engine.")] = 8192,
+    mode: ModeOption = None,
+    prefill_chunk: PrefillChunkOption = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="F.svg", help="Draw iterations over batch sizes, this engine's beside others'.")
     ] = None,
@@ -150,7 +150,7 @@ def peers(
     def described() -> dict[str, object]:
         return data | compared([each for each in found if each.settled], work)
 
-    runs = _Alternating(work, spec, {"mode": mode, "graphs": True, "overlap": True, "prefill_chunk": prefill_chunk}, limit)
+    runs = _Alternating(work, spec, {"mode": mode, "prefill_chunk": prefill_chunk}, limit)
     with progress_shown() as tell:
         for group in groups:
             try:

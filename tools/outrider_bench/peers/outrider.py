@@ -15,8 +15,6 @@ from outrider_bench.peers.work import Work
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
 
-_PAGE = 16  # tokens, as EngineConfig has it
-
 
 class Outrider(Peer):
     """See :class:`~outrider_bench.peers.measuring.Peer`."""
@@ -66,8 +64,8 @@ class Outrider(Peer):
 
 @contextmanager
 def opened(work: Work, speculate: str, backend: str, options: Mapping[str, Any]) -> Generator[Outrider]:
-    """An engine for this work; ``options``: mode, graphs, overlap, and its prefill chunk."""
-    from outrider.cli.models import Running
+    """An engine for this work; ``options``: its mode and its prefill chunk, None where it chooses."""
+    from outrider.cli.models import Running, Sizes
     from outrider_bench.random_model import RandomModel
 
     drafts = speculate != "none"
@@ -80,14 +78,16 @@ def opened(work: Work, speculate: str, backend: str, options: Mapping[str, Any])
     )
     engine = model.load(
         backend,
-        running=Running(mode=options["mode"], graphs=options["graphs"], overlap=options["overlap"]),
+        running=Running(mode=options["mode"]),
         max_requests=work.max_requests,
         dtype=work.dtype,
         max_context=work.context,
-        num_pages=work.cached_tokens // _PAGE + 2,
-        prefill_chunk=options["prefill_chunk"],
+        sizes=Sizes(prefill_chunk=options["prefill_chunk"]),
+        cached_tokens=work.cached_tokens,
     )
-    yield Outrider(engine, settings=f"{options['mode']}, overlap, {engine.model.kernels.name}", drafts=drafts)
+    config = engine.config
+    launched = f"{config.mode}, {'overlapped' if config.overlap else 'not overlapped'}, chunk {config.prefill_chunk}"
+    yield Outrider(engine, settings=f"{launched}, {engine.model.kernels.name}", drafts=drafts)
 
 
 if __name__ == "__main__":
