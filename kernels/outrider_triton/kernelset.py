@@ -25,7 +25,7 @@ from outrider_triton.bookkeeping import TritonBookkeeping
 from outrider_triton.derive import MOST, bucket, choose
 from outrider_triton.derive_attention import AttentionCut, Heads, cut, programs
 from outrider_triton.facts import DeviceFacts
-from outrider_triton.launch import shares
+from outrider_triton.launch import ahead, shares
 from outrider_triton.prompts import Device, PromptAttention, Prompts
 from outrider_triton.table import STREAMED, AttentionConfig, MatmulConfig, Table
 from outrider_triton.tuning import TritonTuning
@@ -98,7 +98,8 @@ class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
         if self._scope.first((operator, x.dtype, n, k, scaled)):
             dtype = str(x.dtype)[6:]
             for config in variants.products(self.facts, self.table, operator, dtype, n=n, k=k, half=half):
-                yield config.as_list()
+                with ahead():
+                    yield config.as_list()
 
     def matmul_config(self, operator: str, x: Tensor, weight: Tensor, *, half: int = 0) -> MatmulConfig | None:
         """The configuration for ``x [..., K] @ weight.T``, or None for torch's own.
@@ -298,8 +299,9 @@ class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
             return
         if self._scope.first(("move_cache", k_cache.dtype, k_cache.stride(1))):
             for count in (1 << exponent for exponent in range(_MOVES.bit_length())):
-                nowhere = torch.zeros(count, dtype=sources.dtype, device=sources.device)  # the reserved row, onto itself
-                _TRITON.move_cache.triton(k_cache, v_cache, nowhere, nowhere, self.pdl)
+                nowhere = torch.zeros(count, dtype=sources.dtype, device=sources.device)
+                with ahead():
+                    _TRITON.move_cache.triton(k_cache, v_cache, nowhere, nowhere, self.pdl)
         _TRITON.move_cache.triton(k_cache, v_cache, sources, destinations, self.pdl)
 
     def gather_rows(self, state: Tensor, rows: Tensor) -> Tensor:
@@ -382,7 +384,7 @@ class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
                 max_query=min(metadata.max_query, longest),
                 capacity=metadata.block_table.shape[1] * k_cache.shape[1],
             ):
-                with variants.that_fit():
+                with ahead():
                     attend(list(each))
         if self._prompts.serves(q, metadata):
             prompts = Prompts(q, k_cache, v_cache, metadata, scale, window)
@@ -399,7 +401,9 @@ class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
         for size in shape[:-1]:
             rows *= size
         if self._scope.depth:  # other operands make other variants: each time
-            yield from variants.share_counts(shape[-1], self.processors)
+            for count in variants.share_counts(shape[-1], self.processors):
+                with ahead():
+                    yield count
         yield shares(rows, shape[-1], self.processors)
 
     def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:

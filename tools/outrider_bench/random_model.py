@@ -30,12 +30,13 @@ def check_acceptance(accept_length: float | None, shape: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomModel:
-    """A shape, its proposer (eagle or none), and the synthetic acceptance, if any."""
+    """A shape, its proposer (eagle or none), and the synthetic acceptance, if any: a mean length, or each place's chance."""
 
     shape: str
     speculate: str
     draft_tokens: int
     accept_length: float | None
+    accept_rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.speculate not in ("eagle", "none"):
@@ -51,11 +52,12 @@ class RandomModel:
     @property
     def described(self) -> Mapping[str, object]:
         """What a report says about it."""
+        length = self.accept_length if self.accept_rates is None else 1 + sum(self.accept_rates)
         return {
             "model": f"random weights of {self.shape}",
             "draft": None if self.speculate == "none" else "random weights",
             "speculate": self.speculate,
-            "acceptance": "real" if self.accept_length is None else f"synthetic, mean {self.accept_length:g}",
+            "acceptance": "real" if length is None else f"synthetic, mean {length:g}",
         }
 
     def config(
@@ -80,11 +82,13 @@ class RandomModel:
         from outrider.model import Decoder
         from outrider.speculative.eagle import EagleProposer
         from outrider_bench.random_weights import random_decoder, random_eagle, shape_config
-        from outrider_bench.synthetic import with_synthetic_acceptance
+        from outrider_bench.synthetic import with_acceptance_rates, with_synthetic_acceptance
 
         model = random_decoder(shape_config(self.shape), backend=device, dtype=dtype)
         if self.accept_length is not None:
             model = Decoder(model.config, model.weights, with_synthetic_acceptance(model.kernels, self.accept_length))
+        elif self.accept_rates is not None and self.speculate == "eagle":
+            model = Decoder(model.config, model.weights, with_acceptance_rates(model.kernels, self.accept_rates))
         if self.speculate != "eagle":
             return model, None
         return model, EagleProposer(random_eagle(model, backend=device), draft_tokens=self.draft_tokens)
@@ -98,10 +102,14 @@ class RandomModel:
         dtype: str | None,
         max_context: int,
         sizes: Sizes | None = None,
+        cached_tokens: int | None = None,
         say: bool = False,
         beside: Sequence[Choice] = (),
     ) -> Engine:
-        """Choose the backend and make the weights on it. ``say``: tell people what was chosen, also ``beside`` it."""
+        """Choose the backend and make the weights on it. ``say``: tell people what was chosen, also ``beside`` it.
+
+        ``cached_tokens``: those that the cache holds, a partly used page of each request aside; None: chosen.
+        """
         from outrider.engine.engine import Engine
         from outrider.engine.resolve import resolve
         from outrider.engine.situation import situation_of
@@ -117,6 +125,9 @@ class RandomModel:
             own = (self.dtype(device),)
             dtype = str(own[0].value)
         config = self.config(running=running, max_requests=max_requests, dtype=dtype, max_context=max_context, sizes=sizes)
+        if cached_tokens is not None:
+            pages = cached_tokens // (config.page_size or device.capabilities.page_size) + max_requests + 2
+            config = replace(config, num_pages=pages)
         model, proposer = self.make(device, config.torch_dtype)
         config = resolve(config, situation_of(device, model, proposer or PlainProposer()), own)
         with progress_shown() as tell:

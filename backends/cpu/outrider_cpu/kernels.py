@@ -28,7 +28,7 @@ class CpuKernels(KernelSet):
         return KernelSet().batch_invariant()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """That of torch where it's as exact: in float32 and wider."""
+        """Torch's own where it's as exact: in float32 and wider."""
         if x.dtype.itemsize < torch.float32.itemsize:
             return super().rms_norm(x, weight, eps)
         return F.rms_norm(x, weight.shape, weight, eps)
