@@ -152,7 +152,7 @@ def compile_all(
     starts = torch.tensor([0, 4], dtype=torch.int32, device=device)
     lens, table = starts[1:] + 28, torch.tensor([[1, 2]], dtype=torch.int32, device=device)
     for each in attention:
-        block = [16, each.block_kv, each.split, each.warps, each.stages, 0]
+        block = [16, each.block_kv, each.split, each.warps, each.stages]
         settled = pdl and each.split > 1  # as in a layer behind the first
         try:
             torch.ops.outrider.paged_attention.triton(

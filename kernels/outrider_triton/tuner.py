@@ -188,6 +188,7 @@ class _Tuner:
         start = self._kernels.table or _empty(self._kernels.facts.name)
         before = best = self._attempt(chain, start)
         table, late = start, None
+        self._reached = start, before
         try:
             for name, form in (("scaled", True), ("parts", False)):
                 trial, us = self._form(chain, start, m, scaled=form)
@@ -200,7 +201,7 @@ class _Tuner:
             if us < best * BETTER:
                 table, best = trial, us
         # Once more side by side: what came first may only have been cooler.
-        kept = table is not start and self._attempt(chain, table) < self._attempt(chain, start) * BETTER
+        kept = table is not start and chain.attempt(table) < chain.attempt(start) * BETTER  # whatever the time
         if kept and not self._right(chain, table):
             self._progress(self._done, self._total, f"{m} tokens: what was fastest is wrong, and left out")
             kept = False
