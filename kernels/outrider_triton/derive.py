@@ -9,8 +9,7 @@ against is in ``tests/kernels/test_derive.py``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.table import STREAMED, MatmulConfig
@@ -205,8 +204,3 @@ def every(facts: DeviceFacts, operator: str, *, n: int, k: int, half: int = 0, a
     """Each configuration that a weight has for some number of tokens, more than ``above``."""
     found = (choose(facts, operator, m=size, n=n, k=k, half=half) for size in BUCKETS if size > above)
     return tuple(dict.fromkeys(config for config in found if config is not None))
-
-
-def reading_ahead(config: MatmulConfig, columns: Sequence[int]) -> list[MatmulConfig]:
-    """``config`` asking for so many columns ahead, or as it is where nothing is asked for that way."""
-    return [config] if config.descriptor == STREAMED else [replace(config, ahead=ahead) for ahead in columns]
