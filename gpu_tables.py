@@ -25,7 +25,7 @@ from outrider_triton.chain import Chain
 from outrider_triton.facts import facts_of
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import load
-from outrider_tune.measure import KernelShape
+from outrider.device import DecoderShape as KernelShape
 from outrider_tune.timing import microseconds
 
 CHECKED = ("qwen2.5-0.5b", "phi-3-mini", "qwen2.5-7b", "llama-3.1-70b/4")

@@ -9,14 +9,13 @@ against is in ``tests/kernels/test_derive.py``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.table import STREAMED, MatmulConfig
 
 MOST = 128
-"""More tokens than this are a matrix product for the library."""
+"""More tokens than this are a matrix product for the library. From 65 on they are unless something else was measured."""
 BUCKETS = (8, 16, 32, 64, 128)
 """Numbers of tokens for which configurations are told apart; each serves those down to the one before."""
 OPERATORS = ("linear", "linear_parts", "linear_silu_mul", "linear_add", "linear_add_scaled", "scaled_silu_mul", "linear_rope")
@@ -24,7 +23,8 @@ OPERATORS = ("linear", "linear_parts", "linear_silu_mul", "linear_add", "linear_
 _GATED = ("linear_silu_mul", "scaled_silu_mul")
 _ADDED = ("linear_add", "linear_add_scaled")
 _PAIRS = 32  # of a tile of a ring; outrider_triton.jit.ring says the same
-_RINGS_MOST = 64
+_OURS = 64
+"""To so many tokens our products win wherever they were measured; to twice as many here and there, by a twentieth."""
 _LATENCY = 1.0e-6  # seconds until a byte comes while memory is busy
 _LAUNCH = 2.0e-6  # seconds of a kernel beside its bytes
 _ALONE = 1.15  # how much more than its share of the bandwidth a multiprocessor can have while others have nothing to do
@@ -33,6 +33,7 @@ _REACHED = 0.52  # share of the matrix units' rate that products reach whose til
 _THREADS = 1536
 _ROOMS = ((184 << 10, 208 << 10, 128 << 10), (112 << 10, 160 << 10, 208 << 10))
 """Bytes of a ring, the likeliest first. The second: beside the small ones that run before it, attention's."""
+_TILES = {16: 1.03, 32: 1.015, 64: 1.0, 128: 1.01}
 _BOXES = {8: 1.015, 16: 1.005, 32: 1.0}  # small ones are more requests of the copy engine
 
 
@@ -47,7 +48,7 @@ def choose(facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: i
     ``operator`` is one of :data:`OPERATORS`; ``half``: half a head's size, for ``linear_rope`` alone.
     """
     ranked = rank(facts, operator, m=m, n=n, k=k, half=half)
-    return ranked[0] if ranked and _wins(facts, operator, m=m, n=n, k=k) else None
+    return ranked[0] if ranked and _wins(operator, m=m, n=n, k=k) else None
 
 
 def rank(facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0) -> list[MatmulConfig]:
@@ -59,14 +60,11 @@ def rank(facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int
     return sorted(found, key=lambda config: estimate(facts, operator, config, m=size, n=n, k=k))
 
 
-def _wins(facts: DeviceFacts, operator: str, *, m: int, n: int, k: int) -> bool:
+def _wins(operator: str, *, m: int, n: int, k: int) -> bool:
     """Whether a kernel of ours is expected to be faster than the library's and what comes around it."""
     if operator == "linear_add_scaled" and (k > 2 * n or m > 32):
         return False  # so long a row is better shared out in parts, and their sum normed; so are many
-    if m <= _RINGS_MOST:
-        return True
-    # With more tokens a fused kernel still saves a way to memory where the library has no better tile.
-    return facts.warpgroups and operator in ("linear_parts", "linear_silu_mul") and n * k >= 1 << 24
+    return m <= _OURS
 
 
 # -- candidates ----------------------------------------------------------------------------------------------------
@@ -75,7 +73,7 @@ def _wins(facts: DeviceFacts, operator: str, *, m: int, n: int, k: int) -> bool:
 def candidates(facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0) -> list[MatmulConfig]:
     """Configurations that are worth a try and fit; ``m`` is one of :data:`BUCKETS`."""
     made = list(_plain(facts, operator, m, n))
-    if facts.rings and m <= _RINGS_MOST:
+    if facts.rings and m <= _OURS:
         made += _rings(facts, operator, m, n, k, half)
     return [config for config in dict.fromkeys(made) if shared_bytes(facts, operator, config) <= facts.shared_bytes]
 
@@ -181,9 +179,11 @@ def estimate(facts: DeviceFacts, operator: str, config: MatmulConfig, *, m: int,
     elif operator == "linear_parts":
         behind = 4.0 * m * n / (_CACHED * facts.bytes_per_second)
     # A program that comes after another on the same multiprocessor begins with nothing on its way, unless two fit beside.
-    starts = 0.25e-6 * (-(-rounds // resident) - 1) + (0.1e-6 if resident == 1 and rounds > 1 else 0.0)
+    starts = 0.1e-6 * (-(-rounds // resident) - 1) + (0.1e-6 if resident == 1 and rounds > 1 else 0.0)
     even = k % (config.split * config.block_k) == 0
-    slower = _BOXES[config.block_n] if streamed else 1.03 if even else 1.08
+    # Pointers to 128 bytes of a row are more requests than those to 256.
+    plain = (1.03 if even else 1.08) * (1.02 if config.block_k < 128 else 1.0)
+    slower = _BOXES[config.block_n] if streamed else plain * _TILES[config.block_n]
     return (max(memory, cache, unit) + starts + behind) * slower + _LAUNCH
 
 
@@ -204,8 +204,3 @@ def every(facts: DeviceFacts, operator: str, *, n: int, k: int, half: int = 0, a
     """Each configuration that a weight has for some number of tokens, more than ``above``."""
     found = (choose(facts, operator, m=size, n=n, k=k, half=half) for size in BUCKETS if size > above)
     return tuple(dict.fromkeys(config for config in found if config is not None))
-
-
-def reading_ahead(config: MatmulConfig, columns: Sequence[int]) -> list[MatmulConfig]:
-    """``config`` asking for so many columns ahead, or as it is where nothing is asked for that way."""
-    return [config] if config.descriptor == STREAMED else [replace(config, ahead=ahead) for ahead in columns]

@@ -14,10 +14,9 @@ from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import power_of_two
 from outrider_triton.table import AttentionConfig
 
-_MOST_SPLITS = 32
-_FILLED_SPLITS = 4
-_LONG = 2048
-"""Cached tokens that a program has at least where the device is full without splits: these are for a long one among short."""
+_MOST_SPLITS = 16
+_LONG = 16384
+"""A capacity beyond which there may be twice as many splits: each costs a little, also where nothing is left for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,18 +31,17 @@ class Heads:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionCut:
-    """A launch: rows and cached tokens of a block, splits, warps, stages, and the fewest cached tokens of a program."""
+    """A launch: rows and cached tokens of a block, splits, warps, stages."""
 
     block_rows: int
     block_kv: int
     split: int
     warps: int
     stages: int
-    least: int
 
     def as_list(self) -> list[int]:
         """As the operator takes it."""
-        return [self.block_rows, self.block_kv, self.split, self.warps, self.stages, self.least]
+        return [self.block_rows, self.block_kv, self.split, self.warps, self.stages]
 
 
 def attention_bytes(facts: DeviceFacts, heads: Heads, rows: int, block_kv: int) -> int:
@@ -75,22 +73,13 @@ def cut(
     while attention_bytes(facts, heads, rows, block) > facts.shared_bytes and rows > fewest:
         rows //= 2
     groups = programs(heads, rows, batch, max_query)
-    fill = 2 * facts.processors // groups
-    if fill >= 2:
-        split, least = min(_MOST_SPLITS, fill), block
-    else:
-        split = _FILLED_SPLITS if groups < 4 * facts.processors and max_query * heads.group <= rows else 1
-        least = max(_LONG, block)
-    split = _floor(max(1, min(split, max_kv // least)))
+    # Twice as many programs as there are multiprocessors; where sequences alone are as many, none is split.
+    most = _MOST_SPLITS if max_kv <= _LONG else 2 * _MOST_SPLITS
+    split = _floor(max(1, min(most, 2 * facts.processors // groups, max_kv // block)))
     if tuned:
         split = max(split, _floor(max(1, min(tuned.split, max_kv // block))))
-        least = min(least, block) if tuned.split > 1 else least
-    if split == 1:
-        least = 0  # nobody asks
     stages = tuned.stages if tuned else 2 if heads.bytes > 2 or facts.capability == 0 else 3
-    return AttentionCut(
-        block_rows=rows, block_kv=block, split=split, warps=tuned.warps if tuned else 4, stages=stages, least=least
-    )
+    return AttentionCut(block_rows=rows, block_kv=block, split=split, warps=tuned.warps if tuned else 4, stages=stages)
 
 
 def _floor(value: int) -> int:

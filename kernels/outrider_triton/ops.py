@@ -326,7 +326,7 @@ def _paged_attention(
     pdl: bool,
 ) -> Tensor:
     del max_kv  # lengths are read on the device
-    block_rows, block_kv, split, warps, stages, least = config
+    block_rows, block_kv, split, warps, stages = config
     tokens, heads, size = q.shape
     page, kv_heads = k_cache.shape[1], k_cache.shape[2]
     group, batch = heads // kv_heads, seq_lens.shape[0]
@@ -347,7 +347,7 @@ def _paged_attention(
         grid,
         *(q, k_cache, v_cache, query_start, seq_lens, block_table, mask, out, parts, stats),
         *(tokens, batch, heads, scale, size, q.stride(0), q.stride(1), block_table.stride(0)),
-        *(mask.stride(0), k_cache.stride(1), k_cache.stride(2), least),
+        *(mask.stride(0), k_cache.stride(1), k_cache.stride(2)),
         PAGE=page,
         GROUP=group,
         WINDOW=window,

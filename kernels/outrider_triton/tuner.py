@@ -27,7 +27,6 @@ from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import AttentionConfig, AttentionEntry, MatmulConfig, Table
 from outrider_triton.tuned_store import Row, TunedStore
 from outrider_tune.chain import normal
-from outrider_tune.search import BETTER
 from outrider_tune.timing import microseconds
 
 SIZES = {8: (1, 4), 32: (8, 4), 128: (32, 4), 16: (4, 4), 64: (16, 4)}
@@ -36,6 +35,7 @@ _CANDIDATES = 4
 _STEPS = 4  # of a form
 _ALIKE = 2  # candidates that differ in how much is on its way alone
 _ERROR = 5e-2  # relative, of a chain of layers in half precision against torch's
+_BETTER = 0.999  # a smaller gain than this is taken for noise
 _ROTATE_BYTES = 256 << 20
 _ATTENTION = ((64, 4, 3), (128, 8, 1), (128, 8, 2), (32, 4, 2), (64, 8, 2))
 """Cached tokens of a block, warps, stages."""
@@ -188,19 +188,20 @@ class _Tuner:
         start = self._kernels.table or _empty(self._kernels.facts.name)
         before = best = self._attempt(chain, start)
         table, late = start, None
+        self._reached = start, before
         try:
             for name, form in (("scaled", True), ("parts", False)):
                 trial, us = self._form(chain, start, m, scaled=form)
-                if us < best * BETTER:
+                if us < best * _BETTER:
                     table, best = trial, us
                 said = f"{m} tokens, ends of a block {name}: {us:.1f} us a layer, was {before:.1f}"
                 self._progress(self._done, self._total, said)
         except _Late as error:
             late, (trial, us) = error, self._reached
-            if us < best * BETTER:
+            if us < best * _BETTER:
                 table, best = trial, us
         # Once more side by side: what came first may only have been cooler.
-        kept = table is not start and self._attempt(chain, table) < self._attempt(chain, start) * BETTER
+        kept = table is not start and chain.attempt(table) < chain.attempt(start) * _BETTER  # whatever the time
         if kept and not self._right(chain, table):
             self._progress(self._done, self._total, f"{m} tokens: what was fastest is wrong, and left out")
             kept = False
@@ -233,7 +234,7 @@ class _Tuner:
             for config in self._tried(key, m):
                 trial = with_choice(table, key, m, config)
                 taken = self._attempt(chain, trial)
-                if taken < us * BETTER:
+                if taken < us * _BETTER:
                     table, us = trial, taken
                     self._reached = table, us
             self._step(f"{m} tokens, {key[0]} {key[2]}x{key[3]}: {us:.1f} us a layer")
@@ -241,7 +242,7 @@ class _Tuner:
             others = tuple(e for e in table.attention if (e.groups, e.head_size) != (entry.groups, entry.head_size))
             trial = replace(table, attention=(*others, entry))
             taken = self._attempt(chain, trial)
-            if taken < us * BETTER:
+            if taken < us * _BETTER:
                 table, us = trial, taken
                 self._reached = table, us
         return table, us

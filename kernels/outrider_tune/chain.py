@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, KernelSet, Product, RotaryArgs
-from outrider_tune.measure import KernelShape
+from outrider.device import AttentionMetadata, DecoderShape, KernelSet, Product, RotaryArgs
 from outrider_tune.timing import microseconds
 
 LAYERS = 8
@@ -20,7 +19,6 @@ LAYERS = 8
 _ROTATE_BYTES = 1 << 30
 """Weights of a chain, if fewer layers have as many: several times any second-level cache."""
 _PAGE = 16
-_CONTEXT = 640
 
 
 def normal(device: torch.device, *size: int) -> Tensor:
@@ -46,7 +44,7 @@ class LayerChain:
     """
 
     def __init__(
-        self, shape: KernelShape, kernels: KernelSet, device: torch.device, *, most_bytes: int | None = None
+        self, shape: DecoderShape, kernels: KernelSet, device: torch.device, *, most_bytes: int | None = None
     ) -> None:
         self.shape, self.kernels, self.device = shape, kernels, device
         self._module = torch.get_device_module(device)
@@ -60,11 +58,6 @@ class LayerChain:
         self._norm = torch.ones(shape.hidden, dtype=torch.bfloat16, device=device)
         self._head_norm = torch.ones(shape.head_size, dtype=torch.bfloat16, device=device)
         self._bias = normal(device, attention + 2 * kv) if shape.bias else None
-
-    def prepare_for(self, m: int) -> None:
-        """Prepare for a table's entries of ``m`` tokens: four of each sequence, or one where they're 16."""
-        width = 1 if m == 16 else 4
-        self.prepare(m // width, width, _CONTEXT)
 
     def prepare(self, batch: int, width: int, context: int, *, capacity: int | None = None) -> None:
         """Inputs and caches for what is measured next; ``capacity``: the bound of cached tokens that kernels are told."""

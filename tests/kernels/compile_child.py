@@ -42,7 +42,6 @@ TYPES = {
     **dict.fromkeys(INTS, INT),
     "eps": "fp32",
     "scale": "fp32",
-    "least": "i32",
     "tree_mask": "*u8",
 }
 PRODUCT = {"bias": None, "HAS_BIAS": False, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN": True}
@@ -159,10 +158,12 @@ def main() -> None:
             print(kernel.__name__, flush=True)
 
 
-def compiled(source, kernel, types, given, target):
+def compiled(source, kernel, types, given, target, *, warps=4, stages=3, aligned=()):
     signature = {n: "constexpr" if n in given else {**TYPES, **types}.get(n, "i32") for n in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in given.items()}
-    return triton.compile(source(kernel, signature, places), target=target, options={"num_warps": 4})
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in given}
+    arguments = (kernel, signature, places, attributes) if attributes else (kernel, signature, places)
+    return triton.compile(source(*arguments), target=target, options={"num_warps": warps, "num_stages": stages})
 
 
 def descriptor(rows, columns):
@@ -202,4 +203,5 @@ def check_order_of_both(name: str, ptx: str) -> None:
     assert order == expected * (len(order) // 2), f"{name}: waits and lets the next one start in the wrong order"
 
 
-main()
+if __name__ == "__main__":
+    main()

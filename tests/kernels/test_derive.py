@@ -99,7 +99,7 @@ def test_every_product_has_a_configuration_that_fits(device, model):
             half = shape.head_size // 2
             config = choose(facts, operator, m=m, n=n, k=k, half=half)
             if config is None:  # the library's, and never where few tokens read the whole weight
-                assert m > 32 or (operator == "linear_add_scaled" and k > 2 * n)
+                assert m > 64 or (operator == "linear_add_scaled" and (k > 2 * n or m > 32))
                 continue
             check(facts, operator, config, n, k, m, half)
 
@@ -118,7 +118,6 @@ def test_attention_fits_and_fills_the_device(device, bytes_of):
             assert attention_bytes(facts, of, made.block_rows, made.block_kv) <= facts.shared_bytes
             assert made.block_rows >= of.group
             assert made.block_kv >= 16
-            assert made.split == 1 or made.least % made.block_kv == 0
             # What a long context can be shared out to, it is.
             filled = made.split * programs(of, made.block_rows, batch, width) >= facts.processors
             assert filled or made.split == 32 or cached < 32768
@@ -132,7 +131,7 @@ def test_a_capacity_changes_no_share_of_a_short_context():
 
     def shares(capacity, length):
         made = cut(facts, heads, batch=1, max_query=4, max_kv=capacity, tuned=None)
-        share = max(ceil(ceil(length / made.block_kv) / made.split) * made.block_kv, made.least)
+        share = ceil(ceil(length / made.block_kv) / made.split) * made.block_kv
         return ceil(length / share)
 
     for length in (100, 640, 1500):
@@ -169,7 +168,7 @@ def test_the_table_and_the_rule_choose_the_same_kind():
         assert made.descriptor == STREAMED
         assert -(-4096 // made.each) // (1 if made.split == 1 else 2) * made.split in range(100, 265)
     assert choose(facts, "linear", m=128, n=6144, k=4096) is None
-    assert choose(facts, "linear_silu_mul", m=128, n=28672, k=4096).as_list()[:3] == [128, 128, 64]
+    assert rank(facts, "linear_silu_mul", m=128, n=28672, k=4096)[0].as_list()[:3] == [128, 128, 64]
     assert choose(facts, "linear_add_scaled", m=8, n=4096, k=14336) is None
     small = choose(DEVICES["RTX 4090"], "linear_parts", m=8, n=4096, k=4096)
     assert small.descriptor == 0

@@ -99,10 +99,10 @@ def test_a_gated_product(m, n, k, with_bias, device, pdl):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 32), (7, 1, 24), (4, 4, 16)])
 @pytest.mark.parametrize(  # each pair of the first three once
-    ("split", "tree", "settled", "least"),
-    [(1, False, False, 0), (1, True, True, 0), (4, False, True, 32), (4, True, False, 64), (16, False, False, 32)],
+    ("split", "tree", "settled"),
+    [(1, False, False), (1, True, True), (4, False, True), (4, True, False), (16, False, False)],
 )
-def test_attention_over_long_contexts(heads, kv_heads, size, tree, split, settled, least, device, pdl):
+def test_attention_over_long_contexts(heads, kv_heads, size, tree, split, settled, device, pdl):
     """Several blocks of queries and of cached tokens, splits with nothing in them, and padding behind the last sequence;
     with the first block of the context read early, and without.
     """
@@ -122,7 +122,7 @@ def test_attention_over_long_contexts(heads, kv_heads, size, tree, split, settle
     made = torch.ops.outrider.paged_attention.triton(
         *(x.to(device) for x in (q, k_cache, v_cache)),
         *(None if x is None else x.to(device) for x in metadata),
-        *(max(new), width * page, 0.3, 0, settled, [16 if heads == 4 else 32, 32, split, 4, 2, least], pdl),
+        *(max(new), width * page, 0.3, 0, settled, [16 if heads == 4 else 32, 32, split, 4, 2], pdl),
     )
     wanted = REFERENCE.paged_attention(
         q.double(),

@@ -61,7 +61,7 @@ def _attend(queries, keys, values, visible, scale, best, total, made):
     return higher, total, made
 
 
-@triton.jit(do_not_specialize=["tokens", "batch", "least"])
+@triton.jit(do_not_specialize=["tokens", "batch"])
 def paged_attention(
     q,
     k_cache,
@@ -84,7 +84,6 @@ def paged_attention(
     mask_width,
     cache_slot,
     cache_head,
-    least,
     PAGE: tl.constexpr,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -99,8 +98,8 @@ def paged_attention(
     """Program (block of queries, sequence and key head, split). Row r of a block is query r // GROUP, head r % GROUP.
 
     With splits, what a program made goes to ``parts [token, head, split, size]`` and its maximum and sum to
-    ``stats [token, head, split, 2]``, all float32. A share is a SPLITS-th of what there is of *this* sequence, and ``least``
-    tokens at least (a multiple of BLOCK_KV): those for whom nothing is left write a maximum of -inf, and no part.
+    ``stats [token, head, split, 2]``, all float32. A share is a SPLITS-th of what there is of *this* sequence, in whole
+    blocks: those for whom nothing is left write a maximum of -inf, and no part.
 
     SETTLED: whatever wrote the lengths, the block table and the cache up to the new tokens has ended (not only begun), so
     that a program reads its first block of that while the kernel before it, which makes the queries, still runs.
@@ -127,7 +126,7 @@ def paged_attention(
     if WINDOW > 0:
         low = tl.maximum(0, context + begin_query - WINDOW + 1) // BLOCK_KV * BLOCK_KV
     if SPLITS > 1:
-        share = tl.maximum(tl.cdiv(tl.cdiv(high - low, BLOCK_KV), SPLITS) * BLOCK_KV, least)
+        share = tl.cdiv(tl.cdiv(high - low, BLOCK_KV), SPLITS) * BLOCK_KV
         low = low + split * share
         high = tl.minimum(low + share, high)
     some = low < high
