@@ -183,7 +183,7 @@ def _pack_prefill(packer: Packer, batch: Batch, page_size: int, rope: RopeConfig
     padding = 0 if bucket is None else bucket.tokens - starts[-1]
     tokens, following, positions, slots = (array("q") for _ in range(4))
     for chunk in chunks:
-        context = chunk.request.context[chunk.start : chunk.end + 1]
+        context = array("q", chunk.request.context[chunk.start : chunk.end + 1])
         tokens.extend(context[: chunk.end - chunk.start])
         following.extend(context[1:])
         if len(following) < len(tokens):
