@@ -99,8 +99,8 @@ def check_prompt(prompt: Sequence[int], params: SamplingParams, *, context: int,
             f"the prompt has {len(prompt)} tokens and asks for {params.max_tokens} more: {total} don't fit in the "
             f"context of {context}; shorten the prompt or lower max_tokens"
         )
-    wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
-    if wrong is not None:
+    if min(prompt) < 0 or max(prompt) >= vocabulary:
+        wrong = next(token for token in prompt if not 0 <= token < vocabulary)
         raise RequestError(f"token {wrong} of the prompt is outside the model's vocabulary of {vocabulary}")
 
 

@@ -65,6 +65,10 @@ def float_bits(value: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
+_COPIED = 1 << 14
+"""Numbers of one copy on the host: torch spreads larger ones over threads, whose wake-up takes longer than the copy."""
+
+
 class Staging:
     """A pinned ring on the host and one buffer on the device, both int64.
 
@@ -84,7 +88,8 @@ class Staging:
         pinned = self._ring[entry]
         pinned.renew()
         count = values.shape[0]
-        pinned.tensor[:count].copy_(values)
+        for start in range(0, count, _COPIED):
+            pinned.tensor[start : min(start + _COPIED, count)].copy_(values[start : start + _COPIED])
         self._backend.copy_async(self._device[:count], pinned.tensor[:count], stream=stream)
 
     def decode_rows(self, count: int) -> Tensor:
@@ -178,7 +183,7 @@ def _pack_prefill(packer: Packer, batch: Batch, page_size: int, rope: RopeConfig
     padding = 0 if bucket is None else bucket.tokens - starts[-1]
     tokens, following, positions, slots = (array("q") for _ in range(4))
     for chunk in chunks:
-        context = chunk.request.context[chunk.start : chunk.end + 1]
+        context = array("q", chunk.request.context[chunk.start : chunk.end + 1])
         tokens.extend(context[: chunk.end - chunk.start])
         following.extend(context[1:])
         if len(following) < len(tokens):
