@@ -97,8 +97,8 @@ def reference(
 def first_wrong_token(found: Outcome, wanted: Outcome, dtype: str) -> str:
     """Where ``found`` leaves the reference's tokens though rounding can't be the reason; empty where it doesn't.
 
-    ``found`` may be of the first prompts alone. A token may be another one where the reference has the two about equally likely. What comes after it isn't compared:
-    the two go on with different texts.
+    ``found`` may be of the first prompts alone. A token may be another one where the reference has the two about equally
+    likely. What comes after it isn't compared: the two go on with different texts.
     """
     for prompt, (made, right) in enumerate(zip(found.tokens, wanted.tokens, strict=False)):
         if len(made) != len(right):

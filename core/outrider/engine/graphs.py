@@ -166,7 +166,8 @@ class GraphRunner(Runner):
             return
         for stage in self._which:
             if stage.host_params:
-                params = {name: seq_lens.plus(ahead) for name, ahead in stage.host_params.items()}
+                least = stage.least_lengths
+                params = {name: seq_lens.plus(ahead, least.get(name, 0)) for name, ahead in stage.host_params.items()}
                 self._graph_of(stage, batch).update_params(params, stream=stream)
 
     def run(self, stage: Stage[In, Out], given: In) -> Out:
@@ -220,7 +221,7 @@ class GraphRunner(Runner):
             stream=stage.stream,
             inputs=self._buffers.group(*stage.reads, count=count),
             outputs=self._buffers.group(*stage.writes, count=count),
-            params={name: nothing.plus(ahead) for name, ahead in params.items()},
+            params={name: nothing.plus(ahead, stage.least_lengths.get(name, 0)) for name, ahead in params.items()},
             pool=pool,
         )
         for name in params:

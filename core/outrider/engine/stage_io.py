@@ -190,6 +190,11 @@ class Capturable(Stage[In, Out]):
         """None."""
         return {}
 
+    @property
+    def least_lengths(self) -> Mapping[str, int]:
+        """Of ``host_params``, the least that a length can be where that isn't 0."""
+        return {}
+
     @abstractmethod
     def written(self, batch: DecodeBatch) -> Out:
         """Where it writes for ``batch``: what :meth:`run` returns, and what is there after a replay."""

@@ -106,7 +106,7 @@ class DraftStage(Capturable[DraftStageInput, Draft]):
     def host_params(self) -> Mapping[str, int]:
         """Those of the draft's own passes."""
         declared = self._proposer.host_lengths or {}
-        return {name: ahead for name, ahead in declared.items() if name != "extend"}
+        return {name: ahead for name, ahead in declared.items() if not name.startswith("extend")}
 
     def run(self, given: DraftStageInput) -> Draft:
         """Nothing where the proposer drafts nothing."""
@@ -268,9 +268,14 @@ class Extend(Capturable[ExtendStageInput, None]):
 
     @property
     def host_params(self) -> Mapping[str, int]:
-        """That of the draft's pass over what was accepted, if it has one."""
+        """Those of the draft's passes over what was accepted, if it has any."""
         declared = self._proposer.host_lengths or {}
-        return {"extend": self._taken_in + declared["extend"]} if "extend" in declared else {}
+        return {name: self._taken_in + ahead for name, ahead in declared.items() if name.startswith("extend")}
+
+    @property
+    def least_lengths(self) -> Mapping[str, int]:
+        """As many as a pass takes in, where the proposer says so."""
+        return {name: self._taken_in + more for name, more in self._proposer.host_widths.items()}
 
     def run(self, given: ExtendStageInput) -> None:
         """Everything behind verify."""
