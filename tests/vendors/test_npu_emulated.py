@@ -20,7 +20,7 @@ CASES = sorted(path for path in HERE.glob("on_npu/case_*.py") if path.stem != "c
 # programs and proposers. The rest is one process, since starting one takes longer than most cases do; the matrix comes
 # last, because it lets the emulation take float64.
 SHORT = {
-    "case_engine": "(eagle and overlapped) or sanitizer",
+    "case_engine": "(eagle and overlapped) or sanitizer or (shared and graphs)",
     "case_mrope": "graphs",
     "case_fences": "verify",
     "case_matrix": "(eagle-tree and graphs and outrider_npu-1) or fence or canns",

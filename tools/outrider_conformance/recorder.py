@@ -57,6 +57,7 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add one phase of a test; the worst phase decides."""
         properties = report.user_properties
+        calls: list[Any] = [value for key, value in properties if key == CALLS]
         verdicts: list[Any] = [value for key, value in properties if key == VERDICT]
         if self._worker or not verdicts:
             return
@@ -68,7 +69,7 @@ class Recorder:
         if report.when == "call":
             record["figures"] = [value for key, value in properties if key == "figure"]
         if report.when == "teardown":
-            self._calls += [value for key, value in properties if key == CALLS]
+            self._calls += calls
             self._note({"finished": record})
 
     @pytest.hookimpl(trylast=True)
