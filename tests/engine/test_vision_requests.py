@@ -7,10 +7,10 @@ import torch
 
 from model.test_vision import IMAGE, PROMPTS, VIDEO, frames, picture, reference_inputs
 from outrider import Engine, SamplingParams
-from outrider.device import ConfigError, Recompute, SpeculativeSync
+from outrider.device import Recompute, SpeculativeSync
 from outrider.engine.state.plans import PlanAtJoin
 from outrider.errors import RequestError
-from outrider.model import MediaProcessor, expand_placeholders, load_decoder, load_eagle, load_vision
+from outrider.model import MediaProcessor, expand_placeholders, load_decoder, load_eagle, load_mtp, load_vision
 from outrider.registry import get_backend
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
@@ -21,6 +21,7 @@ from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import VISION_FAMILIES, write_checkpoint, write_eagle, write_vision_checkpoint
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import watch
+from speculative.test_build import write_mtp
 
 TOKENS = 12
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
@@ -116,12 +117,45 @@ def test_a_text_draft_model_gets_plain_positions(made, tmp_path):
     checkpoint.check(checkpoint.engine(DraftModelProposer(draft, target=checkpoint.target, draft_tokens=2), overlap=True))
 
 
-def test_mtp_over_axes_is_refused(made):
-    class Head:
-        config = made["qwen2_vl"].target.config
+class Watched(MtpProposer):
+    """Keeps the drafts and states of every call."""
 
-    with pytest.raises(ConfigError, match="mrope"):
-        MtpProposer([Head()])
+    def extend(self, inputs):
+        relay = super().extend(inputs)
+        self.calls.append({name: value.clone() for name, value in relay.items()})
+        return relay
+
+
+def test_mtp_over_axes(made, tmp_path):
+    """Its heads see three axes, also of positions that run again and lie in an image: the state behind a prompt and all
+    drafts are the same whether chunks cut the image or not.
+    """
+    checkpoint = made["qwen2_5_vl"]
+    write_mtp(tmp_path, heads=3)
+    heads = load_mtp(tmp_path, target=checkpoint.target, backend=checkpoint.backend, dtype=torch.float32)
+    assert heads[0].config.rope.sections
+    calls = {}
+    for chunk in (3, 64):
+        proposer = Watched(heads)
+        proposer.calls = calls[chunk] = []
+        checkpoint.check(checkpoint.engine(proposer, prefill_chunk=chunk), ("image",))
+    whole = calls[64]
+    cut = calls[3][-len(whole) :]
+    assert len(whole) > TOKENS / 2
+    for one, other in zip(whole, cut, strict=True):
+        assert torch.equal(one["tokens"], other["tokens"])
+        assert torch.equal(one["places"], other["places"])
+        assert torch.allclose(one["hidden"][:, 1:], other["hidden"][:, 1:], atol=1e-4)
+    axes = whole[0]["places"][0].tolist()
+    assert any(len(set(place)) > 1 for call in calls[3] for place in call["places"][0].tolist()), "no place is in the image"
+    assert len(axes) == 2
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_mtp_over_axes_keeps_every_token(checkpoint, tmp_path, branches):
+    write_mtp(tmp_path)
+    heads = load_mtp(tmp_path, target=checkpoint.target, backend=checkpoint.backend, dtype=torch.float32)
+    checkpoint.check(checkpoint.engine(MtpProposer(heads, branches=branches), overlap=True, prefill_chunk=7, max_requests=3))
 
 
 def counting(checkpoint):

@@ -73,12 +73,12 @@ class Setup:
 
 
 def runs(setup: Setup) -> bool:
-    """Whether the imitated device runs this: lengths as host integers need a proposer whose lengths the host can know, and
-    where parameters are rebound there is no fused mode; nor does the plugin for ROCm declare it.
+    """Whether the imitated device runs this: where parameters are rebound there is no fused mode; nor does the plugin for
+    ROCm declare it.
     """
     if setup.like == "outrider_rocm" and setup.mode == "fused":
         return False
-    return setup.family != "npu" or (setup.mode != "fused" and not setup.proposer.startswith("mtp"))
+    return setup.family != "npu" or setup.mode != "fused"
 
 
 def all_setups(likes: Iterable[str] = PERSONALITIES, emulations: Path | None = None) -> list[Setup]:
