@@ -1,0 +1,1 @@
+"""Random programs over the seam, judged by a model of its contract."""
