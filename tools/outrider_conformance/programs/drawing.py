@@ -25,6 +25,7 @@ _T = TypeVar("_T")
 _WHOLE = "int64"
 _OTHERS = ("int32", "int16", "uint8", "bool")
 _GRAPHS = 3
+_HOST = ("host_read", "host_write", "query", "item", "send")
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +364,8 @@ class _Drawing:
         return lang.Elsewhere(found) if found else None
 
     def _scope(self) -> Step | None:
-        found = self.several(3, self.inner)
+        # Where the device computes in the host's memory, what the host does to memory in a scope is work of the stream.
+        found = self.several(3, [kind for kind in self.inner if kind not in _HOST])
         return lang.Scope(self.pick(self.streams), found, self.chance(30)) if found else None
 
     def _together(self) -> Step | None:

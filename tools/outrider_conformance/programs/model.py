@@ -2,9 +2,9 @@
 
 Every step becomes *nodes*, one for each thing that a stream or the host does, with a vector clock: what must be over by
 then. Edges come from the seam's sentences and from nothing else: the order of a stream, a wait for a generation, the host
-that waits for one, a launch after what the host did before. Two accesses of one memory, one of them a write, must be ordered by edges;
-a step that isn't is refused with :class:`Unordered`, so a program that the model takes has one outcome for each read. Only a
-racy download may meet writes that nothing orders it with: it has several outcomes, any of them for each element.
+that waits for one, a launch after what the host did before. Two accesses of one memory, one of them a write, must be ordered
+by edges; a step that isn't is refused with :class:`Unordered`, so a program that the model takes has one outcome for each
+read. Only a racy download may meet writes that nothing orders it with: it has several outcomes, any of them for each element.
 """
 
 from __future__ import annotations
@@ -188,11 +188,14 @@ class Model:
             cells = self.state.cells
             source = cells[effect.source] if effect.source is not None else None
             made = effect.make(source.data[effect.span.view] if source and source.data is not None and effect.span else None)
+            before = cells[effect.target]
+            assert before.data is not None
+            glanced = any(before.writer is glance for glance, *_ in self.state.glances)
+            if (source is not None and source.others) or (glanced and effect.to.count < len(before.data)):
+                raise Senseless("several outcomes are for the host alone, and replaced as a whole")
             node.effect = replace(effect, seen=source)
             if effect.source is not None:
                 self._read(node, effect.source)
-            before = cells[effect.target]
-            assert before.data is not None
             data = before.data.clone()
             data[effect.to.view] = made
             cells[effect.target] = Cell(data, node, before=before, peeks=before.peeks)

@@ -71,16 +71,30 @@ class _OtherThread:
             del task
 
 
+class Stage:
+    """A backend and streams that programs share, one after the other: devices have only so many."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self._streams: list[Stream] = []
+
+    def streams(self, count: int) -> list[Stream]:
+        """So many of them."""
+        while len(self._streams) < count:
+            self._streams.append(self.lab.backend.create_stream(f"s{len(self._streams)}"))
+        return self._streams[:count]
+
+
 class Run:
     """One execution of one program."""
 
-    def __init__(self, lab: Lab, program: Program, expected: Mapping[Path, Expectation]) -> None:
-        self.lab = lab
-        self.backend: Backend = lab.backend
+    def __init__(self, stage: Stage, program: Program, expected: Mapping[Path, Expectation]) -> None:
+        self.lab = stage.lab
+        self.backend: Backend = stage.lab.backend
         self.program = program
         self.expected = expected
         backend = self.backend
-        self.streams: list[Stream] = [backend.create_stream(f"s{n}") for n in range(program.streams)]
+        self.streams: list[Stream] = stage.streams(program.streams)
         self.events: list[Event] = [backend.create_event(f"e{n}") for n in range(program.events)]
         self.holds: list[Event] = [backend.create_event(f"held on s{n}") for n in range(program.streams)]
         self.flags: list[Flag] = [backend.create_flag(f"f{n}") for n in range(program.flags)]
@@ -197,9 +211,10 @@ class Run:
         self.backend.copy_async(slot, self._view(step.source), stream=self.streams[step.stream])
 
     def _send(self, step: lang.Send, path: Path) -> None:
+        to = self._view(step.to)
+        pageable = lang.pattern(step.seed, step.to.count, to.dtype)
         with self.backend.on(self.streams[step.stream]):
-            to = self._view(step.to)
-            to.copy_(lang.pattern(step.seed, step.to.count, to.dtype))
+            to.copy_(pageable)
 
     def _item(self, step: lang.Item, path: Path) -> None:
         expectation = self.expected[path]
@@ -415,6 +430,11 @@ def _drop(_: Any) -> None:
     """Forget a result."""
 
 
-def run(lab: Lab, model: Model) -> None:
-    """Carry out the model's program on the lab's backend, once."""
-    Run(lab, model.program, model.state.expectations).go()
+def run(stage: Stage, model: Model) -> None:
+    """Carry out the model's program, once. The device is drained, whatever happens."""
+    try:
+        Run(stage, model.program, model.state.expectations).go()
+    except Exception:
+        with suppress(Exception):
+            stage.lab.backend.synchronize()
+        raise
