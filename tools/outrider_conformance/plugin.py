@@ -23,6 +23,7 @@ from outrider_conformance.verdict import judge, mark_of, test_id
 from outrider_conformance.waivers import Waiver, read_waivers
 
 TIMEOUT = 120.0
+DRAWS = 6
 WAIVERS = pytest.StashKey[Sequence[Waiver]]()
 RECORDER = pytest.StashKey[Recorder]()
 
@@ -40,6 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--report", metavar="DIR", help="write report.json, report.xml, report.html and badge.svg there")
     group.addoption("--waivers", metavar="FILE", help="TOML file of known failures, each with a reason, a link and a date")
     group.addoption("--kit-timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="limit for one test of the kit")
+    group.addoption("--kit-seed", type=int, default=0, metavar="N", help="what drawn operands are drawn from")
+    group.addoption("--kit-draws", type=int, default=DRAWS, metavar="N", help="draws for each kernel and dtype, beside the fixed ones")
     group.addoption("--kit-command", metavar="TEXT", help="the command line that the report names, if not pytest's own")
 
 
@@ -134,9 +137,10 @@ def backend(kit: Kit) -> Generator[Backend]:
 
 
 @pytest.fixture
-def lab(kit: Kit, backend: Backend) -> Lab:
+def lab(kit: Kit, backend: Backend, pytestconfig: pytest.Config) -> Lab:
     """The new backend with the means to provoke orders on it."""
-    return Lab(backend, kit.pace)
+    seed, draws = (pytestconfig.getoption(name) for name in ("--kit-seed", "--kit-draws"))
+    return Lab(backend, kit.pace, seed=seed, draws=draws)
 
 
 @pytest.fixture
