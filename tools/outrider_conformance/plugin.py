@@ -24,6 +24,7 @@ from outrider_conformance.verdict import judge, mark_of, test_id
 from outrider_conformance.waivers import Waiver, read_waivers
 
 TIMEOUT = 120.0
+DRAWS = 6
 WAIVERS = pytest.StashKey[Sequence[Waiver]]()
 RECORDER = pytest.StashKey[Recorder]()
 _CLOCK = "outrider-conformance-clock"
@@ -49,7 +50,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="random programs over the seam, in all (default: %(default)s); 0 leaves them out, so nothing is passed",
     )
-    group.addoption("--programs-seed", type=int, default=0, metavar="S", help="another seed draws other programs")
+    group.addoption("--kit-seed", type=int, default=0, metavar="N", help="what operands and programs are drawn from")
+    group.addoption(
+        "--kit-draws", type=int, default=DRAWS, metavar="N", help="draws for each kernel and dtype, beside the fixed ones"
+    )
     group.addoption("--kit-command", metavar="TEXT", help="the command line that the report names, if not pytest's own")
 
 
@@ -144,9 +148,10 @@ def backend(kit: Kit) -> Generator[Backend]:
 
 
 @pytest.fixture
-def lab(kit: Kit, backend: Backend) -> Lab:
+def lab(kit: Kit, backend: Backend, pytestconfig: pytest.Config) -> Lab:
     """The new backend with the means to provoke orders on it."""
-    return Lab(backend, kit.pace)
+    seed, draws = (pytestconfig.getoption(name) for name in ("--kit-seed", "--kit-draws"))
+    return Lab(backend, kit.pace, seed=seed, draws=draws)
 
 
 @pytest.fixture
@@ -155,7 +160,7 @@ def random_programs(kit: Kit, pytestconfig: pytest.Config) -> Callable[[str], No
     from outrider_conformance.programs.trial import convict, share
 
     clock = pytestconfig.pluginmanager.get_plugin(_CLOCK)
-    total, start = pytestconfig.getoption("--programs"), pytestconfig.getoption("--programs-seed")
+    total, start = pytestconfig.getoption("--programs"), pytestconfig.getoption("--kit-seed")
 
     def trial(family: str) -> None:
         if total < 1:
