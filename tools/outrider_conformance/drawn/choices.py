@@ -235,7 +235,9 @@ def _tree(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     return Problem(operands, call, {}, judge)
 
 
-def _walk(found: Mapping[str, list[int]], right: Tensor, tokens: list[int], parents: list[int], depth: int, what: str) -> None:
+def _walk(
+    found: Mapping[str, list[int]], right: Tensor, tokens: list[int], parents: list[int], depth: int, what: str
+) -> None:
     here, wanted_path, wanted_tokens, accepted = 0, [0] * (depth + 1), [-1] * (depth + 1), 0
     for level in range(depth + 1):
         chosen = found["tokens"][level]

@@ -192,5 +192,3 @@ def test_a_draw_does_not_depend_on_its_company(lab: Lab) -> None:
     ):
         for number, (found, wanted) in enumerate(zip(every(rows, padding), whole, strict=True)):
             expect(found.tolist(), wanted[rows].tolist(), f"result {number} of rows {what}")
-
-
