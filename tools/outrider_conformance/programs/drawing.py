@@ -132,7 +132,7 @@ class _Drawing:
 
     def _head(self) -> Program:
         streams = self.number(2, 4)
-        small = self.number(1, 64)
+        small = self.number(1, 64) if self.family != "graphs" or self.chance(70) else 9001
         other = self.pick(self.abilities.dtypes)
         sizes = [1, 3, 17, 64, 257, 1023, 4099, 65_537]
         large = self.pick(sizes)
@@ -507,16 +507,19 @@ class _Drawing:
         streams = (self.streams[first], self.streams[first - 1])
         source, *targets = whole
         length = self.model.program.buffers[source].count
-        work = self.number(1, 5)
+        work, together = self.number(1, 5), self.chance(50)
         for graph, stream, target in zip(self.graphs, streams, targets, strict=False):
             body = tuple(
                 lang.Mix(stream, Span(target, 0, length), Span(target if n else source, 0, length), self.fresh())
                 for n in range(work)
             )
-            self.emit(lang.Capture(graph, stream, body, self.fresh(), self.fresh()))
-        for stream in streams:
-            self.emit(lang.Slow(stream))
-        times = self.pick((1, 3, 10))
+            self.emit(lang.Capture(graph, streams[0] if together else stream, body, self.fresh(), self.fresh()))
+        self.emit(lang.Synchronize("device"))
+        event = self.pick(self.events)
+        self.emit(lang.Slow(streams[0]))
+        self.emit(lang.Record(streams[0], event))
+        self.emit(lang.Wait(streams[1], event))  # so that both begin at one moment
+        times = self.pick((1, 3, 10, 24))
         for graph, stream in zip(self.graphs, streams, strict=False):
             if graph in self.model.state.graphs:
                 self.emit(lang.Replay(graph, stream, times))

@@ -81,6 +81,7 @@ def convict(
     numbers = itertools.count()
     stages: list[Stage] = []
     caught: list[tuple[Model, Exception]] = []
+    hung: list[BaseException] = []
     abilities = Abilities.of(opened())
 
     @seed(start)
@@ -102,13 +103,16 @@ def convict(
         except Exception as error:
             caught.append((model, error))
             raise _Caught from None
-        except BaseException:
+        except BaseException as error:
             print(script(model.program, backend))  # what hangs is shown as it is
+            hung.append(error)
             raise
 
     try:
         each()
     except BaseException:
+        if hung:
+            raise hung[0] from None
         if not caught:
             raise
     if caught:
