@@ -32,7 +32,7 @@ def edit(path, **changes):
 
 
 def test_the_same_tokens_with_and_without_speculation(outrider):
-    common = ("generate", "--prompt", PROMPT, "--max-tokens", "64", "--json", "--speculate")
+    common = ("generate", "--prompt", PROMPT, "--max-tokens", "64", "--dtype", "float32", "--json", "--speculate")
     eagle, plain = (outrider(*common, kind).json for kind in ("eagle", "none"))
     assert eagle["token_ids"] == plain["token_ids"]
     assert len(eagle["token_ids"]) == 64
@@ -46,7 +46,7 @@ def test_the_same_tokens_with_and_without_speculation(outrider):
 
 def test_streams_text_and_sums_up(outrider):
     result = outrider("generate", "--prompt", PROMPT, "--max-tokens", "24", "--compare")
-    text = outrider("generate", "--prompt", PROMPT, "--max-tokens", "24", "--json").json["text"]
+    text = outrider("generate", "--prompt", PROMPT, "--max-tokens", "24", "--dtype", "float32", "--json").json["text"]
     assert result.code == 0
     assert result.out.startswith(f"{text}\n\n")
     assert "tokens/s, acceptance length" in result.out
