@@ -41,7 +41,8 @@ def test_a_backend_that_compiles_starts_cold_and_warm(outrider, monkeypatch):
         calls.append(variables)
         stages = {"import": 1.0, "compile kernels": 2.0 / len(calls)}
         total = sum(stages.values())
-        return {"stages": stages, "total": total, "compiled": {"linear": 3}, "captured": None, "device": "x:0"}
+        chosen = {"dtype": "bfloat16", "chosen": [{"name": "mode", "value": "fused", "why": "it's there"}]}
+        return {"stages": stages, "total": total, "compiled": {"linear": 3}, "captured": None, "device": "x:0", **chosen}
 
     info = Registry.info
     monkeypatch.setattr(Registry, "info", lambda self, name: replace(info(self, name), cache_variables=("SOME_CACHE",)))
@@ -51,6 +52,7 @@ def test_a_backend_that_compiles_starts_cold_and_warm(outrider, monkeypatch):
     assert lines["stage"] == ["cold", "warm"]
     assert lines["compile kernels"] == ["2.00", "1.00"]
     assert "compiled: linear 3" in shown.out
+    assert "chosen: mode fused (it's there)" in shown.out
     assert calls[0] == calls[1]  # the cache that the cold one has left
     assert calls[0]["SOME_CACHE"].startswith("/")
 

@@ -64,7 +64,7 @@ def startup(
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
     caches = registry.info(spec.name).cache_variables
-    work: dict[str, object] = {
+    work: dict[str, Any] = {
         "backend": str(spec),
         "shape": shape,
         "speculate": speculate,
@@ -87,7 +87,9 @@ def startup(
     return Report(data=data, render=lambda console: _render(console, work, starts))
 
 
-def _render(console: Console, work: dict[str, object], starts: dict[str, dict[str, Any]]) -> None:
+def _render(console: Console, work: dict[str, Any], starts: dict[str, dict[str, Any]]) -> None:
+    from outrider.engine.config import Choice
+
     first = next(iter(starts.values()))
     model = "bundled model" if work["shape"] is None else f"random weights of {work['shape']}"
     console.print(f"{model} on {work['backend']} ({first['device']}), {work['dtype']}, seconds in a process of its own\n")
@@ -100,3 +102,4 @@ def _render(console: Console, work: dict[str, object], starts: dict[str, dict[st
         console.print(f"\ncompiled: {', '.join(f'{name} {count}' for name, count in sorted(first['compiled'].items()))}")
     if first["captured"]:
         console.print(f"captured: {first['captured']}")
+    console.print("chosen: " + "; ".join(str(Choice(**made)) for made in work["chosen"]), markup=False, soft_wrap=True)
