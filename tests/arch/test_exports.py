@@ -14,13 +14,13 @@ SEAM = """
     ENTRY_POINT_GROUP KERNELS_GROUP LANE_ACCEPT LANE_DRAFT LANE_RESIDUAL LANE_SAMPLE ROW_ACCESS SEAM_VERSION
     Access ActiveCapture AmbiguousBackend AttentionMetadata AttentionShape Backend BackendError BackendHooks BackendInfo
     BackendLoadError BackendNotFound Capabilities CapabilityError CaptureContext CaptureError
-    CiDeclaration ConfigError ControllableDevice DeadlockError DeviceError DeviceFault DeviceLost DeviceStuck
+    CiDeclaration ConfigError ControllableDevice DeadlockError DecoderShape DeviceError DeviceFault DeviceLost DeviceStuck
     EagerGraph EngineStopped Event EventFence ExplorationResult Fence Flag Graph GraphCallable GraphPool HostParam
     JoinedPlan KeepAlive KernelHooks KernelInfo KernelSet MemoryInfo Observer Operation OutOfDeviceMemory
     OutriderError PinnedBuffer PluginContractError PluginInfo Product Recompute RowResolver Scalar
     ScheduleFailure SeamError SpeculativeSync StaleBufferError StepMode Stream StreamOrderError
     SynchronousCopyError TimedObserver TorchDeviceBackend TorchEvent TorchGraph TorchStream BookkeepingKernels ModelKernels
-    RequestInputs RequestRows RotaryArgs SamplingKernels WrappedKernels Waiter hookimpl
+    RequestInputs RequestRows RotaryArgs SamplingKernels TuningProgress TuningResult WrappedKernels Waiter hookimpl
     hookspec
 """
 
