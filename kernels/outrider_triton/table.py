@@ -2,7 +2,8 @@
 
 A table is a JSON file in this package, named after the device: a head start. What ``outrider tune`` measures on a machine
 goes before it (:mod:`outrider_triton.tuned_store`). Each entry of a matrix product says which configuration was fastest and
-how long it and torch's own took; where torch's own won, the entry says so and torch's own is used. The same for each other kernel. What no table has is derived: :mod:`outrider_triton.derive`.
+how long it and torch's own took; where torch's own won, the entry says so and torch's own is used. The same for
+each other kernel. What no table has is derived: :mod:`outrider_triton.derive`.
 """
 
 from __future__ import annotations
