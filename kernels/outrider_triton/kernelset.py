@@ -41,7 +41,8 @@ class TritonKernels(TritonBookkeeping, KernelSet):
 
     ``table``: what was measured on this device; None: nothing. ``everywhere``: use them all, measured or not. ``processors``:
     multiprocessors (compute units) of the device. ``pdl``: the device can start a kernel before the one ahead has ended.
-    ``shared``: bytes of shared memory that a program may have. ``nvidia``: libraries for CUDA may run there.
+    ``shared``: bytes of shared memory that a program may have. ``capability``: see
+    :class:`~outrider_triton.prompts.Device`.
 
     float64 goes to the references, which are exact in it; so do shapes that a kernel's docstring excludes.
     """
@@ -56,14 +57,14 @@ class TritonKernels(TritonBookkeeping, KernelSet):
         processors: int,
         pdl: bool,
         shared: int = 48 << 10,
-        nvidia: bool = False,
+        capability: int = 0,
     ) -> None:
         self.table = table
         self._everywhere = everywhere
         self.processors = processors
         self.pdl = pdl
         self._scope = variants.Scope()
-        self._prompts = PromptAttention(Device(processors, shared, pdl=pdl, descriptors=pdl, nvidia=nvidia))
+        self._prompts = PromptAttention(Device(processors, shared, pdl=pdl, descriptors=pdl, capability=capability))
         tuned = "untuned" if table is None else f"tuned for {table.device}"
         self.name = "triton, everywhere" if everywhere else f"triton, {tuned}"
 

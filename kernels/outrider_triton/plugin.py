@@ -67,5 +67,5 @@ def _kernels(backend: Backend, *, everywhere: bool) -> KernelSet:
         processors=properties.multi_processor_count,
         pdl=torch.version.hip is None and properties.major >= 9,
         shared=getattr(properties, "shared_memory_per_block_optin", 64 << 10),
-        nvidia=torch.version.hip is None,
+        capability=0 if torch.version.hip is not None else properties.major,
     )
