@@ -50,7 +50,7 @@ def mixed(
     draft_tokens: DraftTokensOption = 4,
     accept_length: Annotated[
         float | None,
-        typer.Option("--accept-length", metavar="A", help="With --shape, synthetic acceptance, by equal chances."),
+        typer.Option("--accept-length", metavar="A", help="With --shape, synthetic acceptance, equal chances."),
     ] = None,
     dtype: DtypeOption = None,
     mode: ModeOption = None,
@@ -118,8 +118,8 @@ def _serve(engine: Engine, lengths: list[tuple[int, int]], *, first: int) -> Arr
     vocabulary = engine.model.config.vocab_size
     prompts = [token_ids(first + number, prompt, vocabulary) for number, (prompt, _) in enumerate(lengths)]
     arrivals = Arrivals()
-    for prompt, (_, output) in zip(prompts, lengths, strict=True):
-        engine.add_request(prompt, SamplingParams(max_tokens=output, ignore_eos=True))
+    for prompt, (_, count) in zip(prompts, lengths, strict=True):
+        engine.add_request(prompt, SamplingParams(max_tokens=count, ignore_eos=True))
     while engine.has_unfinished:
         for output in engine.step():
             if output.tokens:

@@ -104,9 +104,7 @@ def prefill(
         from outrider_bench.plot import series_svg
 
         drawn = {"first token": [(row["prompt_tokens"], row["first_token_ms"]) for row in rows]}
-        write_whole(
-            plot, series_svg(drawn, title=f"{described['model']}", across="prompt tokens", up="ms to the first token")
-        )
+        write_whole(plot, series_svg(drawn, title=str(described["model"]), across="prompt tokens", up="ms to a token"))
     data: dict[str, object] = {**described, "repeat": repeat, "results": rows}
     return Report(data=data, render=lambda console: _render(console, data, rows))
 
