@@ -13,7 +13,7 @@ import torch
 from outrider.device import Backend, ConfigError
 from outrider.engine.assembly import EngineParts
 from outrider.engine.config import EngineConfig
-from outrider.engine.graphs import powers_up_to
+from outrider.engine.graphs import SHORTER_FROM, powers_up_to, sizes_of_shorter
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.draft_length import DraftCosts, DraftLengthPolicy, FixedLength, FollowLoad, usual_lengths
 from outrider.engine.requests.request import Request
@@ -60,7 +60,8 @@ def _follows_load(config: EngineConfig, backend: Backend, proposer: Proposer) ->
     # Elsewhere an iteration's time is the host's, and its measurement would make outputs that are drawn depend on luck.
     replayed = config.graphs or config.mode == "fused"
     beside = backend.capabilities.asynchronous and backend.control is None
-    return config.draft_length is None and chain and replayed and beside and not config.batch_invariant
+    crowd = config.max_requests >= SHORTER_FROM
+    return config.draft_length is None and chain and replayed and beside and crowd and not config.batch_invariant
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,11 @@ class _Measurement:
         few = max(1, min(_FEW, many))
         with parts.backend.guard("measuring what iterations take"):
             self._admit(most, max(many, few) + room)
-            base = {(length, size): self._seconds(length, size, few) for size in sizes for length in lengths}
+            base = {
+                (length, size): self._seconds(length, size, few)
+                for length in lengths
+                for size in (sizes if length == max(lengths) else sizes_of_shorter(sizes))
+            }
             per_token = {}
             if many > few:
                 for length in lengths:
