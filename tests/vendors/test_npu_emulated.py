@@ -73,6 +73,10 @@ def test_the_conformance_suite(tmp_path, level):
     assert report["tier"]["kind"] == "simulated"
     assert report["capabilities"]["updates_graph_params"]
     assert report["capabilities"]["flags"]
+    page = (HERE.parents[1] / "docs" / "npu.md").read_text()
+    for name, found in report["levels"].items():
+        line = f"{name}  {found['result']}   {found['counts']}\n"
+        assert line in page, f"docs/npu.md should say: {line}"
 
 
 def own_attention(tmp_path, emulation):
