@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from model.test_vision import IMAGE, PROMPTS, VIDEO, frames, picture, reference_inputs
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.device import Recompute, SpeculativeSync
 from outrider.engine.state.plans import PlanAtJoin
 from outrider.errors import RequestError
@@ -19,6 +19,7 @@ from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import VISION_FAMILIES, write_checkpoint, write_eagle, write_vision_checkpoint
+from outrider_proof.tiny import plain_config
 from outrider_sanitizer import watch
 from speculative.test_build import write_mtp
 
@@ -42,7 +43,7 @@ class Checkpoint:
         self.processor = processor
 
     def engine(self, proposer=None, *, backend=None, **fields):
-        config = EngineConfig(**{"page_size": 4, "max_context": 128, "prefill_chunk": 64} | fields)
+        config = plain_config(**{"page_size": 4, "max_context": 128, "prefill_chunk": 64} | fields)
         return Engine(self.target, backend or self.backend, proposer=proposer, config=config, vision=self.tower)
 
     @functools.cache  # noqa: B019  (as long as the module's tests)
@@ -175,7 +176,7 @@ def test_the_same_image_is_a_prefix_hit_and_another_is_not(checkpoint, overlap):
     tokens = [1, 5, 6, 7, *IMAGE, 9, 17]
     expected = [checkpoint.generated(tokens, [each]) for each in (image, other)]
     tower, seen = counting(checkpoint)
-    config = EngineConfig(page_size=2, max_context=128, overlap=overlap)
+    config = plain_config(page_size=2, max_context=128, overlap=overlap)
     engine = Engine(checkpoint.target, checkpoint.backend, config=config, vision=tower)
     for index, (chosen, calls) in enumerate([(image, 1), (image, 1), (other, 2), (image, 2), (other, 2)]):
         (result,) = engine.generate([tokens], GREEDY, media=[[chosen]])
@@ -351,7 +352,7 @@ def run_like_npu(directory, graphs):
     backend = get_backend("sim:like=npu")
     model = load_decoder(directory, backend=backend, dtype=torch.float32)
     proposer = NgramProposer(vocab_size=model.config.vocab_size, draft_tokens=2)
-    config = EngineConfig(max_requests=2, max_context=48, graphs=graphs, overlap=True, buckets=(2,))
+    config = plain_config(max_requests=2, max_context=48, graphs=graphs, overlap=True, buckets=(2,))
     with watch(backend) as report:  # what is captured before isn't seen in replays
         engine = Engine(model, backend, proposer=proposer, config=config)
         engine.generate([[1, 5, 6, 7], [1, 9]], SamplingParams(max_tokens=6, ignore_eos=True))

@@ -59,7 +59,8 @@ class Capabilities:
 
     preferred_dtypes: tuple[torch.dtype, ...] = ()
     """The dtypes of ``dtypes`` in which the backend's own kernels run, best first. Where nobody names a dtype, a checkpoint
-    in one of these keeps its own, and any other is loaded in the first. Empty: each of ``dtypes`` is as good."""
+    in one of these keeps its own. Any other is loaded in one that holds all its values where there is such, else in the
+    first. Empty: each of ``dtypes`` is as good."""
 
     page_size: int = 16
     """Tokens of a KV page with which the backend's own kernels run. It's taken where nobody names another."""

@@ -6,9 +6,10 @@ import emulation
 import pytest
 
 import outrider
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider_conformance import engines
 from outrider_cpu.backend import CpuBackend
+from outrider_proof.tiny import plain_config
 from outrider_sanitizer import watch
 
 BUNDLED = Path(outrider.__file__).parent / "bundled"
@@ -29,7 +30,7 @@ def engine_on(backend, *, speculate="eagle", **config):
         backend,
         draft_dir=BUNDLED / "eagle" if speculate == "eagle" else None,
         speculate=speculate,
-        config=EngineConfig(**config),
+        config=plain_config(**config),
     )
 
 

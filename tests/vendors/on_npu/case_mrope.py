@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from engine.test_vision_requests import GREEDY, Checkpoint
-from outrider import Engine, EngineConfig
+from outrider import Engine
 from outrider.model import load_decoder, load_eagle, load_vision
 from outrider.speculative.eagle import EagleProposer
 from outrider.speculative.ngram import NgramProposer
 from outrider_cpu.backend import CpuBackend
+from outrider_proof.tiny import plain_config
 
 NAMES = ("image", "text", "video")
 
@@ -57,7 +58,7 @@ def served_on(checkpoint, names, *, graphs, spoilt, recompute=True, refresh=True
     sync.after_join = after_join
     target = load_decoder(checkpoint.directory, backend=backend, dtype=torch.float32)
     tower = load_vision(checkpoint.directory, backend=backend, dtype=torch.float32)
-    config = EngineConfig(page_size=4, max_context=128, prefill_chunk=64, overlap=True, graphs=graphs, max_requests=3)
+    config = plain_config(page_size=4, max_context=128, prefill_chunk=64, overlap=True, graphs=graphs, max_requests=3)
     engine = Engine(target, backend, proposer=proposer(target, checkpoint, backend), config=config, vision=tower)
     prompts = [checkpoint.prompts[name] for name in names]
     results = engine.generate([tokens for tokens, _ in prompts], GREEDY, media=[media for _, media in prompts])

@@ -12,7 +12,7 @@ from outrider.device.kernels.kernelset import KernelSet
 from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.device.kernels.sampling_kernels import SamplingKernels
 
-_FLAGS = ("name", "row_invariant", "plans_on_host")
+_FLAGS = ("name", "row_invariant", "plans_on_host", "tunes")
 
 
 class WrappedKernels(KernelSet):

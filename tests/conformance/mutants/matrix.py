@@ -1,0 +1,132 @@
+"""`python -m conformance.mutants.matrix`: generated mutants, judged by the default run, for several seeds.
+
+`--json FILE` keeps every outcome; `--write` puts the matrix into the docs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import sys
+from collections import Counter
+from pathlib import Path
+
+from conformance.mutants.bases import ROOT
+
+PAGE = ROOT / "docs" / "conformance-mutations.md"
+_BEGIN, _END = "<!-- made by python -m conformance.mutants.matrix --write -->", "<!-- end of the matrix -->"
+KERNEL_TESTS = ("test_l4_kernels", "test_l4_kernels_drawn", "test_l4_laws", "test_l4_plans")
+LEVELS = (0, 1, 2, 3, 4)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m conformance.mutants.matrix", description=__doc__)
+    parser.add_argument("--only", default="", metavar="TEXT", help="those with TEXT in their class or name")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="run the kit with the seeds 0 to N-1")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="each Nth mutant alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome there")
+    parser.add_argument("--write", action="store_true", help="put the matrix into docs/conformance-mutations.md")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+    import outrider_sanitizer.sanitizer  # noqa: F401  (heavy imports once, before the processes part)
+    from conformance.mutants import generated, harness
+
+    harness.warm_up()
+    chosen = {n: m for n, m in generated.mutants().items() if options.only in f"{m.kind} {n}"}
+    chosen = dict(list(chosen.items())[:: options.every])
+    jobs = [
+        ((name, seed), (one.base, one.apply, one.level, _tests(one), True, seed, one.near))
+        for seed in range(options.seeds)
+        for name, one in chosen.items()
+    ]
+    outcomes: dict = {name: {} for name in chosen}
+    for (name, seed), outcome in harness.run_all(jobs, options.jobs):
+        outcomes[name][str(seed)] = entry = {
+            "level": outcome.level,
+            "by": outcome.failed[0][0] if outcome.failed else "",
+            "reason": outcome.failed[0][2][:300] if outcome.failed else outcome.broke,
+            "reached": outcome.reached or bool(outcome.broke),
+            "seconds": round(outcome.seconds, 1),
+        }
+        word = "killed" if outcome.failed else ("SURVIVES" if outcome.reached else "UNREACHED")
+        if (outcome.broke and not outcome.failed) or not outcome.ran:
+            word, entry["reason"] = "BROKE", outcome.broke + outcome.output[-1500:]
+        if not outcome.failed or options.seeds == 1:
+            print(
+                f"{word:<9} {chosen[name].kind} | {name} | {entry['by'] or entry['reason']} | {entry['seconds']} s",
+                flush=True,
+            )
+    if options.json is not None:
+        options.json.write_text(json.dumps(outcomes, indent=1, sort_keys=True), encoding="utf-8")
+    text = render(outcomes, generated.mutants(), options.seeds)
+    print(text)
+    if options.write:
+        page = PAGE.read_text(encoding="utf-8")
+        before, after = page.index(_BEGIN), page.index(_END) + len(_END)
+        PAGE.write_text(page[:before] + text + page[after:], encoding="utf-8")
+    return 1 if any(killed(found) != len(found) for name, found in outcomes.items() if not chosen[name].survives) else 0
+
+
+def _tests(one):
+    """A mutant of a kernel passes L0 to L3 as the unbroken backend does; only what calls kernels is run."""
+    return KERNEL_TESTS if one.kind.startswith("kernels") else ()
+
+
+def killed(found) -> int:
+    """In how many seeds."""
+    return sum(entry["level"] is not None for entry in found.values())
+
+
+def render(outcomes, table, seeds) -> str:
+    """The matrix by class and level, and the survivors."""
+    import torch
+
+    kinds = Counter(table[name].kind for name in outcomes)
+    total = len(outcomes) * seeds
+    dead = sum(killed(found) for found in outcomes.values())
+    lines = [
+        _BEGIN,
+        "",
+        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, torch {torch.__version__}, {platform.system()} {platform.machine()}: "
+        f"{len(outcomes)} mutants, {seeds} seeds of the kit each; {dead} of {total} runs convict.",
+        "",
+        "| class | mutants | " + " | ".join(f"L{level}" for level in LEVELS) + " | convicted | by seed |",
+        "|---|---|" + "---|" * len(LEVELS) + "---|---|",
+    ]
+    for kind, count in sorted(kinds.items()):
+        mine = {name: found for name, found in outcomes.items() if table[name].kind == kind}
+        first = Counter(
+            min((e["level"] for e in found.values() if e["level"] is not None), default=None) for found in mine.values()
+        )
+        by_seed = [
+            sum(found[str(s)]["level"] is not None for found in mine.values() if str(s) in found) for s in range(seeds)
+        ]
+        share = sum(by_seed) / (count * seeds)
+        per = " | ".join(str(first[level] or "") for level in LEVELS)
+        lines.append(f"| {kind} | {count} | {per} | {share:.0%} | {', '.join(map(str, by_seed))} |")
+    lived = [name for name, found in outcomes.items() if killed(found) < seeds]
+    lines += [
+        "",
+        f"Columns L0 to L4: the first level that convicts. {'Survivors, in some seed or all:' if lived else 'There are no survivors.'}",
+    ]
+    lines += [""] if lived else []
+    for name in lived:
+        seen = [seed for seed, entry in outcomes[name].items() if entry["level"] is None]
+        lines.append(f"- {name}, seeds {', '.join(seen)}: {table[name].survives or 'not explained'}")
+    lines += ["", "| class | rule | fault | in | level | convicted by |", "|---|---|---|---|---|---|"]
+    for name, found in outcomes.items():
+        one = table[name]
+        by = next((f"`{e['by']}`".replace("|", " ") for e in found.values() if e["by"]), "survives")
+        level = min((e["level"] for e in found.values() if e["level"] is not None), default=None)
+        lines.append(
+            f"| {one.kind} | `{one.rule}` | {one.fault} | {one.base} | {'' if level is None else f'L{level}'} | {by} |"
+        )
+    return "\n".join([*lines, "", _END])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
