@@ -53,7 +53,7 @@ def main() -> int:
             "seconds": round(outcome.seconds, 1),
         }
         word = "killed" if outcome.failed else ("SURVIVES" if outcome.reached else "UNREACHED")
-        if (outcome.broke and not outcome.failed) or not outcome.ran:
+        if outcome.broke and not outcome.failed or not outcome.ran:
             word, entry["reason"] = "BROKE", outcome.broke + outcome.output[-1500:]
         if not outcome.failed or options.seeds == 1:
             print(
