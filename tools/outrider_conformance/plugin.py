@@ -42,7 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--waivers", metavar="FILE", help="TOML file of known failures, each with a reason, a link and a date")
     group.addoption("--kit-timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="limit for one test of the kit")
     group.addoption("--kit-seed", type=int, default=0, metavar="N", help="what drawn operands are drawn from")
-    group.addoption("--kit-draws", type=int, default=DRAWS, metavar="N", help="draws for each kernel and dtype, beside the fixed ones")
+    group.addoption(
+        "--kit-draws", type=int, default=DRAWS, metavar="N", help="draws for each kernel and dtype, beside the fixed ones"
+    )
     group.addoption("--kit-command", metavar="TEXT", help="the command line that the report names, if not pytest's own")
 
 

@@ -27,14 +27,22 @@ class Operands:
     many: int = 256  # a kernel that handles this many rows and no more
 
 
-DENSE, CACHE, CHOICES, LOGITS, BOOKS = "kernels: dense", "kernels: cache", "kernels: choices", "kernels: logits", "kernels: state"
+DENSE, CACHE, CHOICES, LOGITS, BOOKS = (
+    "kernels: dense",
+    "kernels: cache",
+    "kernels: choices",
+    "kernels: logits",
+    "kernels: state",
+)
 ROPE = ("rotary.cos", "rotary.sin", "rotary.slots")
 CACHES = ("rotary.k_cache", "rotary.v_cache")
 DRAW = ("temperature", "seeds", "positions")
 SPECS = {
     "linear": Operands(DENSE, ("x",), (), ("x", "weight", "bias"), ("x",), ("x",), ("x", "weight"), many=64),
     "linear_silu_mul": Operands(DENSE, ("x",), (), ("x", "weight"), ("x",), ("x",), ("x", "weight"), many=64),
-    "linear_add": Operands(DENSE, ("x", "residual"), ("residual",), ("x", "weight"), ("x",), ("x",), ("x", "weight"), many=64),
+    "linear_add": Operands(
+        DENSE, ("x", "residual"), ("residual",), ("x", "weight"), ("x",), ("x",), ("x", "weight"), many=64
+    ),
     "linear_add_rms_norm": Operands(
         DENSE, ("x", "residual"), ("residual",), ("x", "norm"), ("x",), ("x",), ("x", "weight"), many=64
     ),
@@ -122,7 +130,9 @@ SPECS = {
     "scatter_rows": Operands(
         BOOKS, ("rows", "values"), ("state",), ("values",), ("values",), numbers=("values",), returns=False
     ),
-    "gather_requests": Operands(BOOKS, (), ("found", "own.tables", "own.seeds"), ("state.tables", "rows"), ("found",), returns=False),
+    "gather_requests": Operands(
+        BOOKS, (), ("found", "own.tables", "own.seeds"), ("state.tables", "rows"), ("found",), returns=False
+    ),
     "gather_checked": Operands(BOOKS, ("rows", "out", "found"), ("out", "found"), ("source",), ("found",), returns=False),
     "find_nan": Operands(BOOKS, ("x", "found"), ("found",), ("x",), ("x", "found"), ("x",), returns=False),
     "place_tokens": Operands(
@@ -284,7 +294,9 @@ def _beside(name):
         def beside(**k):
             operand = get(k, name)
             made = kernel(**k)
-            end = operand.storage_offset() + sum((n - 1) * s for n, s in zip(operand.shape, operand.stride(), strict=True)) + 1
+            end = (
+                operand.storage_offset() + sum((n - 1) * s for n, s in zip(operand.shape, operand.stride(), strict=True)) + 1
+            )
             if end < operand.untyped_storage().nbytes() // operand.element_size():
                 reach()
                 operand.as_strided((1,), (1,), end).fill_(1)

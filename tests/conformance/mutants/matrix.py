@@ -53,10 +53,13 @@ def main() -> int:
             "seconds": round(outcome.seconds, 1),
         }
         word = "killed" if outcome.failed else ("SURVIVES" if outcome.reached else "UNREACHED")
-        if outcome.broke and not outcome.failed or not outcome.ran:
+        if (outcome.broke and not outcome.failed) or not outcome.ran:
             word, entry["reason"] = "BROKE", outcome.broke + outcome.output[-1500:]
         if not outcome.failed or options.seeds == 1:
-            print(f"{word:<9} {chosen[name].kind} | {name} | {entry['by'] or entry['reason']} | {entry['seconds']} s", flush=True)
+            print(
+                f"{word:<9} {chosen[name].kind} | {name} | {entry['by'] or entry['reason']} | {entry['seconds']} s",
+                flush=True,
+            )
     if options.json is not None:
         options.json.write_text(json.dumps(outcomes, indent=1, sort_keys=True), encoding="utf-8")
     text = render(outcomes, generated.mutants(), options.seeds)
@@ -85,10 +88,11 @@ def render(outcomes, table, seeds) -> str:
     kinds = Counter(table[name].kind for name in outcomes)
     total = len(outcomes) * seeds
     dead = sum(killed(found) for found in outcomes.values())
+    when = datetime.datetime.now(datetime.UTC)
     lines = [
         _BEGIN,
         "",
-        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, torch {torch.__version__}, {platform.system()} {platform.machine()}: "
+        f"{when:%Y-%m-%d}, torch {torch.__version__}, {platform.system()} {platform.machine()}: "
         f"{len(outcomes)} mutants, {seeds} seeds of the kit each; {dead} of {total} runs convict.",
         "",
         "| class | mutants | " + " | ".join(f"L{level}" for level in LEVELS) + " | convicted | by seed |",
@@ -96,14 +100,18 @@ def render(outcomes, table, seeds) -> str:
     ]
     for kind, count in sorted(kinds.items()):
         mine = {name: found for name, found in outcomes.items() if table[name].kind == kind}
-        first = Counter(min((e["level"] for e in found.values() if e["level"] is not None), default=None) for found in mine.values())
-        by_seed = [sum(found[str(s)]["level"] is not None for found in mine.values() if str(s) in found) for s in range(seeds)]
+        first = Counter(
+            min((e["level"] for e in found.values() if e["level"] is not None), default=None) for found in mine.values()
+        )
+        by_seed = [
+            sum(found[str(s)]["level"] is not None for found in mine.values() if str(s) in found) for s in range(seeds)
+        ]
         share = sum(by_seed) / (count * seeds)
         per = " | ".join(str(first[level] or "") for level in LEVELS)
         lines.append(f"| {kind} | {count} | {per} | {share:.0%} | {', '.join(map(str, by_seed))} |")
     lived = [name for name, found in outcomes.items() if killed(found) < seeds]
-    lines += ["", f"Columns L0 to L4: the first level that convicts. {'Survivors, in some seed or all:' if lived else 'There are no survivors.'}"]
-    lines += [""] if lived else []
+    words = "Survivors, in some seed or all:" if lived else "There are no survivors."
+    lines += ["", f"Columns L0 to L4: the first level that convicts. {words}", *([""] if lived else [])]
     for name in lived:
         seen = [seed for seed, entry in outcomes[name].items() if entry["level"] is None]
         lines.append(f"- {name}, seeds {', '.join(seen)}: {table[name].survives or 'not explained'}")
@@ -112,7 +120,9 @@ def render(outcomes, table, seeds) -> str:
         one = table[name]
         by = next((f"`{e['by']}`".replace("|", " ") for e in found.values() if e["by"]), "survives")
         level = min((e["level"] for e in found.values() if e["level"] is not None), default=None)
-        lines.append(f"| {one.kind} | `{one.rule}` | {one.fault} | {one.base} | {'' if level is None else f'L{level}'} | {by} |")
+        lines.append(
+            f"| {one.kind} | `{one.rule}` | {one.fault} | {one.base} | {'' if level is None else f'L{level}'} | {by} |"
+        )
     return "\n".join([*lines, "", _END])
 
 

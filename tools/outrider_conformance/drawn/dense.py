@@ -71,7 +71,7 @@ def _linear_add(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     operands, grown = _added(shape, dtype, dice)
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        return {"out": kernels.linear_add(o["x"], o["weight"], o.get("bias"), o["residual"]).clone()}
+        return {"out": kernels.linear_add(o["x"], o["weight"], o.get("bias"), o["residual"])}
 
     return Problem(operands, call, {"out": grown, "residual": grown})
 
@@ -110,9 +110,7 @@ def _norm_linear_silu_mul(shape: Shape, dtype: torch.dtype, dice: Dice) -> Probl
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
         added = Product(o["x"], o["weight"], o.get("bias"))
-        return {
-            "out": kernels.norm_linear_silu_mul(added, o["residual"], o["norm"], EPS, o["gates"], o.get("gates_bias"))
-        }
+        return {"out": kernels.norm_linear_silu_mul(added, o["residual"], o["norm"], EPS, o["gates"], o.get("gates_bias"))}
 
     return Problem(operands, call, {"out": wanted, "residual": grown})
 
@@ -120,7 +118,9 @@ def _norm_linear_silu_mul(shape: Shape, dtype: torch.dtype, dice: Dice) -> Probl
 def _embedding(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     tokens, weight = _tokens(shape, dice), dice.normal(shape["vocabulary"], shape["inner"], dtype=dtype)
     operands = {"tokens": Operand(tokens), "weight": Operand(weight)}
-    return Problem(operands, lambda k, o: {"out": k.embedding(o["tokens"], o["weight"])}, {"out": bounds.exact(weight[tokens])})
+    return Problem(
+        operands, lambda k, o: {"out": k.embedding(o["tokens"], o["weight"])}, {"out": bounds.exact(weight[tokens])}
+    )
 
 
 def _tokens(shape: Shape, dice: Dice) -> Tensor:

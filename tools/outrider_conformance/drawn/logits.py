@@ -33,7 +33,9 @@ def _bias(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     tokens[:, 0] = vocabulary - 1
     values = dice.normal(batch, entries, dtype=torch.float32, scale=5.0)
     values[:, 1::3] = -torch.inf
-    until = torch.where(dice.uniform(batch, entries) < 0.5, positions[:, :1] + dice.whole(0, nodes + 1, batch, entries), 1 << 40)
+    until = torch.where(
+        dice.uniform(batch, entries) < 0.5, positions[:, :1] + dice.whole(0, nodes + 1, batch, entries), 1 << 40
+    )
     wanted = bounds.exact(logits)
     unit = bounds.UNIT[dtype]
     for row in range(batch):
@@ -69,7 +71,9 @@ def _penalties(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
                 mask[row, node, node] = True
     requests = batch + 3
     rows = dice.order(requests)[:batch]
-    counts = dice.whole(0, 8, requests, vocabulary, dtype=torch.int32) * dice.whole(0, 2, requests, vocabulary, dtype=torch.int32)
+    counts = dice.whole(0, 8, requests, vocabulary, dtype=torch.int32) * dice.whole(
+        0, 2, requests, vocabulary, dtype=torch.int32
+    )
     choices = torch.tensor([[1.3, 0.5, 0.2], [1.0, 0.0, 0.0], [0.8, 0.0, 0.1], [1.0, 1.0, 0.0], [1.7, -0.4, -0.2]])
     penalties = choices[dice.whole(0, len(choices), batch)]
     penalties[0] = choices[0]
@@ -220,7 +224,8 @@ def _logprobs(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
         values, ids = made["values"], made["ids"]
         shapes = (tuple(values.shape), tuple(ids.shape))
         assert shapes == ((batch, nodes, 1 + count), (batch, nodes, count)), f"shapes {shapes}"
-        assert values.dtype is torch.float32 and ids.dtype is torch.int64, f"dtypes {values.dtype}, {ids.dtype}"
+        dtypes = (values.dtype, ids.dtype)
+        assert dtypes == (torch.float32, torch.int64), f"dtypes {dtypes}"
         assert ((ids >= 0) & (ids < vocabulary)).all(), "an id outside of the vocabulary"
         assert all(len(set(line)) == count for line in ids.flatten(0, 1).tolist()), "an id twice among the likeliest"
         every = torch.cat((tokens.clamp(min=0).unsqueeze(-1), ids), dim=-1)

@@ -101,7 +101,9 @@ class Dice:
 
     def factors(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
         """Operands of a sum: of both signs, or all positive, the last one of each row large."""
-        made = self.normal(*shape, dtype=dtype, scale=scale) if self.coin() else self.positive(*shape, dtype=dtype, scale=scale)
+        made = (
+            self.normal(*shape, dtype=dtype, scale=scale) if self.coin() else self.positive(*shape, dtype=dtype, scale=scale)
+        )
         made[..., -1] *= 4
         return made
 

@@ -28,7 +28,7 @@ def _applies(lab: Lab, drawn: Drawn, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", _DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
 def test_a_kernel_is_right_at_its_corners(lab: Lab, drawn: Drawn, dtype: torch.dtype) -> None:
-    """Long contexts, many rows, wide and odd vocabularies, strided operands; a second call leaves the first's results alone."""
+    """Long contexts, many rows, wide vocabularies, strided operands; a second call leaves the first's results alone."""
     _applies(lab, drawn, dtype)
     (stream,) = lab.streams("s")
     for number, (shape, made) in enumerate(corners(drawn, dtype, lab.seed)):

@@ -76,7 +76,7 @@ def test_samples_follow_the_law(lab: Lab, shaping: Shaping) -> None:
 
 @promise("KernelSet.sample", "which are independent of the target's.")
 def test_draws_are_independent(lab: Lab) -> None:
-    """Of the draft's, and of those of a neighbouring seed, of the seed's other half, of the next positions and of far ones."""
+    """Of the draft's, and of those of a neighbouring seed, of the seed's other half, of near positions and far ones."""
     device, dice = _Device(lab), _dice(lab, 2)
     logits = _logits(dice, 1)
     law = torch.softmax(logits[0].double(), dim=-1)
@@ -192,5 +192,3 @@ def test_a_draw_does_not_depend_on_its_company(lab: Lab) -> None:
     ):
         for number, (found, wanted) in enumerate(zip(every(rows, padding), whole, strict=True)):
             expect(found.tolist(), wanted[rows].tolist(), f"result {number} of rows {what}")
-
-
