@@ -9,6 +9,7 @@ import pytest
 import outrider.device
 from conformance.conftest import suite_modules
 from outrider.device import Capabilities
+from outrider_conformance.programs.judging import PROMISES
 from outrider_conformance.promises import docstring
 
 
@@ -35,6 +36,11 @@ def test_quotes_the_seam(node, constants):
     member, words = (constants[a.id] if isinstance(a, ast.Name) else a.value for a in promise.args)
     assert " ".join(words.split()) in docstring(member), f"{member} doesn't say {words!r} but: {docstring(member)}"
     assert ast.get_docstring(node)
+
+
+@pytest.mark.parametrize(("member", "words"), PROMISES.values(), ids=PROMISES)
+def test_convictions_by_random_programs_quote_the_seam(member, words):
+    assert words in docstring(member), f"{member} doesn't say {words!r} but: {docstring(member)}"
 
 
 @pytest.mark.parametrize(("node"), [pytest.param(n, id=f"{m}::{n.name}") for m, n, _ in suite_tests()])

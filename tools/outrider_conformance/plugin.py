@@ -18,6 +18,7 @@ from outrider_conformance.clock import Clock
 from outrider_conformance.kit import KIT, Kit
 from outrider_conformance.lab import Lab
 from outrider_conformance.levels import DEFAULT_LEVEL, LEVELS, level_of, parse_level
+from outrider_conformance.programs import DEFAULT_PROGRAMS
 from outrider_conformance.recorder import Recorder
 from outrider_conformance.verdict import judge, mark_of, test_id
 from outrider_conformance.waivers import Waiver, read_waivers
@@ -26,6 +27,7 @@ TIMEOUT = 120.0
 DRAWS = 6
 WAIVERS = pytest.StashKey[Sequence[Waiver]]()
 RECORDER = pytest.StashKey[Recorder]()
+_CLOCK = "outrider-conformance-clock"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,7 +43,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--report", metavar="DIR", help="write report.json, report.xml, report.html and badge.svg there")
     group.addoption("--waivers", metavar="FILE", help="TOML file of known failures, each with a reason, a link and a date")
     group.addoption("--kit-timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="limit for one test of the kit")
-    group.addoption("--kit-seed", type=int, default=0, metavar="N", help="what drawn operands are drawn from")
+    group.addoption(
+        "--programs",
+        type=int,
+        default=DEFAULT_PROGRAMS,
+        metavar="N",
+        help="random programs over the seam, in all (default: %(default)s); 0 leaves them out, so nothing is passed",
+    )
+    group.addoption("--kit-seed", type=int, default=0, metavar="N", help="what operands and programs are drawn from")
     group.addoption(
         "--kit-draws", type=int, default=DRAWS, metavar="N", help="draws for each kernel and dtype, beside the fixed ones"
     )
@@ -63,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[WAIVERS] = read_waivers(Path(path)) if path else ()
     except OutriderError as error:
         raise pytest.UsageError(str(error)) from error
-    config.pluginmanager.register(Clock(config.getoption("--kit-timeout")), "outrider-conformance-clock")
+    config.pluginmanager.register(Clock(config.getoption("--kit-timeout")), _CLOCK)
     recorder = Recorder(config, config.stash[KIT])
     config.stash[RECORDER] = recorder
     config.pluginmanager.register(recorder, "outrider-conformance-recorder")
@@ -146,6 +155,29 @@ def lab(kit: Kit, backend: Backend, pytestconfig: pytest.Config) -> Lab:
 
 
 @pytest.fixture
+def random_programs(kit: Kit, pytestconfig: pytest.Config) -> Callable[[str], None]:
+    """Try this backend's share of random programs of a family: ``random_programs("copies")``."""
+    from outrider_conformance.programs.trial import convict, share
+
+    clock = pytestconfig.pluginmanager.get_plugin(_CLOCK)
+    total, start = pytestconfig.getoption("--programs"), pytestconfig.getoption("--kit-seed")
+
+    def trial(family: str) -> None:
+        if total < 1:
+            pytest.skip("--programs 0")
+        convict(
+            kit.open,
+            backend=str(kit.spec),
+            family=family,
+            count=share(family, total),
+            start=start,
+            alive=clock.renew if isinstance(clock, Clock) else lambda: None,
+        )
+
+    return trial
+
+
+@pytest.fixture
 def figure(record_property: Callable[[str, object], None]) -> Callable[[str, float, str], None]:
     """Report a measured figure: ``figure("launch cost", 4.2, "µs")``."""
 
@@ -156,4 +188,4 @@ def figure(record_property: Callable[[str, object], None]) -> Callable[[str, flo
 
 
 Figure = Callable[[str, float, str], None]
-__all__: list[Any] = ["backend", "figure", "info", "kit", "lab"]
+__all__: list[Any] = ["backend", "figure", "info", "kit", "lab", "random_programs"]
