@@ -25,6 +25,7 @@ _T = TypeVar("_T")
 _WHOLE = "int64"
 _OTHERS = ("int32", "int16", "uint8", "bool")
 _GRAPHS = 3
+_SLOWS = 6
 _HOST = ("host_read", "host_write", "query", "item", "send")
 
 
@@ -55,11 +56,20 @@ _COMMON: Mapping[str, int] = MappingProxyType(
 )
 FAMILIES: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
-        "order": {"mix": 10, "record": 8, "wait": 6, "query": 4, "forget": 3, "synchronize": 3, "pile": 2},
-        "copies": {"copy": 10, "upload": 8, "download": 10, "send": 4, "host_write": 5, "host_read": 4, "item": 2},
+        "order": {"mix": 10, "record": 8, "wait": 6, "query": 4, "forget": 3, "synchronize": 3, "pile": 2, "relay": 8},
+        "copies": {
+            "copy": 10,
+            "upload": 8,
+            "download": 10,
+            "send": 4,
+            "host_write": 5,
+            "host_read": 4,
+            "item": 2,
+            "relay": 2,
+        },
         "memory": {"lend": 6, "renew": 5, "churn": 4, "mix": 10},
-        "threads": {"elsewhere": 8, "together": 4, "scope": 6, "record": 6},
-        "graphs": {"capture": 5, "replay": 12, "drop_graph": 2, "churn": 2, "together": 1},
+        "threads": {"elsewhere": 8, "together": 4, "scope": 6, "record": 6, "relay": 12},
+        "graphs": {"capture": 5, "replay": 12, "drop_graph": 2, "churn": 2, "together": 1, "beside": 6, "relay": 2},
         "bound": {"capture": 5, "replay": 12, "update": 8, "signal": 8, "drop_graph": 1},
     }
 )
@@ -88,7 +98,7 @@ class _Drawing:
         if not abilities.params:
             weights.pop("update", None)
         self.kinds = [name for name, weight in weights.items() for _ in range(weight)]
-        self.inner = [name for name in self.kinds if name not in ("elsewhere", "scope", "together")]
+        self.inner = [name for name in self.kinds if name not in ("elsewhere", "scope", "together", "relay", "beside")]
         self.family = family
         self.steps: list[Step] = []
         self.slows = 0
@@ -122,7 +132,7 @@ class _Drawing:
 
     def _head(self) -> Program:
         streams = self.number(2, 4)
-        small = self.number(1, 64)
+        small = self.number(1, 64) if self.family != "graphs" or self.chance(70) else 9001
         other = self.pick(self.abilities.dtypes)
         sizes = [1, 3, 17, 64, 257, 1023, 4099, 65_537]
         large = self.pick(sizes)
@@ -237,7 +247,7 @@ class _Drawing:
 
     def _slow(self) -> Step | None:
         self.slows += 1
-        return lang.Slow(self.pick(self.streams)) if self.slows <= 4 else None
+        return lang.Slow(self.pick(self.streams)) if self.slows <= _SLOWS else None
 
     def _fill(self) -> Step:
         of = self.pick(self.buffers)
@@ -275,7 +285,7 @@ class _Drawing:
     def _lend(self) -> Step | None:
         found = self.two(whole=True)
         maker, user = self.pick(self.streams), self.pick(self.streams)
-        if found is None or maker == user or self.slows >= 4:
+        if found is None or maker == user or self.slows >= _SLOWS:
             return None
         self.slows += 1
         return lang.Lend(maker, user, self.pick(self.events), *found, self.fresh(), self.number(1, 6))
@@ -310,6 +320,50 @@ class _Drawing:
         self.emit(lang.Wait(b, event))
         self.emit(lang.Copy(b, to, source, True))
 
+    def _perhaps_elsewhere(self, *steps: Step) -> None:
+        """Emit the steps; sometimes it's the other host thread that does them."""
+        if self.chance(50 if self.family == "threads" else 15):
+            self.emit(lang.Elsewhere(steps))
+        else:
+            for step in steps:
+                self.emit(step)
+
+    def _relay(self) -> None:
+        """A late write, a record, and at once whoever must wait for it: another stream, or the host."""
+        a, b = self.pick(self.streams), self.pick(self.streams)
+        event, crossing, found = self.pick(self.events), self.crossing(), self.two()
+        if a == b or crossing is None or found is None or self.slows >= _SLOWS:
+            return
+        self.slows += 1
+        self._record_early(a, event)
+        if self.chance(50):
+            self.emit(lang.Slow(a))
+            to = found[0]
+            length = self.model.program.buffers[to.of].count
+            self.emit(lang.Fill(a, Span(to.of, 0, length), self.fresh() % 100))
+            self._perhaps_elsewhere(lang.Record(a, event))
+            self._perhaps_elsewhere(lang.Wait(b, event))
+            self.emit(lang.Copy(b, found[1], to, self.chance(50)))
+            return
+        buffer, slot = crossing
+        if not buffer.count:
+            return
+        self.emit(lang.Fill(a, buffer, self.fresh() % 100))
+        self.emit(lang.Slow(a))
+        self.emit(lang.Download(a, slot, buffer))
+        self._perhaps_elsewhere(lang.Record(a, event))
+        if self.chance(50):
+            self._perhaps_elsewhere(lang.Query(*self.pick((("event", event), ("stream", a))), slot.of))
+        how = self.pick(("event", "within", "event", "stream"))
+        self._perhaps_elsewhere(lang.Synchronize(how, a if how == "stream" else event), lang.HostRead(slot.of))
+
+    def _record_early(self, stream: int, event: int) -> None:
+        """Often the event has a generation already, and that is over."""
+        if self.chance(60):
+            self.emit(lang.Record(stream, event))
+            if self.chance(50):
+                self.emit(lang.Synchronize("event", event))
+
     def _synchronize(self) -> Step:
         all_streams = len(self.streams) == self.model.program.streams
         how = self.pick(("event", "within", "stream", "device") if all_streams else ("event", "within", "stream"))
@@ -337,7 +391,7 @@ class _Drawing:
     def _signal(self) -> Step | None:
         first, second = self.two(whole=True), self.two(whole=True)
         setter, waiter = self.pick(self.streams), self.pick(self.streams)
-        if first is None or second is None or setter == waiter or self.slows >= 4:
+        if first is None or second is None or setter == waiter or self.slows >= _SLOWS:
             return None
         self.slows += 1
         before = lang.Mix(setter, *first, self.fresh())
@@ -439,6 +493,36 @@ class _Drawing:
             else:
                 made.append(lang.Fill(stream, to, self.fresh() % 100))
         return tuple(made)
+
+    def _beside(self) -> None:
+        """Two graphs that write different memory, replayed on two streams at a time: they share no temporaries."""
+        whole = [n for n in self.buffers if self.model.program.buffers[n].dtype == _WHOLE]
+        if len(self.streams) < 2 or len(whole) < 3 or self.slows >= _SLOWS - 1:
+            return
+        self.slows += 2
+        for graph in self.graphs[:2]:
+            if graph in self.model.state.graphs:
+                self.emit(lang.DropGraph(graph))
+        first = self.number(0, len(self.streams) - 1)
+        streams = (self.streams[first], self.streams[first - 1])
+        source, *targets = whole
+        length = self.model.program.buffers[source].count
+        work, together = self.number(1, 5), self.chance(50)
+        for graph, stream, target in zip(self.graphs, streams, targets, strict=False):
+            body = tuple(
+                lang.Mix(stream, Span(target, 0, length), Span(target if n else source, 0, length), self.fresh())
+                for n in range(work)
+            )
+            self.emit(lang.Capture(graph, streams[0] if together else stream, body, self.fresh(), self.fresh()))
+        self.emit(lang.Synchronize("device"))
+        event = self.pick(self.events)
+        self.emit(lang.Slow(streams[0]))
+        self.emit(lang.Record(streams[0], event))
+        self.emit(lang.Wait(streams[1], event))  # so that both begin at one moment
+        times = self.pick((1, 3, 10, 24))
+        for graph, stream in zip(self.graphs, streams, strict=False):
+            if graph in self.model.state.graphs:
+                self.emit(lang.Replay(graph, stream, times))
 
     def _alive(self) -> list[int]:
         return [graph for graph in self.graphs if graph in self.model.state.graphs]

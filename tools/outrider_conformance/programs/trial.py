@@ -16,7 +16,7 @@ from outrider_conformance.programs.model import Model
 from outrider_conformance.programs.running import Stage, run
 from outrider_conformance.programs.shrinking import shrink
 
-SECONDS_TO_SHRINK = 3.0
+SECONDS_TO_SHRINK = 4.0
 _SHARES: Mapping[str, int] = MappingProxyType(
     {"order": 50, "copies": 50, "memory": 45, "threads": 55, "graphs": 60, "bound": 40}
 )
@@ -81,6 +81,7 @@ def convict(
     numbers = itertools.count()
     stages: list[Stage] = []
     caught: list[tuple[Model, Exception]] = []
+    hung: list[BaseException] = []
     abilities = Abilities.of(opened())
 
     @seed(start)
@@ -102,24 +103,30 @@ def convict(
         except Exception as error:
             caught.append((model, error))
             raise _Caught from None
-        except BaseException:
+        except BaseException as error:
             print(script(model.program, backend))  # what hangs is shown as it is
+            hung.append(error)
             raise
 
     try:
         each()
     except BaseException:
+        if hung:
+            raise hung[0] from None
         if not caught:
             raise
     if caught:
-        _explain(opened, pace, backend, *caught[0])
+        _explain(opened, pace, backend, alive, *caught[0])
     return next(numbers)
 
 
-def _explain(opened: Callable[[], Backend], pace: Pace, backend: str, model: Model, error: Exception) -> None:
+def _explain(
+    opened: Callable[[], Backend], pace: Pace, backend: str, alive: Callable[[], None], model: Model, error: Exception
+) -> None:
     def fails(smaller: Model) -> BaseException | None:
         # A fresh device each time: the last one may be stuck or lost. Where time decides, twice.
         for number in range(2):
+            alive()
             try:
                 try_program(Stage(Lab(opened(), pace)), smaller, number)
             except Exception as found:
