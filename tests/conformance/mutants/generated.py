@@ -74,7 +74,9 @@ def mutants() -> dict[str, Generated]:
     """All of them, by name."""
     from conformance.mutants import generated_drivers, generated_kernels, generated_rules, generated_verbs
 
-    made = [one for module in (generated_verbs, generated_drivers, generated_kernels, generated_rules) for one in module.mutants()]
+    made = [
+        one for module in (generated_verbs, generated_drivers, generated_kernels, generated_rules) for one in module.mutants()
+    ]
     found = {one.name: one for one in made}
     assert len(found) == len(made), "two mutants have one name"
     return found
