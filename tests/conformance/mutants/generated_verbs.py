@@ -41,7 +41,8 @@ def mutants() -> Iterator[Generated]:
             yield Generated(kind, verb, f"does nothing {when}", base, level, _skipped(verb, circumstance))
     for verb, kind in (("Stream._wait", "streams"), ("Backend._copy_async", "copies"), ("Graph._replay", "graphs")):
         yield Generated(kind, verb, "does nothing from the twentieth call on", SIM, 3, _skipped(verb, _after(20)))
-        yield Generated(kind, verb, "does nothing on a third stream", SIM, 3, _skipped(verb, _on_third))
+        if verb != "Backend._copy_async":
+            yield Generated(kind, verb, "does nothing on a third stream", SIM, 3, _skipped(verb, _on_third))
     for kind, rule, fault, base, apply in (
         ("streams", "Stream._synchronize", "gives up after 10 ms", THREADS, waits.gives_up("stream")),
         ("streams", "Backend._synchronize", "gives up after 10 ms", THREADS, waits.gives_up("backend")),
@@ -54,7 +55,6 @@ def mutants() -> Iterator[Generated]:
         ("streams", "Stream._query", "is True when nothing was enqueued by the calling thread", THREADS, waits.query_thread),
         ("streams", "Stream._query", "is True after half of what is pending", THREADS, waits.query_half),
         ("streams", "Backend._on", "loses the outer scope of three", THREADS, waits.scope_depth),
-        ("streams", "Backend._create_stream", "gives streams of one name the same queue", THREADS, waits.by_name),
         ("events", "Stream._record", "doesn't cover the last operation", THREADS, waits.early_record(1)),
         ("events", "Stream._record", "doesn't cover copies", THREADS, waits.uncovered_copies),
         ("events", "Stream._record", "keeps the record before while that is pending", THREADS, waits.keeps_pending),
@@ -119,7 +119,18 @@ def mutants() -> Iterator[Generated]:
             graphs.fence_signalled,
         ),
     ):
-        yield Generated(kind, rule, fault, base, 3, apply)
+        yield Generated(kind, rule, fault, base, 3, apply, LEGAL.get((rule, fault), ""))
+
+
+LEGAL = {
+    (
+        "Backend.keep_alive",
+        "holds until the next record's generation",
+    ): "legal: a hold whose event was recorded again meanwhile errs on the side of keeping",
+    ("Backend._empty_pinned", "reuses freed memory while a copy is in flight"): "legal: who copies keeps pinned memory until "
+    "the copy has run",
+}
+"""Faults that the contract allows, with its reason: they count as no mutants."""
 
 
 # -- circumstances -----------------------------------------------------------------------------------------------------

@@ -191,20 +191,6 @@ def scope_depth(base):
     patch(base.backend, "_on", make)
 
 
-def by_name(base):
-    def make(original):
-        def init(self, backend, name):
-            original(self, backend, name)
-            for one in backend.streams:
-                if one.name == name and one is not self:
-                    reach()
-                    self.worker = one.worker
-
-        return init
-
-    patch(base.stream, "__init__", make)
-
-
 # -- events ------------------------------------------------------------------------------------------------------------
 
 

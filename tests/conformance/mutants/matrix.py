@@ -123,6 +123,8 @@ def render(outcomes, table, seeds) -> str:
     """The matrix by class and level, and the survivors."""
     import torch
 
+    legal = [name for name in outcomes if table[name].survives.startswith("legal: ")]
+    outcomes = {name: found for name, found in outcomes.items() if name not in legal}
     kinds = Counter(table[name].kind for name in outcomes)
     total = sum(map(len, outcomes.values()))
     dead = sum(killed(found) for found in outcomes.values())
@@ -149,10 +151,11 @@ def render(outcomes, table, seeds) -> str:
         lines.append(f"| {kind} | {count} | {per} | {share:.0%} | {', '.join(map(str, by_seed))} |")
     lived = [name for name, found in outcomes.items() if killed(found) < len(found)]
     words = "Survivors, in some seed or all:" if lived else "There are no survivors."
-    lines += ["", f"Columns L0 to L4: the first level that convicts. {words}", *([""] if lived else [])]
+    lines += ["", f"Columns L0 to L4: the first level that convicts. {words}", *([""] if lived or legal else [])]
     for name in lived:
         seen = [seed for seed, entry in sorted(outcomes[name].items()) if entry["level"] is None]
         lines.append(f"- {name}, seeds {', '.join(seen)}: {table[name].survives or 'not explained'}")
+    lines += [f"- {name} isn't counted; {table[name].survives}" for name in legal]
     lines += ["", "| class | rule | fault | in | level | convicted by |", "|---|---|---|---|---|---|"]
     for name, found in outcomes.items():
         one = table[name]
