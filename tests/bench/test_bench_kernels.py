@@ -5,12 +5,12 @@ from inspect import getmembers, isfunction
 import pytest
 import torch
 
-from outrider.device import KernelSet
+from outrider.device import DecoderShape, KernelSet
 from outrider.registry import get_backend
 from outrider_bench.synthetic import with_synthetic_acceptance
-from outrider_tune.measure import KernelShape, kernel_cases, product_cases
+from outrider_tune.measure import kernel_cases, product_cases
 
-SHAPE = KernelShape(hidden=32, heads=4, kv_heads=2, head_size=8, inner=48, vocabulary=64, fused=64)
+SHAPE = DecoderShape(hidden=32, heads=4, kv_heads=2, head_size=8, inner=48, vocabulary=64, fused=64)
 HOST = torch.device("cpu")
 
 

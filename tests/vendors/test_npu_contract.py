@@ -209,6 +209,12 @@ def test_documented_limits_of_attention(wheel):
     start = text.index('"npu_fused_infer_attention_score",')
     page = text[start : text.index("_npu_fused_infer_attention_score_get_max_workspace", start)]
     assert re.search(r"block_size最小为128, 最大为512, 且要求是128的倍数", page)
+    assert (
+        page.count("blocknum不能小于根据actual_seq_lengths_kv和blockSize计算的每个batch的block数量之和") == 2
+    )  # Q_S of 1, and more
+    assert "比值不能大于64" in page
+    assert "N*D小于65535" in page
+    assert "所有维度相乘不能超过int32的表示范围" in page
     assert re.search(r"最大不超过512, key、value输入类型为float16、bfloat16时需要16对齐", page)
     assert re.search(r"sparse_mode为3时, 代表rightDownCausal模式", page)
     assert "(2048*2048)" in page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from outrider_bench.child import answer
@@ -20,16 +21,20 @@ def start(work: Mapping[str, Any]) -> dict[str, object]:
     import outrider.engine.engine  # noqa: F401  (what is timed)
 
     imported = time.time()
-    from outrider.cli.models import Running, bundled
-    from outrider.engine.config import EngineConfig
+    from outrider.cli.models import Running, Sizes, bundled
+    from outrider.cli.starting import chosen
+    from outrider.engine.config import Choice, EngineConfig
     from outrider.engine.engine import Engine
     from outrider.engine.loading import load_checkpoint
     from outrider.engine.requests.request import SamplingParams
+    from outrider.engine.resolve import resolve
+    from outrider.engine.situation import situation_of
     from outrider.registry import Registry
+    from outrider.speculative.proposer import PlainProposer
     from outrider_bench.random_model import RandomModel
 
     running = Running(**work["running"])
-    sizes = {"max_requests": work["batch"], "dtype": work["dtype"], "max_context": work["max_context"]}
+    dtype, sizes = work["dtype"], Sizes(max_requests=work["batch"], max_context=work["max_context"], **work["sizes"])
     device = Registry().create(work["backend"])
     device.synchronize()
     opened = time.time()
@@ -38,19 +43,24 @@ def start(work: Mapping[str, Any]) -> dict[str, object]:
         random = RandomModel(
             shape=work["shape"], speculate=work["speculate"], draft_tokens=work["draft_tokens"], accept_length=None
         )
-        config = random.config(running=running, **sizes)
-        model, proposer = random.make(device, config.torch_dtype)
-    else:
-        config = EngineConfig(
-            **sizes,
-            draft_tokens=work["draft_tokens"],
-            mode=running.mode,
-            graphs=running.graphs,
-            overlap=running.overlap,
+        own: tuple[Choice, ...] = ()
+        if dtype is None:
+            own = (random.dtype(device),)
+            dtype = str(own[0].value)
+        asked = random.config(
+            running=running,
+            max_requests=work["batch"],
+            dtype=dtype,
+            max_context=work["max_context"],
+            sizes=sizes,
         )
+        model, proposer = random.make(device, asked.torch_dtype)
+        config = resolve(asked, situation_of(device, model, proposer or PlainProposer()), own)
+    else:
+        asked = EngineConfig(dtype=dtype, draft_tokens=work["draft_tokens"], **asdict(running), **sizes.given)
         draft = bundled("eagle") if work["speculate"] == "eagle" else None
-        loaded = load_checkpoint(bundled("target"), device, config, draft_dir=draft, speculate=work["speculate"])
-        model, proposer, tokenizer = loaded.model, loaded.proposer, loaded.tokenizer
+        loaded = load_checkpoint(bundled("target"), device, asked, draft_dir=draft, speculate=work["speculate"])
+        model, proposer, tokenizer, config = loaded.model, loaded.proposer, loaded.tokenizer, loaded.config
     device.synchronize()
     loaded_at = time.time()
     engine = Engine(model, device, proposer=proposer, config=config, tokenizer=tokenizer)
@@ -72,6 +82,8 @@ def start(work: Mapping[str, Any]) -> dict[str, object]:
         "first token": first - made,
     }
     return {
+        "dtype": config.dtype,
+        "chosen": chosen(engine),
         "stages": stages,
         "total": first - work["started"],
         "compiled": dict(engine.warm_up.compiled) if engine.warm_up is not None else None,

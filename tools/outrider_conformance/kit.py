@@ -12,6 +12,7 @@ import pytest
 from outrider.device import SEAM_VERSION, Backend, BackendInfo
 from outrider.registry import Registry
 from outrider_conformance.lab import Pace
+from outrider_conformance.observed import Observed
 
 
 class Kit:
@@ -23,6 +24,8 @@ class Kit:
         self.pace = Pace()
         self._facts: dict[str, Any] = {}
         self._unopenable: Exception | None = None
+        self.observed: Observed | None = None
+        """How the engine's calls of kernels were answered; made once, by the first test that asks."""
 
     @property
     def info(self) -> BackendInfo:

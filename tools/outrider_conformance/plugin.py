@@ -15,15 +15,19 @@ import pytest
 
 from outrider.device import Backend, BackendInfo, OutriderError
 from outrider_conformance.clock import Clock
+from outrider_conformance.counting import counting
 from outrider_conformance.kit import KIT, Kit
 from outrider_conformance.lab import Lab
 from outrider_conformance.levels import DEFAULT_LEVEL, LEVELS, level_of, parse_level
+from outrider_conformance.observed import Observed, observe
 from outrider_conformance.programs import DEFAULT_PROGRAMS
-from outrider_conformance.recorder import Recorder
+from outrider_conformance.recorder import CALLS, Recorder
 from outrider_conformance.verdict import judge, mark_of, test_id
 from outrider_conformance.waivers import Waiver, read_waivers
 
 TIMEOUT = 120.0
+COUNTED = 4
+"""The first level whose tests call kernels."""
 DRAWS = 6
 WAIVERS = pytest.StashKey[Sequence[Waiver]]()
 RECORDER = pytest.StashKey[Recorder]()
@@ -140,11 +144,27 @@ def info(kit: Kit) -> BackendInfo:
 
 
 @pytest.fixture
-def backend(kit: Kit) -> Generator[Backend]:
-    """A new backend; drained after the test, whether it passed or failed."""
+def backend(kit: Kit, request: pytest.FixtureRequest) -> Generator[Backend]:
+    """A new backend; drained after the test, whether it passed or failed. From L4 on, calls of its kernels are counted."""
     backend = kit.open()
-    yield backend
-    backend.synchronize()
+    if (level_of(request.path) or 0) < COUNTED:
+        yield backend
+        backend.synchronize()
+        return
+    with counting(backend.kernels_in_use) as calls:
+        yield backend
+        backend.synchronize()
+    request.node.user_properties.append((CALLS, calls.rows()))
+
+
+@pytest.fixture
+def observed(kit: Kit, request: pytest.FixtureRequest) -> Observed:
+    """Who answers the engine's calls of kernels. The first test of a process that asks for it runs the engines."""
+    first = kit.observed is None
+    found = observe(kit)
+    if first:
+        request.node.user_properties.append((CALLS, found.calls.rows()))
+    return found
 
 
 @pytest.fixture
@@ -188,4 +208,4 @@ def figure(record_property: Callable[[str, object], None]) -> Callable[[str, flo
 
 
 Figure = Callable[[str, float, str], None]
-__all__: list[Any] = ["backend", "figure", "info", "kit", "lab", "random_programs"]
+__all__: list[Any] = ["backend", "figure", "info", "kit", "lab", "observed", "random_programs"]

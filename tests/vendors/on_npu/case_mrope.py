@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from engine.test_vision_requests import GREEDY, Checkpoint
-from outrider import Engine, EngineConfig
+from outrider import Engine
 from outrider.model import load_decoder, load_vision
 from outrider.speculative.ngram import NgramProposer
 from outrider_cpu.backend import CpuBackend
+from outrider_proof.tiny import plain_config
 
 NAMES = ("image", "text", "video")
 
@@ -42,7 +43,7 @@ def tokens_on(checkpoint, *, graphs, spoilt, recompute=True, refresh=True):
     sync.after_join = after_join
     target = load_decoder(checkpoint.directory, backend=backend, dtype=torch.float32)
     tower = load_vision(checkpoint.directory, backend=backend, dtype=torch.float32)
-    config = EngineConfig(page_size=4, max_context=128, prefill_chunk=64, overlap=True, graphs=graphs, max_requests=3)
+    config = plain_config(page_size=4, max_context=128, prefill_chunk=64, overlap=True, graphs=graphs, max_requests=3)
     proposer = NgramProposer(vocab_size=target.config.vocab_size, draft_tokens=3)
     engine = Engine(target, backend, proposer=proposer, config=config, vision=tower)
     prompts = [checkpoint.prompts[name] for name in NAMES]

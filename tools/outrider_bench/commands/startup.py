@@ -10,7 +10,18 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.models import DraftTokensOption, GraphsOption, ModeOption, OverlapOption, Running
+from outrider.cli.models import (
+    DraftTokensOption,
+    DtypeOption,
+    GraphsOption,
+    KvMemoryOption,
+    ModeOption,
+    OverlapOption,
+    PageSizeOption,
+    PrefillChunkOption,
+    Running,
+    Sizes,
+)
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
@@ -31,12 +42,13 @@ def startup(
     draft_tokens: DraftTokensOption = 4,
     batch: Annotated[int, typer.Option(min=1, help="Requests that the engine is made for.")] = 8,
     max_context: Annotated[int, typer.Option("--max-context", min=8, metavar="N", help="Tokens of a request.")] = 1024,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="DTYPE", help="float32 (default), bfloat16 (with --shape), float16, …")
-    ] = None,
-    mode: ModeOption = "staged",
-    graphs: GraphsOption = False,
-    overlap: OverlapOption = False,
+    dtype: DtypeOption = None,
+    mode: ModeOption = None,
+    graphs: GraphsOption = None,
+    overlap: OverlapOption = None,
+    kv_memory: KvMemoryOption = None,
+    page_size: PageSizeOption = None,
+    prefill_chunk: PrefillChunkOption = None,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that one start may take.")] = 600.0,
     backend: BackendOption = None,
     json_output: JsonOption = False,
@@ -59,7 +71,8 @@ def startup(
         "draft_tokens": draft_tokens,
         "batch": batch,
         "max_context": max_context,
-        "dtype": dtype or ("float32" if shape is None else "bfloat16"),
+        "dtype": dtype,
+        "sizes": Sizes(kv_memory=kv_memory, page_size=page_size, prefill_chunk=prefill_chunk).given,
         "running": asdict(Running(mode=mode, graphs=graphs, overlap=overlap)),
     }
     with scratch_directory("outrider-startup-") as fresh:
@@ -68,6 +81,8 @@ def startup(
             name: run_child(_CHILD, work, variables=variables, limit_s=limit)
             for name in (("cold", "warm") if caches else ("start",))
         }
+    for key in ("dtype", "chosen"):  # the same in each start
+        work[key] = [found.pop(key) for found in starts.values()][-1]
     data: dict[str, object] = {**work, "kernel_cache": bool(caches), "starts": starts}
     return Report(data=data, render=lambda console: _render(console, work, starts))
 
