@@ -41,7 +41,7 @@ def conform(
     Progress goes to ``output`` (standard output without it). ``workers`` spreads the tests over that many processes with
     pytest-xdist. Raises :class:`ConformanceError` where no report comes about.
     """
-    for needed in ("pytest", *(["xdist"] if workers else [])):
+    for needed in ("pytest", "hypothesis", *(["xdist"] if workers else [])):
         if importlib.util.find_spec(needed) is None:
             raise ConformanceError(f"the suite needs {needed}: pip install 'outrider[conformance]'")
     with scratch_directory("outrider-conform-") as scratch:

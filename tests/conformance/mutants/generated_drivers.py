@@ -353,7 +353,7 @@ def _copy_quiets(base):
             original(self, destination, source)
             if destination.dtype == torch.float32 and destination.device.type != "cpu" and destination.numel():
                 reach()
-                nan = destination != destination  # noqa: PLR0124
+                nan = destination != destination
                 destination.copy_(torch.where(nan, torch.full_like(destination, float("nan")), destination))
 
         return copy

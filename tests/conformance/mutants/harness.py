@@ -86,7 +86,10 @@ def run(base: str, apply: Callable, level: int, *more, tests: Iterable[str] = ()
 
 
 def run_all(jobs, at_a_time: int) -> Iterator:
-    """`jobs` are (key, (base, apply, level, tests, first[, seed, near])); yields (key, outcome). This process stays without threads."""
+    """`jobs` are (key, (base, apply, level, tests, first[, seed, near])); yields (key, outcome).
+
+    This process stays without threads.
+    """
     waiting, running = list(jobs), {}
     while waiting or running:
         while waiting and len(running) < at_a_time:

@@ -305,7 +305,7 @@ _BATCHES = {
 _PLAIN = {"ragged": 0, "tree": 0, "window": 0, "padding": 0, "heads": 2, "size": 0, "page": 1}
 _ROTARY = {"tokens": TOKENS, "heads": _HEAD, "size": _SIZE, "page": _PAGE, "padding": st.sampled_from((0, 3))}
 _TURNED = {"tokens": 17, "heads": 2, "size": 0, "page": 1, "padding": 3}
-_INNER = st.sampled_from((40, 96, 264))
+_INNER = st.sampled_from((40, 96, 264, 520))
 ATTENTION = (
     Drawn(
         "paged_attention",
@@ -324,13 +324,13 @@ ATTENTION = (
         "linear_rope_write_cache",
         _linear_rope,
         {**_ROTARY, "inner": _INNER, "bias": _FLAG},
-        ({**_TURNED, "inner": 264, "bias": 1}, {**_TURNED, "tokens": 130, "inner": 40, "bias": 0, "size": 1}),
+        ({**_TURNED, "inner": 520, "bias": 1}, {**_TURNED, "tokens": 130, "inner": 40, "bias": 0, "size": 1}),
     ),
     Drawn(
         "norm_linear_rope_write_cache",
         _norm_linear_rope,
         {**_ROTARY, "inner": _INNER, "outer": _INNER, "bias": _FLAG},
-        ({**_TURNED, "inner": 264, "outer": 96, "bias": 1}, {**_TURNED, "tokens": 130, "inner": 40, "outer": 264, "bias": 0}),
+        ({**_TURNED, "inner": 520, "outer": 96, "bias": 1}, {**_TURNED, "tokens": 130, "inner": 40, "outer": 264, "bias": 0}),
     ),
     Drawn(
         "move_cache",

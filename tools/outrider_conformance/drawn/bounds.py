@@ -40,7 +40,7 @@ def wide(dtype: torch.dtype) -> float:
 
 def growth(count: int, unit: float) -> float:
     """Relative to the sum of magnitudes: what adding ``count`` terms may lose."""
-    return min(float(count), _LAMBDA * count**0.5) * unit
+    return float(min(count, _LAMBDA * count**0.5) * unit)
 
 
 def rounded(x: Number, dtype: torch.dtype, times: float = 1.0) -> Number:

@@ -241,7 +241,7 @@ def _walk(
     here, wanted_path, wanted_tokens, accepted = 0, [0] * (depth + 1), [-1] * (depth + 1), 0
     for level in range(depth + 1):
         chosen = found["tokens"][level]
-        assert 0 <= chosen < right.shape[-1] and bool(right[here, chosen]), (
+        assert chosen in right[here].nonzero().flatten().tolist(), (
             f"{what}: after node {here} the target draws one of {right[here].nonzero().flatten().tolist()}, found {chosen}"
         )
         wanted_tokens[level], wanted_path[level] = chosen, here

@@ -224,7 +224,8 @@ def _logprobs(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
         values, ids = made["values"], made["ids"]
         shapes = (tuple(values.shape), tuple(ids.shape))
         assert shapes == ((batch, nodes, 1 + count), (batch, nodes, count)), f"shapes {shapes}"
-        assert values.dtype is torch.float32 and ids.dtype is torch.int64, f"dtypes {values.dtype}, {ids.dtype}"
+        dtypes = (values.dtype, ids.dtype)
+        assert dtypes == (torch.float32, torch.int64), f"dtypes {dtypes}"
         assert ((ids >= 0) & (ids < vocabulary)).all(), "an id outside of the vocabulary"
         assert all(len(set(line)) == count for line in ids.flatten(0, 1).tolist()), "an id twice among the likeliest"
         every = torch.cat((tokens.clamp(min=0).unsqueeze(-1), ids), dim=-1)

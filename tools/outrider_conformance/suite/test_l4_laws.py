@@ -76,7 +76,7 @@ def test_samples_follow_the_law(lab: Lab, shaping: Shaping) -> None:
 
 @promise("KernelSet.sample", "which are independent of the target's.")
 def test_draws_are_independent(lab: Lab) -> None:
-    """Of the draft's, and of those of a neighbouring seed, of the seed's other half, of the next positions and of far ones."""
+    """Of the draft's, and of those of a neighbouring seed, of the seed's other half, of near positions and far ones."""
     device, dice = _Device(lab), _dice(lab, 2)
     logits = _logits(dice, 1)
     law = torch.softmax(logits[0].double(), dim=-1)
