@@ -17,14 +17,21 @@ THREADS, SIM, NPU = "threads", "sim", "sim like npu"
 
 def mutants() -> Iterator[Generated]:
     for kind, rule, fault, base, level, apply in (
-        ("other thread", "Stream._wait", "does nothing for an event that another thread recorded", THREADS, 1, _wait_foreign),
-        ("other thread", "Stream._wait", "does nothing for an event that another thread recorded", SIM, 1, _wait_foreign),
-        ("other thread", "Event._synchronize", "returns for an event that another thread recorded", THREADS, 1, _sync_foreign),
+        ("other thread", "Stream._wait", "is nothing for another thread's record", THREADS, 1, _wait_foreign),
+        ("other thread", "Stream._wait", "is nothing for another thread's record", SIM, 1, _wait_foreign),
+        ("other thread", "Event._synchronize", "returns for another thread's record", THREADS, 1, _sync_foreign),
         ("other thread", "Backend._on", "places a thread's work on the first thread's stream", SIM, 1, _thread_stream),
         ("dropped", "Stream._wait", "is lost when sixteen are pending", THREADS, 1, _wait_lost_when_pending),
         ("dropped", "Stream._wait", "is lost when sixteen are pending", SIM, 1, _wait_lost_when_pending),
         ("dropped", "Stream._wait", "is lost behind a copy", SIM, 1, _wait_lost_behind_copy),
-        ("dropped", "Stream._wait", "is dropped when the stream waited for the same event before", SIM, 1, _wait_deduplicated),
+        (
+            "dropped",
+            "Stream._wait",
+            "is dropped when the stream waited for the same event before",
+            SIM,
+            1,
+            _wait_deduplicated,
+        ),
         ("late", "Stream._wait", "begins with the second operation after it", SIM, 1, _wait_late),
         ("early", "Stream._record", "doesn't cover the last copy", THREADS, 1, _record_before_copy),
         ("stale generation", "Stream._wait", "takes the generation before when the record is fresh", SIM, 1, _wait_stale),
@@ -339,7 +346,7 @@ def _copy_quiets(base):
             original(self, destination, source)
             if destination.dtype == torch.float32 and destination.device.type != "cpu" and destination.numel():
                 reach()
-                nan = destination != destination  # noqa: PLR0124
+                nan = destination != destination
                 destination.copy_(torch.where(nan, torch.full_like(destination, float("nan")), destination))
 
         return copy
