@@ -1,4 +1,4 @@
-"""Attention as the engine asks for it: pages and dtypes that the backend prefers, host lengths where its policy wants them."""
+"""Attention as the engine asks for it: pages and dtypes that it prefers, host lengths where its policy wants any."""
 
 from __future__ import annotations
 
