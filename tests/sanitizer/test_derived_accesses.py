@@ -104,6 +104,21 @@ def test_declared_rows_raise_no_alarm(backend: CpuBackend) -> None:
     assert report.clean, str(report)
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_an_operator_of_the_host_reads_is_its_own_access(inside: bool) -> None:
+    """The same value read by the host thread itself isn't ordered behind the stream that wrote it."""
+    backend = CpuBackend()
+    forward = backend.create_stream("forward")
+    with watch(backend) as report, backend.on(forward):
+        temperature = torch.zeros(1)
+        if inside:
+            where = torch.zeros(1, dtype=torch.int64)
+            torch.ops.outrider.sample.host(torch.ones(1, 4), temperature, where, where, 0)
+        else:
+            temperature.tolist()
+    assert report.clean == inside, str(report)
+
+
 class Capturing(CpuBackend):
     """The reference backend with graphs of torch's usual kind: the callable runs once, and replays dispatch nothing."""
 

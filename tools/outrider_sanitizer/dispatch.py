@@ -251,9 +251,21 @@ class DerivedSanitizer(Sanitizer):
             for name, original in before.items():
                 setattr(Tensor, name, original)
 
+    @contextmanager
+    def running(self) -> Generator[None]:
+        """An operator runs on this thread: what it reads is its own access, which its schema names."""
+        before = getattr(self._scopes, "running", False)
+        self._scopes.running = True
+        try:
+            yield
+        finally:
+            self._scopes.running = before
+
     def _host_read(self, tensor: Tensor) -> None:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return  # device memory comes to the host through an operator
+        if self._host_only and getattr(self._scopes, "running", False):
+            return  # the device is the host: this is the operator, in its place on its stream
         with self._lock:
             known = self._storages.known(tensor)
             if known is not None:
@@ -347,7 +359,8 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        with self._sanitizer.running():
+            result = func(*args, **kwargs)
         if self._sanitizer.innermost(self):
             self._sanitizer.dispatched(func, args, kwargs, result)
         return result
