@@ -32,8 +32,8 @@ TABLE = Table(
         for operator, small, large in (("linear", TINY, None), ("linear_parts", TINY, SPLIT))
     },
     attention=(
-        AttentionEntry(groups=8, max_kv=64, config=AttentionConfig(32, 2, 4, 2), head_size=16),
-        AttentionEntry(groups=128, max_kv=64, config=AttentionConfig(16, 1, 4, 2), head_size=16),
+        AttentionEntry(groups=8, max_kv=64, config=AttentionConfig(32, 2, 4, 2), head_size=16, group=2),
+        AttentionEntry(groups=128, max_kv=64, config=AttentionConfig(16, 1, 4, 2), head_size=16, group=2),
     ),
 )
 
