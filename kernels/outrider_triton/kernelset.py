@@ -25,7 +25,8 @@ from outrider_triton.bookkeeping import TritonBookkeeping
 from outrider_triton.derive import MOST, choose
 from outrider_triton.derive_attention import AttentionCut, Heads, cut, programs
 from outrider_triton.facts import DeviceFacts
-from outrider_triton.launch import shares
+from outrider_triton.launch import ahead, shares
+from outrider_triton.prompts import Device, PromptAttention, Prompts
 from outrider_triton.table import STREAMED, AttentionConfig, MatmulConfig, Table, bucket
 from outrider_triton.tuning import TritonTuning
 
@@ -63,6 +64,15 @@ class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
         self.processors, self.pdl = facts.processors, facts.pdl
         self._scope = variants.Scope()
         self._derived: dict[tuple[str, int, int, int, int], MatmulConfig | None] = {}
+        self._prompts = PromptAttention(
+            Device(
+                facts.processors,
+                facts.shared_bytes,
+                pdl=facts.pdl,
+                descriptors=facts.pdl,
+                capability=facts.capability // 10,
+            )
+        )
         tuned = f"derived for {facts.architecture}" if table is None else f"tuned for {table.device}"
         self.name = f"triton, {tuned}" + (", everywhere" if everywhere else "")
 
@@ -79,6 +89,10 @@ class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
         """As Triton's own caches have them."""
         return variants.compiled()
 
+    def chosen(self) -> Mapping[str, str]:
+        """Which kernel attends over prompts."""
+        return self._prompts.said
+
     def _products(
         self, operator: str, x: Tensor, weight: Tensor, *, scaled: bool = False, half: int = 0
     ) -> Iterator[list[int]]:
@@ -89,7 +103,8 @@ class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
         if self._scope.first((operator, x.dtype, n, k, scaled)):
             dtype = str(x.dtype)[6:]
             for config in variants.products(self.facts, self.table, operator, dtype, n=n, k=k, half=half):
-                yield config.as_list()
+                with ahead():
+                    yield config.as_list()
 
     def matmul_config(self, operator: str, x: Tensor, weight: Tensor, *, half: int = 0) -> MatmulConfig | None:
         """The configuration for ``x [..., K] @ weight.T``, or None for torch's own.
@@ -289,8 +304,9 @@ class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
             return
         if self._scope.first(("move_cache", k_cache.dtype, k_cache.stride(1))):
             for count in (1 << exponent for exponent in range(_MOVES.bit_length())):
-                nowhere = torch.zeros(count, dtype=sources.dtype, device=sources.device)  # the reserved row, onto itself
-                _TRITON.move_cache.triton(k_cache, v_cache, nowhere, nowhere, self.pdl)
+                nowhere = torch.zeros(count, dtype=sources.dtype, device=sources.device)
+                with ahead():
+                    _TRITON.move_cache.triton(k_cache, v_cache, nowhere, nowhere, self.pdl)
         _TRITON.move_cache.triton(k_cache, v_cache, sources, destinations, self.pdl)
 
     def gather_rows(self, state: Tensor, rows: Tensor) -> Tensor:
@@ -343,7 +359,7 @@ class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """Online softmax over the pages; few queries split the cached tokens among programs."""
+        """Online softmax over the pages; few queries split the cached tokens among programs. Prompts go their own way."""
         if not self._uses("paged_attention", q) or q.shape[-1] > 256:
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
 
@@ -366,15 +382,21 @@ class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
                 self.pdl,
             )
 
+        longest = metadata.max_query if metadata.tree_mask is not None else self._prompts.longest_elsewhere(q)
         variant = metadata.max_query, metadata.tree_mask is not None, metadata.settled, window
         if self._scope.first(("attention", q.dtype, *q.shape[1:], k_cache.shape[1:], *variant)):
             for each in variants.attention_configs(
                 lambda *sizes: self._attention_config(q, k_cache, *sizes),
-                max_query=metadata.max_query,
+                max_query=min(metadata.max_query, longest),
                 capacity=metadata.block_table.shape[1] * k_cache.shape[1],
             ):
-                with variants.that_fit():
+                with ahead():
                     attend(list(each))
+        if self._prompts.serves(q, metadata):
+            prompts = Prompts(q, k_cache, v_cache, metadata, scale, window)
+            if self._scope.depth:
+                self._prompts.measure(prompts)
+            return self._prompts.attend(prompts)
         return attend(self.attention_config(q, k_cache, metadata))
 
     # -- choices ---------------------------------------------------------------------------------------------------
@@ -385,7 +407,9 @@ class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
         for size in shape[:-1]:
             rows *= size
         if self._scope.depth:  # other operands make other variants: each time
-            yield from variants.share_counts(shape[-1], self.processors)
+            for count in variants.share_counts(shape[-1], self.processors):
+                with ahead():
+                    yield count
         yield shares(rows, shape[-1], self.processors)
 
     def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:

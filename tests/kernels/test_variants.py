@@ -1,21 +1,26 @@
 """What is compiled beforehand covers what may be chosen later, and running it changes no result."""
 
 import itertools
+import os
 import random
+import threading
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
+from triton.runtime._async_compile import active_mode
+from triton.runtime.errors import OutOfResources
+
 from kernels.devices import DEVICES, SMALL
 from outrider.device import AttentionMetadata, KernelSet
 from outrider_triton import kernelset
 from outrider_triton.derive import OPERATORS, choose
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.launch import shares
+from outrider_triton.launch import ahead, launch, shares
 from outrider_triton.table import AttentionConfig, AttentionEntry, Entry, MatmulConfig, Table, load
-from outrider_triton.variants import attention_configs, products, share_counts
+from outrider_triton.variants import Scope, attention_configs, products, share_counts
 
 TINY = MatmulConfig(16, 16, 32, 1, 4, 2, 0, 0)
 SPLIT = MatmulConfig(16, 16, 32, 2, 4, 2, 0, 0)
@@ -160,3 +165,54 @@ def test_results_are_the_same_in_the_scope(device, pdl, launched):
 def test_kernels_of_the_seam_need_no_scope():
     assert KernelSet().every_variant() is None
     assert KernelSet().compiled() == {}
+
+
+def test_what_is_only_compiled_is_not_launched():
+    calls = []
+
+    class Kernel:
+        def run(self, *arguments, grid, warmup, **settings):
+            calls.append((arguments, grid, warmup, settings))
+
+    launch(Kernel(), (2,), "x", pdl=True, warps=4)
+    with ahead():
+        launch(Kernel(), (3,), "y", pdl=False, warps=8)
+        launch(Kernel(), (0,), "z", pdl=False, warps=8)
+    launch(Kernel(), (4,), "x", pdl=False, warps=4)
+    assert [(arguments, grid, warmup) for arguments, grid, warmup, _ in calls] == [
+        (("x",), (2,), False),
+        (("y",), (3,), True),
+        (("x",), (4,), False),
+    ]
+    assert calls[0][3] == {"launch_pdl": True, "PDL": True, "num_warps": 4}
+
+
+def test_variants_are_compiled_by_threads_and_are_on_the_device_behind_the_scope():
+    loaded, finished, both = [], [], threading.Barrier(2, timeout=30)
+
+    class Made:
+        def __init__(self, name):
+            self.name = name
+
+        @property
+        def run(self):
+            if self.name == "too large":
+                raise OutOfResources(2, 1, "shared memory")
+            loaded.append(self.name)
+
+    def compiling(name):
+        both.wait()  # it takes two threads to get here
+        return Made(name)
+
+    scope = Scope()
+    with scope.entered(), scope.entered():
+        mode = active_mode.get()
+        for name in ("one", "two") if os.cpu_count() > 1 else ():
+            mode.submit(name, lambda name=name: compiling(name), lambda made: finished.append(made.name))
+        mode.submit("too large", lambda: Made("too large"), lambda made: finished.append(made.name))
+        assert loaded == []
+    assert active_mode.get() is None
+    assert scope.depth == 0
+    if os.cpu_count() > 1:
+        assert set(loaded) == {"one", "two"}
+    assert "too large" in finished

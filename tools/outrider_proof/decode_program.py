@@ -11,19 +11,22 @@ import inspect
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from outrider.cli.models import bundled
 from outrider.device.errors import ConfigError, OutriderError
 from outrider.errors import RequestError
 from outrider.registry import Registry
+from outrider_proof.pace import Pace
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Fence
     from outrider.engine.engine import Engine
+    from outrider.engine.requests.draft_length import DraftLengthPolicy
     from outrider.engine.requests.request import Completion
     from outrider.model import Decoder
+    from outrider.speculative.proposer import Proposer
     from outrider_proof.fence_log import FenceLog
     from outrider_sanitizer import Finding
     from outrider_sanitizer import Report as Findings
@@ -32,6 +35,9 @@ _CONTEXT = 96
 _LONGEST = 14
 _MOVING = 0.3
 """How many of the programs hand requests over."""
+
+_CHANGING = 0.35
+"""How many of the programs change the length of drafts."""
 
 
 class WrongTokens(OutriderError):
@@ -55,7 +61,10 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class HostProgram:
-    """Requests, and the sizes of the engine that serves them."""
+    """Requests, and the sizes of the engine that serves them.
+
+    ``draft_lengths``: how many tokens iterations draft, one after the other and again; none: always as many as can be.
+    """
 
     arrivals: tuple[Arrival, ...]
     max_requests: int
@@ -63,12 +72,14 @@ class HostProgram:
     spare_pages: int
     prefill_chunk: int
     draft_tokens: int
+    draft_lengths: tuple[int, ...] = ()
 
     @classmethod
     def draw(cls, seed: int, text: int) -> HostProgram:
         """The program numbered ``seed`` over a text of ``text`` tokens."""
         rng = random.Random(seed)
-        moving = random.Random(f"hand-over {seed}")  # drawn apart, so that it changes nothing else of a program
+        # Drawn apart, so that they change nothing else of a program.
+        moving, changing = random.Random(f"hand-over {seed}"), random.Random(f"draft length {seed}")
         moves = moving.random() < _MOVING
         arrivals = []
         for _ in range(rng.randint(1, 4)):
@@ -77,7 +88,7 @@ class HostProgram:
             abort = rng.randint(0, 4) if rng.random() < 0.25 else None
             times = tuple(sorted(moving.randint(1, 8) for _ in range(moving.randint(1, 3)))) if moves else ()
             arrivals.append(Arrival(start, length, rng.randint(1, _LONGEST), rng.randint(0, 4), abort, times))
-        return cls(
+        program = cls(
             arrivals=tuple(arrivals),
             max_requests=rng.randint(1, 4),
             page_size=rng.choice((2, 4, 16)),
@@ -85,6 +96,11 @@ class HostProgram:
             prefill_chunk=rng.choice((5, 16, 64)),
             draft_tokens=rng.randint(2, 4),
         )
+        if changing.random() >= _CHANGING:
+            return program
+        among = (0, 1, changing.randint(0, program.draft_tokens), program.draft_tokens)
+        lengths = [changing.choice(among) for _ in range(changing.randint(2, 7))]
+        return replace(program, draft_lengths=tuple(lengths))
 
 
 class DecodeExplorer:
@@ -130,6 +146,7 @@ class DecodeExplorer:
         self._reference: Decoder = _reference_model() if like is None else like._reference
         self.findings: Findings | None = None
         self.log: FenceLog | None = None
+        self.pace = Pace()
 
     def program(self, seed: int) -> HostProgram:
         """The host program numbered ``seed``."""
@@ -143,7 +160,9 @@ class DecodeExplorer:
         return self._plain[prompt][: arrival.max_tokens]
 
     def run(self, program: HostProgram, backend: Backend) -> None:
-        """Run it once, watched. Raises :class:`WrongTokens`, or the sanitizer's RaceError, or what the engine raised."""
+        """Run it once, watched. Raises the sanitizer's RaceError, :class:`WrongTokens`, what :class:`Pace` raises (lost
+        overlap, lost batching, a row freed too early), or what the engine raised.
+        """
         from outrider_proof.fence_log import FenceLog
         from outrider_sanitizer import watching
 
@@ -152,12 +171,17 @@ class DecodeExplorer:
         with watching(backend, rows_apart=False) as sanitizer:
             self.findings = sanitizer.report
             self.log = FenceLog(sanitizer.position, drop=self._drop, half=self._half, consumer=self._consumer)
+            self.pace = Pace()
+            stop = self.pace.observe(backend)
             problem: Exception | None = None
             try:
                 self._serve(program, expected)
                 backend.synchronize()
+                self.pace.raise_if_any()
             except Exception as error:
                 problem = error
+            finally:
+                stop()
         # A race explains a wrong token, not the other way round.
         self.findings.raise_if_any()
         if problem is not None:
@@ -173,11 +197,11 @@ class DecodeExplorer:
         return tuple(self._text[arrival.start : arrival.start + arrival.length])
 
     def _engine(self, program: HostProgram) -> Engine:
-        from outrider.engine.config import EngineConfig
         from outrider.engine.engine import Engine
         from outrider.speculative.build import DraftOptions, build
+        from outrider_proof.tiny import plain_config
 
-        config = EngineConfig(
+        config = plain_config(
             max_requests=program.max_requests,
             page_size=program.page_size,
             num_pages=1 + -(-(_CONTEXT + 16) // program.page_size) + program.spare_pages,
@@ -197,12 +221,17 @@ class DecodeExplorer:
             topk=self._topk,
         )
         proposer = build(self._speculate, options)
-        return Engine(self._model, self.backend, proposer=proposer, config=config, wrap_fence=self.wrap)
+        lengths = draft_length_of(program, proposer)
+        engine = Engine(
+            self._model, self.backend, proposer=proposer, config=config, wrap_fence=self.wrap, draft_length=lengths
+        )
+        self.pace.watch(engine, overlap=True)
+        return engine
 
     def wrap(self, fence: Fence) -> Fence:
         """The engine's ``wrap_fence``."""
         assert self.log is not None
-        return self.log.wrap(fence)
+        return self.pace.wrap(self.log.wrap(fence))
 
     def _serve(self, program: HostProgram, expected: list[tuple[int, ...]]) -> None:
         """Run the program's requests to their ends and compare. Raises :class:`WrongTokens`."""
@@ -222,6 +251,17 @@ class DecodeExplorer:
                 raise WrongTokens(
                     f"{pages - engine.free_pages} pages and {rows - engine.free_rows} rows weren't given back at the end"
                 )
+
+
+def draft_length_of(program: HostProgram, proposer: Proposer) -> DraftLengthPolicy | None:
+    """The policy that gives the program's draft lengths, those beyond the proposer's own cut off; None for a program without
+    any, and for what drafts no chain.
+    """
+    from outrider.engine.requests.draft_length import LengthSchedule
+
+    if not program.draft_lengths or proposer.is_tree or not proposer.nodes:
+        return None
+    return LengthSchedule([min(length, proposer.nodes) for length in program.draft_lengths])
 
 
 class Serving:
@@ -309,11 +349,11 @@ def _reference_model() -> Decoder:
 
 
 def _plain(model: Decoder, prompt: tuple[int, ...]) -> Completion:
-    from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
     from outrider.engine.requests.request import SamplingParams
+    from outrider_proof.tiny import plain_config
 
-    config = EngineConfig(max_requests=1, max_context=_CONTEXT)
+    config = plain_config(max_requests=1, max_context=_CONTEXT)
     engine = Engine(model, Registry().create("cpu"), config=config)
     (completion,) = engine.generate([prompt], SamplingParams(max_tokens=_LONGEST))
     return completion

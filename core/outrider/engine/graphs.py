@@ -29,14 +29,17 @@ from outrider.engine.stage_io import (
     VerifyStageInput,
 )
 from outrider.engine.stages import DraftStage, Extend, Iteration, Stages, Verify
-from outrider.engine.state.buffers import StaticBuffers
+from outrider.engine.state.buffers import EXTEND, VERIFY, StaticBuffers
 from outrider.speculative.seq_lens import HostSeqLens
 
 CaptureProgress = Callable[[int, int], None]
 AnyStage = Capturable[Any, Any]
 
+SHORTER_FROM = 8
+"""From so many requests on a shorter draft may be faster."""
 
-def buckets_up_to(most: int) -> tuple[int, ...]:
+
+def powers_up_to(most: int) -> tuple[int, ...]:
     """Powers of two below ``most``, and ``most``: a batch is padded to less than twice its size."""
     sizes = []
     size = 1
@@ -44,6 +47,21 @@ def buckets_up_to(most: int) -> tuple[int, ...]:
         sizes.append(size)
         size *= 2
     return (*sizes, most)
+
+
+def buckets_up_to(most: int) -> tuple[int, ...]:
+    """1, 2, 4, then every 8 to 64, every 16 to 256, every 32 behind that, and ``most``: as many sizes as powers of two up to
+    8, and a larger batch is padded by less than a step.
+    """
+    steps = (*range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32))
+    return (*(size for size in (1, 2, 4, *steps) if size < most), most)
+
+
+def sizes_of_shorter(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Those of ``sizes`` for which drafts are captured that are shorter than they can be: from 8 on, and the largest. Fewer
+    requests are bound by memory, so that they seldom need one; they can have the graph of 8.
+    """
+    return tuple(size for size in sizes if size >= SHORTER_FROM or size == max(sizes))
 
 
 class Runner(ABC):
@@ -58,7 +76,9 @@ class Runner(ABC):
         self._buffers = buffers
 
     @abstractmethod
-    def batch(self, count: int, features: Features, max_kv: int, seq_lens_host: HostSeqLens | None) -> DecodeBatch:
+    def batch(
+        self, count: int, drafted: int, features: Features, max_kv: int, seq_lens_host: HostSeqLens | None
+    ) -> DecodeBatch:
         """What the stages are told of ``count`` requests: a size that holds them, abilities that cover ``features``."""
 
     def bind(self, batch: DecodeBatch, stream: Stream) -> None:
@@ -71,30 +91,33 @@ class Runner(ABC):
         with self._backend.on(stage.stream):
             if group is None:
                 return stage.run(given)
-            self._buffers.mark_stale(group, bucket=batch.bucket)
+            self._buffers.mark_stale(group, bucket=batch.bucket, drafted=batch.drafted)
             written = stage.run(given)
-            self._buffers.pad(group, count=batch.count, bucket=batch.bucket)
+            self._buffers.pad(group, count=batch.count, bucket=batch.bucket, drafted=batch.drafted)
             return written
 
 
 class EagerRunner(Runner):
     """Calls the stages: no padding, no graphs."""
 
-    def batch(self, count: int, features: Features, max_kv: int, seq_lens_host: HostSeqLens | None) -> DecodeBatch:
+    def batch(
+        self, count: int, drafted: int, features: Features, max_kv: int, seq_lens_host: HostSeqLens | None
+    ) -> DecodeBatch:
         """Just the batch."""
-        return DecodeBatch(count, count, features, max_kv, seq_lens_host=seq_lens_host)
+        return DecodeBatch(count, count, drafted, features, max_kv, seq_lens_host=seq_lens_host)
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureReport:
     """What capturing took. ``bytes``: device memory that the graphs' pools hold, None where the device can't tell.
-    ``seconds``: of the host, warm-up and compilation of what the graphs hold included.
+    ``seconds``: of the host, warm-up and compilation of what the graphs hold included. ``lengths``: of the drafts.
     """
 
     graphs: int
     buckets: tuple[int, ...]
     bytes: int | None
     seconds: float
+    lengths: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         memory = "an unknown amount of memory" if self.bytes is None else f"{self.bytes / 2**20:.0f} MiB"
@@ -105,6 +128,8 @@ class GraphRunner(Runner):
     """Captures the stages ``which`` for every bucket when it's made; nothing is captured later. Other stages are called.
 
     Three sets of features are captured: greedy, sampling, and everything. A batch gets the first that covers it.
+    ``buckets``: sizes of batches; None: :func:`buckets_up_to` the most requests for greedy ones, and powers of two for the
+    others. ``lengths``: of drafts, all nodes of a tree; the shorter ones are captured for :func:`sizes_of_shorter`.
     ``capacity``: tokens that a block table holds.
     """
 
@@ -115,49 +140,71 @@ class GraphRunner(Runner):
         stages: Stages,
         *,
         which: Sequence[AnyStage],
-        buckets: Sequence[int],
+        buckets: Sequence[int] | None,
+        most: int,
+        lengths: Sequence[int],
         everything: Features,
         capacity: int,
         progress: CaptureProgress | None = None,
     ) -> None:
         super().__init__(backend, buffers)
-        self.buckets = tuple(sorted(buckets))
+        greedy = Features()
+        kinds = tuple(dict.fromkeys((greedy, Features(sampling=True), everything)))
+        given = None if buckets is None else tuple(sorted(buckets))
+        # Few batches sample, and fewer use everything: coarse sizes for them halve the number of graphs.
+        sizes = {kind: given or (buckets_up_to(most) if kind == greedy else powers_up_to(most)) for kind in kinds}
+        self.buckets = sizes[greedy]
+        self._sizes = {
+            (drafted, kind): sizes[kind] if drafted == max(lengths) else sizes_of_shorter(sizes[kind])
+            for drafted in sorted(lengths, reverse=True)
+            for kind in kinds
+        }
         self._stages = stages
         self._which = tuple(which)
-        self._features = tuple(dict.fromkeys((Features(), Features(sampling=True), everything)))
         self._capacity = capacity
-        self._graphs: dict[tuple[int, Features], Mapping[str, Graph]] = {}
+        self._most_drafted = max(lengths)
+        self._graphs: dict[tuple[int, int, Features], Mapping[str, Graph]] = {}
         pools = {stage.name: backend.create_graph_pool(stage.name) for stage in which}
         limited = backend.capabilities.memory_limit
         before = backend.memory_info().free if limited else 0
         began = time.perf_counter()
-        total, done = len(self.buckets) * len(self._features), 0
-        for count in range(1, self.buckets[-1] + 1):
-            buffers.views(count)  # made before any replay, they are known to follow what graphs write
-        self._shared: dict[tuple[str, int, bool], Graph] = {}
+        for drafted in lengths:
+            for count in range(1, most + 1):
+                buffers.views(count, drafted)  # made before any replay, they are known to follow what graphs write
+        self._shared: dict[tuple[str, int, int, bool], Graph] = {}
+        wanted = [
+            (size, drafted, kind)
+            for size in sorted({size for sizes in self._sizes.values() for size in sizes}, reverse=True)
+            for (drafted, kind), sizes in self._sizes.items()
+            if size in sizes
+        ]
         # The largest first: the smaller ones then fit into the memory that the pool has already.
-        for bucket in reversed(self.buckets):
-            for features in self._features:
-                self._graphs[bucket, features] = self._capture(bucket, features, pools)
-                done += 1
-                if progress is not None:
-                    progress(done, total)
+        for done, (size, drafted, kind) in enumerate(wanted, start=1):
+            self._graphs[size, drafted, kind] = self._capture(size, drafted, kind, pools)
+            if progress is not None:
+                progress(done, len(wanted))
         after = backend.memory_info().free if limited else 0
         graphs = len({id(graph) for captured in self._graphs.values() for graph in captured.values()})
         seconds = time.perf_counter() - began
-        self.report = CaptureReport(graphs, self.buckets, before - after if limited else None, seconds)
+        held = before - after if limited else None
+        self.report = CaptureReport(graphs, self.buckets, held, seconds, tuple(sorted(lengths)))
 
-    def bucket(self, count: int) -> int:
-        """The smallest bucket that holds ``count`` requests."""
-        return next(bucket for bucket in self.buckets if bucket >= count)
+    def bucket(self, count: int, drafted: int | None = None, features: Features | None = None) -> int:
+        """The smallest bucket that holds ``count`` requests with ``features``, which are captured; of the longest draft and
+        of greedy requests unless it's said.
+        """
+        key = self._most_drafted if drafted is None else drafted, features or Features()
+        return next(size for size in self._sizes[key] if size >= count)
 
-    def batch(self, count: int, features: Features, max_kv: int, seq_lens_host: HostSeqLens | None) -> DecodeBatch:
+    def batch(
+        self, count: int, drafted: int, features: Features, max_kv: int, seq_lens_host: HostSeqLens | None
+    ) -> DecodeBatch:
         """In the smallest bucket. Its bound of cached tokens is the capacity, since it was captured once for all."""
         del max_kv
-        bucket = self.bucket(count)
-        features = next(each for each in self._features if each.covers(features))
+        features = next(kind for _, kind in self._sizes if kind.covers(features))
+        bucket = self.bucket(count, drafted, features)
         padded = None if seq_lens_host is None else seq_lens_host.padded(bucket)
-        return DecodeBatch(count, bucket, features, self._capacity, captured=True, seq_lens_host=padded)
+        return DecodeBatch(count, bucket, drafted, features, self._capacity, captured=True, seq_lens_host=padded)
 
     def bind(self, batch: DecodeBatch, stream: Stream) -> None:
         """Rebind the lengths of every stage's graph, padding included."""
@@ -165,37 +212,44 @@ class GraphRunner(Runner):
         if seq_lens is None:
             return
         for stage in self._which:
-            if stage.host_params:
-                params = {name: seq_lens.plus(ahead) for name, ahead in stage.host_params.items()}
-                self._graph_of(stage, batch).update_params(params, stream=stream)
+            least = stage.least_lengths(batch.drafted)
+            params = {
+                name: seq_lens.plus(ahead, least.get(name, 0)) for name, ahead in stage.host_params(batch.drafted).items()
+            }
+            if params:
+                self._graphs_of(batch)[stage.name].update_params(params, stream=stream)
 
     def run(self, stage: Stage[In, Out], given: In) -> Out:
         """Replay what was captured. A library that plans has brought the plan that was captured up to date."""
-        if not isinstance(stage, Capturable) or stage not in self._which:
+        if not isinstance(stage, Capturable) or stage not in self._which or not _has_work(stage, given.batch.drafted):
             return super().run(stage, given)
-        self._graph_of(stage, given.batch).replay(stage.stream)
+        self._graphs_of(given.batch)[stage.name].replay(stage.stream)
         written: Out = stage.written(given.batch)
         return written
 
-    def _graph_of(self, stage: AnyStage, batch: DecodeBatch) -> Graph:
-        return self._graphs[batch.bucket, batch.features][stage.name]
+    def _graphs_of(self, batch: DecodeBatch) -> Mapping[str, Graph]:
+        return self._graphs[batch.bucket, batch.drafted, batch.features]
 
-    def _capture(self, bucket: int, features: Features, pools: Mapping[str, GraphPool]) -> Mapping[str, Graph]:
-        """One size with all its stages."""
+    def _capture(self, bucket: int, drafted: int, features: Features, pools: Mapping[str, GraphPool]) -> Mapping[str, Graph]:
+        """One size and length with all its stages."""
         stages = self._stages
-        batch = DecodeBatch(bucket, bucket, features, self._capacity, captured=True)
+        batch = DecodeBatch(bucket, bucket, drafted, features, self._capacity, captured=True)
         nothing, plan = HostSeqLens((0,) * bucket, self._capacity), stages.verify_attention.stream
         with self._backend.on(plan):
+            for group in (VERIFY, EXTEND):  # what lies there is of another length
+                self._buffers.pad(group, count=0, bucket=bucket, drafted=drafted)
             attention = stages.verify_attention.run(AttentionInput(batch, nothing))
             along = stages.extend_attention.run(ExtendAttentionInput(batch, attention, nothing))
         plan.synchronize()
         graphs: dict[str, Graph] = {}
         for stage in self._which:
+            if not _has_work(stage, drafted):
+                continue
             if not isinstance(stage, DraftStage | Extend):
                 graphs[stage.name] = self._graph(stage, batch, attention, pools[stage.name])
                 continue
             # They know of sampling alone.
-            key = (stage.name, bucket, features.sampling)
+            key = (stage.name, bucket, drafted, features.sampling)
             narrow = replace(batch, features=Features(sampling=features.sampling))
             if key not in self._shared:
                 self._shared[key] = self._graph(stage, narrow, along, pools[stage.name])
@@ -206,30 +260,32 @@ class GraphRunner(Runner):
         backend, count, features = self._backend, batch.count, batch.features
         exact = backend.speculative_sync.exact_host_lengths
         nothing = HostSeqLens((0,) * count, self._capacity)
-        params = stage.host_params if exact else {}
+        params = stage.host_params(batch.drafted) if exact else {}
+        least = stage.least_lengths(batch.drafted)
 
         def run(context: CaptureContext) -> None:
             # The stage reads the same buffers by their views; only host parameters are the context's.
             seq_lens = replace(nothing, captured=context.params) if exact else None
             stage.run(self._given(stage, replace(batch, seq_lens_host=seq_lens), attention))
 
+        shorter = "" if batch.drafted == self._most_drafted else f", {batch.drafted} drafted"
         kind = "everything" if features.options else "sampling" if features.sampling else "greedy"
         graph = backend.capture(
-            f"{stage.name}[{count}, {kind}]",
+            f"{stage.name}[{count}, {kind}{shorter}]",
             run,
             stream=stage.stream,
-            inputs=self._buffers.group(*stage.reads, count=count),
-            outputs=self._buffers.group(*stage.writes, count=count),
-            params={name: nothing.plus(ahead) for name, ahead in params.items()},
+            inputs=self._buffers.group(*stage.reads, count=count, drafted=batch.drafted),
+            outputs=self._buffers.group(*stage.writes, count=count, drafted=batch.drafted),
+            params={name: nothing.plus(ahead, least.get(name, 0)) for name, ahead in params.items()},
             pool=pool,
         )
         for name in params:
-            backend.mark_mirror((graph, name), self._buffers.views(count).inputs.seq_lens)
+            backend.mark_mirror((graph, name), self._buffers.views(count, batch.drafted).inputs.seq_lens)
         return graph
 
     def _given(self, stage: AnyStage, batch: DecodeBatch, attention: AttentionMetadata) -> object:
         """A stage's input, all of it in static buffers."""
-        views = self._buffers.views(batch.count)
+        views = self._buffers.views(batch.count, batch.drafted)
         match stage:
             case DraftStage():
                 return DraftStageInput(batch, views.inputs)
@@ -240,3 +296,8 @@ class GraphRunner(Runner):
             case Iteration():
                 return IterationInput(batch)
         raise AssertionError(f"{stage.name} isn't captured")
+
+
+def _has_work(stage: AnyStage, drafted: int) -> bool:
+    """Whether a stage does anything in an iteration that drafts so many tokens."""
+    return drafted > 0 or not isinstance(stage, DraftStage)

@@ -160,7 +160,8 @@ class Loop:
         ticket = self._in_flight[0]
         outcome = self._results.redeem(ticket, self._fences.results_copied[ticket.entry])
         self._in_flight.popleft()
-        self.scheduler.landed(ticket.batch)
+        decoded = zip(ticket.batch.decode, outcome.decoded, strict=True)
+        self.scheduler.landed(ticket.batch, [len(tokens) - 1 for request, tokens in decoded if not request.finished])
         for request, tokens in zip(ticket.batch.decode, outcome.decoded, strict=True):
             if not request.finished:
                 request.iterations += 1

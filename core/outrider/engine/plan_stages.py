@@ -30,7 +30,7 @@ class Place(Stage[PlaceInput, VerifyInputs]):
 
     def run(self, given: PlaceInput) -> VerifyInputs:
         """Compute them from source."""
-        verify = self._buffers.views(given.batch.count).verify
+        verify = self._buffers.views(given.batch.count, given.batch.drafted).verify
         self._plans.from_lengths(given.inputs, verify)
         return verify
 
@@ -56,21 +56,20 @@ class VerifyAttention(Stage[AttentionInput, AttentionMetadata]):
 
     name = "verify attention"
 
-    def __init__(self, stream: Stream, attention: AttentionPlans, buffers: StaticBuffers, proposer: Proposer) -> None:
+    def __init__(self, stream: Stream, attention: AttentionPlans, buffers: StaticBuffers) -> None:
         super().__init__(stream)
         self._attention = attention
         self._buffers = buffers
-        self._width = proposer.nodes + 1  # tokens that verify takes in
 
     def run(self, given: AttentionInput) -> AttentionMetadata:
         """Make the plan, or bring it up to date."""
         metadata = self.metadata(given.batch)
-        return self._attention.plan(Planned.VERIFY, metadata, given.seq_lens_host, self._width, self.stream)
+        return self._attention.plan(Planned.VERIFY, metadata, given.seq_lens_host, metadata.max_query, self.stream)
 
     def metadata(self, batch: DecodeBatch) -> AttentionMetadata:
         """The metadata, without a plan."""
-        padded = self._buffers.views(batch.bucket)
-        return padded.verify.attention(padded.inputs.tables, max_query=self._width, max_kv=batch.max_kv)
+        padded = self._buffers.views(batch.bucket, batch.drafted)
+        return padded.verify.attention(padded.inputs.tables, max_query=batch.drafted + 1, max_kv=batch.max_kv)
 
 
 class PlanExtend(Stage[ExtendPlanInput, ExtendPlan]):
@@ -85,7 +84,7 @@ class PlanExtend(Stage[ExtendPlanInput, ExtendPlan]):
 
     def run(self, given: ExtendPlanInput) -> ExtendPlan:
         """Compute them from what verify accepted."""
-        plan = self._buffers.views(given.batch.count).extend
+        plan = self._buffers.views(given.batch.count, given.batch.drafted).extend
         self._plans.from_accepted(given.inputs, given.verify, given.outputs, plan)
         return plan
 
@@ -99,7 +98,7 @@ class ExtendAttention(Stage[ExtendAttentionInput, AttentionMetadata]):
         super().__init__(stream)
         self._attention = attention
         self._buffers = buffers
-        self._growth = proposer.depth + 1  # the most tokens that verify lets through
+        self._growth = proposer.depth + 1  # the most tokens of a tree that verify lets through
 
     def run(self, given: ExtendAttentionInput) -> AttentionMetadata:
         """Make the plan of a path, or bring it up to date; a chain's is verify's, made already."""
@@ -110,7 +109,7 @@ class ExtendAttention(Stage[ExtendAttentionInput, AttentionMetadata]):
 
     def of_path(self, batch: DecodeBatch) -> AttentionMetadata | None:
         """The metadata of an accepted path, without a plan; None for a chain."""
-        padded = self._buffers.views(batch.bucket)
+        padded = self._buffers.views(batch.bucket, batch.drafted)
         path = padded.extend.path
         if path is None:
             return None

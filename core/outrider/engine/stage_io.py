@@ -37,14 +37,15 @@ from outrider.speculative.seq_lens import HostSeqLens
 class DecodeBatch:
     """What the host says of the batch of one decode iteration; every stage is told.
 
-    ``count``: its requests; ``bucket``: those of the graphs that hold it, ``count`` without graphs. ``features``: abilities
-    that cover what its requests ask for. ``max_kv``: host bound of cached tokens after the iteration. ``captured``: stages
-    are replayed, and read the copies that are made for that. ``seq_lens_host``: exact lengths, ``bucket`` of them, only
-    where attention takes host integers.
+    ``count``: its requests; ``bucket``: those of the graphs that hold it, ``count`` without graphs. ``drafted``: tokens that
+    are drafted for each request, all nodes of a tree. ``features``: abilities that cover what its requests ask for.
+    ``max_kv``: host bound of cached tokens after the iteration. ``captured``: stages are replayed, and read the copies that
+    are made for that. ``seq_lens_host``: exact lengths, ``bucket`` of them, only where attention takes host integers.
     """
 
     count: int
     bucket: int
+    drafted: int
     features: Features
     max_kv: int
     captured: bool = False
@@ -178,16 +179,22 @@ class Capturable(Stage[In, Out]):
     """A stage that may be captured. It works on static buffers, so it computes the same when it's called, when it's replayed
     from a graph of its own, and as a part of one graph.
 
-    ``reads`` and ``writes``: groups of buffers that a graph of it reads and writes. ``host_params``: host parameters of its
-    attention, by name, and how many tokens each is ahead of the requests' lengths.
+    ``reads`` and ``writes``: groups of buffers that a graph of it reads and writes.
     """
 
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
 
-    @property
-    def host_params(self) -> Mapping[str, int]:
-        """None."""
+    def host_params(self, drafted: int) -> Mapping[str, int]:
+        """Host parameters of its attention in an iteration that drafts so many tokens, by name, and how many tokens each is
+        ahead of the requests' lengths. None.
+        """
+        del drafted
+        return {}
+
+    def least_lengths(self, drafted: int) -> Mapping[str, int]:
+        """Of ``host_params``, the least that a length can be where that isn't 0."""
+        del drafted
         return {}
 
     @abstractmethod

@@ -69,7 +69,7 @@ class Gather(Stage[GatherInput, DecodeInputs]):
     def run(self, given: GatherInput) -> DecodeInputs:
         """Copy the rows."""
         table, future, rows = self._rows, self._future, given.rows
-        features, inputs = given.batch.features, self._buffers.views(given.batch.count).inputs
+        features, inputs = given.batch.features, self._buffers.views(given.batch.count, given.batch.drafted).inputs
         found = self._results.found(given.batch.count)
         self._kernels.gather_requests(
             rows,
@@ -102,16 +102,15 @@ class DraftStage(Capturable[DraftStageInput, Draft]):
         self._results = results
         self._buffers = buffers
 
-    @property
-    def host_params(self) -> Mapping[str, int]:
-        """Those of the draft's own passes."""
-        declared = self._proposer.host_lengths or {}
-        return {name: ahead for name, ahead in declared.items() if name != "extend"}
+    def host_params(self, drafted: int) -> Mapping[str, int]:
+        """Those of the draft's own passes; a shorter draft leaves the last ones unread."""
+        declared = self._proposer.host_lengths or {} if drafted else {}
+        return {name: ahead for name, ahead in declared.items() if not name.startswith("extend")}
 
     def run(self, given: DraftStageInput) -> Draft:
-        """Nothing where the proposer drafts nothing."""
+        """Nothing where nothing is drafted."""
         batch, inputs, out = given.batch, given.inputs, self.written(given.batch)
-        if not self._proposer.nodes:
+        if not batch.drafted:
             return out
         draft = self._proposer.draft(
             DraftInputs(
@@ -125,12 +124,16 @@ class DraftStage(Capturable[DraftStageInput, Draft]):
                 max_kv=batch.max_kv,
                 sampling=batch.features.sampling,
                 seq_lens_host=batch.seq_lens_host,
+                count=batch.drafted,
             )
         )
         found = self._results.found(batch.count)
-        self._probes.take("draft.tokens", draft.tokens, None, out.tokens, found)
+        # The beginning of a chain is a chain: so a proposer that drafts more than it's asked for is right, too.
+        tokens = draft.tokens[:, : batch.drafted].contiguous()
+        self._probes.take("draft.tokens", tokens, None, out.tokens, found)
         if out.probs is not None and draft.probs is not None:
-            self._probes.take("draft.probs", draft.probs, None, out.probs, found)
+            probs = draft.probs[:, : batch.drafted].contiguous()
+            self._probes.take("draft.probs", probs, None, out.probs, found)
         if out.tree is not None and draft.tree is not None:
             out.tree.parents.copy_(draft.tree.parents)
             out.tree.depths.copy_(draft.tree.depths)
@@ -139,7 +142,7 @@ class DraftStage(Capturable[DraftStageInput, Draft]):
 
     def written(self, batch: DecodeBatch) -> Draft:
         """Static buffers of the draft."""
-        return self._buffers.views(batch.count).draft
+        return self._buffers.views(batch.count, batch.drafted).draft
 
 
 class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
@@ -168,27 +171,26 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         self._results = results
         self._future = future
         self._buffers = buffers
-        self._width = proposer.nodes + 1  # tokens that verify takes in
         self._depth = proposer.depth
         self._layers = proposer.aux_hidden_state_layers
         self._keeps_states = _has_work_behind(proposer)
 
-    @property
-    def host_params(self) -> Mapping[str, int]:
+    def host_params(self, drafted: int) -> Mapping[str, int]:
         """The lengths behind its own tokens."""
-        return {"verify": self._width}
+        return {"verify": drafted + 1}
 
     def run(self, given: VerifyStageInput) -> VerifyOutputs:
         """Everything up to the published lengths, and the states that draft-extend reads."""
         batch, inputs, plan, outputs = given.batch, given.inputs, given.plan, self.written(given.batch)
         model, kernels, features, count = self._model, self._model.kernels, given.batch.features, given.batch.count
+        width = batch.drafted + 1
         positions = plan.static_rope_positions if batch.captured else plan.rope_positions
         attention = given.attention
         if batch.seq_lens_host is not None:
-            attention = replace(attention, seq_lens_host=batch.seq_lens_host.param("verify", self._width))
+            attention = replace(attention, seq_lens_host=batch.seq_lens_host.param("verify", width))
         flat = ForwardInput(plan.tokens, positions, plan.slots, attention)
         hidden, aux_hidden_states = model.forward_with_aux_hidden_states(flat, self._cache, self._layers)
-        logits = model.logits(hidden).view(count, self._width, -1)
+        logits = model.logits(hidden).view(count, width, -1)
         self._probes.look("target.logits", logits, self._results.found(count))
         shaped = logits
         options = self._options.over(features, inputs)
@@ -197,9 +199,9 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
                 kernels,
                 logits,
                 temperature=inputs.temperature,
-                tokens=plan.tokens.view(count, self._width),
+                tokens=plan.tokens.view(count, width),
                 tree_mask=plan.mask,
-                positions=plan.positions.view(count, self._width) + 1,
+                positions=plan.positions.view(count, width) + 1,
             )
         tokens, path, accepted = self._accept(given, shaped)
         if options is not None:
@@ -213,7 +215,7 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
             (tokens, accepted),
             self._future.seq_lens,
             self._future.last_tokens,
-            self._results.decided(count),
+            self._results.decided(count, tokens.shape[1]),
             (outputs.tokens, outputs.accepted),
         )
         if self._keeps_states:
@@ -226,13 +228,13 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
 
     def written(self, batch: DecodeBatch) -> VerifyOutputs:
         """Static buffers of what was accepted, and of the states there."""
-        return self._buffers.views(batch.count).outputs
+        return self._buffers.views(batch.count, batch.drafted).outputs
 
     def _accept(self, given: VerifyStageInput, logits: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Tokens [B, D+1], the path through the tree [B, D+1] (None for a chain) and accepted [B]."""
         kernels, inputs, draft, sampling = self._model.kernels, given.inputs, given.draft, given.batch.features.sampling
-        if draft.tree is None and self._width > 1:
-            after = given.plan.positions.view(given.batch.count, self._width)[:, 1]
+        if draft.tree is None and given.batch.drafted:
+            after = given.plan.positions.view(given.batch.count, -1)[:, 1]
             probs = draft.probs if sampling else None
             tokens, accepted = kernels.verify_chain(logits, draft.tokens, probs, inputs.temperature, inputs.seeds, after)
             return tokens, None, accepted
@@ -263,14 +265,21 @@ class Extend(Capturable[ExtendStageInput, None]):
         self._proposer = proposer
         self._cache = cache
         self._future = future
-        # The cache holds this many more tokens: all of verify's, or an accepted path moved together.
-        self._taken_in = (proposer.depth if proposer.is_tree else proposer.nodes) + 1
 
-    @property
-    def host_params(self) -> Mapping[str, int]:
-        """That of the draft's pass over what was accepted, if it has one."""
+    def host_params(self, drafted: int) -> Mapping[str, int]:
+        """Those of the draft's passes over what was accepted, if it has any."""
         declared = self._proposer.host_lengths or {}
-        return {"extend": self._taken_in + declared["extend"]} if "extend" in declared else {}
+        taken_in = self._taken_in(drafted)
+        return {name: taken_in + ahead for name, ahead in declared.items() if name.startswith("extend")}
+
+    def least_lengths(self, drafted: int) -> Mapping[str, int]:
+        """As many as a pass takes in, where the proposer says so."""
+        taken_in = self._taken_in(drafted)
+        return {name: taken_in + more for name, more in self._proposer.host_widths.items()}
+
+    def _taken_in(self, drafted: int) -> int:
+        """The cache holds this many more tokens: all of verify's, or an accepted path moved together."""
+        return (self._proposer.depth if self._proposer.is_tree else drafted) + 1
 
     def run(self, given: ExtendStageInput) -> None:
         """Everything behind verify."""
@@ -295,8 +304,8 @@ class Extend(Capturable[ExtendStageInput, None]):
             return state if along is None else state.index_select(0, along.gather)
 
         attention, seq_lens_host = given.attention, batch.seq_lens_host
-        if seq_lens_host is not None and self.host_params:
-            seq_lens_host = replace(seq_lens_host, values=seq_lens_host.plus(self._taken_in))
+        if seq_lens_host is not None and self.host_params(batch.drafted):
+            seq_lens_host = replace(seq_lens_host, values=seq_lens_host.plus(self._taken_in(batch.drafted)))
             attention = replace(attention, seq_lens_host=seq_lens_host.param("extend", 0))
         places = verify if along is None else along
         static = batch.captured and along is None

@@ -19,6 +19,7 @@ from outrider.device import AttentionMetadata, Backend, StepMode, Waiter
 from outrider.engine.fences import FenceSet
 from outrider.engine.graphs import Runner
 from outrider.engine.prefill import Prefill
+from outrider.engine.prefill_graphs import PrefillGraphs
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.features import Features
 from outrider.engine.stage_io import (
@@ -48,7 +49,7 @@ from outrider.speculative.seq_lens import HostSeqLens
 
 
 class Step:
-    """Launches iterations, whose stages ``runner`` runs.
+    """Launches iterations, whose stages ``runner`` runs; ``prefill_graphs``: of chunks of prompts, None without.
 
     ``entries``: those of the rings of pinned buffers. ``capacity``: tokens that a block table holds.
     ``plans_on_host``: attention is planned from exact lengths on the host.
@@ -63,6 +64,7 @@ class Step:
         intake: Intake,
         transfer: Transfer,
         prefill: Prefill,
+        prefill_graphs: PrefillGraphs | None,
         stages: Stages,
         iteration: Iteration,
         runner: Runner,
@@ -81,6 +83,7 @@ class Step:
         self._intake = intake
         self._transfer = transfer
         self._prefill = prefill
+        self._prefill_graphs = prefill_graphs
         self._stages = stages
         self._iteration = iteration
         self._runner = runner
@@ -93,6 +96,7 @@ class Step:
         self._sync = backend.speculative_sync
         self._plans_on_host = plans_on_host
         self._is_tree = proposer.is_tree
+        self._nodes = proposer.nodes
         self._growth = proposer.depth + 1  # the most tokens that verify lets through
         self._writes_ahead = proposer.slots - self._growth  # cache slots that an iteration writes beyond them
         self._capacity = capacity
@@ -112,7 +116,8 @@ class Step:
         streams, fences = self._streams, self._fences
         entry = self._launched % self._entries
         self._launched += 1
-        packer = self._intake.pack(batch)
+        bucket = None if self._prefill_graphs is None else self._prefill_graphs.bucket(batch)
+        packer = self._intake.pack(batch, bucket)
         self._stage(batch, packer, entry)
 
         fences.inputs_ready.wait(streams.forward)
@@ -122,7 +127,9 @@ class Step:
                 self._intake.begin_counts(packer)
         if batch.arrivals:
             self._transfer.bring_in(batch.arrivals)
-        if batch.prefill:
+        if bucket is not None and self._prefill_graphs is not None:
+            self._prefill_graphs.launch(batch, bucket)
+        elif batch.prefill:
             self._prefill.launch(batch, packer)
         if not batch.decode:
             fences.shared_reads_done.signal(streams.forward)
@@ -243,5 +250,6 @@ class Step:
         """What the stages are told."""
         # Earlier iterations grew each request by a path at most; this one also writes the slots of the whole tree.
         bound = max(request.length_bound(self._growth) for request in batch.decode) + self._writes_ahead
+        drafted = self._nodes if batch.drafted is None else batch.drafted
         features = Features.of(batch.decode)
-        return self._runner.batch(len(batch.decode), features, min(bound, self._capacity), seq_lens_host)
+        return self._runner.batch(len(batch.decode), drafted, features, min(bound, self._capacity), seq_lens_host)

@@ -120,11 +120,12 @@ class DraftModelProposer(CachedProposer):
         return {"extend": 1, **{f"draft.{step}": step + 1 for step in range(1, self._draft_tokens)}}
 
     def draft(self, inputs: DraftInputs) -> Draft:
-        """K - 1 passes: the first token comes with the relay."""
+        """A pass less than tokens: the first token comes with the relay."""
         model, token = self._model, inputs.relay["token"]
         tokens, probs = [token], [inputs.relay["probs"]]
-        places = self.places(model.kernels, inputs, count=self._draft_tokens + 1)
-        for step in range(1, self._draft_tokens):
+        count = inputs.count or self._draft_tokens
+        places = self.places(model.kernels, inputs, count=count + 1)
+        for step in range(1, count):
             rope_positions = text_places(model.config.rope, places.positions[step], inputs.mrope_position_deltas)
             flat = ForwardInput(token, rope_positions, places.slots[step], places.attention(step, f"draft.{step}"))
             logits = model.logits(model.forward(flat, self.cache))

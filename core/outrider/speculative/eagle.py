@@ -32,6 +32,7 @@ class _HeadDrafts(CachedProposer):
     """What a chain and a tree of one head have in common: what it sees of the target, and draft-extend up to its state."""
 
     _head: DraftHead
+    takes_padding = True
 
     @property
     def head(self) -> DraftHead:
@@ -96,11 +97,12 @@ class EagleProposer(_HeadDrafts):
         return {"extend": 0, **{f"draft.{step}": step for step in range(1, self._draft_tokens)}}
 
     def draft(self, inputs: DraftInputs) -> Draft:
-        """K - 1 passes: the first token comes with the relay."""
+        """A pass less than tokens: the first token comes with the relay."""
         token, hidden = inputs.relay["token"], inputs.relay["hidden"]
         tokens, probs = [token], [inputs.relay["probs"]]
-        places = self.places(self._head.kernels, inputs, count=self._draft_tokens + 1)
-        for step in range(1, self._draft_tokens):
+        count = inputs.count or self._draft_tokens
+        places = self.places(self._head.kernels, inputs, count=count + 1)
+        for step in range(1, count):
             index = step - 1
             rope_positions = text_places(self._head.config.rope, places.positions[index], inputs.mrope_position_deltas)
             flat = ForwardInput(token, rope_positions, places.slots[index], places.attention(index, f"draft.{step}"))

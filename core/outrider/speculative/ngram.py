@@ -28,6 +28,7 @@ class NgramProposer(Proposer):
     """
 
     name = "ngram"
+    takes_padding = True
 
     def __init__(self, *, vocab_size: int, draft_tokens: int, branches: int = 1, longest: int = 4, shortest: int = 1) -> None:
         if draft_tokens < 1 or branches < 1:
@@ -78,6 +79,11 @@ class NgramProposer(Proposer):
         """The history, a page a row."""
         return (self._history.view(-1, self._page_size),)
 
+    @property
+    def token_bytes(self) -> int:
+        """The token's id."""
+        return torch.int64.itemsize
+
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """One token a slot."""
         self._page_size = page_size
@@ -97,7 +103,9 @@ class NgramProposer(Proposer):
         seq_lens = inputs.seq_lens.unsqueeze(1)
         index = torch.arange(text.shape[1], device=text.device)
         following = text.gather(1, (index + 1).clamp(max=text.shape[1] - 1).expand_as(text))
-        ahead = torch.arange(1, self._draft_tokens + 1, device=text.device)
+        ahead = torch.arange(
+            1, (inputs.count if inputs.count and not self.is_tree else self._draft_tokens) + 1, device=text.device
+        )
         tokens, found = [], []
         # The longest agreement first, then the latest place.
         score = torch.where(agreement >= self._shortest, agreement * text.shape[1] + index, -1)

@@ -44,6 +44,9 @@ class DraftInputs:
     some row has a temperature above 0, so that draft distributions are needed. ``seq_lens_host``: ``seq_lens`` on the
     host, only where attention takes host integers; every pass then names its own in its metadata
     (:attr:`Proposer.host_lengths`).
+
+    ``count``: how many tokens to draft, 1 to K; None: K. Only of a chain are less than K asked for, and of one that drafts
+    more all the same the engine takes the first.
     """
 
     seq_lens: Tensor
@@ -56,6 +59,7 @@ class DraftInputs:
     max_kv: int
     sampling: bool
     seq_lens_host: HostSeqLens | None = None
+    count: int | None = None
 
     lens = Renamed("seq_lens")
     deltas = Renamed("mrope_position_deltas")
@@ -143,6 +147,9 @@ class Proposer(ABC):
     """
 
     name: str
+    takes_padding = False
+    """Whether :meth:`extend` takes requests without tokens, whose ``last`` is another request's: a prefill that is replayed
+    from a graph has some. What it returns for them is never read."""
 
     capture_layers = Renamed("aux_hidden_state_layers")
     draft_tokens = Renamed("num_draft_tokens")
@@ -207,10 +214,18 @@ class Proposer(ABC):
     @property
     def host_lengths(self) -> Mapping[str, int] | None:
         """The host parameters that its attention has where lengths are host integers, by name: ``draft.…``, for each pass
-        of ``draft``, how many tokens are cached behind ``DraftInputs.seq_lens`` then; ``extend``, how many behind
-        ``ExtendInputs.attention.seq_lens``. None: its lengths are decided on the device, so that it can't run there.
+        of ``draft``, how many tokens are cached behind ``DraftInputs.seq_lens`` then; ``extend`` and ``extend.…``, for each
+        pass of ``extend``, how many behind ``ExtendInputs.attention.seq_lens``. None: its lengths are decided on the device,
+        so that it can't run there.
         """
         return None
+
+    @property
+    def host_widths(self) -> Mapping[str, int]:
+        """Of ``host_lengths``, passes of ``extend`` whose length is at least the number of tokens that they take in: how many
+        these are more than ``ExtendInputs`` has of each request. The default names none.
+        """
+        return {}
 
     def attention_shapes(self, page_size: int) -> tuple[AttentionShape, ...]:
         """The attentions that ``extend`` runs over ``ExtendInputs.attention`` as it comes, for kernels that plan (see
@@ -225,6 +240,13 @@ class Proposer(ABC):
         another engine goes on with it. They exist from :meth:`allocate` on.
         """
         return ()
+
+    @property
+    def token_bytes(self) -> int:
+        """What a token takes in its own caches, in bytes, before they exist; an engine sizes its own cache by it. The default
+        is 0, for a proposer without any.
+        """
+        return 0
 
     @abstractmethod
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:

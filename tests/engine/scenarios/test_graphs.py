@@ -5,7 +5,7 @@ import torch
 
 from engine.scenarios.historical import MANY, TWO, Historical
 from model.test_vision import IMAGE, picture
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.device import Recompute
 from outrider.engine.state import buffers
 from outrider.model import MediaProcessor, load_decoder, load_vision
@@ -14,6 +14,7 @@ from outrider.speculative.ngram import NgramProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import write_vision_checkpoint
 from outrider_proof.decode_program import WrongTokens
+from outrider_proof.tiny import plain_config
 from outrider_sanitizer import RaceError, watch
 from outrider_sanitizer.findings import STALENESS
 
@@ -33,7 +34,7 @@ def vision_engine(backend, directory):
     target = load_decoder(directory, backend=backend, dtype=torch.float32)
     tower = load_vision(directory, backend=backend, dtype=torch.float32)
     proposer = NgramProposer(draft_tokens=3, vocab_size=target.config.vocab_size)
-    config = EngineConfig(max_context=64, max_requests=2, page_size=4, overlap=True, graphs=True)
+    config = plain_config(max_context=64, max_requests=2, page_size=4, overlap=True, graphs=True)
     return Engine(target, backend, proposer=proposer, config=config, vision=tower)
 
 
@@ -87,9 +88,9 @@ def test_14_one_buffer_is_padded_and_another_not(sim):
     def change(engine):
         honest = engine._parts.buffers.pad
 
-        def pad(prefix, *, count, bucket, only=None):
+        def pad(prefix, *, count, bucket, drafted, only=None):
             names = [name for name in engine._parts.buffers.specs if name.startswith(prefix) and name != "verify.slots"]
-            honest(prefix, count=count, bucket=bucket, only=names)
+            honest(prefix, count=count, bucket=bucket, only=names, drafted=drafted)
 
         engine._parts.buffers.pad = pad
 
@@ -142,9 +143,9 @@ def test_17_a_buffer_is_made_anew_after_the_capture(sim):
 
     def change(engine):
         owner = engine._parts.buffers
-        engine._moved = owner._full["verify.slots"]
+        engine._moved = owner._whole[None, "verify.slots"]
         with engine.backend.on(engine._parts.streams.forward):
-            owner._full["verify.slots"] = owner._full["verify.slots"].clone()
+            owner._whole[None, "verify.slots"] = owner._whole[None, "verify.slots"].clone()
         engine._parts.streams.forward.synchronize()
         owner._views.clear()
 

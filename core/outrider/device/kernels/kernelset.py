@@ -26,6 +26,9 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels):
     finite.
     *Errors.* A shape or dtype that a kernel can't do raises before anything is enqueued.
 
+    *Who computes.* An override computes a call, or leaves it to what it overrides by ``super()``: for a shape that it doesn't
+    take, say. By that the two are told apart when the calls are counted (``outrider conform`` does).
+
     Letters: T new tokens, B sequences, Hq and Hkv heads, D head size, H hidden size, V vocabulary, K draft tokens,
     N nodes of a draft tree with its root, L the longest path from the root.
     """
@@ -41,6 +44,12 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels):
         from outrider.device.kernels.invariant import InvariantKernels
 
         return InvariantKernels(self)
+
+    def unused_overrides(self) -> Mapping[str, str]:
+        """Methods that this set overrides, and that leave each call to what they override on this very device, or with these
+        options: their names, and why. Every other override must compute something itself where the kit calls it.
+        """
+        return {}
 
     def every_variant(self) -> AbstractContextManager[None] | None:
         """A scope for kernels that are compiled when they're first used; None: none of these is.
@@ -89,4 +98,8 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels):
 
     def compiled(self) -> Mapping[str, int]:
         """How many variants of each kernel this process has compiled so far, or loaded from a cache of compiled ones."""
+        return {}
+
+    def chosen(self) -> Mapping[str, str]:
+        """What was chosen by measurement so far, in words, by what it's for."""
         return {}

@@ -25,7 +25,8 @@ class PrefillChunk:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """What one iteration does. ``table_updates`` are (row, index, page); ``arrivals`` are requests whose state comes from
-    another engine, and which decode from the next iteration on.
+    another engine, and which decode from the next iteration on. ``drafted``: tokens that are drafted for each decoding
+    request; None: as many as the proposer drafts.
     """
 
     prefill: tuple[PrefillChunk, ...]
@@ -33,6 +34,7 @@ class Batch:
     admitted: tuple[Request, ...]
     table_updates: tuple[tuple[int, int, int], ...]
     arrivals: tuple[tuple[Request, HandOver], ...] = ()
+    drafted: int | None = None
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -48,4 +50,5 @@ class Batch:
             admitted=tuple(each for each in self.admitted if each is request),
             table_updates=tuple(update for update in self.table_updates if update[0] == request.row),
             arrivals=tuple(arrival for arrival in self.arrivals if arrival[0] is request),
+            drafted=self.drafted,
         )

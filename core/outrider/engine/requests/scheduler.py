@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.engine.requests.batch import Batch, PrefillChunk
+from outrider.engine.requests.draft_length import DraftLengthPolicy
 from outrider.engine.requests.pages import FreeList, PageKey, PagePool
 from outrider.engine.requests.request import Request
 
@@ -16,12 +17,22 @@ class SchedulerLimits:
     """What bounds a batch. ``growth``: tokens that an iteration can add to a request; ``slots``: cache slots that it
     writes behind the request's length; ``spare``: slots behind those of its tokens that a request needs at its longest, for
     trees, which are scattered over them; ``prefill_chunk``: prompt tokens in an iteration.
+
+    ``token_budget``: tokens in an iteration in which requests decode, theirs and their drafts' included; None: prompts aren't
+    held to less than a chunk. They get a quarter of it at least.
+
+    ``crowd``: from so many decoding requests on, new prompts of less than ``gather_tokens`` together wait for others, to
+    share a launch, at most ``gather_iterations``.
     """
 
     growth: int
     slots: int
     spare: int
     prefill_chunk: int
+    token_budget: int | None = None
+    crowd: int = 0
+    gather_tokens: int = 0
+    gather_iterations: int = 0
 
 
 class OutOfPages(Exception):
@@ -36,12 +47,17 @@ class Scheduler:
     pages up, waits, and later prefills its prompt and its output again.
     """
 
-    def __init__(self, *, rows: FreeList, pages: PagePool, limits: SchedulerLimits) -> None:
+    def __init__(
+        self, *, rows: FreeList, pages: PagePool, limits: SchedulerLimits, draft_length: DraftLengthPolicy | None = None
+    ) -> None:
+        """``draft_length``: says how many tokens an iteration drafts; None: as many as the proposer does."""
+        self._draft_length = draft_length
         self.rows = rows
         self.pages = pages
         self._limits = limits
         self._waiting: list[Request] = []
         self._running: list[Request] = []
+        self._gathered = 0  # iterations that new prompts have waited for others
         self._table_updates: list[tuple[int, int, int]] = []
         """(row, index, page) that the device's block table doesn't have yet."""
 
@@ -73,7 +89,10 @@ class Scheduler:
         self._grow()
         admitted = self._admit()
         decode = tuple(r for r in self._running if self._decodes(r))
-        prefill = self._chunks()
+        drafted = None
+        if decode and self._draft_length is not None:
+            drafted = self._draft_length.choose(len(decode), sum(request.known_length for request in decode))
+        prefill = self._chunks(len(decode), self._limits.growth if drafted is None else drafted + 1)
         arrivals = tuple((r, r.arrival) for r in admitted if r.arrival is not None)
         if not decode and not prefill and not arrivals:
             return None
@@ -83,7 +102,7 @@ class Scheduler:
         for request, _ in arrivals:
             request.arrival = None  # the batch holds it now
             request.prefilled = len(request.context)
-        batch = Batch(prefill, decode, admitted, tuple(self._table_updates), arrivals)
+        batch = Batch(prefill, decode, admitted, tuple(self._table_updates), arrivals, drafted)
         self._table_updates.clear()
         self._count(batch, 1)
         return batch
@@ -93,9 +112,13 @@ class Scheduler:
         """Whether another iteration may add to the request's output."""
         return not request.finished and not request.needs_prefill and not request.will_finish
 
-    def landed(self, batch: Batch) -> None:
-        """The results of ``batch`` are on the host: its requests have one iteration less in flight."""
+    def landed(self, batch: Batch, accepted: Sequence[int]) -> None:
+        """The results of ``batch`` are on the host: its requests have one iteration less in flight. ``accepted``: drafted
+        tokens that passed, of each request that decoded and goes on.
+        """
         self._count(batch, -1)
+        if self._draft_length is not None and batch.drafted is not None and accepted:
+            self._draft_length.observe(batch.drafted, accepted)
 
     def _count(self, batch: Batch, change: int) -> None:
         """Nothing else changes what counts as in flight."""
@@ -216,16 +239,40 @@ class Scheduler:
         """Cached pages of its context; none where another engine computed it, since that is written to pages of its own."""
         return ([], None) if request.arrival is not None else self.pages.match(request.context, request.besides_tokens)
 
-    def _chunks(self) -> tuple[PrefillChunk, ...]:
-        """The next tokens of each unfinished context, within the budget of an iteration."""
+    def _chunks(self, decoding: int, width: int) -> tuple[PrefillChunk, ...]:
+        """The next tokens of each unfinished context, within the budget of an iteration in which so many requests decode,
+        with ``width`` tokens each.
+        """
+        pending = [r for r in self._running if not r.finished and r.needs_prefill and r.arrival is None]
+        if self._gathers(pending, decoding):
+            return ()
         chunks: list[PrefillChunk] = []
-        budget = self._limits.prefill_chunk
-        for request in self._running:
+        budget = self._prompt_tokens(decoding * width)
+        for request in pending:
             if budget == 0:
                 break
-            if request.finished or not request.needs_prefill or request.arrival is not None:
-                continue
             end = min(len(request.context), request.prefilled + budget)
             chunks.append(PrefillChunk(request, request.prefilled, end))
             budget -= end - request.prefilled
         return tuple(chunks)
+
+    def _prompt_tokens(self, decode_tokens: int) -> int:
+        """Prompt tokens that an iteration may have beside those of decoding requests."""
+        limits = self._limits
+        if not decode_tokens or limits.token_budget is None:
+            return limits.prefill_chunk
+        left = max(limits.token_budget - decode_tokens, limits.token_budget // 4, 1)
+        return min(limits.prefill_chunk, left)
+
+    def _gathers(self, pending: Sequence[Request], decoding: int) -> bool:
+        """Whether new prompts wait for others. None does whose prefill has begun, nor any beside it."""
+        limits = self._limits
+        waits = (
+            bool(pending)
+            and decoding >= max(1, limits.crowd)
+            and self._gathered < limits.gather_iterations
+            and all(request.prefilled == request.prefill_start for request in pending)
+            and sum(len(request.context) - request.prefilled for request in pending) < limits.gather_tokens
+        )
+        self._gathered = self._gathered + 1 if waits else 0
+        return waits

@@ -38,7 +38,7 @@ class AttentionPlans:
             Planned.PATH: draft,
             Planned.PREFILL: both,
         }
-        self._kept: dict[tuple[Planned, int], object | None] = {}
+        self._kept: dict[tuple[Planned, int, int], object | None] = {}
 
     def plan(
         self, what: Planned, attention: AttentionMetadata, seq_lens_host: HostSeqLens | None, ahead: int, stream: Stream
@@ -48,7 +48,7 @@ class AttentionPlans:
         ``seq_lens_host`` plus ``ahead`` are ``attention.seq_lens`` on the host, those of padding included; needed with
         ``on_host``.
         """
-        kept = (what, 0 if what is Planned.PREFILL else attention.seq_lens.shape[0])
+        kept = (what, 0, 0) if what is Planned.PREFILL else (what, attention.seq_lens.shape[0], attention.max_query)
         batch = replace(attention, shapes=self._shapes[what], plan=self._kept.get(kept))
         if self.on_host:
             assert seq_lens_host is not None

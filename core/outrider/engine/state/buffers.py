@@ -1,13 +1,15 @@
 """Static device buffers of an iteration, in a registry: each with a name, a shape and what fills its padding.
 
-They are allocated once, from declared shapes, before anything is captured, and used through views of the first rows. Each
-has one writing stream. Letters: B requests, N nodes of a draft with its root (the width of verify), E tokens of a request
-that draft-extend takes in (one more than the longest path), K drafted tokens, D the longest path, P pages a request, H
-hidden size, V vocabulary, M bias entries.
+They are allocated once, from declared shapes, before anything is captured, and used through views of the first rows.
+Each has one writing stream. An engine may draft fewer tokens in an iteration than it can: the buffers of such an
+iteration are the same memory in the layout of the shorter draft. Letters: B requests, N nodes of a draft with its root
+(the width of verify), E tokens of a request that draft-extend takes in (one more than the longest path), K drafted
+tokens, D the longest path, P pages a request, H hidden size, V vocabulary, M bias entries.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -83,6 +85,11 @@ class VerifyInputs:
     seq_lens: Tensor
     mask: Tensor | None
     query_start: Tensor
+
+    @property
+    def width(self) -> int:
+        """N."""
+        return self.tokens.shape[0] // self.seq_lens.shape[0]
 
     def attention(self, tables: Tensor, *, max_query: int, max_kv: int) -> AttentionMetadata:
         """Metadata of N new tokens for each request."""
@@ -165,75 +172,119 @@ class Views:
 
 
 class StaticBuffers:
-    """Owner of the buffers of ``specs``. ``views`` of the same count are the same objects each time."""
+    """Owner of the buffers of ``specs``. ``views`` of the same count are the same objects each time.
 
-    def __init__(self, backend: Backend, specs: Iterable[BufferSpec], *, max_requests: int) -> None:
+    ``shorter``: by the number of tokens that an iteration drafts, the same buffers as such an iteration lays them out. In all
+    methods ``drafted`` None is the layout of ``specs``.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        specs: Iterable[BufferSpec],
+        *,
+        max_requests: int,
+        shorter: Mapping[int, Iterable[BufferSpec]] | None = None,
+    ) -> None:
         self._backend = backend
         self.specs = {spec.name: spec for spec in specs}
+        self._drafted = self.specs["verify.tokens"].per - 1
+        self._layouts: dict[int | None, Mapping[str, BufferSpec]] = {None: self.specs}
+        for drafted, given in (shorter or {}).items():
+            self._layouts[drafted] = {spec.name: spec for spec in given}
         self._full = {
             spec.name: torch.full(
                 (*spec.leading, max_requests * spec.per, *spec.shape), spec.padding, dtype=spec.dtype, device=backend.device
             )
             for spec in self.specs.values()
         }
+        self._whole = {
+            (drafted, name): self._laid_out(spec, max_requests)
+            for drafted, layout in self._layouts.items()
+            for name, spec in layout.items()
+        }
         number = torch.arange(max_requests, device=backend.device)
         # Padding that counts up, made once: nothing is allocated while a batch is padded.
-        self._counted = {spec.name: spec.padding + spec.step * number for spec in self.specs.values() if spec.step}
-        for name, padding in self._counted.items():
-            self._full[name].copy_(padding)
+        self._counted = {
+            (drafted, spec.name): spec.padding + spec.step * number
+            for drafted, layout in self._layouts.items()
+            for spec in layout.values()
+            if spec.step
+        }
+        for name, spec in self.specs.items():
+            if spec.step:
+                self._full[name].copy_(self._counted[None, name])
         self._constants: dict[int, Tensor] = {}
         self._continuing = torch.ones(max_requests, dtype=torch.bool, device=backend.device)
         self._max_requests = max_requests
-        self._views: dict[int, Views] = {}
-        for per in {self.specs["verify.tokens"].per, self.specs["extend.tokens"].per}:
-            self._constants[per] = torch.arange(0, (max_requests + 1) * per, per, dtype=torch.int32, device=backend.device)
+        self._views: dict[tuple[int | None, int], Views] = {}
+        for specs_of in self._layouts.values():
+            for per in {specs_of["verify.tokens"].per, specs_of["extend.tokens"].per} - self._constants.keys():
+                ends = torch.arange(0, (max_requests + 1) * per, per, dtype=torch.int32, device=backend.device)
+                self._constants[per] = ends
         self.lane = torch.arange(max(self._constants), device=backend.device)
         """0, 1, … for as many tokens as a request may have in an iteration."""
 
-    def rows(self, name: str, start: int, end: int) -> Tensor:
+    def _laid_out(self, spec: BufferSpec, max_requests: int) -> Tensor:
+        """The memory of a buffer from its beginning on, in the layout of ``spec``."""
+        shape = (*spec.leading, max_requests * spec.per, *spec.shape)
+        full = self._full[spec.name]
+        return full if full.shape == shape else full.view(-1)[: math.prod(shape)].view(shape)
+
+    def rows(self, name: str, start: int, end: int, drafted: int | None = None) -> Tensor:
         """The rows of requests ``start`` to ``end`` of one buffer."""
-        spec = self.specs[name]
-        return self._full[name].narrow(len(spec.leading), start * spec.per, (end - start) * spec.per)
+        layout = self._layout(drafted)
+        spec = self._layouts[layout][name]
+        return self._whole[layout, name].narrow(len(spec.leading), start * spec.per, (end - start) * spec.per)
 
-    def group(self, *prefixes: str, count: int) -> dict[str, Tensor]:
+    def _layout(self, drafted: int | None) -> int | None:
+        return None if drafted == self._drafted else drafted
+
+    def group(self, *prefixes: str, count: int, drafted: int | None = None) -> dict[str, Tensor]:
         """Buffers whose names begin with one of ``prefixes``, for ``count`` requests."""
-        return {name: self.rows(name, 0, count) for name in self.specs if name.split(".")[0] in prefixes}
+        layout = self._layouts[self._layout(drafted)]
+        return {name: self.rows(name, 0, count, drafted) for name in layout if name.split(".")[0] in prefixes}
 
-    def pad(self, prefix: str, *, count: int, bucket: int, only: Iterable[str] | None = None) -> None:
+    def pad(
+        self, prefix: str, *, count: int, bucket: int, only: Iterable[str] | None = None, drafted: int | None = None
+    ) -> None:
         """Fill what lies between ``count`` and ``bucket`` requests, in the caller's scope; nothing when they are equal."""
         if count == bucket:
             return
-        for name, spec in self.specs.items():
+        layout = self._layout(drafted)
+        for name, spec in self._layouts[layout].items():
             if name.split(".")[0] == prefix and (only is None or name in only):
-                rows = self.rows(name, count, bucket)
+                rows = self.rows(name, count, bucket, drafted)
                 if spec.step:
-                    rows.copy_(self._counted[name][count:bucket])
+                    rows.copy_(self._counted[layout, name][count:bucket])
                 else:
                     rows.fill_(spec.padding)
 
-    def mark_stale(self, prefix: str, *, bucket: int) -> None:
+    def mark_stale(self, prefix: str, *, bucket: int, drafted: int | None = None) -> None:
         """Tell a tool that a group is about to be written for a new batch: what isn't written again is stale."""
         if self._backend.observer is None:
             return
-        for name in self.specs:
-            if name.split(".")[0] == prefix:
-                self._backend.mark_stale(self.rows(name, 0, bucket), f"{name} of the batch before")
+        for name, rows in self.group(prefix, count=bucket, drafted=drafted).items():
+            self._backend.mark_stale(rows, f"{name} of the batch before")
 
-    def views(self, count: int) -> Views:
+    def views(self, count: int, drafted: int | None = None) -> Views:
         """Views for ``count`` requests."""
-        if count not in self._views:
-            self._views[count] = self._view(count)
-        return self._views[count]
+        key = self._layout(drafted), count
+        if key not in self._views:
+            self._views[key] = self._view(count, key[0])
+        return self._views[key]
 
-    def _view(self, count: int) -> Views:
+    def _view(self, count: int, drafted: int | None) -> Views:
+        specs = self._layouts[drafted]
+
         def get(name: str) -> Tensor:
-            return self.rows(name, 0, count)
+            return self.rows(name, 0, count, drafted)
 
         def maybe(name: str) -> Tensor | None:
-            return get(name) if name in self.specs else None
+            return get(name) if name in specs else None
 
         def several(prefix: str) -> dict[str, Tensor]:
-            return {name.removeprefix(prefix): get(name) for name in self.specs if name.startswith(prefix)}
+            return {name.removeprefix(prefix): get(name) for name in specs if name.startswith(prefix)}
 
         mask = maybe("draft.mask")
         path = None
@@ -242,15 +293,15 @@ class StaticBuffers:
             path = PathInputs(
                 gather=get("extend.gather"),
                 positions=positions,
-                rope_positions=get("extend.rope_positions") if "extend.rope_positions" in self.specs else positions,
+                rope_positions=get("extend.rope_positions") if "extend.rope_positions" in specs else positions,
                 slots=get("extend.slots"),
                 seq_lens=get("extend.seq_lens"),
                 sources=get("extend.sources"),
                 destinations=get("extend.destinations"),
-                query_start=self._constants[self.specs["extend.tokens"].per][: count + 1],
+                query_start=self._constants[specs["extend.tokens"].per][: count + 1],
             )
         positions = get("verify.positions")
-        axes = "verify.rope_positions" in self.specs
+        axes = "verify.rope_positions" in specs
         return Views(
             count=count,
             inputs=DecodeInputs(
@@ -279,7 +330,7 @@ class StaticBuffers:
                 slots=get("verify.slots"),
                 seq_lens=get("verify.seq_lens"),
                 mask=maybe("verify.mask"),
-                query_start=self._constants[self.specs["verify.tokens"].per][: count + 1],
+                query_start=self._constants[specs["verify.tokens"].per][: count + 1],
             ),
             extend=ExtendPlan(
                 tokens=get("extend.tokens"),
@@ -298,10 +349,17 @@ class StaticBuffers:
         )
 
 
-def step_buffers(model: LanguageModel, proposer: Proposer, *, pages: int) -> tuple[BufferSpec, ...]:
-    """The buffers of an engine: the whole table, in the order in which an iteration writes them. ``pages``: P."""
+def step_buffers(
+    model: LanguageModel, proposer: Proposer, *, pages: int, drafted: int | None = None
+) -> tuple[BufferSpec, ...]:
+    """The buffers of an engine: the whole table, in the order in which an iteration writes them. ``pages``: P.
+
+    ``drafted``: the layout of an iteration that drafts so many tokens of a chain, none of them more than the buffers of a
+    whole draft hold. None: a whole draft.
+    """
     axes = model.config.rope.axes > 1
-    nodes, path = proposer.nodes + 1, proposer.depth + 1
+    tokens = proposer.nodes if drafted is None else drafted
+    nodes, path = tokens + 1, (proposer.depth if drafted is None else drafted) + 1
     hidden, vocabulary = model.config.hidden_size, model.config.vocab_size
     int32, float32, booleans = torch.int32, torch.float32, torch.bool
     specs = [
@@ -318,7 +376,7 @@ def step_buffers(model: LanguageModel, proposer: Proposer, *, pages: int) -> tup
         BufferSpec("inputs.bias_tokens", (MAX_LOGIT_BIAS,)),
         BufferSpec("inputs.bias_values", (MAX_LOGIT_BIAS,), float32),
         BufferSpec("inputs.bias_until", (MAX_LOGIT_BIAS,)),
-        BufferSpec("draft.tokens", (proposer.nodes,)),
+        BufferSpec("draft.tokens", (tokens,)),
     ]
     if proposer.is_tree:
         specs += [
@@ -326,8 +384,8 @@ def step_buffers(model: LanguageModel, proposer: Proposer, *, pages: int) -> tup
             BufferSpec("draft.depths", (nodes,)),
             BufferSpec("draft.mask", (nodes, nodes), booleans),
         ]
-    elif proposer.nodes:
-        specs.append(BufferSpec("draft.probs", (proposer.nodes, vocabulary), float32))
+    elif tokens:
+        specs.append(BufferSpec("draft.probs", (tokens, vocabulary), float32))
     specs += [
         BufferSpec("verify.tokens", per=nodes),
         BufferSpec("verify.positions", per=nodes),

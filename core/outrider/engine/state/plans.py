@@ -26,12 +26,12 @@ class Plans:
         self._lane = lane
         self._page_size = page_size
         self._max_context = max_context
-        self._width = proposer.nodes + 1  # tokens that verify takes in
-        self._growth = proposer.depth + 1  # the most tokens that it lets through
+        self._width = proposer.nodes + 1  # tokens of a tree that verify takes in
+        self._growth = proposer.depth + 1  # the most of them that it lets through
 
     def from_lengths(self, inputs: DecodeInputs, verify: VerifyInputs) -> None:
         """First part: what needs lengths and tables alone. Runs beside the draft."""
-        shape = (inputs.seq_lens.shape[0], self._width)
+        shape = (inputs.seq_lens.shape[0], verify.width)
         # A tree's positions are written once more, when its shape is known.
         self._kernels.place_tokens(
             inputs.seq_lens,
@@ -47,7 +47,7 @@ class Plans:
 
     def from_draft(self, inputs: DecodeInputs, draft: Draft, verify: VerifyInputs) -> None:
         """Second part: what the draft produced. A tree's shape is one of its outputs."""
-        tokens = verify.tokens.view(-1, self._width)
+        tokens = verify.tokens.view(-1, verify.width)
         torch.cat((inputs.last_tokens.unsqueeze(1), draft.tokens), dim=1, out=tokens)
         if verify.mask is not None and draft.tree is not None:
             verify.positions.copy_(self._valid(inputs.seq_lens.unsqueeze(1) + draft.tree.depths).flatten())
@@ -66,7 +66,7 @@ class Plans:
 
     def from_accepted(self, inputs: DecodeInputs, verify: VerifyInputs, outputs: VerifyOutputs, extend: ExtendPlan) -> None:
         """Static inputs of draft-extend: what was accepted, padded with token 0 behind the decided one."""
-        following = extend.tokens.view(-1, self._growth)
+        following = extend.tokens.view(outputs.tokens.shape)
         self._kernels.place_accepted(
             inputs.seq_lens, outputs.tokens, outputs.accepted, following, extend.last, extend.next_positions
         )

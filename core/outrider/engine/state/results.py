@@ -60,9 +60,9 @@ class Results:
             backend, entries=entries, max_requests=max_requests, width=depth + 1, most=max_logprobs
         )
 
-    def decided(self, count: int) -> Tensor:
-        """Where accepted and tokens of ``count`` decoding requests go, int64 [count, D + 2]; on forward."""
-        return self._device[:count, : self._tokens]
+    def decided(self, count: int, path: int) -> Tensor:
+        """Where accepted and ``path`` tokens of ``count`` decoding requests go, int64 [count, 1 + path]; on forward."""
+        return self._device[:count, : 1 + path]
 
     def found(self, count: int) -> Tensor:
         """Where probes of ``count`` decoding requests write, int64 [count, width]; on forward."""

@@ -1,0 +1,182 @@
+"""Chooses how the length of drafts is decided, and measures what iterations take where that depends on it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from outrider.device import Backend, ConfigError
+from outrider.engine.assembly import EngineParts
+from outrider.engine.config import DecidedConfig
+from outrider.engine.graphs import SHORTER_FROM, powers_up_to, sizes_of_shorter
+from outrider.engine.requests.batch import Batch
+from outrider.engine.requests.draft_length import DraftCosts, DraftLengthPolicy, FixedLength, FollowLoad, usual_lengths
+from outrider.engine.requests.request import Request
+from outrider.engine.requests.sampling import SamplingParams
+from outrider.engine.state.results import Ticket
+from outrider.engine.step import Step
+from outrider.speculative.proposer import Proposer
+
+_RUNS = 3  # iterations of each kind: the first warms up, the fastest of the others counts
+_FEW, _MANY = 16, 1024  # cached tokens of a request
+
+
+def lengths_for(
+    config: DecidedConfig, backend: Backend, proposer: Proposer, given: DraftLengthPolicy | None
+) -> tuple[int, ...]:
+    """How many tokens an iteration may draft. Raises :class:`ConfigError` for lengths that the proposer doesn't draft."""
+    if given is not None:
+        if proposer.is_tree and given.lengths != (proposer.nodes,):
+            raise ConfigError(f"the proposer {proposer.name!r} drafts trees, which have one shape; leave the policy out")
+        if not 0 <= given.lengths[0] <= given.lengths[-1] <= proposer.nodes:
+            raise ConfigError(
+                f"the policy of draft lengths may choose {', '.join(map(str, given.lengths))}; the proposer "
+                f"{proposer.name!r} drafts 0 to {proposer.nodes} tokens"
+            )
+        return given.lengths
+    if _follows_load(config, backend, proposer):
+        return usual_lengths(proposer.nodes)
+    return (proposer.nodes,)
+
+
+def _follows_load(config: DecidedConfig, backend: Backend, proposer: Proposer) -> bool:
+    """Whether the length follows load. Raises :class:`ConfigError` where it was asked for and can't."""
+    chain = proposer.nodes > 0 and not proposer.is_tree
+    if config.draft_length == "load":
+        if not chain:
+            what = "drafts trees, which have one shape" if proposer.is_tree else "drafts nothing"
+            raise ConfigError(f'draft_length is "load", and the proposer {proposer.name!r} {what}; leave draft_length out')
+        if config.batch_invariant:
+            raise ConfigError(
+                'draft_length is "load" and batch_invariant is set: what a request draws would depend on how many others '
+                "run; leave one of them out"
+            )
+        return True
+    # Elsewhere an iteration's time is the host's, and its measurement would make outputs that are drawn depend on luck.
+    replayed = config.graphs or config.mode == "fused"
+    beside = backend.capabilities.asynchronous and backend.control is None
+    crowd = config.max_requests >= SHORTER_FROM
+    return config.draft_length is None and chain and replayed and beside and crowd and not config.batch_invariant
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLengthReport:
+    """What decides the length of drafts. ``policy``: by its name; ``lengths``: that it chooses among. ``costs``: measured
+    milliseconds by length and number of requests, with hardly a token cached; ``seconds``: that this took.
+    """
+
+    policy: str
+    lengths: tuple[int, ...]
+    costs: tuple[tuple[int, int, float], ...] = ()
+    per_token_ns: tuple[tuple[int, float], ...] = ()
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if not self.costs:
+            return f"{self.lengths[-1]} tokens drafted in every iteration"
+        which = ", ".join(map(str, self.lengths))
+        return f"{which} tokens drafted by load; what iterations take was measured in {self.seconds:.1f} s"
+
+
+def decide(
+    parts: EngineParts, step: Step, given: DraftLengthPolicy | None, *, sizes: Sequence[int] | None
+) -> tuple[DraftLengthPolicy, DraftLengthReport]:
+    """The policy that was given, or the one that the config asks for. ``sizes``: numbers of requests that graphs are captured
+    for; None: no graphs.
+    """
+    if given is not None:
+        return given, DraftLengthReport(type(given).__name__, given.lengths)
+    if parts.lengths == (parts.proposer.nodes,):
+        return FixedLength(parts.proposer.nodes), DraftLengthReport("fixed", parts.lengths)
+    began = time.perf_counter()
+    costs = _Measurement(parts, step).costs(sizes or powers_up_to(parts.config.max_requests))
+    report = DraftLengthReport(
+        "load",
+        parts.lengths,
+        tuple((length, size, 1e3 * seconds) for (length, size), seconds in sorted(costs.base.items())),
+        tuple((length, 1e9 * seconds) for length, seconds in sorted(costs.per_token.items())),
+        time.perf_counter() - began,
+    )
+    return FollowLoad(costs), report
+
+
+class _Measurement:
+    """Iterations of requests that nobody sent, over keys and values that nobody reads again. Nothing else is in flight."""
+
+    def __init__(self, parts: EngineParts, step: Step) -> None:
+        self._parts, self._step = parts, step
+        # As many iterations are in flight as when requests are served, unless a launch lasts as long as its work.
+        self._ahead = 1 if parts.config.overlap and parts.backend.capabilities.asynchronous else 0
+        self._in_flight: deque[Ticket] = deque()
+
+    def costs(self, sizes: Sequence[int]) -> DraftCosts:
+        """Of every length with every number of requests; what a cached token costs is measured with the most of them."""
+        parts, most = self._parts, max(sizes)
+        lengths = sorted(parts.lengths)
+        room = (_RUNS + 1) * (max(lengths) + 1) + parts.proposer.slots
+        page = parts.config.page_size
+        many = min(_MANY, parts.capacity - room, (parts.cache.pages - 1) // most * page - room)
+        few = max(1, min(_FEW, many))
+        with parts.backend.guard("measuring what iterations take"):
+            self._admit(most, max(many, few) + room)
+            base = {
+                (length, size): self._seconds(length, size, few)
+                for length in lengths
+                for size in (sizes if length == max(lengths) else sizes_of_shorter(sizes))
+            }
+            per_token = {}
+            if many > few:
+                for length in lengths:
+                    more = self._seconds(length, most, many) - base[length, most]
+                    per_token[length] = max(more, 0.0) / (most * (many - few))
+        return DraftCosts(base, per_token)
+
+    def _admit(self, requests: int, tokens: int) -> None:
+        """Give rows 1 to ``requests`` pages for so many tokens; others' pages where there are too few."""
+        parts = self._parts
+        each = min(-(-tokens // parts.config.page_size), parts.rows.tables.shape[1])
+        usable = parts.cache.pages - 1
+        updates = tuple(
+            (row, index, 1 + ((row - 1) * each + index) % usable) for row in range(1, requests + 1) for index in range(each)
+        )
+        self._launch(Batch((), (), (), updates))
+        self._land(0)
+
+    def _seconds(self, length: int, requests: int, tokens: int) -> float:
+        """An iteration that drafts ``length`` tokens for each of so many requests, with so many tokens cached each."""
+        parts = self._parts
+        with parts.backend.on(parts.streams.forward):
+            rows = torch.arange(1, requests + 1, device=parts.backend.device)
+            parts.future.publish(rows, torch.full_like(rows, tokens))
+        self._launch(Batch((), (), (), ()))  # tells the host of the lengths, where it must know them
+        self._land(0)
+        decoding = tuple(_stand_in(row, tokens) for row in range(1, requests + 1))
+        ends = []
+        for _ in range(_RUNS):
+            self._launch(Batch((), decoding, (), (), drafted=length))
+            ends += self._land(self._ahead)
+        ends += self._land(0)
+        return min(end - before for before, end in pairwise(ends))
+
+    def _launch(self, batch: Batch) -> None:
+        self._in_flight.append(self._step.launch(batch))
+
+    def _land(self, keep: int) -> list[float]:
+        """Wait for all iterations in flight but ``keep``; when each ended."""
+        ends = []
+        while len(self._in_flight) > keep:
+            ticket = self._in_flight.popleft()
+            self._parts.results.redeem(ticket, self._parts.fences.results_copied[ticket.entry])
+            ends.append(time.perf_counter())
+        return ends
+
+
+def _stand_in(row: int, tokens: int) -> Request:
+    """A request of ``tokens`` tokens that decodes, as often as it's launched."""
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    return Request(-row, (0,) * tokens, params, frozenset(), row=row, prefilled=tokens, decodes_in_flight=_RUNS)

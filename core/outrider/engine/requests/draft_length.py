@@ -1,0 +1,160 @@
+"""How many tokens an iteration drafts for each of its requests: one object decides, on the host."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+PRIOR = 0.7
+"""How likely a drafted token passes, of which nothing is known yet."""
+
+_PRIOR_WEIGHT = 8.0  # trials that the prior counts for
+_DECAY = 0.98  # what an iteration leaves of the weight of those before it
+_GAIN = 1.03  # how much faster another length must be
+_STAY = 4  # iterations at least between two changes
+_PROBE_EVERY = 256  # iterations with a shorter draft, behind which one with a longer one is run
+
+
+class DraftLengthPolicy(ABC):
+    """Decides how many tokens of a chain are drafted in each iteration. It sees nothing but what it's told, so the same
+    calls give the same lengths.
+
+    ``lengths``: those that it may choose, from the shortest; graphs are captured for them. 0 is plain decoding, during which
+    the draft still takes in what the target decides, so that the next iteration can draft. An adaptation for single
+    requests would be told of them here.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = tuple(sorted(set(lengths)))
+
+    @abstractmethod
+    def choose(self, requests: int, cached: int) -> int:
+        """The length for the next iteration, of ``requests`` requests that have ``cached`` tokens together."""
+
+    def observe(self, drafted: int, accepted: Sequence[int]) -> None:
+        """What became of an iteration: of ``drafted`` tokens for each request, so many were ``accepted``."""
+        del drafted, accepted
+
+
+class FixedLength(DraftLengthPolicy):
+    """Always the same length. All of a tree's nodes count: trees have one shape."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__((length,))
+
+    def choose(self, requests: int, cached: int) -> int:
+        """The length."""
+        del requests, cached
+        return self.lengths[0]
+
+
+class LengthSchedule(DraftLengthPolicy):
+    """Given lengths, one after the other and from the beginning again; for tests."""
+
+    def __init__(self, schedule: Sequence[int]) -> None:
+        super().__init__(schedule)
+        self._schedule = tuple(schedule)
+        self._chosen = 0
+
+    def choose(self, requests: int, cached: int) -> int:
+        """The next one."""
+        del requests, cached
+        self._chosen += 1
+        return self._schedule[(self._chosen - 1) % len(self._schedule)]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCosts:
+    """What an iteration takes. ``base``: seconds by length and number of requests, with hardly a cached token.
+    ``per_token``: seconds more for each cached token of the batch, by length.
+    """
+
+    base: Mapping[tuple[int, int], float]
+    per_token: Mapping[int, float] = field(default_factory=dict)
+
+    def seconds(self, length: int, requests: int, cached: int) -> float:
+        """An iteration of ``requests`` requests: that of the least measured number that holds them, or of the largest."""
+        sizes = [size for of, size in self.base if of == length]
+        size = min((size for size in sizes if size >= requests), default=max(sizes))
+        return self.base[length, size] + self.per_token.get(length, 0.0) * cached
+
+
+class Acceptance:
+    """How likely the token at each place of a chain passes, if those before it do: an average that forgets, from a prior."""
+
+    def __init__(self, most: int) -> None:
+        self._passed = [PRIOR * _PRIOR_WEIGHT] * most
+        self._tried = [_PRIOR_WEIGHT] * most
+
+    def observe(self, drafted: int, accepted: Sequence[int]) -> None:
+        """See :meth:`DraftLengthPolicy.observe`. Places that weren't drafted keep what is known of them."""
+        for place in range(drafted):
+            tried = sum(count >= place for count in accepted)
+            if tried:
+                passed = sum(count > place for count in accepted)
+                self._passed[place] = _DECAY * self._passed[place] + passed
+                self._tried[place] = _DECAY * self._tried[place] + tried
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The likelihood of each place."""
+        return tuple(passed / tried for passed, tried in zip(self._passed, self._tried, strict=True))
+
+    def expected(self, length: int) -> float:
+        """Tokens that an iteration with ``length`` drafted ones yields for a request."""
+        total, reached = 1.0, 1.0
+        for share in self.shares[:length]:
+            reached *= share
+            total += reached
+        return total
+
+
+class FollowLoad(DraftLengthPolicy):
+    """The length with the most expected tokens a second, by what iterations cost and by the acceptance so far.
+
+    It changes when another length is faster by 3 %, at most every fourth iteration. What a longer draft would accept is found
+    out now and then: 256 iterations with less than the most tokens are followed by one with the next length.
+    """
+
+    def __init__(self, costs: DraftCosts) -> None:
+        super().__init__([length for length, _ in costs.base])
+        self.costs = costs
+        self.acceptance = Acceptance(self.lengths[-1])
+        self._length = self.lengths[-1]
+        self._since_change = _STAY
+        self._shorter = 0
+
+    def choose(self, requests: int, cached: int) -> int:
+        """The fastest, or the one in use where no other is much faster."""
+        self._since_change += 1
+        if self._since_change >= _STAY:
+            best = max(self.lengths, key=lambda length: self.rate(length, requests, cached))
+            if self.rate(best, requests, cached) > _GAIN * self.rate(self._length, requests, cached):
+                self._length, self._since_change = best, 0
+        if self._length == self.lengths[-1]:
+            self._shorter = 0
+            return self._length
+        self._shorter += 1
+        if self._shorter <= _PROBE_EVERY:
+            return self._length
+        self._shorter = 0
+        return self.lengths[self.lengths.index(self._length) + 1]
+
+    def observe(self, drafted: int, accepted: Sequence[int]) -> None:
+        """Into the average."""
+        self.acceptance.observe(drafted, accepted)
+
+    def rate(self, length: int, requests: int, cached: int) -> float:
+        """Expected tokens a second."""
+        return requests * self.acceptance.expected(length) / self.costs.seconds(length, requests, cached)
+
+    def preferred(self, requests: int, cached: int) -> int:
+        """The fastest length by what is known now; changes nothing."""
+        return max(self.lengths, key=lambda length: self.rate(length, requests, cached))
+
+
+def usual_lengths(draft_tokens: int) -> tuple[int, ...]:
+    """The lengths among which load chooses, from a chain of ``draft_tokens``: none, one, all, and half of a long one."""
+    half = (draft_tokens // 2,) if draft_tokens >= 6 else ()
+    return tuple(sorted({0, 1, *half, draft_tokens}))
