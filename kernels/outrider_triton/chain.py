@@ -42,9 +42,3 @@ def with_choice(table: Table, key: Key, m: int, config: MatmulConfig | None) -> 
     old[m] = Entry(m=m, config=config, us=0.0, torch_us=0.0) if found is None else replace(found, config=config)
     entries[key] = tuple(old[each] for each in sorted(old))
     return replace(table, entries=entries)
-
-
-def chosen(table: Table, key: Key, m: int) -> list[int] | None:
-    """The configuration for ``m`` tokens as a table's file has it; None: without that kernel."""
-    entry = table.entry(*key[:2], n=key[2], k=key[3], m=m)
-    return None if entry is None or entry.config is None else entry.config.as_list()

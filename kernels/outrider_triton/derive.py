@@ -9,15 +9,13 @@ against is in ``tests/kernels/test_derive.py``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from outrider_triton.facts import DeviceFacts
-from outrider_triton.table import STREAMED, MatmulConfig
+from outrider_triton.table import BUCKETS, STREAMED, MatmulConfig, bucket
 
 MOST = 128
 """More tokens than this are a matrix product for the library. From 65 on they are unless something else was measured."""
-BUCKETS = (8, 16, 32, 64, 128)
-"""Numbers of tokens for which configurations are told apart; each serves those down to the one before."""
 OPERATORS = ("linear", "linear_parts", "linear_silu_mul", "linear_add", "linear_add_scaled", "scaled_silu_mul", "linear_rope")
 
 _GATED = ("linear_silu_mul", "scaled_silu_mul")
@@ -35,11 +33,6 @@ _ROOMS = ((184 << 10, 208 << 10, 128 << 10), (112 << 10, 160 << 10, 208 << 10))
 """Bytes of a ring, the likeliest first. The second: beside the small ones that run before it, attention's."""
 _TILES = {16: 1.03, 32: 1.015, 64: 1.0, 128: 1.01}
 _BOXES = {8: 1.015, 16: 1.005, 32: 1.0}  # small ones are more requests of the copy engine
-
-
-def bucket(m: int) -> int:
-    """The least of :data:`BUCKETS` that isn't below ``m``."""
-    return next(size for size in BUCKETS if size >= m)
 
 
 def choose(facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0) -> MatmulConfig | None:
@@ -200,7 +193,9 @@ def _resident(facts: DeviceFacts, operator: str, config: MatmulConfig) -> int:
     )
 
 
-def every(facts: DeviceFacts, operator: str, *, n: int, k: int, half: int = 0, above: int = 0) -> tuple[MatmulConfig, ...]:
-    """Each configuration that a weight has for some number of tokens, more than ``above``."""
-    found = (choose(facts, operator, m=size, n=n, k=k, half=half) for size in BUCKETS if size > above)
+def every(
+    facts: DeviceFacts, operator: str, *, n: int, k: int, half: int = 0, but: Collection[int] = ()
+) -> tuple[MatmulConfig, ...]:
+    """Each configuration that a weight has for some number of tokens; not those of the buckets in ``but``."""
+    found = (choose(facts, operator, m=size, n=n, k=k, half=half) for size in BUCKETS if size not in but)
     return tuple(dict.fromkeys(config for config in found if config is not None))

@@ -22,12 +22,12 @@ from outrider_triton import fused_ops as _fused_ops  # noqa: F401
 from outrider_triton import ops as _ops  # noqa: F401
 from outrider_triton import variants
 from outrider_triton.bookkeeping import TritonBookkeeping
-from outrider_triton.derive import MOST, bucket, choose
+from outrider_triton.derive import MOST, choose
 from outrider_triton.derive_attention import AttentionCut, Heads, cut, programs
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead, shares
 from outrider_triton.prompts import Device, PromptAttention, Prompts
-from outrider_triton.table import STREAMED, AttentionConfig, MatmulConfig, Table
+from outrider_triton.table import STREAMED, AttentionConfig, MatmulConfig, Table, bucket
 from outrider_triton.tuning import TritonTuning
 
 if TYPE_CHECKING:
@@ -338,8 +338,9 @@ class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
         derived = self.cut_up(q, k_cache, batch, max_query, max_kv, None)
         if self.table is None or q.dtype.itemsize != 2:
             return derived.as_list()
-        groups = programs(_heads(q, k_cache), derived.block_rows, batch, max_query)
-        tuned = self.table.attention_config(groups, q.shape[2])
+        heads = _heads(q, k_cache)
+        groups = programs(heads, derived.block_rows, batch, max_query)
+        tuned = self.table.attention_config(groups, heads.size, heads.group)
         return self.cut_up(q, k_cache, batch, max_query, max_kv, tuned).as_list()
 
     def cut_up(

@@ -18,8 +18,15 @@ from typing import Any
 
 from outrider.device import BackendLoadError
 
+BUCKETS = (8, 16, 32, 64, 128)
+"""Numbers of tokens for which configurations are told apart; each serves those down to the one before."""
 STREAMED = 2
 """``descriptor`` of products whose operands a warp of its own brings."""
+
+
+def bucket(m: int) -> int:
+    """The least of :data:`BUCKETS` that isn't below ``m``; the largest for more."""
+    return next((size for size in BUCKETS if size >= m), BUCKETS[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +81,14 @@ class AttentionConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionEntry:
     """The best configuration for ``groups`` programs without a split (sequences, key heads and blocks of queries) of heads of
-    ``head_size`` numbers, measured with ``max_kv`` cached tokens.
+    ``head_size`` numbers, ``group`` of them a key head, measured with ``max_kv`` cached tokens.
     """
 
     groups: int
     max_kv: int
     config: AttentionConfig
     head_size: int = 128
+    group: int = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,19 +101,27 @@ class Table:
     kernels: Mapping[str, bool]
     attention: tuple[AttentionEntry, ...] = ()
 
-    def attention_config(self, groups: int, head_size: int) -> AttentionConfig | None:
-        """That of the nearest measurement with heads of this size; None where there is none.
+    def attention_config(self, groups: int, head_size: int, group: int) -> AttentionConfig | None:
+        """That of the nearest measurement with such heads, half as many to twice as many programs away, and the largest one's
+        for all that are more; None where there is none.
 
         How many tokens are cached isn't asked: a capture knows what fits at most, and a program takes its share of what is
         there.
         """
-        near = [entry for entry in self.attention if entry.head_size == head_size]
-        return min(near, key=lambda entry: abs(log2(entry.groups / groups))).config if near else None
+        alike = [entry for entry in self.attention if (entry.head_size, entry.group) == (head_size, group)]
+        if not alike:
+            return None
+        near = min(alike, key=lambda entry: abs(log2(entry.groups / groups)))
+        within = near.groups <= 2 * groups and (groups <= 2 * near.groups or near.groups == max(e.groups for e in alike))
+        return near.config if within else None
 
     def entry(self, operator: str, dtype: str, *, n: int, k: int, m: int) -> Entry | None:
-        """The entry for the least measured number of tokens that isn't below ``m``; None where nothing was measured."""
+        """The entry for the least measured number of tokens not below ``m``, in the same bucket; None where there is none.
+
+        What was measured for more tokens says little about fewer: there, a configuration is derived.
+        """
         measured = self.entries.get((operator, dtype, n, k), ())
-        return next((entry for entry in measured if entry.m >= m), None)
+        return next((entry for entry in measured if entry.m >= m and bucket(entry.m) == bucket(m)), None)
 
 
 def slug(device: str) -> str:
@@ -144,6 +160,7 @@ def parse(data: Mapping[str, Any]) -> Table:
                 max_kv=int(item["max_kv"]),
                 config=AttentionConfig(*item["config"]),
                 head_size=int(item.get("head_size", 128)),
+                group=int(item.get("group", 4)),
             )
             for item in data.get("attention", ())
         ),

@@ -100,8 +100,8 @@ def merged(table: Table | None, facts: DeviceFacts, rows: Sequence[Row]) -> Tabl
     for key, found in made.entries.items():
         by_m = {entry.m: entry for entry in (*entries.get(key, ()), *found)}
         entries[key] = tuple(by_m[m] for m in sorted(by_m))
-    places = {(entry.groups, entry.head_size) for entry in made.attention}
-    kept = tuple(entry for entry in table.attention if (entry.groups, entry.head_size) not in places)
+    places = {(entry.groups, entry.head_size, entry.group) for entry in made.attention}
+    kept = tuple(entry for entry in table.attention if (entry.groups, entry.head_size, entry.group) not in places)
     return replace(table, entries=entries, attention=(*kept, *made.attention))
 
 
@@ -118,4 +118,4 @@ def _data(device: str, rows: Sequence[Row]) -> dict[str, Any]:
 def _name(row: Row) -> str:
     if "operator" in row:
         return f"{row['operator']}-{row['dtype']}-{row['n']}x{row['k']}-{row['m']}.json"
-    return f"attention-{row['head_size']}-{row['groups']}.json"
+    return f"attention-{row['head_size']}x{row['group']}-{row['groups']}.json"

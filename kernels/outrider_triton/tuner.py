@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from outrider.device import CapabilityError, ConfigError, DecoderShape, KernelSet, TuningProgress, TuningResult
-from outrider_triton.chain import Chain, chosen, with_choice
+from outrider_triton.chain import Chain, with_choice
 from outrider_triton.compiling import AttentionJob, Compilers, Job, Key, ProductJob
-from outrider_triton.derive import rank
+from outrider_triton.derive import choose, rank
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import AttentionConfig, AttentionEntry, MatmulConfig, Table
-from outrider_triton.tuned_store import Row, TunedStore
+from outrider_triton.tuned_store import Row, TunedStore, merged
 from outrider_tune.chain import normal
 from outrider_tune.timing import microseconds
 
@@ -35,6 +35,7 @@ _CANDIDATES = 4
 _STEPS = 4  # of a form
 _ALIKE = 2  # candidates that differ in how much is on its way alone
 _ERROR = 5e-2  # relative, of a chain of layers in half precision against torch's
+_WON = 0.995  # and a layer must gain this much
 _BETTER = 0.999  # a smaller gain than this is taken for noise
 _ROTATE_BYTES = 256 << 20
 _ATTENTION = ((64, 4, 3), (128, 8, 1), (128, 8, 2), (32, 4, 2), (64, 8, 2))
@@ -200,29 +201,52 @@ class _Tuner:
             late, (trial, us) = error, self._reached
             if us < best * _BETTER:
                 table, best = trial, us
-        # Once more side by side: what came first may only have been cooler.
-        kept = table is not start and chain.attempt(table) < chain.attempt(start) * _BETTER  # whatever the time
-        if kept and not self._right(chain, table):
+        rows = [] if table is start else self._rows(table, start, m, best, before)
+        kept = bool(rows) and self._wins(chain, start, rows)
+        if kept and not self._right(chain, merged(start, self._kernels.facts, rows) or start):
             self._progress(self._done, self._total, f"{m} tokens: what was fastest is wrong, and left out")
             kept = False
         self._before += before
         self._after += best if kept else before
         if kept:
-            rows = [_row(key, m, chosen(table, key, m), best, before) for key in self._keys.layer if _has(table, key, m)]
-            rows += [_attention_row(entry) for entry in table.attention if entry not in start.attention]
+            self._kernels.table = start
             self._keep(rows)
         else:
             self._kernels.table = start
         if late is not None:
             raise late
 
+    def _rows(self, table: Table, start: Table, m: int, us: float, before: float) -> list[Row]:
+        """All choices for ``m`` tokens, derived ones among them: what is read later is what was timed."""
+        keys, rows = self._keys, list[Row]()
+        apart = self._choice(table, keys.scaled, m) is None
+        for key in keys.layer:
+            if key in ((keys.added,) if apart else (keys.output, keys.gates)):
+                continue  # nobody asks
+            config = self._choice(table, key, m)
+            rows.append(_row(key, m, None if config is None else config.as_list(), us, before))
+        return rows + [_attention_row(entry) for entry in table.attention if entry not in start.attention]
+
+    def _choice(self, table: Table, key: Key, m: int) -> MatmulConfig | None:
+        entry = table.entry(*key[:2], n=key[2], k=key[3], m=m)
+        if entry is not None:
+            return entry.config
+        return choose(self._kernels.facts, key[0], m=m, n=key[2], k=key[3], half=self._shape.head_size // 2)
+
+    def _wins(self, chain: Chain, start: Table, rows: list[Row]) -> bool:
+        """Whether layers with ``rows`` are faster than without, side by side, also after the deadline: what came first may
+        only have been cooler.
+        """
+        table = merged(start, self._kernels.facts, rows) or start
+        pairs = [(chain.attempt(start), chain.attempt(table)) for _ in range(3)]
+        return min(after for _, after in pairs) < min(before for before, _ in pairs) * _WON
+
     def _form(self, chain: Chain, start: Table, m: int, *, scaled: bool) -> tuple[Table, float]:
         """The best table with the ends of a block in one form."""
         keys = self._keys
-        off: tuple[Key, ...] = keys.added, keys.scaled
-        on: tuple[Key, ...] = keys.output, keys.gates
-        if scaled:
-            off, on = (), off
+        # The gates' own key says which form it is: another model may have the other product in its other form.
+        off: tuple[Key, ...] = () if scaled else (keys.scaled,)
+        on = (keys.added, keys.scaled) if scaled else (keys.output, keys.gates)
         table = start
         for key in off:
             table = with_choice(table, key, m, None)
@@ -239,7 +263,8 @@ class _Tuner:
                     self._reached = table, us
             self._step(f"{m} tokens, {key[0]} {key[2]}x{key[3]}: {us:.1f} us a layer")
         for entry in self._attention_entries(chain, m):
-            others = tuple(e for e in table.attention if (e.groups, e.head_size) != (entry.groups, entry.head_size))
+            own = entry.groups, entry.head_size, entry.group
+            others = tuple(e for e in table.attention if (e.groups, e.head_size, e.group) != own)
             trial = replace(table, attention=(*others, entry))
             taken = self._attempt(chain, trial)
             if taken < us * _BETTER:
@@ -285,7 +310,11 @@ class _Tuner:
         for config in self._attention_candidates(m):
             if self._compiled(self._attention_job(m, config)):
                 yield AttentionEntry(
-                    groups=chain.groups, max_kv=chain.context, config=config, head_size=self._shape.head_size
+                    groups=chain.groups,
+                    max_kv=chain.context,
+                    config=config,
+                    head_size=self._shape.head_size,
+                    group=self._shape.heads // self._shape.kv_heads,
                 )
 
     def _attention_job(self, m: int, config: AttentionConfig) -> AttentionJob:
@@ -354,10 +383,6 @@ def _empty(device: str) -> Table:
     return Table(device=device, software={}, entries={}, kernels={})
 
 
-def _has(table: Table, key: Key, m: int) -> bool:
-    return any(entry.m == m for entry in table.entries.get(key, ()))
-
-
 def _row(key: Key, m: int, config: list[int] | None, us: float, torch_us: float) -> Row:
     operator, dtype, n, k = key
     times: dict[str, Any] = {"us": round(us, 2), "torch_us": round(torch_us, 2)}
@@ -366,4 +391,5 @@ def _row(key: Key, m: int, config: list[int] | None, us: float, torch_us: float)
 
 def _attention_row(entry: AttentionEntry) -> Row:
     config = list(astuple(entry.config))
-    return {"groups": entry.groups, "max_kv": entry.max_kv, "head_size": entry.head_size, "config": config}
+    heads = {"head_size": entry.head_size, "group": entry.group}
+    return {"groups": entry.groups, "max_kv": entry.max_kv, **heads, "config": config}

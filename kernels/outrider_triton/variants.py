@@ -73,8 +73,8 @@ def products(
     """Each configuration that a product with this weight has for some number of tokens."""
     entries = () if table is None else table.entries.get((operator, dtype, n, k), ())
     found = dict.fromkeys(entry.config for entry in entries if entry.config is not None)
-    measured = entries[-1].m if entries else 0
-    found.update(dict.fromkeys(every(facts, operator, n=n, k=k, half=half, above=measured)))
+    measured = {entry.m for entry in entries}
+    found.update(dict.fromkeys(every(facts, operator, n=n, k=k, half=half, but=measured)))
     return tuple(found)
 
 

@@ -20,11 +20,11 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from kernels.devices import DEVICES
 from kernels.test_derive import products, shards
 from outrider.model.shapes import SHAPES
-from outrider_triton.derive import BUCKETS, choose, shared_bytes
+from outrider_triton.derive import choose, shared_bytes
 from outrider_triton.derive_attention import Heads, attention_bytes, cut
 from outrider_triton.jit import attention, fused, matmul, streamed
 from outrider_triton.launch import power_of_two
-from outrider_triton.table import STREAMED
+from outrider_triton.table import BUCKETS, STREAMED
 
 OF = {"sm_80": "A100", "sm_86": "RTX 3090", "sm_89": "L4", "sm_90": "H100", "sm_100": "B200", "sm_120": "RTX 5090"}
 OF["gfx942"] = "MI300X"

@@ -21,11 +21,11 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from kernels.devices import DEVICES
 from outrider.device import ConfigError
 from outrider.model.shapes import SHAPES, decoder_shape, shard
-from outrider_triton.derive import BUCKETS, OPERATORS, choose, estimate, rank, shared_bytes
+from outrider_triton.derive import OPERATORS, choose, estimate, rank, shared_bytes
 from outrider_triton.derive_attention import Heads, attention_bytes, cut, programs
 from outrider_triton.facts import DeviceFacts, facts_of
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.table import STREAMED, AttentionConfig, MatmulConfig
+from outrider_triton.table import BUCKETS, STREAMED, AttentionConfig, MatmulConfig
 
 MODELS = sorted(set(SHAPES) - {"tiny"})
 

@@ -55,6 +55,15 @@ def test_attention_takes_the_nearest_measurement():
             ],
         }
     )
-    assert table.attention_config(8, 128) == AttentionConfig(64, 8, 4, 2)
-    assert table.attention_config(200, 128) == AttentionConfig(128, 1, 8, 2)
-    assert table.attention_config(8, 64) is None  # other heads were not measured
+    assert table.attention_config(8, 128, 4) == AttentionConfig(64, 8, 4, 2)
+    assert table.attention_config(200, 128, 4) == table.attention_config(4096, 128, 4) == AttentionConfig(128, 1, 8, 2)
+    assert table.attention_config(40, 128, 4) is None  # too far from both
+    assert table.attention_config(8, 64, 4) is table.attention_config(8, 128, 7) is None  # other heads were not measured
+
+
+def test_what_was_measured_for_more_tokens_says_nothing_about_few():
+    row = {"operator": "linear", "dtype": "bfloat16", "n": 64, "k": 64, "config": None, "us": 1.0, "torch_us": 2.0}
+    rows = [{**row, "m": 4}, {**row, "m": 32}]
+    table = parse({"device": "made up", "software": {}, "kernels": {}, "matmul": rows})
+    found = {m: table.entry("linear", "bfloat16", n=64, k=64, m=m) for m in (1, 4, 5, 8, 9, 16, 17, 32, 33)}
+    assert {m for m, entry in found.items() if entry is not None} == {1, 4, 17, 32}

@@ -207,11 +207,11 @@ def test_a_choice_of_this_machine_goes_before_the_shipped_one():
     config = [16, 32, 128, 1, 4, 3, 0, 0, 0]
     rows = [
         {**FINE, "n": 6144, "k": 4096, "config": config},
-        {"groups": 8, "max_kv": 640, "head_size": 128, "config": [64, 4, 4, 2]},
+        {"groups": 8, "max_kv": 640, "head_size": 128, "group": 4, "config": [64, 4, 4, 2]},
     ]
     table = merged(shipped, FACTS, rows)
     assert table.entry("linear", "bfloat16", n=6144, k=4096, m=8).config == MatmulConfig(*config)
     assert table.entry("linear", "bfloat16", n=6144, k=4096, m=4) == shipped.entry("linear", "bfloat16", n=6144, k=4096, m=4)
-    assert table.attention_config(8, 128).block_kv == 64
+    assert table.attention_config(8, 128, 4).block_kv == 64
     assert len(table.attention) == len(shipped.attention)
     assert table.kernels == shipped.kernels

@@ -37,8 +37,8 @@ TABLE = Table(
         for operator, small, large in (("linear", TINY, None), ("linear_parts", TINY, SPLIT))
     },
     attention=(
-        AttentionEntry(groups=8, max_kv=64, config=AttentionConfig(32, 2, 4, 2), head_size=16),
-        AttentionEntry(groups=128, max_kv=64, config=AttentionConfig(16, 1, 4, 2), head_size=16),
+        AttentionEntry(groups=8, max_kv=64, config=AttentionConfig(32, 2, 4, 2), head_size=16, group=2),
+        AttentionEntry(groups=128, max_kv=64, config=AttentionConfig(16, 1, 4, 2), head_size=16, group=2),
     ),
 )
 
@@ -79,8 +79,11 @@ def test_every_share_is_known_beforehand():
 
 
 def test_every_product_is_known_beforehand():
-    assert products(FACTS, TABLE, "linear_parts", "bfloat16", n=32, k=64) == (TINY, SPLIT)
-    assert products(FACTS, TABLE, "linear", "bfloat16", n=32, k=64) == (TINY,)
+    own, weight = TritonKernels(FACTS, table=TABLE), torch.empty(32, 64, dtype=torch.bfloat16)
+    for operator, tuned in (("linear_parts", {TINY, SPLIT}), ("linear", {TINY})):
+        known = set(products(FACTS, TABLE, operator, "bfloat16", n=32, k=64))
+        x = torch.empty(128, 64, dtype=torch.bfloat16)
+        assert {own.matmul_config(operator, x[:m], weight) for m in range(1, 129)} - {None} == known > tuned
     for operator, table in itertools.product(OPERATORS, (None, TABLE)):
         known = products(FACTS, table, operator, "bfloat16", n=4096, k=1024, half=64)
         made = {choose(FACTS, operator, m=m, n=4096, k=1024, half=64) for m in (1, 8, 9, 17, 33, 65, 129)}
@@ -151,10 +154,9 @@ def test_results_are_the_same_in_the_scope(device, pdl, launched):
         inside = run()
     for before, after in zip(outside, inside, strict=True):
         assert torch.equal(before, after)
-    assert {call for call in launched if call[0] == "linear_parts"} == {
-        ("linear_parts", tuple(TINY.as_list())),
-        ("linear_parts", tuple(SPLIT.as_list())),
-    }
+    known = products(SMALL, TABLE, "linear_parts", "bfloat16", n=32, k=64)
+    assert {call for call in launched if call[0] == "linear_parts"} == {("linear_parts", tuple(c.as_list())) for c in known}
+    assert {TINY, SPLIT} < set(known)
     assert len({call for call in launched if call[0] == "paged_attention"}) >= 3
     assert set(once) <= set(launched)
     launched.clear()
