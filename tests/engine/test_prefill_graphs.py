@@ -3,13 +3,15 @@
 import pytest
 from tests.engine.conftest import Tiny
 
-from outrider import SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.device import CapabilityError, ConfigError
 from outrider.engine.config import EngineConfig
 from outrider.engine.prefill_graphs import PrefillGraphs, token_buckets
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.registry import get_backend
 from outrider_proof import tiny
+from outrider_proof.decode_program import implied_by
+from outrider_proof.fence_log import Drop, FenceLog
 from outrider_proof.proposers import MAKERS
 from outrider_sanitizer import watch
 
@@ -120,3 +122,17 @@ def test_what_was_asked_for_and_cant_be_is_an_error(tiny64):
         tiny64.engine(prefill_graphs=16)
     with pytest.raises(ConfigError, match="prefill_graphs is -1"):
         EngineConfig(prefill_graphs=-1)
+
+
+@pytest.mark.parametrize("fence", [None, "inputs_ready", "shared_reads_done"])
+def test_the_fences_around_a_replay_are_needed(tiny_tokens, fence):
+    """Prompts alone, one behind the other: without the fence the graph reads what isn't staged yet, or not any more."""
+    bundle = Tiny(get_backend("sim"))
+    log = FenceLog(lambda stream: bundle.backend.control.steps(stream)[1], drop=fence, half=Drop.WAIT)
+    config = EngineConfig(dtype="float64", mode="fused", prefill_graphs=16, **{**SIZES, "prefill_chunk": 9})
+    with watch(bundle.backend) as report:
+        engine = Engine(bundle.target, bundle.backend, config=config, wrap_fence=log.wrap)
+        engine.generate([tokens[:9] for tokens in tiny_tokens[:4]], SamplingParams(max_tokens=1))
+    assert bool(report.findings) is (fence is not None)
+    if fence is not None:
+        assert implied_by(report.findings, log) == (fence,)
