@@ -8,7 +8,7 @@ import pytest
 
 from outrider_bench.child import ChildFailed
 from outrider_bench.mixed_load import Arrivals, MixedLoad, quantiles
-from outrider_bench.peers.comparing import Found, compared
+from outrider_bench.peers.comparing import Found, compared, over
 from outrider_bench.peers.session import session
 from outrider_bench.peers.work import Work
 from outrider_bench.plot import series_svg
@@ -97,7 +97,7 @@ def installed(tmp_path, name, source):
 
 WORK = (*SMALL, "--batch", "1,2", "--prompt-tokens", "8", "--new-tokens", "11", "--accept-length", "2.5", "--json")
 MIXED = (
-    *("--phases", "decode,prefill,mixed", "--prefill-tokens", "16"),
+    *("--phases", "decode,prefill,mixed,context", "--prefill-tokens", "16", "--contexts", "12"),
     *("--requests", "5", "--prompts", "2-9", "--outputs", "1-7"),
 )
 
@@ -160,6 +160,7 @@ def test_other_engines_get_the_same_work(child, tmp_path):
             assert row["acceptance_length"] == pytest.approx({"vllm": 2.5, "sglang": 10 / 3}[engine])
             assert row["iteration_ms"] == pytest.approx(ms * row["acceptance_length"], rel=0.5)
         for each in (plain, speculative):
+            assert [row["prompt_tokens"] for row in each["context"]] == [12]
             (row,) = each["prefill"]
             assert row["prompt_tokens"] == 16
             assert row["first_token_ms"] == pytest.approx(ms, rel=1)
@@ -174,7 +175,7 @@ def test_an_engine_that_does_less_work_has_no_figures(child, tmp_path):
     arguments = ("--engines", "sglang", "--speculate", "none", "--repeat", "1", *WORK)
     (found,) = child("bench", "peers", "--backend", "cpu", *arguments, path=(tmp_path,)).json["engines"]
     assert found["results"] == []
-    assert found["status"] == "failed: asked for 1 new tokens, a request got 0: that isn't the same work"
+    assert found["status"] == "failed: asked for 11 new tokens, a request got 10: that isn't the same work"
 
 
 def test_what_is_not_installed_is_said_so_and_transformers_is_measured(outrider):
@@ -207,6 +208,7 @@ def test_what_is_not_installed_is_said_so_and_transformers_is_measured(outrider)
         (("--prompts", "9-2"), "--prompts is '9-2'"),
         (("--accept-length", "5"), "--accept-length is 5; with 3 drafted tokens it is 1 to 4"),
         (("--plot", "x.png"), "expected a file that ends in .svg"),
+        (("--plot", "x.svg", "--phases", "mixed"), "add decode or context"),
     ],
 )
 def test_bad_input(outrider, arguments, message):
@@ -242,6 +244,7 @@ WORKED = Work(
     device="cpu",
     phases=("decode", "prefill", "mixed"),
     lengths=(32,),
+    contexts=(16, 24),
     requests=3,
     seed=7,
     prompts=(4, 8),
@@ -254,6 +257,7 @@ WORKED = Work(
 
 def runs(decode, prefill, mixed):
     found = {("decode", 4): [{"iteration_ms": ms, "tokens_per_s": 4e3 / ms, "acceptance_length": 1.0} for ms in decode]}
+    found["context", 24] = [{"iteration_ms": 2.0, "tokens_per_s": 500.0, "acceptance_length": 1.0}]
     found["prefill", 32] = [{"first_token_ms": ms} for ms in prefill]
     found["mixed", "seconds"] = [{"seconds": s, "tokens_per_s": 10 / s, "acceptance_length": 1.0} for s in mixed]
     return found
@@ -263,10 +267,16 @@ def test_ratios_are_of_medians_and_above_one_where_this_engine_is_faster():
     ours = Found(engine="outrider", speculate="none", status="measured", runs=runs((4, 2, 90), (5, 5, 5), (1, 2, 3)))
     theirs = Found(engine="vllm", speculate="none", status="measured", runs=runs((8, 8, 8), (10, 1, 20), (4, 5, 6)))
     found = compared([ours, theirs], WORKED)
-    ratios = {each["phase"]: each["ratio"] for each in found["ratios"]}
-    assert ratios == {"decode": pytest.approx(2.0), "prefill": pytest.approx(2.0), "mixed": pytest.approx(2.5)}
+    ratios = {each["phase"]: pytest.approx(each["ratio"]) for each in found["ratios"]}
+    assert ratios == {
+        "decode": pytest.approx(2.0),
+        "context": pytest.approx(1.0),
+        "prefill": pytest.approx(2.0),
+        "mixed": pytest.approx(2.5),
+    }
     theirs.failures["decode"] = "it gave up"
-    assert {each["phase"] for each in compared([ours, theirs], WORKED)["ratios"]} == {"prefill", "mixed"}
+    assert {each["phase"] for each in compared([ours, theirs], WORKED)["ratios"]} == {"prefill", "mixed", "context"}
+    assert over([ours], "context") == {"outrider, plain": [(24, 2.0)]}
 
 
 def test_the_cache_holds_what_runs_at_once():

@@ -44,13 +44,18 @@ def peers(
     shape: Annotated[
         str, typer.Option("--shape", metavar="NAME|config.json", help="Random weights of this shape.")
     ] = "llama-3.1-8b",
-    phases: Annotated[str, typer.Option(metavar="decode,prefill,mixed", help="What is measured, by commas.")] = "decode",
+    phases: Annotated[
+        str, typer.Option(metavar="decode,prefill,mixed,context", help="What is measured, by commas.")
+    ] = "decode",
     batch: Annotated[str, typer.Option(metavar="1,8,32", help="Batch sizes of decode, by commas.")] = "1,8,32",
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, metavar="N", help="Of a request of decode.")] = 512,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=2, metavar="N", help="Of a request of decode.")] = 256,
     prefill_tokens: Annotated[
         str, typer.Option("--prefill-tokens", metavar="512,4096", help="Prompts of prefill, by commas.")
     ] = "512,4096,16384",
+    contexts: Annotated[
+        str, typer.Option(metavar="512,32768", help="Prompts of context: one request that decodes behind each, by commas.")
+    ] = "512,2048,8192,32768",
     requests: Annotated[int, typer.Option(min=1, metavar="N", help="Requests of mixed, all at once.")] = 256,
     seed: Annotated[int, typer.Option(metavar="S", help="Draws the lengths of mixed.")] = 7,
     prompts: Annotated[str, typer.Option(metavar="A-B", help="Tokens of prompts of mixed, uniform.")] = "32-1036",
@@ -88,7 +93,8 @@ def peers(
     mode: ModeOption = None,
     prefill_chunk: PrefillChunkOption = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="F.svg", help="Draw iterations over batch sizes, this engine's beside others'.")
+        Path | None,
+        typer.Option(metavar="F.svg", help="Draw iterations over batch sizes or contexts, side by side."),
     ] = None,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that an engine may take to start, or for one run.")] = 900.0,
     backend: BackendOption = None,
@@ -105,6 +111,8 @@ def peers(
     kinds = _some("--speculate", speculate, ("eagle", "none"))
     if plot is not None and plot.suffix != ".svg":
         raise ConfigError(f"--plot is {str(plot)!r}; expected a file that ends in .svg")
+    if plot is not None and not {"decode", "context"} & set(_some("--phases", phases, PHASES)):
+        raise ConfigError(f"--plot draws iterations, and --phases is {phases!r}; add decode or context, or leave it out")
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
     from outrider_bench.synthetic import rates_of_length
@@ -127,6 +135,7 @@ def peers(
         device=str(registry.create(spec).device),
         phases=measured,
         lengths=tuple(sizes_of(prefill_tokens, "--prefill-tokens", "512,4096")),
+        contexts=tuple(sizes_of(contexts, "--contexts", "512,4096")),
         requests=requests,
         seed=seed,
         prompts=length_range(prompts, "--prompts"),
@@ -162,10 +171,12 @@ def peers(
                 raise Interrupted(told, described(), _renderer(described()) if done else None) from None
     result = described()
     if plot is not None:
-        from outrider_bench.peers.comparing import by_batch
+        from outrider_bench.peers.comparing import over
         from outrider_bench.plot import series_svg
 
-        write_whole(plot, series_svg(by_batch(found), title=f"{shape}, {dtype}", across="batch size", up="ms an iteration"))
+        # Over batch sizes where decode was measured; over contexts alone otherwise.
+        phase, across = ("decode", "batch size") if "decode" in measured else ("context", "prompt tokens")
+        write_whole(plot, series_svg(over(found, phase), title=f"{shape}, {dtype}", across=across, up="ms an iteration"))
     return Report(data=result, render=_renderer(result))
 
 
@@ -210,8 +221,13 @@ class _Alternating:
         work = self._work
         cases: list[tuple[str, Any]] = []
         for phase in work.phases:
-            of_phase = {"decode": work.batches, "prefill": work.lengths, "mixed": ("seconds", "latency")}[phase]
-            cases += [(phase, case) for case in of_phase]
+            of_phase: dict[str, tuple[Any, ...]] = {
+                "decode": work.batches,
+                "prefill": work.lengths,
+                "mixed": ("seconds", "latency"),
+                "context": work.contexts,
+            }
+            cases += [(phase, case) for case in of_phase[phase]]
         return cases
 
     def _opened(self, each: Found, stack: ExitStack) -> Session | None:

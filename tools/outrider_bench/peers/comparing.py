@@ -70,6 +70,7 @@ def _engine(each: Found, work: Work) -> dict[str, Any]:
         if row is not None:
             more = {"ratio_to_limit": row["iteration_ms"] / row["limit_ms"]} if "limit_ms" in row else {}
             results.append({"batch": batch, "speculate": each.speculate, **row, **more})
+    contexts = [(tokens, each.row("context", tokens, _DECODE)) for tokens in work.contexts]
     prefill = [(length, each.row("prefill", length, ("first_token_ms",))) for length in work.lengths]
     latency = each.row("mixed", "latency", ("seconds", "tokens_per_s"))
     return {
@@ -81,6 +82,7 @@ def _engine(each: Found, work: Work) -> dict[str, Any]:
         "start_s": each.about.get("start_s"),
         "results": results,
         "prefill": [{"prompt_tokens": length, **row} for length, row in prefill if row is not None],
+        "context": [{"prompt_tokens": tokens, "batch": 1, **row} for tokens, row in contexts if row is not None],
         "mixed": each.row("mixed", "seconds", ("seconds", "tokens_per_s", "acceptance_length")),
         "latency": None if latency is None else latency["runs"][0],
     }
@@ -92,19 +94,20 @@ def _ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[dict[str
     """
     base = {"engine": theirs["engine"], "speculate": theirs["speculate"]}
     found: list[dict[str, Any]] = []
-    by_batch = {row["batch"]: row for row in theirs["results"]}
-    for row in ours["results"]:
-        other = by_batch.get(row["batch"])
-        if other is not None:
-            found.append(
-                base
-                | {
-                    "phase": "decode",
-                    "case": row["batch"],
-                    "ratio": row["tokens_per_s"] / other["tokens_per_s"],
-                    "at_equal_acceptance": other["iteration_ms"] / row["iteration_ms"],
-                }
-            )
+    for phase, rows, name in (("decode", "results", "batch"), ("context", "context", "prompt_tokens")):
+        by_case = {row[name]: row for row in theirs[rows]}
+        for row in ours[rows]:
+            other = by_case.get(row[name])
+            if other is not None:
+                found.append(
+                    base
+                    | {
+                        "phase": phase,
+                        "case": row[name],
+                        "ratio": row["tokens_per_s"] / other["tokens_per_s"],
+                        "at_equal_acceptance": other["iteration_ms"] / row["iteration_ms"],
+                    }
+                )
     by_length = {row["prompt_tokens"]: row for row in theirs["prefill"]}
     for row in ours["prefill"]:
         other = by_length.get(row["prompt_tokens"])
@@ -117,16 +120,16 @@ def _ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[dict[str
     return found
 
 
-def by_batch(found: Sequence[Found]) -> dict[str, list[tuple[float, float]]]:
-    """Milliseconds of an iteration over batch sizes, for each engine and kind."""
+def over(found: Sequence[Found], phase: str) -> dict[str, list[tuple[float, float]]]:
+    """Milliseconds of an iteration over batch sizes (``decode``) or prompts (``context``), for each engine and kind."""
     return {
         f"{each.engine}, {'plain' if each.speculate == 'none' else each.speculate}": [
             (case, statistics.median(run["iteration_ms"] for run in runs))
-            for (phase, case), runs in each.runs.items()
-            if phase == "decode"
+            for (measured, case), runs in each.runs.items()
+            if measured == phase
         ]
         for each in found
-        if any(phase == "decode" for phase, _ in each.runs)
+        if any(measured == phase for measured, _ in each.runs)
     }
 
 
@@ -141,6 +144,8 @@ def render(console: Console, data: Mapping[str, Any]) -> None:
     engines: list[dict[str, Any]] = data["engines"]
     if "decode" in data["phases"]:
         _decode_table(console, engines)
+    if "context" in data["phases"]:
+        _context_table(console, engines)
     if "prefill" in data["phases"]:
         _prefill_table(console, engines)
     if "mixed" in data["phases"]:
@@ -173,6 +178,15 @@ def _decode_table(console: Console, engines: Sequence[Mapping[str, Any]]) -> Non
         for row in each["results"]:
             figures = (f"{row[key]:.3f}" for key in ("iteration_ms", "tokens_per_s", "acceptance_length"))
             table.add_row(_name(each), each["speculate"], str(row["batch"]), *figures)
+    console.print(table)
+
+
+def _context_table(console: Console, engines: Sequence[Mapping[str, Any]]) -> None:
+    table = Table("engine", "speculate", "context", "iteration, ms", "tokens/s", box=None, pad_edge=False)
+    for each in engines:
+        for row in each["context"]:
+            figures = (f"{row[key]:.3f}" for key in ("iteration_ms", "tokens_per_s"))
+            table.add_row(_name(each), each["speculate"], str(row["prompt_tokens"]), *figures)
     console.print(table)
 
 

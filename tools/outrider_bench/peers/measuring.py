@@ -49,8 +49,9 @@ class Runs:
         self._number = 0
 
     def run(self, request: Mapping[str, Any]) -> dict[str, object]:
-        """``{"phase": "decode", "case": 8}``, ``{"phase": "prefill", "case": 512}``, ``{"phase": "mixed"}`` (its ``case``
-        says ``seconds`` or, for times of first tokens and between tokens, ``latency``).
+        """``{"phase": "decode", "case": 8}``, ``{"phase": "prefill", "case": 512}``, ``{"phase": "context", "case":
+        4096}``, ``{"phase": "mixed"}`` (its ``case`` says ``seconds`` or, for times of first tokens and between tokens,
+        ``latency``).
         """
         phase, case = request["phase"], request["case"]
         key = phase if phase == "mixed" else f"{phase} {case}"
@@ -58,16 +59,19 @@ class Runs:
             self._warm.add(key)
             self._warm_up(phase, case)
         if phase == "decode":
-            return self._decode(case)
+            return self._decode(case, self._work.prompt_tokens)
+        if phase == "context":
+            return self._decode(1, case)
         if phase == "prefill":
             return self._prefill(case)
         return self._latency() if case == "latency" else self._mixed()
 
     def _warm_up(self, phase: str, case: Any) -> None:
         """The same in short: as many requests, few tokens of each; an eighth of a load."""
-        if phase == "decode":
+        if phase in ("decode", "context"):
             few = min(_WARM_TOKENS, self._work.new_tokens)
-            self._timed([self._prompt(self._work.prompt_tokens) for _ in range(case)], [few] * case)
+            batch, tokens = (case, self._work.prompt_tokens) if phase == "decode" else (1, case)
+            self._timed([self._prompt(tokens) for _ in range(batch)], [few] * batch)
         elif phase == "prefill":
             self._prefill(case)
         else:
@@ -75,10 +79,10 @@ class Runs:
             some = -(-len(counts) // 8)
             self._timed(prompts[:some], counts[:some])
 
-    def _decode(self, batch: int) -> dict[str, object]:
-        """All new tokens less the first ones, which are the prefill's."""
-        work, new = self._work, self._work.new_tokens
-        prompts = [self._prompt(work.prompt_tokens) for _ in range(batch)]
+    def _decode(self, batch: int, tokens: int) -> dict[str, object]:
+        """All new tokens less the first ones, which are the prefill's, behind prompts of so many ``tokens``."""
+        new = self._work.new_tokens
+        prompts = [self._prompt(tokens) for _ in range(batch)]
         first, _ = self._timed(prompts, [1] * batch)
         whole, counted = self._timed(prompts, [new] * batch)
         seconds = whole - first
@@ -91,7 +95,7 @@ class Runs:
             "tokens_per_s": batch * (new - 1) / seconds,
             "acceptance_length": accepted,
         }
-        limit = self._peer.limit_ms(batch, work.prompt_tokens + new / 2)
+        limit = self._peer.limit_ms(batch, tokens + new / 2)
         return found if limit is None else found | {"limit_ms": limit}
 
     def _prefill(self, tokens: int) -> dict[str, object]:

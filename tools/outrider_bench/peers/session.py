@@ -35,7 +35,7 @@ class Session:
         self._buffer = b""
 
     def ask(self, request: Mapping[str, object], *, limit_s: float) -> dict[str, Any]:
-        """One run's result. Raises :class:`ChildFailed`, after which the session is of no use."""
+        """One run's result. Raises :class:`ChildFailed` where it failed, or the child with it."""
         assert self._child.stdin is not None
         try:
             self._child.stdin.write(json.dumps(request).encode() + b"\n")
@@ -110,6 +110,14 @@ def serve(opened: Callable[[Work, str], AbstractContextManager[Peer]]) -> None:
             runs = Runs(peer, work)
             say({"version": peer.version, "settings": peer.settings, "start_s": time.perf_counter() - began})
             for line in sys.stdin:
-                say(runs.run(json.loads(line)))
+                say(_run(runs, json.loads(line)))
     except OutriderError as error:
         say({"failed": str(error)})
+
+
+def _run(runs: Runs, request: Mapping[str, Any]) -> dict[str, object]:
+    """One run; where it fails as it may, the next one is asked for all the same."""
+    try:
+        return runs.run(request)
+    except OutriderError as error:
+        return {"failed": str(error)}

@@ -52,7 +52,7 @@ def opened(work: Work, speculate: str) -> Generator[Transformers]:
     del speculate
     transformers = import_module("transformers")
     with checkpoints(work) as (target, _):
-        config = transformers.AutoConfig.from_pretrained(str(target))
+        config = transformers.AutoConfig.from_pretrained(str(target), trust_remote_code=False)
         with torch.device(work.device):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[work.dtype]).eval()
     yield Transformers(model, version=transformers.__version__, device=work.device)

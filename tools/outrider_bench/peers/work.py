@@ -15,7 +15,7 @@ from outrider_bench.mixed_load import MixedLoad, token_ids
 if TYPE_CHECKING:
     from outrider.model import ModelConfig
 
-PHASES = ("decode", "prefill", "mixed")
+PHASES = ("decode", "prefill", "mixed", "context")
 _SPARE = 1.1
 
 
@@ -25,7 +25,7 @@ class Work:
 
     ``decode``: batches of ``batches`` requests, prompts of ``prompt_tokens``, ``new_tokens`` of each. ``prefill``: the first
     token of one prompt of each of ``lengths``. ``mixed``: a load of ``requests`` of drawn lengths (``prompts``, ``outputs``,
-    by ``seed``).
+    by ``seed``). ``context``: one request that decodes behind a prompt of each of ``contexts``.
 
     ``accept_length``: tokens that an iteration yields on average, by synthetic acceptance; ``rates``: the chance of each
     drafted place that it and all before it pass, by which every engine accepts. ``max_requests``: requests that run at the
@@ -45,6 +45,7 @@ class Work:
     device: str
     phases: tuple[str, ...]
     lengths: tuple[int, ...]
+    contexts: tuple[int, ...]
     requests: int
     seed: int
     prompts: tuple[int, int]
@@ -76,6 +77,7 @@ class Work:
         longest = [self.prompt_tokens + self.new_tokens] if "decode" in self.phases else []
         longest += [max(self.lengths) + 1] if "prefill" in self.phases else []
         longest += [self.load.longest] if "mixed" in self.phases else []
+        longest += [max(self.contexts) + self.new_tokens] if "context" in self.phases else []
         return max(longest) + self._drafts
 
     @property
