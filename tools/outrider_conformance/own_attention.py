@@ -1,15 +1,15 @@
-"""Attention as the engine asks for it: pages and dtypes that the backend prefers, host lengths where its policy wants them."""
+"""Attention as the engine asks for it: pages and dtypes that the backend prefers, host lengths where its policy has them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, Backend, CaptureContext, HostParam, KernelSet, Stream
+from outrider.device import AttentionMetadata, AttentionShape, Backend, CaptureContext, HostParam, KernelSet, Stream
 from outrider_conformance.counting import calls_of, layers_of
 from outrider_conformance.lab import Lab
 
@@ -90,9 +90,9 @@ class OwnBatch:
         stream.synchronize()
         return made
 
-    def attend(self, kernels: KernelSet, o: Mapping[str, Tensor], exact: HostParam | None) -> Tensor:
-        """What the engine would call."""
-        metadata = AttentionMetadata(
+    def metadata(self, o: Mapping[str, Tensor], exact: HostParam | None) -> AttentionMetadata:
+        """What the engine tells of the batch."""
+        return AttentionMetadata(
             query_start=o["query_start"],
             seq_lens=o["seq_lens"],
             block_table=o["block_table"],
@@ -102,14 +102,42 @@ class OwnBatch:
             uniform=self.shape.uniform,
             seq_lens_host=exact,
         )
-        out = kernels.paged_attention(o["q"], o["k_cache"], o["v_cache"], metadata, scale=_SCALE, window=self.shape.window)
+
+    def planned(
+        self, stream: Stream, o: Mapping[str, Tensor], lengths: list[int], exact: HostParam | None, plan: object | None = None
+    ) -> AttentionMetadata:
+        """The same, planned by kernels that plan; ``plan`` is brought up to date."""
+        kernels = self.backend.kernels_in_use
+        shape = AttentionShape(
+            heads=_HEADS,
+            kv_heads=_KV_HEADS,
+            head_size=_SIZE,
+            page_size=self.page_size,
+            dtype=self.dtype,
+            scale=_SCALE,
+            window=self.shape.window,
+        )
+        batch = replace(
+            self.metadata(o, HostParam(_LENGTHS, lengths)),
+            shapes=(shape,),
+            plan=plan,
+            host_query_start=tuple(self.host["query_start"].tolist()),
+        )
+        with self.backend.on(stream):
+            made = kernels.plan_attention(batch, stream=stream)
+        return replace(made, seq_lens_host=exact)
+
+    def attend(self, kernels: KernelSet, o: Mapping[str, Tensor], metadata: AttentionMetadata) -> Tensor:
+        """What the engine would call; rows of padding are left out."""
+        caches = o["k_cache"], o["v_cache"]
+        out = kernels.paged_attention(o["q"], *caches, metadata, scale=_SCALE, window=self.shape.window)
         return out[: sum(self.shape.new)]
 
     def check(self, found: Tensor, lengths: list[int], how: str) -> None:
         """Against the reference on the host, in float64."""
         wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in self.host.items()}
         wide["seq_lens"] = torch.tensor(lengths, dtype=torch.int32)
-        wanted = self.attend(KernelSet(), wide, None)
+        wanted = self.attend(KernelSet(), wide, self.metadata(wide, None))
         off = float((found.cpu().double() - wanted).abs().nan_to_num(nan=float("inf")).max())
         assert off <= _TOLERANCE[self.dtype], f"attention in {self.dtype}, pages of {self.page_size}, {how}: off by {off:.3g}"
 
@@ -129,9 +157,10 @@ def check_called(lab: Lab, shape: Shape) -> None:
         lengths = shape.lengths(batch.page_size)
         made = batch.upload(stream)
         exact = HostParam(_LENGTHS, lengths) if backend.speculative_sync.exact_host_lengths else None
+        planned = batch.planned(stream, made, lengths, exact)
         lab.slow(stream)
         with backend.on(stream):
-            out = batch.attend(backend.kernels_in_use, made, exact)
+            out = batch.attend(backend.kernels_in_use, made, planned)
         stream.synchronize()
         batch.check(out, lengths, "called")
     _check_own(backend)
@@ -150,9 +179,12 @@ def check_in_graph(lab: Lab, shape: Shape) -> None:
         outputs = {"out": torch.zeros_like(made["q"][: sum(shape.new)])}
     stream.synchronize()
 
+    planned = batch.planned(stream, made, lengths, None)
+    stream.synchronize()
+
     def fn(context: CaptureContext) -> None:
-        param = context.params[_LENGTHS] if exact else None
-        context.outputs["out"].copy_(batch.attend(backend.kernels_in_use, context.inputs, param))
+        told = replace(planned, seq_lens_host=context.params[_LENGTHS]) if exact else planned
+        context.outputs["out"].copy_(batch.attend(backend.kernels_in_use, context.inputs, told))
 
     params = {_LENGTHS: lengths} if exact else {}
     graph = backend.capture("attention", fn, stream=stream, inputs=made, outputs=outputs, params=params)
@@ -162,6 +194,7 @@ def check_in_graph(lab: Lab, shape: Shape) -> None:
             made["seq_lens"].copy_(torch.tensor(now, dtype=torch.int32))
         if exact:
             graph.update_params({_LENGTHS: now}, stream=stream)
+        batch.planned(stream, made, now, None, planned.plan)
         graph.replay(stream)
         stream.synchronize()
         batch.check(outputs["out"], now, f"in a graph, with {more} tokens more than at its capture")
