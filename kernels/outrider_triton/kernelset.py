@@ -64,9 +64,14 @@ class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
         self.processors, self.pdl = facts.processors, facts.pdl
         self._scope = variants.Scope()
         self._derived: dict[tuple[str, int, int, int, int], MatmulConfig | None] = {}
-        nvidia = facts.capability > 0
         self._prompts = PromptAttention(
-            Device(facts.processors, facts.shared_bytes, pdl=facts.pdl, descriptors=facts.pdl, nvidia=nvidia)
+            Device(
+                facts.processors,
+                facts.shared_bytes,
+                pdl=facts.pdl,
+                descriptors=facts.pdl,
+                capability=facts.capability // 10,
+            )
         )
         tuned = f"derived for {facts.architecture}" if table is None else f"tuned for {table.device}"
         self.name = f"triton, {tuned}" + (", everywhere" if everywhere else "")

@@ -38,14 +38,15 @@ _CONFIGS = ((128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (
 @dataclass(frozen=True, slots=True)
 class Device:
     """What decides how attention is cut up. ``shared``: bytes of shared memory that a program may have. ``pdl``: kernels may
-    start early. ``descriptors``: there is a copy engine that reads by them. ``nvidia``: the libraries' kernels are for it.
+    start early. ``descriptors``: there is a copy engine that reads by them. ``capability``:
+    the first number of an NVIDIA GPU's compute capability, 0 of others: which libraries have kernels for it.
     """
 
     processors: int
     shared: int
     pdl: bool
     descriptors: bool
-    nvidia: bool
+    capability: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +191,10 @@ class PromptAttention:
             return tuple(found)
         if device.descriptors:
             found.append(Candidate("copy", self._by_copy))
-        if device.nvidia and prompts.window == 0 and size % 8 == 0:
-            if q.dtype is torch.bfloat16 and size in (64, 96, 128, 192, 256) and find_spec("fa3_fwd") is not None:
+        if device.capability >= 8 and prompts.window == 0 and size % 8 == 0:
+            # It has no kernels for later devices, and ends the process there.
+            able = device.capability in (8, 9) and q.dtype is torch.bfloat16 and size in (64, 96, 128, 192, 256)
+            if able and find_spec("fa3_fwd") is not None:
                 found.append(Candidate("fa3-fwd", self._by_flash3))
             found.append(Candidate("torch's FlashAttention 2", self._by_flash2))
             if metadata.host_query_start == (0, q.shape[0]) and metadata.max_kv == q.shape[0]:

@@ -1,8 +1,9 @@
 """Tuned configurations, by device and shape: what was measured, and what is used because of it.
 
-A table is a JSON file in this package, named after the device, written by ``python -m outrider_triton.tune``. Each entry of a
-matrix product says which configuration was fastest and how long it and torch's own took; where torch's own won, the entry
-says so and torch's own is used. The same for each other kernel. What no table has is derived: :mod:`outrider_triton.derive`.
+A table is a JSON file in this package, named after the device: a head start. What ``outrider tune`` measures on a machine
+goes before it (:mod:`outrider_triton.tuned_store`). Each entry of a matrix product says which configuration was fastest and
+how long it and torch's own took; where torch's own won, the entry says so and torch's own is used. The same for
+each other kernel. What no table has is derived: :mod:`outrider_triton.derive`.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ def load(device: str) -> Table | None:
         return parse(json.loads(file.read_text(encoding="utf-8")))
     except (KeyError, TypeError, ValueError) as error:
         raise BackendLoadError(
-            f"the table of tuned kernels {file} can't be used: {type(error).__name__}: {error}; write it again with "
-            "`python -m outrider_triton.tune`, or choose kernels=torch"
+            f"the table of tuned kernels {file} can't be used: {type(error).__name__}: {error}; restore the file, or choose "
+            "kernels=torch"
         ) from error
 
 

@@ -31,6 +31,8 @@ def test_a_start_in_stages(outrider):
     assert start["stages"]["first token"] > 0
     assert sum(start["stages"].values()) == pytest.approx(start["total"])
     assert start["compiled"] is None
+    assert start["compiled_while_serving"] == 0
+    assert result["checkpoint"]["bytes"] > 100_000
     assert "graphs captured" in start["captured"]
 
 
@@ -41,7 +43,9 @@ def test_a_backend_that_compiles_starts_cold_and_warm(outrider, monkeypatch):
         calls.append(variables)
         stages = {"import": 1.0, "compile kernels": 2.0 / len(calls)}
         total = sum(stages.values())
-        return {"stages": stages, "total": total, "compiled": {"linear": 3}, "captured": None, "device": "x:0"}
+        chosen = {"dtype": "bfloat16", "chosen": [{"name": "mode", "value": "fused", "why": "it's there"}]}
+        told = {"compiled": {"linear": 3}, "captured": None, "compiled_while_serving": 0, "device": "x:0"}
+        return {"stages": stages, "total": total, **told, **chosen}
 
     info = Registry.info
     monkeypatch.setattr(Registry, "info", lambda self, name: replace(info(self, name), cache_variables=("SOME_CACHE",)))
@@ -51,6 +55,8 @@ def test_a_backend_that_compiles_starts_cold_and_warm(outrider, monkeypatch):
     assert lines["stage"] == ["cold", "warm"]
     assert lines["compile kernels"] == ["2.00", "1.00"]
     assert "compiled: linear 3" in shown.out
+    assert "chosen: mode fused (it's there)" in shown.out
+    assert "compiled while serving: 0, 0" in shown.out
     assert calls[0] == calls[1]  # the cache that the cold one has left
     assert calls[0]["SOME_CACHE"].startswith("/")
 

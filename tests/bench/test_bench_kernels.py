@@ -31,7 +31,7 @@ def test_every_kernel_is_measured_and_every_case_runs():
     assert {case.kernel for case in cases if case.planned is not None} == {"paged_attention"}
     # What shapes logits runs where a request asks for it; embeddings are a copy of a few rows.
     untimed = {"embedding", "bias_logits", "penalize_logits", "count_tokens", "truncate_logits", "logprobs"}
-    untimed |= {"plan_attention", "batch_invariant", "every_variant", "compiled"}
+    untimed |= {"plan_attention", "batch_invariant", "every_variant", "compiled", "tune", "use_tuned"}
     methods = {name for name, _ in getmembers(KernelSet, isfunction) if not name.startswith("_")}
     assert methods - {case.kernel for case in cases} == untimed
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from outrider.device import AttentionMetadata, KernelSet, Product, RotaryArgs
 from outrider_cpu import backend
-from outrider_cpu.kernels import _ALONE, CpuKernels
+from outrider_cpu.kernels import CpuKernels
+from outrider_cpu.operators import _ALONE
 
 OURS, REFERENCE = CpuKernels(), KernelSet()
 HEADS, KV_HEADS, SIZE, PAGE = 4, 2, 8, 4

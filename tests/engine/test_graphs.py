@@ -8,7 +8,7 @@ from tests.engine.conftest import Tiny
 
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import CaptureError, ConfigError, KernelSet
-from outrider.engine.graphs import buckets_up_to
+from outrider.engine.graphs import buckets_up_to, sizes_of_shorter
 from outrider.model import Decoder
 from outrider.registry import get_backend
 from outrider_proof import tiny
@@ -162,6 +162,12 @@ def test_buckets():
     assert buckets_up_to(1) == (1,)
     assert buckets_up_to(6) == (1, 2, 4, 6)
     assert buckets_up_to(8) == (1, 2, 4, 8)
+    assert buckets_up_to(33) == (1, 2, 4, 8, 16, 24, 32, 33)
+    assert buckets_up_to(128)[-7:] == (48, 56, 64, 80, 96, 112, 128)
+    assert len(buckets_up_to(256)) == 23
+    assert buckets_up_to(300)[-3:] == (256, 288, 300)
+    assert sizes_of_shorter((1, 2, 4, 8, 16)) == (8, 16)
+    assert sizes_of_shorter((1, 2, 3)) == (3,)
     for wrong in ((1, 2), (1, 1, 3), (0, 3), [1, 3], ()):
         with pytest.raises(ConfigError, match="buckets"):
             EngineConfig(max_requests=3, buckets=wrong)

@@ -94,7 +94,7 @@ def stale(when):
     plan = AttentionPlans.plan
 
     def spoilt(self, what, attention, lengths, ahead, stream):
-        kept = self._kept.get((what, attention.seq_lens.shape[0]))
+        kept = self._kept.get((what, attention.seq_lens.shape[0], attention.max_query))
         if when is what and kept is not None:
             from dataclasses import replace
 

@@ -139,3 +139,24 @@ def test_gathered_prompts_give_the_same_tokens():
     for prompt, length, result in zip(text, lengths, made.generate(text, wanted), strict=True):
         assert result.token_ids == tiny.plain(prompt, length)
     assert gathered
+
+
+def test_a_thousand_tokens_in_one_verify():
+    """Nothing in the engine bounds what verify takes in at once."""
+    cpu = CpuBackend()
+    target = tiny.target()
+    config = EngineConfig(dtype="float64", max_requests=256, max_context=16, page_size=4, prefill_chunk=512, overlap=True)
+    made = Engine(target, cpu, proposer=MAKERS["eagle"](target, cpu), config=config)
+    text = [(1 + i % 4, 2 + i % 3) for i in range(256)]
+    widest = 0
+    inner = made._step._stages.verify.run
+
+    def run(given):
+        nonlocal widest
+        widest = max(widest, given.plan.tokens.shape[0])
+        return inner(given)
+
+    made._step._stages.verify.run = run
+    for prompt, result in zip(text, made.generate(text, SamplingParams(max_tokens=5)), strict=True):
+        assert result.token_ids == tiny.plain(prompt, 5)
+    assert widest == 1024

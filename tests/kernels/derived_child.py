@@ -105,13 +105,13 @@ def looked_back(facts, block, item, heads, target, *, settled):
 
 
 def few(facts, found):
-    """The largest of three kinds."""
+    """The largest of each kind."""
     kinds = {}
     for key, beside in found.items():
         if key[0] == "attention":
             kind, size = f"attention {key[2]}", attention_bytes(facts, beside, *key[1][:2])
         else:
-            kind = "ring" if key[1].descriptor == STREAMED else "gated" if "silu" in key[0] else "product"
+            kind = "ring" if key[1].descriptor == STREAMED else "product"
             size = shared_bytes(facts, key[0], key[1])
         if kind != "attention 4" and (kind not in kinds or size > kinds[kind][0]):
             kinds[kind] = size, key

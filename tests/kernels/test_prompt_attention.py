@@ -63,7 +63,7 @@ def test_prompts(heads, kv_heads, size, window, copied, device, pdl):
 
 def device_of(**other):
     return prompts.Device(
-        **{"processors": 4, "shared": 100 << 10, "pdl": False, "descriptors": False, "nvidia": False, **other}
+        **{"processors": 4, "shared": 100 << 10, "pdl": False, "descriptors": False, "capability": 0, **other}
     )
 
 
@@ -103,7 +103,7 @@ def test_the_fastest_of_those_that_are_right_is_chosen(monkeypatch):
 
 def test_what_a_graph_replays_isnt_copied():
     """How much there is to copy isn't known then."""
-    attention = prompts.PromptAttention(device_of(descriptors=True, nvidia=True))
+    attention = prompts.PromptAttention(device_of(descriptors=True, capability=9))
     assert {each.name for each in attention._candidates(operands())} >= {"pages", "copy"}
     assert [each.name for each in attention._candidates(operands(host=False))] == ["pages"]
 

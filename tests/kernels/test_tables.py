@@ -38,7 +38,7 @@ def test_a_broken_table_says_what_to_do(text, tmp_path, monkeypatch):
     (tmp_path / "tuned").mkdir()
     (tmp_path / "tuned" / "x.json").write_text(text)
     monkeypatch.setattr(tables.resources, "files", lambda package: tmp_path)
-    with pytest.raises(BackendLoadError, match="outrider_triton.tune"):
+    with pytest.raises(BackendLoadError, match="restore the file"):
         load("X")
 
 

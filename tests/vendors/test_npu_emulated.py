@@ -16,13 +16,14 @@ HERE = Path(__file__).parent
 CASES = sorted(path for path in HERE.glob("on_npu/case_*.py") if path.stem != "case_matrix")
 
 
-# Left to `make test-slow`: all of the engine's matrix, positions without graphs, the fences but for one rebind, and other
-# programs and proposers. The rest is one process, since starting one takes longer than most cases do; the matrix comes
-# last, because it lets the emulation take float64.
+# Left to `make test-slow`: all of the engine's matrix, positions without graphs, the fences but for one rebind, other
+# programs and proposers, and the operators of all stages. The rest is one process, since starting one takes longer than
+# most cases do; the matrix comes last, because it lets the emulation take float64.
 SHORT = {
     "case_engine": "(eagle and overlapped) or sanitizer or (shared and graphs)",
     "case_mrope": "graphs",
     "case_fences": "verify",
+    "case_operators": "nothing",
     "case_matrix": "(eagle-tree and graphs and outrider_npu-1) or fence or canns",
 }
 MATRIX = HERE / "on_npu" / "case_matrix.py"
@@ -72,6 +73,10 @@ def test_the_conformance_suite(tmp_path, level):
     assert report["tier"]["kind"] == "simulated"
     assert report["capabilities"]["updates_graph_params"]
     assert report["capabilities"]["flags"]
+    page = (HERE.parents[1] / "docs" / "npu.md").read_text()
+    for name, found in report["levels"].items():
+        line = f"{name}  {found['result']}   {found['counts']}\n"
+        assert line in page, f"docs/npu.md should say: {line}"
 
 
 def own_attention(tmp_path, emulation):

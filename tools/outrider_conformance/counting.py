@@ -178,6 +178,12 @@ def counting(kernels: KernelSet) -> Generator[KernelCalls]:
             object.__setattr__(layer, "__class__", kind)
 
 
+def calls_of(kernels: KernelSet) -> KernelCalls:
+    """The ledger of :func:`counting`, while it's open for ``kernels``."""
+    calls: KernelCalls = type(kernels)._counted_by  # type: ignore[attr-defined]
+    return calls
+
+
 def layers_of(kernels: KernelSet) -> Iterator[KernelSet]:
     """The kernels, and those inside, the outermost first."""
     yield kernels

@@ -22,6 +22,7 @@ PROMPTS = (
     'class Error(Exception):\n    """Base class',
 )
 MAX_TOKENS = 24
+MAX_REQUESTS = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 MODES = ("staged", "graphs", "fused")
 REFERENCE = "cpu"
@@ -51,11 +52,14 @@ def engine_on(
     dtype: str = "float32",
     page_size: int = 8,
     mode: str = "staged",
+    buckets: tuple[int, ...] | None = None,
 ) -> Engine:
-    """The bundled model on ``backend``. ``mode``: staged, graphs (staged, its stages replayed from graphs), or fused."""
+    """The bundled model on ``backend``. ``mode``: staged, graphs (staged, its stages replayed from graphs), or fused;
+    ``buckets``: sizes of the batches that graphs are captured for.
+    """
     bundled = Path(str(files(outrider))) / "bundled"
     config = EngineConfig(
-        max_requests=3,
+        max_requests=MAX_REQUESTS,
         page_size=page_size,
         max_context=max(96, 2 * page_size),
         prefill_chunk=256,
@@ -65,6 +69,7 @@ def engine_on(
         dtype=dtype,
         mode="fused" if mode == "fused" else "staged",
         graphs=mode == "graphs",
+        buckets=buckets,
     )
     return Engine.from_checkpoint(
         bundled / "target", backend, draft_dir=bundled / "eagle", speculate=speculate, config=config

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from outrider.device import SEAM_VERSION, Backend, BackendInfo
 from outrider.registry import Registry
 from outrider_conformance.lab import Pace
-from outrider_conformance.observed import Observed
+
+if TYPE_CHECKING:
+    from outrider_conformance.observed import Observed
 
 
 class Kit:

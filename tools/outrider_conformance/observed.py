@@ -105,7 +105,13 @@ def _engines(backend: Backend, calls: KernelCalls) -> None:
         for mode in modes_of(backend):
             for speculate in ("none", "eagle"):
                 engine = engines.engine_on(
-                    backend, speculate=speculate, overlap=True, dtype=dtype, page_size=page_size, mode=mode
+                    backend,
+                    speculate=speculate,
+                    overlap=True,
+                    dtype=dtype,
+                    page_size=page_size,
+                    mode=mode,
+                    buckets=(engines.MAX_REQUESTS,),
                 )
                 engines.run(engine, engines.PROMPTS[:2], 8)
 

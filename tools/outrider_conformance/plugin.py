@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,11 +19,13 @@ from outrider_conformance.counting import counting
 from outrider_conformance.kit import KIT, Kit
 from outrider_conformance.lab import Lab
 from outrider_conformance.levels import DEFAULT_LEVEL, LEVELS, level_of, parse_level
-from outrider_conformance.observed import Observed, observe
 from outrider_conformance.programs import DEFAULT_PROGRAMS
 from outrider_conformance.recorder import CALLS, Recorder
 from outrider_conformance.verdict import judge, mark_of, test_id
 from outrider_conformance.waivers import Waiver, read_waivers
+
+if TYPE_CHECKING:
+    from outrider_conformance.observed import Observed
 
 TIMEOUT = 120.0
 COUNTED = 4
@@ -160,6 +162,8 @@ def backend(kit: Kit, request: pytest.FixtureRequest) -> Generator[Backend]:
 @pytest.fixture
 def observed(kit: Kit, request: pytest.FixtureRequest) -> Observed:
     """Who answers the engine's calls of kernels. The first test of a process that asks for it runs the engines."""
+    from outrider_conformance.observed import observe  # the engine: the levels below need the seam alone
+
     first = kit.observed is None
     found = observe(kit)
     if first:

@@ -172,8 +172,9 @@ class Backend(Declared, ABC):
         Optional: for tests, by plugins whose device survives it.
 
         The failure is a :class:`DeviceFault`, and raised once: by the first wait of the host that covers the operation,
-        also by way of other streams that waited for it. Such waits are ``synchronize`` of a stream, of an event and of the backend,
-        ``synchronize_within``, a query whose answer would be yes, and a value that is read back. After that everything works.
+        also by way of other streams that waited for it. Such waits are ``synchronize`` of a stream, of an event and of the
+        backend, ``synchronize_within``, a query whose answer would be yes, and a value that is read back. After that
+        everything works.
 
         Raises :class:`CapabilityError` where the plugin doesn't implement it.
         """

@@ -81,8 +81,8 @@ class EngineConfig:
 
     ``draft_length``: ``fixed``: every iteration drafts ``draft_tokens``; ``load``: as many as make the batch fastest, none
     included, by what iterations were measured to take when the engine was made and by the acceptance so far. Greedy tokens
-    are the same; tokens that are drawn depend on the lengths. None: ``load`` where stages are replayed from graphs on a
-    device that works beside the host, except for trees and with ``batch_invariant``.
+    are the same; tokens that are drawn depend on the lengths. None: ``load`` where 8 or more requests run and stages
+    are replayed from graphs on a device that works beside the host, except for trees and with ``batch_invariant``.
 
     ``penalties``: hold token counts for repetition, presence and frequency penalties, 4 bytes for each request row and
     token of the vocabulary. ``max_logprobs``: the most likeliest tokens that a request may ask for.

@@ -12,8 +12,8 @@ import torch
 
 from outrider.device import Backend, ConfigError
 from outrider.engine.assembly import EngineParts
-from outrider.engine.config import EngineConfig
-from outrider.engine.graphs import powers_up_to
+from outrider.engine.config import DecidedConfig
+from outrider.engine.graphs import SHORTER_FROM, powers_up_to, sizes_of_shorter
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.draft_length import DraftCosts, DraftLengthPolicy, FixedLength, FollowLoad, usual_lengths
 from outrider.engine.requests.request import Request
@@ -27,7 +27,7 @@ _FEW, _MANY = 16, 1024  # cached tokens of a request
 
 
 def lengths_for(
-    config: EngineConfig, backend: Backend, proposer: Proposer, given: DraftLengthPolicy | None
+    config: DecidedConfig, backend: Backend, proposer: Proposer, given: DraftLengthPolicy | None
 ) -> tuple[int, ...]:
     """How many tokens an iteration may draft. Raises :class:`ConfigError` for lengths that the proposer doesn't draft."""
     if given is not None:
@@ -44,7 +44,7 @@ def lengths_for(
     return (proposer.nodes,)
 
 
-def _follows_load(config: EngineConfig, backend: Backend, proposer: Proposer) -> bool:
+def _follows_load(config: DecidedConfig, backend: Backend, proposer: Proposer) -> bool:
     """Whether the length follows load. Raises :class:`ConfigError` where it was asked for and can't."""
     chain = proposer.nodes > 0 and not proposer.is_tree
     if config.draft_length == "load":
@@ -60,7 +60,8 @@ def _follows_load(config: EngineConfig, backend: Backend, proposer: Proposer) ->
     # Elsewhere an iteration's time is the host's, and its measurement would make outputs that are drawn depend on luck.
     replayed = config.graphs or config.mode == "fused"
     beside = backend.capabilities.asynchronous and backend.control is None
-    return config.draft_length is None and chain and replayed and beside and not config.batch_invariant
+    crowd = config.max_requests >= SHORTER_FROM
+    return config.draft_length is None and chain and replayed and beside and crowd and not config.batch_invariant
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,11 @@ class _Measurement:
         few = max(1, min(_FEW, many))
         with parts.backend.guard("measuring what iterations take"):
             self._admit(most, max(many, few) + room)
-            base = {(length, size): self._seconds(length, size, few) for size in sizes for length in lengths}
+            base = {
+                (length, size): self._seconds(length, size, few)
+                for length in lengths
+                for size in (sizes if length == max(lengths) else sizes_of_shorter(sizes))
+            }
             per_token = {}
             if many > few:
                 for length in lengths:

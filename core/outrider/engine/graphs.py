@@ -35,6 +35,9 @@ from outrider.speculative.seq_lens import HostSeqLens
 CaptureProgress = Callable[[int, int], None]
 AnyStage = Capturable[Any, Any]
 
+SHORTER_FROM = 8
+"""From so many requests on a shorter draft may be faster."""
+
 
 def powers_up_to(most: int) -> tuple[int, ...]:
     """Powers of two below ``most``, and ``most``: a batch is padded to less than twice its size."""
@@ -52,6 +55,13 @@ def buckets_up_to(most: int) -> tuple[int, ...]:
     """
     steps = (*range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32))
     return (*(size for size in (1, 2, 4, *steps) if size < most), most)
+
+
+def sizes_of_shorter(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Those of ``sizes`` for which drafts are captured that are shorter than they can be: from 8 on, and the largest. Fewer
+    requests are bound by memory, so that they seldom need one; they can have the graph of 8.
+    """
+    return tuple(size for size in sizes if size >= SHORTER_FROM or size == max(sizes))
 
 
 class Runner(ABC):
@@ -118,8 +128,9 @@ class GraphRunner(Runner):
     """Captures the stages ``which`` for every bucket when it's made; nothing is captured later. Other stages are called.
 
     Three sets of features are captured: greedy, sampling, and everything. A batch gets the first that covers it.
-    ``buckets``: sizes for batches that are greedy; None: :func:`buckets_up_to` the most requests, and powers of two for the
-    others. ``lengths``: of drafts, all nodes of a tree; each is captured. ``capacity``: tokens that a block table holds.
+    ``buckets``: sizes of batches; None: :func:`buckets_up_to` the most requests for greedy ones, and powers of two for the
+    others. ``lengths``: of drafts, all nodes of a tree; the shorter ones are captured for :func:`sizes_of_shorter`.
+    ``capacity``: tokens that a block table holds.
     """
 
     def __init__(
@@ -141,8 +152,13 @@ class GraphRunner(Runner):
         kinds = tuple(dict.fromkeys((greedy, Features(sampling=True), everything)))
         given = None if buckets is None else tuple(sorted(buckets))
         # Few batches sample, and fewer use everything: coarse sizes for them halve the number of graphs.
-        self._sizes = {kind: given or (buckets_up_to(most) if kind == greedy else powers_up_to(most)) for kind in kinds}
-        self.buckets = self._sizes[greedy]
+        sizes = {kind: given or (buckets_up_to(most) if kind == greedy else powers_up_to(most)) for kind in kinds}
+        self.buckets = sizes[greedy]
+        self._sizes = {
+            (drafted, kind): sizes[kind] if drafted == max(lengths) else sizes_of_shorter(sizes[kind])
+            for drafted in sorted(lengths, reverse=True)
+            for kind in kinds
+        }
         self._stages = stages
         self._which = tuple(which)
         self._capacity = capacity
@@ -159,9 +175,8 @@ class GraphRunner(Runner):
         wanted = [
             (size, drafted, kind)
             for size in sorted({size for sizes in self._sizes.values() for size in sizes}, reverse=True)
-            for drafted in sorted(lengths, reverse=True)
-            for kind in kinds
-            if size in self._sizes[kind]
+            for (drafted, kind), sizes in self._sizes.items()
+            if size in sizes
         ]
         # The largest first: the smaller ones then fit into the memory that the pool has already.
         for done, (size, drafted, kind) in enumerate(wanted, start=1):
@@ -174,17 +189,20 @@ class GraphRunner(Runner):
         held = before - after if limited else None
         self.report = CaptureReport(graphs, self.buckets, held, seconds, tuple(sorted(lengths)))
 
-    def bucket(self, count: int, features: Features | None = None) -> int:
-        """The smallest bucket that holds ``count`` requests with ``features``, which are captured."""
-        return next(size for size in self._sizes[features or Features()] if size >= count)
+    def bucket(self, count: int, drafted: int | None = None, features: Features | None = None) -> int:
+        """The smallest bucket that holds ``count`` requests with ``features``, which are captured; of the longest draft and
+        of greedy requests unless it's said.
+        """
+        key = self._most_drafted if drafted is None else drafted, features or Features()
+        return next(size for size in self._sizes[key] if size >= count)
 
     def batch(
         self, count: int, drafted: int, features: Features, max_kv: int, seq_lens_host: HostSeqLens | None
     ) -> DecodeBatch:
         """In the smallest bucket. Its bound of cached tokens is the capacity, since it was captured once for all."""
         del max_kv
-        features = next(kind for kind in self._sizes if kind.covers(features))
-        bucket = self.bucket(count, features)
+        features = next(kind for _, kind in self._sizes if kind.covers(features))
+        bucket = self.bucket(count, drafted, features)
         padded = None if seq_lens_host is None else seq_lens_host.padded(bucket)
         return DecodeBatch(count, bucket, drafted, features, self._capacity, captured=True, seq_lens_host=padded)
 

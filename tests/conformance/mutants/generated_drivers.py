@@ -17,16 +17,9 @@ THREADS, SIM, NPU = "threads", "sim", "sim like npu"
 
 def mutants() -> Iterator[Generated]:
     for kind, rule, fault, base, level, apply in (
-        ("other thread", "Stream._wait", "does nothing for an event that another thread recorded", THREADS, 1, _wait_foreign),
-        ("other thread", "Stream._wait", "does nothing for an event that another thread recorded", SIM, 1, _wait_foreign),
-        (
-            "other thread",
-            "Event._synchronize",
-            "returns for an event that another thread recorded",
-            THREADS,
-            1,
-            _sync_foreign,
-        ),
+        ("other thread", "Stream._wait", "is nothing for another thread's record", THREADS, 1, _wait_foreign),
+        ("other thread", "Stream._wait", "is nothing for another thread's record", SIM, 1, _wait_foreign),
+        ("other thread", "Event._synchronize", "returns for another thread's record", THREADS, 1, _sync_foreign),
         ("other thread", "Backend._on", "places a thread's work on the first thread's stream", SIM, 1, _thread_stream),
         ("dropped", "Stream._wait", "is lost when sixteen are pending", THREADS, 1, _wait_lost_when_pending),
         ("dropped", "Stream._wait", "is lost when sixteen are pending", SIM, 1, _wait_lost_when_pending),

@@ -78,7 +78,9 @@ def decode(
     dtype: DtypeOption = None,
     shape: Annotated[
         str | None,
-        typer.Option("--shape", metavar="NAME", help="Random weights of this shape instead of a checkpoint: llama-3.1-8b."),
+        typer.Option(
+            "--shape", metavar="NAME|config.json", help="Random weights of this shape instead of a checkpoint: llama-3.1-8b."
+        ),
     ] = None,
     accept_length: Annotated[
         float | None,

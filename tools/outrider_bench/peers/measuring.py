@@ -11,6 +11,8 @@ from outrider_bench.child import ChildFailed
 from outrider_bench.mixed_load import Arrivals, Arrived
 from outrider_bench.peers.work import Work
 
+_WARM_TOKENS = 16
+
 
 class Peer(ABC):
     """An engine that is ready. Token counts are exact: an engine neither stops early nor reuses what it has computed."""
@@ -38,7 +40,7 @@ class Peer(ABC):
 
 
 class Runs:
-    """The runs of one engine. What is run for the first time is run once before, unmeasured."""
+    """The runs of one engine. What is run for the first time is run before, in short and unmeasured."""
 
     def __init__(self, peer: Peer, work: Work) -> None:
         self._peer = peer
@@ -54,15 +56,24 @@ class Runs:
         key = phase if phase == "mixed" else f"{phase} {case}"
         if key not in self._warm:
             self._warm.add(key)
-            self._once(phase, case)
-        return self._once(phase, case)
-
-    def _once(self, phase: str, case: Any) -> dict[str, object]:
+            self._warm_up(phase, case)
         if phase == "decode":
             return self._decode(case)
         if phase == "prefill":
             return self._prefill(case)
         return self._latency() if case == "latency" else self._mixed()
+
+    def _warm_up(self, phase: str, case: Any) -> None:
+        """The same in short: as many requests, few tokens of each; an eighth of a load."""
+        if phase == "decode":
+            few = min(_WARM_TOKENS, self._work.new_tokens)
+            self._timed([self._prompt(self._work.prompt_tokens) for _ in range(case)], [few] * case)
+        elif phase == "prefill":
+            self._prefill(case)
+        else:
+            prompts, counts = self._load()
+            some = -(-len(counts) // 8)
+            self._timed(prompts[:some], counts[:some])
 
     def _decode(self, batch: int) -> dict[str, object]:
         """All new tokens less the first ones, which are the prefill's."""

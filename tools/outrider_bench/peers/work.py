@@ -150,7 +150,9 @@ def checkpoints(work: Work) -> Iterator[tuple[Path, Path]]:
     shape = shape_config(work.shape)
     # The draft is a Llama layer, whatever the target is: that is what published EAGLE heads are.
     draft_shape = replace(shape, family="llama", qk_norm=False, attention_bias=False, tie_embeddings=False)
-    kept = None if work.keep is None else Path(work.keep, f"{Path(work.shape).stem}-{work.dtype}")
+    kept = (
+        None if work.keep is None else Path(work.keep, "-".join([*Path(work.shape).parts[-2:], work.dtype]).replace("/", ""))
+    )
     with TemporaryDirectory(prefix="outrider-peers-") if kept is None else nullcontext(str(kept)) as root:
         target, draft = Path(root, "target"), Path(root, "draft")
         for directory, config, layers in ((target, shape, None), (draft, draft_shape, 1)):

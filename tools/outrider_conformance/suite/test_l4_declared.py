@@ -12,6 +12,7 @@ from outrider_conformance.promises import promise
 from outrider_conformance.verdict import not_applicable
 
 _TOKENS = 12
+_BUCKETS = (1, engines.MAX_REQUESTS)  # two requests are padded, one isn't
 
 
 @promise("SpeculativeSync.step_modes", "The modes that are right on this device.")
@@ -24,7 +25,9 @@ def test_tokens_in_every_mode_and_dtype(lab: Lab, mode: str, dtype: str) -> None
     if mode not in modes_of(lab.backend):
         not_applicable(f"{mode} isn't declared")
     size = lab.backend.capabilities.page_size
-    engine = engines.engine_on(lab.backend, speculate="eagle", overlap=True, dtype=dtype, page_size=size, mode=mode)
+    engine = engines.engine_on(
+        lab.backend, speculate="eagle", overlap=True, dtype=dtype, page_size=size, mode=mode, buckets=_BUCKETS
+    )
     found = engines.run(engine, engines.PROMPTS[:2], _TOKENS)
     wrong = engines.first_wrong_token(found, engines.reference(speculate="none", dtype=dtype, tokens=_TOKENS), dtype)
     assert not wrong, f"{mode} in {dtype}: {wrong}"

@@ -66,8 +66,8 @@ class LengthSchedule(DraftLengthPolicy):
 
 @dataclass(frozen=True, slots=True)
 class DraftCosts:
-    """What an iteration takes. ``base``: seconds by length and number of requests, with hardly a cached token; the same
-    numbers of requests for each length. ``per_token``: seconds more for each cached token of the batch, by length.
+    """What an iteration takes. ``base``: seconds by length and number of requests, with hardly a cached token.
+    ``per_token``: seconds more for each cached token of the batch, by length.
     """
 
     base: Mapping[tuple[int, int], float]
