@@ -91,7 +91,7 @@ def convict(
     pace = pace or Pace(target_ms=_DELAY_MS)
     numbers = itertools.count()
     stages: list[Stage] = []
-    caught: list[tuple[Model, Exception]] = []
+    caught: list[tuple[Model, int, Exception]] = []
     hung: list[BaseException] = []
     abilities = Abilities.of(opened())
 
@@ -112,7 +112,7 @@ def convict(
         try:
             try_program(stages[0], model, number, brief=True)
         except Exception as error:
-            caught.append((model, error))
+            caught.append((model, number, error))
             raise _Caught from None
         except BaseException as error:
             print(script(model.program, backend))  # what hangs is shown as it is
@@ -134,14 +134,20 @@ def convict(
 
 
 def _explain(
-    opened: Callable[[], Backend], pace: Pace, backend: str, alive: Callable[[], None], model: Model, error: Exception
+    opened: Callable[[], Backend],
+    pace: Pace,
+    backend: str,
+    alive: Callable[[], None],
+    model: Model,
+    number: int,
+    error: Exception,
 ) -> None:
     def fails(smaller: Model) -> BaseException | None:
         # A fresh device each time: the last one may be stuck or lost. Where time decides, twice.
-        for number in range(2):
+        for orders in (number, 0):
             alive()
             try:
-                try_program(Stage(Lab(opened(), pace)), smaller, number, brief=True)
+                try_program(Stage(Lab(opened(), pace)), smaller, orders, brief=True)
             except Exception as found:
                 return found
         return None
@@ -149,7 +155,7 @@ def _explain(
     smallest, found = shrink(model, fails, SECONDS_TO_SHRINK)
     alive()
     try:  # once more, for the smallest schedule too
-        try_program(Stage(Lab(opened(), pace)), smallest)
+        try_program(Stage(Lab(opened(), pace)), smallest, number)
     except Exception as explained:
         found = explained
     raise Convicted(said(smallest, found or error, backend)) from None
