@@ -49,8 +49,13 @@ def missing_labels(environment: Mapping[str, str]) -> list[str]:
     event = environment.get("GITHUB_EVENT_NAME", "")
     if event in TRUSTED_EVENTS:
         return []
-    if event != "pull_request":
-        raise Unknown(f"the event is {event!r}; expected pull_request or one of {', '.join(sorted(TRUSTED_EVENTS))}")
+    if event == "pull_request":
+        raise Unknown(
+            "the event is 'pull_request', whose workflow files come from the pull request: it could take this gate out; "
+            "start the workflow on pull_request_target"
+        )
+    if event != "pull_request_target":
+        raise Unknown(f"the event is {event!r}; expected pull_request_target or one of {', '.join(sorted(TRUSTED_EVENTS))}")
     extra = environment.get("REQUIRE_RUN_CI_EXTRA", "")
     if extra not in ("true", "false"):
         raise Unknown(f"REQUIRE_RUN_CI_EXTRA is {extra!r}; expected 'true' or 'false'")

@@ -1,4 +1,4 @@
-"""TritonKernels: a KernelSet that uses Triton's kernels where they were measured to be faster, or everywhere if told to."""
+"""TritonKernels: a KernelSet in Triton, with the configurations that were measured, and derived ones where nothing was."""
 
 from __future__ import annotations
 
@@ -22,8 +22,13 @@ from outrider_triton import fused_ops as _fused_ops  # noqa: F401
 from outrider_triton import ops as _ops  # noqa: F401
 from outrider_triton import variants
 from outrider_triton.bookkeeping import TritonBookkeeping
-from outrider_triton.launch import power_of_two, shares, splits
-from outrider_triton.table import STREAMED, UNTUNED, MatmulConfig, Table
+from outrider_triton.derive import MOST, bucket, choose
+from outrider_triton.derive_attention import AttentionCut, Heads, cut, programs
+from outrider_triton.facts import DeviceFacts
+from outrider_triton.launch import ahead, shares
+from outrider_triton.prompts import Device, PromptAttention, Prompts
+from outrider_triton.table import STREAMED, AttentionConfig, MatmulConfig, Table
+from outrider_triton.tuning import TritonTuning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -31,34 +36,50 @@ if TYPE_CHECKING:
 
 _TRITON = torch.ops.outrider
 _MOVES = 256
-_SKINNY = 128
-"""More tokens than this are a matrix product for the library."""
 
 
-class TritonKernels(TritonBookkeeping, KernelSet):
+class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
     """Kernels in Triton.
 
-    ``table``: what was measured on this device; None: nothing. ``everywhere``: use them all, measured or not. ``processors``:
-    multiprocessors (compute units) of the device. ``pdl``: the device can start a kernel before the one ahead has ended.
+    ``facts``: the device. ``table``: what was measured on it; None: nothing. Whatever it has no entry for is derived from the
+    facts (:mod:`outrider_triton.derive`). ``everywhere``: also kernels that the table says lost to torch's own. ``device``:
+    where they can be tuned.
 
-    float64 goes to the references, which are exact in it; so do shapes that a kernel's docstring excludes.
+    float64 goes to the references, which are exact in it; so do shapes that a kernel's docstring excludes. Products in
+    float32 are the library's.
     """
 
     name = "triton"
 
-    def __init__(self, *, table: Table | None, everywhere: bool, processors: int, pdl: bool) -> None:
-        self.table = table
+    def __init__(
+        self,
+        facts: DeviceFacts,
+        *,
+        table: Table | None = None,
+        everywhere: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        self.facts, self.table, self.device = facts, table, device
         self._everywhere = everywhere
-        self.processors = processors
-        self.pdl = pdl
+        self.processors, self.pdl = facts.processors, facts.pdl
         self._scope = variants.Scope()
-        tuned = "untuned" if table is None else f"tuned for {table.device}"
-        self.name = "triton, everywhere" if everywhere else f"triton, {tuned}"
+        self._derived: dict[tuple[str, int, int, int, int], MatmulConfig | None] = {}
+        self._prompts = PromptAttention(
+            Device(
+                facts.processors,
+                facts.shared_bytes,
+                pdl=facts.pdl,
+                descriptors=facts.pdl,
+                capability=facts.capability // 10,
+            )
+        )
+        tuned = f"derived for {facts.architecture}" if table is None else f"tuned for {table.device}"
+        self.name = f"triton, {tuned}" + (", everywhere" if everywhere else "")
 
     def _uses(self, kernel: str, *operands: Tensor) -> bool:
         if any(operand.dtype is torch.float64 for operand in operands):
             return False
-        return self._everywhere or (self.table is not None and self.table.kernels.get(kernel, False))
+        return self._everywhere or self.table is None or self.table.kernels.get(kernel, True)
 
     def every_variant(self) -> AbstractContextManager[None] | None:
         """Every configuration of the table for a weight, and every way to share out cached tokens and vocabulary."""
@@ -68,31 +89,41 @@ class TritonKernels(TritonBookkeeping, KernelSet):
         """As Triton's own caches have them."""
         return variants.compiled()
 
-    def _products(self, operator: str, x: Tensor, weight: Tensor, *, scaled: bool = False) -> Iterator[list[int]]:
+    def chosen(self) -> Mapping[str, str]:
+        """Which kernel attends over prompts."""
+        return self._prompts.said
+
+    def _products(
+        self, operator: str, x: Tensor, weight: Tensor, *, scaled: bool = False, half: int = 0
+    ) -> Iterator[list[int]]:
         """What is to be run beforehand for such a weight, and an ``x`` that is ``scaled`` there; once, in the scope alone."""
         if x.dtype not in (torch.bfloat16, torch.float16) or x.dtype is not weight.dtype or not weight.is_contiguous():
             return
         n, k = weight.shape
         if self._scope.first((operator, x.dtype, n, k, scaled)):
             dtype = str(x.dtype)[6:]
-            for config in variants.products(self.table, operator, dtype, n=n, k=k, everywhere=self._everywhere):
-                yield config.as_list()
+            for config in variants.products(self.facts, self.table, operator, dtype, n=n, k=k, half=half):
+                with ahead():
+                    yield config.as_list()
 
-    def matmul_config(self, operator: str, x: Tensor, weight: Tensor) -> MatmulConfig | None:
+    def matmul_config(self, operator: str, x: Tensor, weight: Tensor, *, half: int = 0) -> MatmulConfig | None:
         """The configuration for ``x [..., K] @ weight.T``, or None for torch's own.
 
-        ``operator`` is ``linear``, ``linear_silu_mul`` (``weight`` then holds gate and up) or ``linear_parts``, whose
-        consumer adds the parts of a split product.
+        ``operator``: one of :data:`outrider_triton.derive.OPERATORS`. ``weight`` of a gated product holds gate and up; the
+        consumer of ``linear_parts`` adds the parts of a split product. ``half``: half a head's size, for ``linear_rope``.
         """
         if x.dtype not in (torch.bfloat16, torch.float16) or not weight.is_contiguous() or x.dtype is not weight.dtype:
             return None
         m, (n, k) = x.numel() // x.shape[-1], weight.shape
-        if not 0 < m <= _SKINNY:
+        if not 0 < m <= MOST:
             return None
         entry = None if self.table is None else self.table.entry(operator, str(x.dtype)[6:], n=n, k=k, m=m)
         if entry is not None:
             return entry.config
-        return UNTUNED if self._everywhere else None
+        key = operator, n, k, half, bucket(m)
+        if key not in self._derived:
+            self._derived[key] = choose(self.facts, operator, m=m, n=n, k=k, half=half)
+        return self._derived[key]
 
     # -- matrix products -------------------------------------------------------------------------------------------
 
@@ -135,7 +166,7 @@ class TritonKernels(TritonBookkeeping, KernelSet):
         return _TRITON.add_parts_rms_norm.triton(parts, bias, residual, norm, eps, self.pdl)  # type: ignore[no-any-return]
 
     def _pair(
-        self, added: Product, residual: Tensor, norm: Tensor, consumer: str, weight: Tensor
+        self, added: Product, residual: Tensor, norm: Tensor, consumer: str, weight: Tensor, *, half: int = 0
     ) -> tuple[MatmulConfig, MatmulConfig] | None:
         """Configurations of a product that ends a row of the residual and of the one that takes its norm; None: apart.
 
@@ -144,7 +175,7 @@ class TritonKernels(TritonBookkeeping, KernelSet):
         if residual.dtype is not torch.bfloat16 or norm.dtype is not residual.dtype or not residual.is_contiguous():
             return None
         adding = self.matmul_config("linear_add_scaled", added.x, added.weight)
-        taking = self.matmul_config(consumer, residual, weight)
+        taking = self.matmul_config(consumer, residual, weight, half=half)
         return None if adding is None or taking is None else (adding, taking)
 
     def _scaled(self, added: Product, residual: Tensor, norm: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -167,12 +198,15 @@ class TritonKernels(TritonBookkeeping, KernelSet):
 
     def linear_rope_write_cache(self, product: Product, rotary: RotaryArgs) -> Tensor:
         """One kernel where it was faster."""
-        for each in self._products("linear_rope", product.x, product.weight) if _rotates(rotary, product.x) else ():
+        half = rotary.k_cache.shape[3] // 2
+        for each in (
+            self._products("linear_rope", product.x, product.weight, half=half) if _rotates(rotary, product.x) else ()
+        ):
             if not _cuts_heads(each, rotary):
                 continue
             few = _few(product.x), None, product.weight, product.bias
             _TRITON.rope_write_cache.triton_linear(*few, 0.0, *_few_rotary(rotary), each, self.pdl)
-        config = self.matmul_config("linear_rope", product.x, product.weight)
+        config = self.matmul_config("linear_rope", product.x, product.weight, half=half)
         if config is None or not _rotates(rotary, product.x) or not _cuts_heads(config.as_list(), rotary):
             return super().linear_rope_write_cache(product, rotary)
         return _TRITON.rope_write_cache.triton_linear(  # type: ignore[no-any-return]
@@ -204,12 +238,13 @@ class TritonKernels(TritonBookkeeping, KernelSet):
         rotary: RotaryArgs,
     ) -> Tensor:
         """Two kernels, where they were faster than four."""
+        half = rotary.k_cache.shape[3] // 2
         for first in self._scaled(added, residual, norm) if _rotates(rotary, residual) else ():
-            for each in self._products("linear_rope", first[0], weight, scaled=True):
+            for each in self._products("linear_rope", first[0], weight, scaled=True, half=half):
                 if not _cuts_heads(each, rotary):
                     continue
                 _TRITON.rope_write_cache.triton_linear(*first, weight, bias, eps, *_few_rotary(rotary), each, self.pdl)
-        pair = self._pair(added, residual, norm, "linear_rope", weight)
+        pair = self._pair(added, residual, norm, "linear_rope", weight, half=half)
         if pair is None or not _rotates(rotary, residual) or not _cuts_heads(pair[1].as_list(), rotary):
             return super().norm_linear_rope_write_cache(added, residual, norm, eps, weight, bias, rotary)
         adding, taking = (config.as_list() for config in pair)
@@ -269,8 +304,9 @@ class TritonKernels(TritonBookkeeping, KernelSet):
             return
         if self._scope.first(("move_cache", k_cache.dtype, k_cache.stride(1))):
             for count in (1 << exponent for exponent in range(_MOVES.bit_length())):
-                nowhere = torch.zeros(count, dtype=sources.dtype, device=sources.device)  # the reserved row, onto itself
-                _TRITON.move_cache.triton(k_cache, v_cache, nowhere, nowhere, self.pdl)
+                nowhere = torch.zeros(count, dtype=sources.dtype, device=sources.device)
+                with ahead():
+                    _TRITON.move_cache.triton(k_cache, v_cache, nowhere, nowhere, self.pdl)
         _TRITON.move_cache.triton(k_cache, v_cache, sources, destinations, self.pdl)
 
     def gather_rows(self, state: Tensor, rows: Tensor) -> Tensor:
@@ -295,21 +331,22 @@ class TritonKernels(TritonBookkeeping, KernelSet):
     # -- attention -------------------------------------------------------------------------------------------------
 
     def attention_config(self, q: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> list[int]:
-        """Rows and cached tokens of a block, splits, warps and stages, from what the host knows."""
+        """See :class:`~outrider_triton.derive_attention.AttentionCut`: from what the host knows."""
         return self._attention_config(q, k_cache, metadata.seq_lens.shape[0], metadata.max_query, metadata.max_kv)
 
     def _attention_config(self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int) -> list[int]:
-        group = q.shape[1] // k_cache.shape[2]
-        block_rows = max(16, min(64, power_of_two(max_query * group)))
-        block_rows = max(block_rows, power_of_two(group))
-        wide = q.dtype is torch.float32
-        block_kv = 32 if wide else 64
-        groups = power_of_two(batch) * k_cache.shape[2] * -(-max_query // (block_rows // group))
-        tuned = None if self.table is None or wide else self.table.attention_config(groups, max_kv)
-        if tuned is not None:
-            return [block_rows, tuned.block_kv, tuned.split, tuned.warps, tuned.stages]
-        split = splits(groups, max_kv, self.processors, block_kv)
-        return [block_rows, block_kv, split, 4, 2 if wide else 3]
+        derived = self.cut_up(q, k_cache, batch, max_query, max_kv, None)
+        if self.table is None or q.dtype.itemsize != 2:
+            return derived.as_list()
+        groups = programs(_heads(q, k_cache), derived.block_rows, batch, max_query)
+        tuned = self.table.attention_config(groups, q.shape[2])
+        return self.cut_up(q, k_cache, batch, max_query, max_kv, tuned).as_list()
+
+    def cut_up(
+        self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int, tuned: AttentionConfig | None
+    ) -> AttentionCut:
+        """The launch for queries and a cache like these, with what was measured; None: derived."""
+        return cut(self.facts, _heads(q, k_cache), batch=batch, max_query=max_query, max_kv=max_kv, tuned=tuned)
 
     def paged_attention(
         self,
@@ -321,7 +358,7 @@ class TritonKernels(TritonBookkeeping, KernelSet):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """Online softmax over the pages; few queries split the cached tokens among programs."""
+        """Online softmax over the pages; few queries split the cached tokens among programs. Prompts go their own way."""
         if not self._uses("paged_attention", q) or q.shape[-1] > 256:
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
 
@@ -344,15 +381,21 @@ class TritonKernels(TritonBookkeeping, KernelSet):
                 self.pdl,
             )
 
+        longest = metadata.max_query if metadata.tree_mask is not None else self._prompts.longest_elsewhere(q)
         variant = metadata.max_query, metadata.tree_mask is not None, metadata.settled, window
         if self._scope.first(("attention", q.dtype, *q.shape[1:], k_cache.shape[1:], *variant)):
             for each in variants.attention_configs(
                 lambda *sizes: self._attention_config(q, k_cache, *sizes),
-                max_query=metadata.max_query,
+                max_query=min(metadata.max_query, longest),
                 capacity=metadata.block_table.shape[1] * k_cache.shape[1],
             ):
-                with variants.that_fit():
+                with ahead():
                     attend(list(each))
+        if self._prompts.serves(q, metadata):
+            prompts = Prompts(q, k_cache, v_cache, metadata, scale, window)
+            if self._scope.depth:
+                self._prompts.measure(prompts)
+            return self._prompts.attend(prompts)
         return attend(self.attention_config(q, k_cache, metadata))
 
     # -- choices ---------------------------------------------------------------------------------------------------
@@ -363,7 +406,9 @@ class TritonKernels(TritonBookkeeping, KernelSet):
         for size in shape[:-1]:
             rows *= size
         if self._scope.depth:  # other operands make other variants: each time
-            yield from variants.share_counts(shape[-1], self.processors)
+            for count in variants.share_counts(shape[-1], self.processors):
+                with ahead():
+                    yield count
         yield shares(rows, shape[-1], self.processors)
 
     def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
@@ -426,6 +471,11 @@ class TritonKernels(TritonBookkeeping, KernelSet):
                 self.pdl,
             )
         return verdict  # type: ignore[no-any-return]
+
+
+def _heads(q: Tensor, k_cache: Tensor) -> Heads:
+    kv_heads = k_cache.shape[2]
+    return Heads(group=q.shape[1] // kv_heads, kv_heads=kv_heads, size=q.shape[2], bytes=q.dtype.itemsize)
 
 
 def _few(x: Tensor) -> Tensor:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
+
+_ahead = ContextVar("outrider_triton_ahead", default=False)
 
 
 def power_of_two(value: int) -> int:
@@ -20,17 +25,20 @@ def shares(rows: int, vocabulary: int, processors: int) -> int:
     return max(1, min(64, power_of_two(-(-2 * processors // max(rows, 1))), power_of_two(vocabulary // 2048)))
 
 
-def splits(groups: int, max_kv: int, processors: int, block: int) -> int:
-    """Among how many programs the cached tokens of a sequence are split; ``groups``: programs without a split."""
-    wanted = -(-2 * processors // max(groups, 1))
-    useful = max_kv // (2 * block)
-    return max(1, min(64, power_of_two(min(wanted, useful) + 1) // 2))
+@contextmanager
+def ahead() -> Iterator[None]:
+    """Until it's left, nothing that this thread launches runs: it is compiled for a later launch, and may be so meanwhile."""
+    before = _ahead.set(True)
+    try:
+        yield
+    finally:
+        _ahead.reset(before)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, pdl: bool, warps: int, **settings: Any) -> None:
-    """Enqueue a kernel on the ambient stream; an empty grid is no launch."""
+    """Enqueue a kernel on the ambient stream; an empty grid is no launch. Inside :func:`ahead`, have it compiled alone."""
     if min(grid) < 1:
         return
     if pdl:
         settings["launch_pdl"] = True
-    kernel[grid](*arguments, PDL=pdl, num_warps=warps, **settings)
+    kernel.run(*arguments, grid=grid, warmup=_ahead.get(), PDL=pdl, num_warps=warps, **settings)

@@ -325,7 +325,7 @@ def _paged_attention(
     config: list[int],
     pdl: bool,
 ) -> Tensor:
-    del max_kv  # lengths are read on the device; the bound has decided the number of splits
+    del max_kv  # lengths are read on the device
     block_rows, block_kv, split, warps, stages = config
     tokens, heads, size = q.shape
     page, kv_heads = k_cache.shape[1], k_cache.shape[2]

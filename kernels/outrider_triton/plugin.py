@@ -36,34 +36,23 @@ def create_kernels(backend: Backend) -> KernelSet:
 
 
 def tuned_kernels(backend: Backend) -> KernelSet:
-    """What was measured to be fastest on this device: Triton's kernels where its table says that they won.
+    """Triton's kernels, with what was measured on this device, and derived from what it says of itself elsewhere.
 
-    A device without a table gets the torch references: nothing was measured. Raises :class:`BackendLoadError` where there
-    is a table and no Triton.
+    Torch's own products stay where a table says that they won. Raises :class:`BackendLoadError` without Triton.
     """
-    import torch
-
-    from outrider.device.kernels import KernelSet
-    from outrider_triton.table import load
-
-    name = torch.get_device_module(backend.device.type).get_device_properties(backend.device).name
-    return KernelSet() if load(name) is None else _kernels(backend, everywhere=False)
+    return _kernels(backend, everywhere=False)
 
 
 def _kernels(backend: Backend, *, everywhere: bool) -> KernelSet:
     if find_spec("triton") is None:
         raise BackendLoadError(
-            f"{backend.label} has tuned kernels in Triton, which isn't installed; {_ADVICE}, or choose kernels=torch"
+            f"the kernels of {backend.label} are in Triton, which isn't installed; {_ADVICE}, or choose kernels=torch"
         )
     import torch
 
+    from outrider_triton.facts import facts_of
     from outrider_triton.kernelset import TritonKernels
     from outrider_triton.table import load
 
     properties = torch.get_device_module(backend.device.type).get_device_properties(backend.device)
-    return TritonKernels(
-        table=load(properties.name),
-        everywhere=everywhere,
-        processors=properties.multi_processor_count,
-        pdl=torch.version.hip is None and properties.major >= 9,
-    )
+    return TritonKernels(facts_of(properties), table=load(properties.name), everywhere=everywhere, device=backend.device)

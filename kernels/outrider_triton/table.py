@@ -1,8 +1,9 @@
 """Tuned configurations, by device and shape: what was measured, and what is used because of it.
 
-A table is a JSON file in this package, named after the device, written by ``python -m outrider_triton.tune``. Each entry of a
-matrix product says which configuration was fastest and how long it and torch's own took; where torch's own won, the entry
-says so and torch's own is used. The same for each other kernel. Without a table nothing was measured: torch's own is used.
+A table is a JSON file in this package, named after the device: a head start. What ``outrider tune`` measures on a machine
+goes before it (:mod:`outrider_triton.tuned_store`). Each entry of a matrix product says which configuration was fastest and
+how long it and torch's own took; where torch's own won, the entry says so and torch's own is used. The same for
+each other kernel. What no table has is derived: :mod:`outrider_triton.derive`.
 """
 
 from __future__ import annotations
@@ -50,10 +51,6 @@ class MatmulConfig:
         return list(astuple(self))
 
 
-UNTUNED = MatmulConfig(16, 32, 256, 1, 4, 4, 256, 0)
-"""A sound choice for small batches, where Triton was asked for by name and nothing was measured."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
     """What was measured for one matrix product: ``config`` is None where torch's own was faster."""
@@ -76,13 +73,14 @@ class AttentionConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionEntry:
-    """The best configuration for ``groups`` programs without a split (sequences, key heads and blocks of queries) and at most
-    ``max_kv`` cached tokens.
+    """The best configuration for ``groups`` programs without a split (sequences, key heads and blocks of queries) of heads of
+    ``head_size`` numbers, measured with ``max_kv`` cached tokens.
     """
 
     groups: int
     max_kv: int
     config: AttentionConfig
+    head_size: int = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,14 +93,14 @@ class Table:
     kernels: Mapping[str, bool]
     attention: tuple[AttentionEntry, ...] = ()
 
-    def attention_config(self, groups: int, max_kv: int) -> AttentionConfig | None:
-        """That of the nearest measurement; None where nothing was measured, or nothing within a factor of 4."""
+    def attention_config(self, groups: int, head_size: int) -> AttentionConfig | None:
+        """That of the nearest measurement with heads of this size; None where there is none.
 
-        def distance(entry: AttentionEntry) -> float:
-            return abs(log2(entry.groups / groups)) + abs(log2(entry.max_kv / max_kv))
-
-        near = [entry for entry in self.attention if max(entry.max_kv / max_kv, max_kv / entry.max_kv) <= 4]
-        return min(near, key=distance).config if near else None
+        How many tokens are cached isn't asked: a capture knows what fits at most, and a program takes its share of what is
+        there.
+        """
+        near = [entry for entry in self.attention if entry.head_size == head_size]
+        return min(near, key=lambda entry: abs(log2(entry.groups / groups))).config if near else None
 
     def entry(self, operator: str, dtype: str, *, n: int, k: int, m: int) -> Entry | None:
         """The entry for the least measured number of tokens that isn't below ``m``; None where nothing was measured."""
@@ -124,8 +122,8 @@ def load(device: str) -> Table | None:
         return parse(json.loads(file.read_text(encoding="utf-8")))
     except (KeyError, TypeError, ValueError) as error:
         raise BackendLoadError(
-            f"the table of tuned kernels {file} can't be used: {type(error).__name__}: {error}; write it again with "
-            "`python -m outrider_triton.tune`, or choose kernels=torch"
+            f"the table of tuned kernels {file} can't be used: {type(error).__name__}: {error}; restore the file, or choose "
+            "kernels=torch"
         ) from error
 
 
@@ -141,7 +139,12 @@ def parse(data: Mapping[str, Any]) -> Table:
         software=dict(data["software"]),
         entries={key: tuple(sorted(found, key=lambda entry: entry.m)) for key, found in entries.items()},
         attention=tuple(
-            AttentionEntry(groups=int(item["groups"]), max_kv=int(item["max_kv"]), config=AttentionConfig(*item["config"]))
+            AttentionEntry(
+                groups=int(item["groups"]),
+                max_kv=int(item["max_kv"]),
+                config=AttentionConfig(*item["config"]),
+                head_size=int(item.get("head_size", 128)),
+            )
             for item in data.get("attention", ())
         ),
         kernels={str(name): bool(wins) for name, wins in data["kernels"].items()},

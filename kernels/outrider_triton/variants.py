@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
+from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.errors import OutOfResources
 
-from outrider_triton.jit import attention, bookkeeping, choose, fused, matmul, rows, streamed
+from outrider_triton.derive import every
+from outrider_triton.facts import DeviceFacts
+from outrider_triton.jit import attention, bookkeeping, choose, fused, matmul, prompt_attention, rows, streamed
 from outrider_triton.launch import power_of_two, shares
-from outrider_triton.table import UNTUNED, MatmulConfig, Table
+from outrider_triton.table import MatmulConfig, Table
 
 _MOST_ROWS = 1024
 _MOST_REQUESTS = 256
@@ -31,14 +36,30 @@ class Scope:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Until it's left, calls run every variant."""
+        """Until it's left, calls run what they need, and have every other variant compiled; several at a time, meanwhile.
+
+        All of them are on the device when it's left.
+        """
         self.depth += 1
         try:
-            yield
+            with nullcontext() if self.depth > 1 else _compiling():
+                yield
         finally:
             self.depth -= 1
             if not self.depth:
                 self._run.clear()
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """A scope in which several threads compile. A launch waits for its own kernel alone."""
+    with ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="outrider-compile") as pool:
+        mode = AsyncCompileMode(pool)
+        with mode:
+            yield
+        for made in mode.future_kernels.values():
+            with that_fit():
+                _ = made.result().run  # Triton loads a kernel onto the device when this is first asked for
 
 
 def that_fit() -> AbstractContextManager[None]:
@@ -46,12 +67,14 @@ def that_fit() -> AbstractContextManager[None]:
     return suppress(OutOfResources)
 
 
-def products(table: Table | None, operator: str, dtype: str, *, n: int, k: int, everywhere: bool) -> tuple[MatmulConfig, ...]:
+def products(
+    facts: DeviceFacts, table: Table | None, operator: str, dtype: str, *, n: int, k: int, half: int = 0
+) -> tuple[MatmulConfig, ...]:
     """Each configuration that a product with this weight has for some number of tokens."""
     entries = () if table is None else table.entries.get((operator, dtype, n, k), ())
     found = dict.fromkeys(entry.config for entry in entries if entry.config is not None)
-    if everywhere and (not entries or entries[-1].m < 128):
-        found[UNTUNED] = None
+    measured = entries[-1].m if entries else 0
+    found.update(dict.fromkeys(every(facts, operator, n=n, k=k, half=half, above=measured)))
     return tuple(found)
 
 
@@ -81,7 +104,7 @@ def _powers(most: int) -> tuple[int, ...]:
 def compiled() -> Mapping[str, int]:
     """Variants that this process has compiled or loaded, by kernel; none where they're interpreted."""
     found = {}
-    for module in (attention, bookkeeping, choose, fused, matmul, rows, streamed):
+    for module in (attention, bookkeeping, choose, fused, matmul, prompt_attention, rows, streamed):
         for name, kernel in vars(module).items():
             # Triton keeps, for each device, the compiled variants first in a tuple.
             caches = getattr(kernel, "device_caches", None) or {}

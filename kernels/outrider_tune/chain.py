@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, KernelSet, Product, RotaryArgs
-from outrider_tune.measure import KernelShape
+from outrider.device import AttentionMetadata, DecoderShape, KernelSet, Product, RotaryArgs
 from outrider_tune.timing import microseconds
 
 LAYERS = 8
+"""The most layers of a chain."""
+_ROTATE_BYTES = 1 << 30
+"""Weights of a chain, if fewer layers have as many: several times any second-level cache."""
 _PAGE = 16
-_CONTEXT = 640
 
 
 def normal(device: torch.device, *size: int) -> Tensor:
@@ -37,33 +38,29 @@ class _Layer:
 
 
 class LayerChain:
-    """Layers with random weights for ``batch`` sequences of ``context`` tokens, of which ``width`` are new."""
+    """Layers with random weights for ``batch`` sequences of ``context`` tokens, of which ``width`` are new.
 
-    def __init__(self, shape: KernelShape, kernels: KernelSet, device: torch.device) -> None:
+    So many that no cache holds their weights, LAYERS at most, and no more than ``most_bytes`` of them.
+    """
+
+    def __init__(
+        self, shape: DecoderShape, kernels: KernelSet, device: torch.device, *, most_bytes: int | None = None
+    ) -> None:
         self.shape, self.kernels, self.device = shape, kernels, device
         self._module = torch.get_device_module(device)
-        attention = shape.heads * shape.head_size
-        self._weights = [
-            tuple(
-                normal(device, n, k)
-                for n, k in (
-                    (attention + 2 * shape.kv_heads * shape.head_size, shape.hidden),
-                    (shape.hidden, attention),
-                    (2 * shape.inner, shape.hidden),
-                    (shape.hidden, shape.inner),
-                )
-            )
-            for _ in range(LAYERS)
-        ]
+        attention, kv = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+        qkv, output = (attention + 2 * kv, shape.hidden), (shape.hidden, attention)
+        sizes = (qkv, output, (2 * shape.inner, shape.hidden), (shape.hidden, shape.inner))
+        layer = 2 * sum(n * k for n, k in sizes)
+        wanted = max(3, min(LAYERS, -(-_ROTATE_BYTES // layer)))
+        self.layers = wanted if most_bytes is None else max(1, min(wanted, most_bytes // layer))
+        self._weights = [tuple(normal(device, n, k) for n, k in sizes) for _ in range(self.layers)]
         self._norm = torch.ones(shape.hidden, dtype=torch.bfloat16, device=device)
+        self._head_norm = torch.ones(shape.head_size, dtype=torch.bfloat16, device=device)
+        self._bias = normal(device, attention + 2 * kv) if shape.bias else None
 
-    def prepare_for(self, m: int) -> None:
-        """Prepare for a table's entries of ``m`` tokens: four of each sequence, or one where they're 16."""
-        width = 1 if m == 16 else 4
-        self.prepare(m // width, width, _CONTEXT)
-
-    def prepare(self, batch: int, width: int, context: int) -> None:
-        """Inputs and caches for what is measured next."""
+    def prepare(self, batch: int, width: int, context: int, *, capacity: int | None = None) -> None:
+        """Inputs and caches for what is measured next; ``capacity``: the bound of cached tokens that kernels are told."""
         shape, device, rows = self.shape, self.device, batch * width
         self.rows, self.groups, self.width, self.context = rows, batch * shape.kv_heads, width, context
         per = -(-context // _PAGE)
@@ -75,7 +72,7 @@ class LayerChain:
             seq_lens=torch.full((batch,), context, dtype=torch.int32, device=device),
             block_table=table,
             max_query=width,
-            max_kv=context,
+            max_kv=capacity or context,
             settled=True,
         )
         size = (1 + batch * per, _PAGE, shape.kv_heads, shape.head_size)
@@ -95,11 +92,7 @@ class LayerChain:
         norm, eps = self._norm, 1e-5
         pending: Product | None = None
         for layer in self._layers:
-            rotary = RotaryArgs(*self._angles, layer.k_cache, layer.v_cache, self._slots)
-            if pending is None:
-                q = kernels.linear_rope_write_cache(Product(kernels.rms_norm(residual, norm, eps), layer.qkv, None), rotary)
-            else:
-                q = kernels.norm_linear_rope_write_cache(pending, residual, norm, eps, layer.qkv, None, rotary)
+            q = self._queries(layer, pending, residual)
             out = kernels.paged_attention(q, layer.k_cache, layer.v_cache, self._metadata, scale=size**-0.5)
             added = Product(out.flatten(1), layer.output, None)
             gated = kernels.norm_linear_silu_mul(added, residual, norm, eps, layer.gate_up, None)
@@ -107,6 +100,25 @@ class LayerChain:
         assert pending is not None  # there are layers
         return kernels.linear_add_rms_norm(*pending, residual, norm, eps)
 
+    def _queries(self, layer: _Layer, pending: Product | None, residual: Tensor) -> Tensor:
+        """Queries of a layer; its keys and values go to their slots."""
+        kernels, shape, norm, eps = self.kernels, self.shape, self._norm, 1e-5
+        rotary = RotaryArgs(*self._angles, layer.k_cache, layer.v_cache, self._slots)
+        if pending is not None and not shape.qk_norm:
+            return kernels.norm_linear_rope_write_cache(pending, residual, norm, eps, layer.qkv, self._bias, rotary)
+        if pending is None:
+            normed = kernels.rms_norm(residual, norm, eps)
+        else:
+            normed = kernels.linear_add_rms_norm(*pending, residual, norm, eps)
+        if not shape.qk_norm:
+            return kernels.linear_rope_write_cache(Product(normed, layer.qkv, self._bias), rotary)
+        heads, kv_heads, size = shape.heads, shape.kv_heads, shape.head_size
+        qkv = kernels.linear(normed, layer.qkv, self._bias).view(-1, heads + 2 * kv_heads, size)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        q, k = kernels.rms_norm(q, self._head_norm, eps), kernels.rms_norm(k, self._head_norm, eps)
+        kernels.rope_write_cache(q, k, v, *rotary)
+        return q
+
     def layer_us(self) -> float:
         """Microseconds of a layer, with the kernels as they are now."""
-        return microseconds(self._module, self.run, calls=1, replays=7) / LAYERS
+        return microseconds(self._module, self.run, calls=1, replays=7) / self.layers

@@ -22,6 +22,7 @@ from outrider.device.kernels.metadata import (
     RequestRows,
     RotaryArgs,
 )
+from outrider.device.kernels.tuning import DecoderShape
 
 if TYPE_CHECKING:
     from outrider.device.stream import Stream
@@ -32,19 +33,6 @@ _SCALE = 0.09
 _CONTEXT = 640
 _BATCHES = ((1, 1), (1, 4), (8, 4), (32, 4))
 """Requests, and tokens of each: plain decode, and verify of a chain of 3."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KernelShape:
-    """A decoder's sizes; ``fused`` is the input of an EAGLE head's first product."""
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    inner: int
-    vocabulary: int
-    fused: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +50,7 @@ class KernelCase:
     planned: Callable[[KernelSet, Stream], KernelCase] | None = None
 
 
-def kernel_cases(shape: KernelShape, *, dtype: torch.dtype, device: torch.device) -> Iterator[KernelCase]:
+def kernel_cases(shape: DecoderShape, *, dtype: torch.dtype, device: torch.device) -> Iterator[KernelCase]:
     """Every kernel but the matrix products, on operands that are made as they're needed, in the caller's stream scope."""
     for batch, width in _BATCHES:
         make = _Maker(shape, batch, width, dtype, device)
@@ -75,7 +63,7 @@ def kernel_cases(shape: KernelShape, *, dtype: torch.dtype, device: torch.device
 
 
 def product_cases(
-    shape: KernelShape, *, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
+    shape: DecoderShape, *, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[KernelCase]:
     """Matrix products with what is fused to them, for ``tokens`` tokens; weights rotate among ``rotate_bytes`` bytes."""
     attention = shape.heads * shape.head_size
@@ -90,7 +78,7 @@ def product_cases(
 
 
 def _pairs(
-    shape: KernelShape, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
+    shape: DecoderShape, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[KernelCase]:
     """Two products with the norm between them, and what the second one makes of it."""
     attention = shape.heads * shape.head_size
@@ -175,7 +163,7 @@ def _product(
 class _Maker:
     """Cases for one batch."""
 
-    def __init__(self, shape: KernelShape, batch: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: DecoderShape, batch: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._batch, self._width, self._dtype, self._device = shape, batch, width, dtype, device
         self._count = batch * width
         self._label = f"batch {batch}, {width} tokens each"
@@ -328,7 +316,7 @@ class _Maker:
         )
 
 
-def _prefill(shape: KernelShape, dtype: torch.dtype, device: torch.device) -> KernelCase:
+def _prefill(shape: DecoderShape, dtype: torch.dtype, device: torch.device) -> KernelCase:
     new = 512
     metadata = AttentionMetadata(
         query_start=torch.tensor([0, new], dtype=torch.int32, device=device),

@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 Call = Callable[[int], object]
 """Enqueue the work once; the number says which set of operands to take."""
 
@@ -38,9 +36,3 @@ def microseconds(module: Any, call: Call, *, calls: int, replays: int = 5) -> fl
         times.append(1e3 * start.elapsed_time(end) / calls)
     graph.reset()
     return statistics.median(times)
-
-
-def bandwidth(module: Any, device: torch.device) -> float:
-    """Bytes a second that a reduction of 4 GiB reads, the median of a few."""
-    source = torch.ones(1 << 30, dtype=torch.float32, device=device)
-    return source.nbytes / (1e-6 * microseconds(module, lambda _: source.sum(), calls=4))

@@ -71,7 +71,13 @@ def test_no_command_needs_torch_for_its_help():
 
 CHECKPOINTS = ["transformers", "tokenizers", "safetensors"]
 SEAM_ALONE = ["outrider_sanitizer", "outrider_trace", "outrider_sim", "outrider_conformance"]
-ENGINE = ["engines", "suite.test_l4_engine", "suite.test_l5_figures"]  # of the kit: levels above L3 run the engine
+ENGINE = [
+    "engines",
+    "observed",
+    "suite.test_l4_declared",
+    "suite.test_l4_engine",
+    "suite.test_l5_figures",
+]  # of the kit: levels above L3 run the engine
 
 EVERY_MODULE = """
     import json, pathlib, pkgutil

@@ -5,12 +5,12 @@ from inspect import getmembers, isfunction
 import pytest
 import torch
 
-from outrider.device import KernelSet
+from outrider.device import DecoderShape, KernelSet
 from outrider.registry import get_backend
 from outrider_bench.synthetic import with_synthetic_acceptance
-from outrider_tune.measure import KernelShape, kernel_cases, product_cases
+from outrider_tune.measure import kernel_cases, product_cases
 
-SHAPE = KernelShape(hidden=32, heads=4, kv_heads=2, head_size=8, inner=48, vocabulary=64, fused=64)
+SHAPE = DecoderShape(hidden=32, heads=4, kv_heads=2, head_size=8, inner=48, vocabulary=64, fused=64)
 HOST = torch.device("cpu")
 
 
@@ -31,7 +31,7 @@ def test_every_kernel_is_measured_and_every_case_runs():
     assert {case.kernel for case in cases if case.planned is not None} == {"paged_attention"}
     # What shapes logits runs where a request asks for it; embeddings are a copy of a few rows.
     untimed = {"embedding", "bias_logits", "penalize_logits", "count_tokens", "truncate_logits", "logprobs"}
-    untimed |= {"plan_attention", "batch_invariant", "every_variant", "compiled"}
+    untimed |= {"plan_attention", "batch_invariant", "every_variant", "compiled", "tune", "use_tuned"}
     methods = {name for name, _ in getmembers(KernelSet, isfunction) if not name.startswith("_")}
     assert methods - {case.kernel for case in cases} == untimed
 

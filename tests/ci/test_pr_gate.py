@@ -27,7 +27,7 @@ def gate(tmp_path):
     binary.write_text(FAKE.format(python=sys.executable))
     binary.chmod(0o755)
 
-    def run(*labels, extra=False, event="pull_request", answer=None, **environment):
+    def run(*labels, extra=False, event="pull_request_target", answer=None, **environment):
         (tmp_path / "answer").write_text(json.dumps({"labels": [{"name": n} for n in labels]}) if answer is None else answer)
         return subprocess.run(
             [sys.executable, SCRIPT],
@@ -91,10 +91,10 @@ def test_what_only_maintainers_start_needs_no_label(gate, event):
     assert not (gate.home / "calls").exists()
 
 
-@pytest.mark.parametrize("event", ["pull_request_target", "issue_comment", ""])
+@pytest.mark.parametrize("event", ["pull_request", "issue_comment", ""])
 def test_any_other_event_is_refused(gate, event):
     result = gate("run-ci", event=event)
-    assert (result.returncode, "expected pull_request" in result.stdout) == (2, True)
+    assert (result.returncode, "pull_request_target" in result.stdout) == (2, True)
 
 
 def test_gh_that_fails_opens_nothing(gate):

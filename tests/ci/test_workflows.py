@@ -47,7 +47,6 @@ def test_actionlint():
 
 def test_the_extra_suite_leaves_labels_to_the_gate():
     extra = read("pr-test-extra.yml")
-    assert "labeled" in extra["on"]["pull_request"]["types"]
     gate = extra["jobs"]["gate"]
     assert gate["with"] == {"require-run-ci-extra": True}
     ours = 'contains(fromJSON(\'["run-ci", "run-ci-extra"]\'), github.event.label.name)'
@@ -60,13 +59,50 @@ def test_the_extra_suite_leaves_labels_to_the_gate():
     assert "pull_request.labels" not in text
 
 
+def test_a_pull_request_cannot_change_its_gate():
+    """Whoever calls the gate starts where GitHub takes workflow files from the base branch, and never on a push."""
+    callers = [
+        path.name
+        for path in WORKFLOWS
+        if "pr-gate.yml" in path.read_text(encoding="utf-8") and "uses: ./" in path.read_text()
+    ]
+    assert callers == ["pr-test-extra.yml"]
+    events = read("pr-test-extra.yml")["on"]
+    assert "pull_request" not in events
+    assert events["pull_request_target"]["types"] == ["labeled"]
+
+
+def test_what_the_gate_let_through_is_what_runs():
+    """Behind the gate each checkout is of the commit that was looked at, without a token that could write."""
+    extra = read("pr-test-extra.yml")
+    assert extra["permissions"] == {"contents": "read"}
+    for name, job in extra["jobs"].items():
+        for step in job.get("steps", ()):
+            if "checkout" in step.get("uses", ""):
+                assert step["with"] == {"ref": "${{ needs.gate.outputs.sha }}", "persist-credentials": False}, name
+        assert "secrets" not in job
+        assert not any("cache" in str(step) for step in job.get("steps", ())), name
+    assert extra["jobs"]["conformance"]["with"]["ref"] == "${{ needs.gate.outputs.sha }}"
+    checkout = read("conformance.yml")["jobs"]["conform"]["steps"][0]
+    assert checkout["with"] == {"ref": "${{ inputs.ref }}", "persist-credentials": False}
+
+
+def test_a_pull_request_gets_no_machine_of_ours_outside_the_gate():
+    ci = read("ci.yml")
+    assert "pull_request_target" not in ci["on"]
+    (step,) = [step for step in ci["jobs"]["matrix"]["steps"] if step.get("id") == "matrix"]
+    assert step["env"]["RUNNERS"] == "${{ github.event_name != 'pull_request' && vars.OUTRIDER_RUNNERS || '' }}"
+    hosted = [job["runs-on"] for job in ci["jobs"].values() if "runs-on" in job]
+    assert set(hosted) == {"ubuntu-latest"}
+
+
 def test_an_unrelated_label_stops_nothing_that_runs():
     group = read("pr-test-extra.yml")["concurrency"]["group"]
     assert '!contains(fromJSON(\'["run-ci", "run-ci-extra"]\'), github.event.label.name)' in group
     assert "format('-{0}', github.run_id)" in group
 
 
-def test_the_gate_asks_at_run_time_and_is_the_base_branchs_own():
+def test_the_gate_asks_at_run_time():
     text = (ROOT / ".github" / "workflows" / "pr-gate.yml").read_text(encoding="utf-8")
     assert "event.pull_request.labels" not in text
     gate = read("pr-gate.yml")
@@ -75,10 +111,11 @@ def test_the_gate_asks_at_run_time_and_is_the_base_branchs_own():
         "type": "boolean",
         "default": False,
     }
-    steps = gate["jobs"]["labels"]["steps"]
-    assert steps[0]["with"]["ref"] == "${{ github.event.pull_request.base.sha || github.sha }}"
-    assert steps[-1]["run"] == "python3 .github/scripts/pr_gate.py"
-    assert steps[-1]["env"]["REQUIRE_RUN_CI_EXTRA"] == "${{ inputs.require-run-ci-extra }}"
+    labels = gate["jobs"]["labels"]
+    assert labels["outputs"]["sha"] == "${{ github.event.pull_request.head.sha || github.sha }}"
+    assert labels["steps"][0]["with"]["ref"] == "${{ github.sha }}"
+    assert labels["steps"][-1]["run"] == "python3 .github/scripts/pr_gate.py"
+    assert labels["steps"][-1]["env"]["REQUIRE_RUN_CI_EXTRA"] == "${{ inputs.require-run-ci-extra }}"
 
 
 def test_a_row_of_the_matrix_fits_the_workflow_that_takes_it():
@@ -88,7 +125,8 @@ def test_a_row_of_the_matrix_fits_the_workflow_that_takes_it():
 
     given = read("ci.yml")["jobs"]["conformance"]["with"]
     called = read("conformance.yml")
-    assert set(given) == set(called["on"]["workflow_call"]["inputs"])
+    assert set(given) == set(called["on"]["workflow_call"]["inputs"]) - {"ref"}
+    assert read("pr-test-extra.yml")["jobs"]["conformance"]["with"] == {"ref": "${{ needs.gate.outputs.sha }}", **given}
     keys = {re.search(r"matrix\.(\w+)", text)[1] for text in given.values()}
     assert keys <= set(row(Registry().candidates()[0], []))
     assert called["jobs"]["conform"]["if"] == "inputs.status == 'runs'"

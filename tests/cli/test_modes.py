@@ -7,7 +7,7 @@ from outrider.engine.requests.request import FinishReason
 
 @pytest.mark.parametrize("options", [("--graphs",), ("--mode", "fused"), ("--overlap",), ("--mode", "fused", "--overlap")])
 def test_generate_gives_the_same_tokens(outrider, options):
-    usual = outrider("generate", "--prompt", "def read(", "--max-tokens", "12", "--json").json
+    usual = outrider("generate", "--prompt", "def read(", "--max-tokens", "12", "--dtype", "float32", "--json").json
     other = outrider("generate", "--prompt", "def read(", "--max-tokens", "12", *options, "--compare", "--json").json
     assert other["token_ids"] == usual["token_ids"]
     assert other["same_as_plain"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-COMMON = ("generate", "--prompt", "def read(", "--max-tokens", "24", "--json")
+COMMON = ("generate", "--prompt", "def read(", "--dtype", "float32", "--max-tokens", "24", "--json")
 
 
 def test_each_option_changes_what_is_drawn(outrider):

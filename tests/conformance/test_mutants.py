@@ -7,17 +7,17 @@ import sys
 
 import pytest
 
-from conformance.mutants import table
+from conformance.mutants import generated, matrix, table
 
 ROOT = table.ROOT
 SAMPLE = 5
 
 
-def command(*arguments, timeout):
+def command(*arguments, timeout, module="conformance.mutants"):
     """The package's own command, in a process that has no threads to fork with."""
     search = [str(ROOT / "tests"), *(path for path in sys.path if path)]
     done = subprocess.run(
-        [sys.executable, "-m", "conformance.mutants", *arguments],
+        [sys.executable, "-m", module, *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(search)},
         capture_output=True,
         text=True,
@@ -71,3 +71,28 @@ def test_a_sample_is_killed_by_the_tests_that_the_table_names(kills):
 def test_all_are_killed_and_the_legal_ones_pass():
     code, output = command("--jobs", "2", timeout=7200)
     assert code == 0, "\n".join(line for line in output.splitlines() if not line.startswith("ok "))
+
+
+# -- generated ones -------------------------------------------------------------------------------------------------------
+
+MATRIX = "conformance.mutants.matrix"
+
+
+def test_the_matrix_names_every_generated_mutant():
+    """Convicted ones with their test, the others with a reason."""
+    made, convicted = generated.mutants(), matrix.read()
+    explained = {name for name, one in made.items() if one.survives}
+    assert set(made) - explained <= set(convicted) <= set(made)
+    assert len(convicted) >= 120
+
+
+def test_a_sample_of_generated_mutants_is_convicted_by_the_tests_that_the_matrix_names():
+    code, output = command("--known", "--every", "61", module=MATRIX, timeout=240)
+    assert code == 0, output
+    assert output.count("killed   ") >= 6
+
+
+@pytest.mark.slow
+def test_all_generated_mutants_are_convicted_but_the_explained():
+    code, output = command("--seeds", "1", module=MATRIX, timeout=7200)
+    assert code == 0, output

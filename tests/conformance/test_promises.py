@@ -9,6 +9,7 @@ import pytest
 import outrider.device
 from conformance.conftest import suite_modules
 from outrider.device import Capabilities
+from outrider_conformance.programs.judging import PROMISES
 from outrider_conformance.promises import docstring
 
 
@@ -37,6 +38,11 @@ def test_quotes_the_seam(node, constants):
     assert ast.get_docstring(node)
 
 
+@pytest.mark.parametrize(("member", "words"), PROMISES.values(), ids=PROMISES)
+def test_convictions_by_random_programs_quote_the_seam(member, words):
+    assert words in docstring(member), f"{member} doesn't say {words!r} but: {docstring(member)}"
+
+
 @pytest.mark.parametrize(("node"), [pytest.param(n, id=f"{m}::{n.name}") for m, n, _ in suite_tests()])
 def test_names_abilities_that_exist(node):
     for marker in decorators(node, "needs"):
@@ -45,8 +51,10 @@ def test_names_abilities_that_exist(node):
 
 def test_every_ability_has_a_test():
     covered = {a.value for _, node, _ in suite_tests() for marker in decorators(node, "needs") for a in marker.args}
-    # dtypes are run through everywhere; rebinding is tested on devices without graphs too, so it has no marker.
-    assert covered | {"dtypes", "updates_graph_params"} == {f.name for f in fields(Capabilities)}
+    # dtypes are run through everywhere; rebinding is tested on devices without graphs too, so it has no marker. What a
+    # device prefers isn't an ability.
+    others = {"dtypes", "updates_graph_params", "preferred_dtypes", "page_size"}
+    assert covered | others == {f.name for f in fields(Capabilities)}
 
 
 def test_every_verb_has_a_test():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.device import CapabilityError, KernelSet, SeamError, SpeculativeSync
-from outrider_cpu.backend import CAPABILITIES, CpuBackend
+from outrider_cpu.backend import CpuBackend, capabilities
 
 
 class Given(CpuBackend):
@@ -12,6 +12,7 @@ class Given(CpuBackend):
         super(CpuBackend, self).__init__("given", torch.device("cpu"), **said)
 
 
+CAPABILITIES = capabilities(bfloat16=False)
 SAID = {"capabilities": CAPABILITIES, "kernels": KernelSet(), "speculative_sync": SpeculativeSync}
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from outrider.device import AttentionMetadata, KernelSet
 from outrider.device.kernels.philox import philox, uniforms
+from outrider_cpu.kernels import CpuKernels
 
 KERNELS = KernelSet()
 
@@ -51,7 +52,7 @@ def ragged_batches(draw):
     return page_size, lens, heads, draw(st.integers(0, 8)), draw(st.booleans()), draw(st.integers(0, 3))
 
 
-@pytest.mark.parametrize("kernels", [KERNELS, KERNELS.batch_invariant()], ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("kernels", [KERNELS, CpuKernels(), KERNELS.batch_invariant()], ids=lambda kernels: kernels.name)
 @given(case=ragged_batches())
 @settings(max_examples=60, deadline=None)
 def test_paged_attention_equals_a_loop_over_tokens(kernels, case):

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.model import load_decoder, load_eagle
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import PlainProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import proposers, tiny
+from outrider_proof.tiny import plain_config
 
 BUNDLED = Path(str(files("outrider"))) / "bundled"
 PROMPTS = Path(__file__).parents[1] / "data" / "heldout_prompts.json"
@@ -30,7 +31,7 @@ class Bundle:
         self._plain = {}
 
     def engine(self, *, speculate="eagle", **config):
-        config = EngineConfig(dtype=self.dtype, **config)
+        config = plain_config(dtype=self.dtype, **config)
         if speculate == "tree":
             proposer = EagleTreeProposer(self.head, DynamicTree(topk=2, depth=config.draft_tokens))
         else:

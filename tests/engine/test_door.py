@@ -5,10 +5,11 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.errors import CheckpointError
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import SHAPE, byte_level_tokenizer
+from outrider_proof.tiny import plain_config
 
 PROMPTS = [[5, 9, 9, 3, 40, 7], [11, 3, 2 + 1], list(range(30, 52))]
 
@@ -30,7 +31,7 @@ def test_without_being_asked_it_stays_shut(checkpoint):
 
 @pytest.mark.parametrize("speculate", ["none", "ngram"])
 def test_tokens_equal_generate(checkpoint, speculate):
-    config = EngineConfig(dtype="float32", max_context=64, page_size=4, prefill_chunk=9, max_requests=2)
+    config = plain_config(dtype="float32", max_context=64, page_size=4, prefill_chunk=9, max_requests=2)
     engine = Engine.from_checkpoint(checkpoint, CpuBackend(), speculate=speculate, config=config, through_transformers=True)
     reference = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     for prompt, result in zip(PROMPTS, engine.generate(PROMPTS, SamplingParams(max_tokens=16)), strict=True):

@@ -64,7 +64,7 @@ def test_acceptance_that_comes_back_is_found_out():
 
 def test_cached_tokens_make_longer_drafts_worth_it():
     """Reading the cache costs the same for each length: the more of it, the less the others' difference weighs."""
-    costs = DraftCosts(COSTS.base, dict.fromkeys(range(4), 20e-6 / 640))
+    costs = DraftCosts(COSTS.base, dict.fromkeys(range(4), 2e-05 / 640))
     policy = FollowLoad(costs)
     assert policy.preferred(128, 0) < policy.preferred(128, 128 * 32768)
 

@@ -5,11 +5,12 @@ import copy
 import pytest
 import torch
 
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.model import load_decoder
 from outrider.speculative.draft_model import DraftModelProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import ROPES, write_checkpoint
+from outrider_proof.tiny import plain_config
 
 START = [1, 7, 23, 5, 40, 41, 9, 9, 17, 60, 33, 2, 8, 90, 14, 3]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -26,7 +27,7 @@ def test_tokens_are_those_of_generate(tmp_path, original, speculate):
     backend = CpuBackend()
     model = load_decoder(tmp_path, backend=backend, dtype=torch.float32)
     proposer = DraftModelProposer(model, target=model, draft_tokens=3) if speculate else None
-    config = EngineConfig(page_size=2, max_context=40, prefill_chunk=7, overlap=True)
+    config = plain_config(page_size=2, max_context=40, prefill_chunk=7, overlap=True)
     engine = Engine(model, backend, proposer=proposer, config=config)
     prompts = [START[:8], START, [*START, 5, 6, 7], [*START, 5, 6, 7, 11]]
     expected = []

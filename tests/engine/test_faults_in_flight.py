@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tests.engine.conftest import Tiny
 
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.device import DeviceError, DeviceFault, EngineStopped, OutOfDeviceMemory
 from outrider.engine.requests.request import FinishReason
 from outrider.errors import RequestError
@@ -17,6 +17,7 @@ from outrider.registry import get_backend
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import PlainProposer
 from outrider.speculative.tree import DynamicTree
+from outrider_proof.tiny import plain_config
 
 PROMPTS = ((5, 9, 20, 13, 21, 7, 2), (5, 9, 20, 13, 8), (17,), (8, 8, 3))
 LONGEST = 9
@@ -42,7 +43,7 @@ def engine_on(device, speculate, *, overlap=True, mode="staged"):
         "tree": lambda: EagleTreeProposer(head, DynamicTree(topk=2, depth=2)),
     }
     # Too few pages for all requests at their longest: some wait or are preempted.
-    config = EngineConfig(
+    config = plain_config(
         dtype="float64",
         max_context=24,
         max_requests=3,

@@ -13,6 +13,7 @@ from outrider.model import Decoder
 from outrider.registry import get_backend
 from outrider_proof import tiny
 from outrider_proof.proposers import MAKERS
+from outrider_proof.tiny import plain_config
 from outrider_sanitizer import watch
 
 MODES = {"graphs": {"graphs": True}, "fused": {"mode": "fused"}}
@@ -125,10 +126,10 @@ def test_stages_have_pools_of_their_own_and_one_iteration_is_one_replay(bundle, 
     create = backend.create_graph_pool
     backend.create_graph_pool = lambda name: (made.append(name), create(name))[1]
     try:
-        bundle.engine(max_requests=2, max_context=64, graphs=True)
-        assert made == ["draft", "verify", "extend"]
-        engine = bundle.engine(max_requests=2, max_context=64, mode="fused")
-        assert made[3:] == ["iteration"]
+        bundle.engine(max_requests=2, max_context=64, graphs=True, prefill_graphs=16)
+        assert made == ["draft", "verify", "extend", "prefill"]
+        engine = bundle.engine(max_requests=2, max_context=64, mode="fused", prefill_graphs=16)
+        assert made[4:] == ["iteration", "prefill"]
     finally:
         del backend.create_graph_pool
     engine.add_request(tiny_tokens[0][:8], SamplingParams(max_tokens=12, ignore_eos=True))
@@ -149,7 +150,7 @@ def test_a_failed_capture_is_an_error_and_leaves_the_device_as_it_was(tiny_token
     model = Decoder(bundle.target.config, bundle.target.weights, Fails())
     from outrider.speculative.eagle import EagleProposer
 
-    config = EngineConfig(dtype="float64", max_requests=2, max_context=48, graphs=True)
+    config = plain_config(dtype="float64", max_requests=2, max_context=48, graphs=True)
     with pytest.raises(CaptureError, match=r"capturing graph 'verify\[2, greedy\]'.*this kernel can't be captured"):
         Engine(model, bundle.backend, proposer=EagleProposer(bundle.head, draft_tokens=3), config=config)
     prompt = tiny_tokens[0][:8]

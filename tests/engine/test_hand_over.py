@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from outrider import SamplingParams
 from outrider.device import ConfigError
-from outrider.engine.config import EngineConfig
 from outrider.engine.engine import Engine
 from outrider.engine.requests.request import FinishReason
 from outrider.errors import RequestError
 from outrider.speculative.eagle import EagleProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
+from outrider_proof.tiny import plain_config
 from speculative.test_proposers import PROPOSERS
 
 CHOSEN = {"none": lambda: None} | PROPOSERS
@@ -22,7 +22,7 @@ GREEDY = SamplingParams(max_tokens=LONGEST, ignore_eos=True)
 
 
 def engine(name, *, backend=None, **fields):
-    config = EngineConfig(**{"dtype": "float64", "max_context": 64, "page_size": 4} | fields)
+    config = plain_config(**{"dtype": "float64", "max_context": 64, "page_size": 4} | fields)
     return Engine(tiny.target(), backend or tiny.BACKEND, proposer=CHOSEN[name](), config=config)
 
 
@@ -139,7 +139,7 @@ def test_sampling_penalties_and_logprobs_go_along():
 
 def test_stop_strings_go_along(bundle64, prompt_tokens):
     def make():
-        config = EngineConfig(dtype=bundle64.dtype)
+        config = plain_config(dtype=bundle64.dtype)
         return Engine(bundle64.target, bundle64.backend, config=config, tokenizer=tokenizer)
 
     from engine.conftest import BUNDLED
@@ -179,7 +179,7 @@ def test_engines_that_do_not_fit():
         engine("none").take_over(handed)
     with pytest.raises(ConfigError, match="other caches or relays something else"):
         engine("eagle-tree").take_over(handed)
-    other = Engine(tiny.decoder(rms_eps=1e-3), tiny.BACKEND, config=EngineConfig(dtype="float64"))
+    other = Engine(tiny.decoder(rms_eps=1e-3), tiny.BACKEND, config=plain_config(dtype="float64"))
     with pytest.raises(ConfigError, match="another model: rms_eps differ"):
         other.take_over(handed)
     with pytest.raises(RequestError, match="don't fit in the context of 16"):
@@ -189,7 +189,7 @@ def test_engines_that_do_not_fit():
         tiny.target(),
         tiny.BACKEND,
         proposer=EagleProposer(tiny.eagle_head(), draft_tokens=5),
-        config=EngineConfig(dtype="float64", max_context=64),
+        config=plain_config(dtype="float64", max_context=64),
     )
     assert finish(longer, longer.take_over(handed)).token_ids == plain(PROMPT)
 

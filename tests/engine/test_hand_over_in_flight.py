@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from model.test_vision import IMAGE, picture
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.model import MediaProcessor, load_decoder, load_eagle, load_vision
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import write_vision_checkpoint
+from outrider_proof.tiny import plain_config
 from outrider_sim.plugin import create_backend
 
 TOKENS = 10
@@ -25,7 +26,7 @@ def engines(directory, backend, tree=False):
     def make():
         shape = DynamicTree(topk=2, depth=3)
         proposer = EagleTreeProposer(head, shape) if tree else EagleProposer(head, draft_tokens=3)
-        config = EngineConfig(max_context=32, max_requests=2, page_size=4, overlap=True, prefix_cache=False)
+        config = plain_config(max_context=32, max_requests=2, page_size=4, overlap=True, prefix_cache=False)
         return Engine(target, backend, proposer=proposer, config=config)
 
     return make
@@ -82,7 +83,7 @@ def test_images_on_a_device_that_runs_behind(tmp_path):
     for backend in (CpuBackend(), create_backend(0, {"strategy": "random", "seed": "5"})):
         target = load_decoder(tmp_path, backend=backend, dtype=torch.float32)
         tower = load_vision(tmp_path, backend=backend, dtype=torch.float32)
-        config = EngineConfig(max_context=64, max_requests=2, page_size=4, overlap=True, prefill_chunk=8)
+        config = plain_config(max_context=64, max_requests=2, page_size=4, overlap=True, prefill_chunk=8)
         results = Engine(target, backend, config=config, vision=tower).generate(prompts, PARAMS, media=media)
         found.append([result.token_ids for result in results])
     assert found[0] == found[1]

@@ -5,13 +5,14 @@ schedule, called and replayed; and what would spoil that is found.
 import pytest
 from tests.engine.conftest import Bundle
 
-from outrider import EngineConfig, SamplingParams
+from outrider import SamplingParams
 from outrider.device import CapabilityError, SeamError
 from outrider.engine.state.attention_plans import AttentionPlans, Planned
 from outrider.registry import get_backend
 from outrider_proof import tiny
 from outrider_proof.decode_program import DecodeExplorer
 from outrider_proof.proposers import NEW_TOKENS, PROMPTS, decoder, program
+from outrider_proof.tiny import plain_config
 from outrider_sanitizer import RaceError, watch
 from outrider_sim.explore import run_once
 from outrider_sim.host_plans import HostPlan
@@ -180,4 +181,4 @@ def run_engine(backend, **config):
     with backend.on(loading):
         target = decoder(tiny.target(), backend)
     loading.synchronize()
-    return Engine(target, backend, config=EngineConfig(dtype="float64", max_context=32, **config))
+    return Engine(target, backend, config=plain_config(dtype="float64", max_context=32, **config))

@@ -5,12 +5,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, KernelSet
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import PlainProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
+from outrider_proof.tiny import plain_config
 
 CONTEXT = 96
 
@@ -127,7 +128,7 @@ def makers(bundle, *, invariant):
     head = EagleHead(bundle.head.config, bundle.head.weights, target)
 
     def make(speculate, **config):
-        config = EngineConfig(dtype="float32", batch_invariant=invariant, draft_tokens=3, **config)
+        config = plain_config(dtype="float32", batch_invariant=invariant, draft_tokens=3, **config)
         if speculate == "tree":
             proposer = EagleTreeProposer(head, DynamicTree(topk=2, depth=3, nodes=5))
         else:
@@ -180,7 +181,7 @@ def test_from_checkpoint_makes_them(bundled_dir):
         CpuBackend(),
         draft_dir=bundled_dir / "eagle",
         speculate="eagle",
-        config=EngineConfig(batch_invariant=True, max_context=CONTEXT),
+        config=plain_config(batch_invariant=True, max_context=CONTEXT),
     )
     assert engine.model.kernels.row_invariant
     assert engine.generate([(5, 6, 7)], SamplingParams(max_tokens=5))[0].acceptance_length > 0

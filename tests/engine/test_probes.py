@@ -1,14 +1,18 @@
 """Bad values on the device: found before they are used, told with the results, and only their own request ends."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.engine.conftest import Bundle
 
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.device import KernelSet
 from outrider.engine.requests.request import FinishReason
 from outrider.model import Decoder
 from outrider.speculative.eagle import EagleProposer
+from outrider.speculative.ngram import NgramProposer
+from outrider_proof.tiny import plain_config
 
 LENGTH = 16
 MODES = {"called": {}, "graphs": {"graphs": True}, "fused": {"mode": "fused"}}
@@ -85,7 +89,7 @@ def test_a_nan_from_the_model_ends_its_request_alone(bundle, prompt_tokens, mode
     assert len(free) == 3
     plain, _ = served(bundle.engine(speculate="none", max_requests=3, max_context=64), prompts)
     model = Decoder(bundle.target.config, bundle.target.weights, NanFor(7))
-    config = EngineConfig(max_requests=3, max_context=64, page_size=4, overlap=True, **MODES[mode])
+    config = plain_config(max_requests=3, max_context=64, page_size=4, overlap=True, **MODES[mode])
     engine = Engine(model, bundle.backend, proposer=EagleProposer(bundle.head, draft_tokens=4), config=config)
     tokens, last = served(engine, [prompts[0], [*prompts[1], 7, 5], prompts[2]])
     assert last[1].finish_reason is FinishReason.ERROR
@@ -98,8 +102,36 @@ def test_a_nan_from_the_model_ends_its_request_alone(bundle, prompt_tokens, mode
 
 def test_completions_say_what_was_found(bundle, prompt_tokens):
     model = Decoder(bundle.target.config, bundle.target.weights, NanFor(7))
-    engine = Engine(model, bundle.backend, config=EngineConfig(max_requests=2, max_context=64))
+    engine = Engine(model, bundle.backend, config=plain_config(max_requests=2, max_context=64))
     good, bad = engine.generate([prompt_tokens[0][:8], [7, 8]], SamplingParams(max_tokens=4))
     assert good.error is None
     assert bad.finish_reason is FinishReason.ERROR
     assert bad.error == "request 1: target.logits holds NaN at index 0"
+
+
+class DraftsNonsense(NgramProposer):
+    """A draft whose first token for ``row`` of the batch isn't one."""
+
+    def __init__(self, row, token, **options):
+        super().__init__(**options)
+        self._row, self._token = row, token
+
+    def draft(self, inputs):
+        drafted = super().draft(inputs)
+        count, length = drafted.tokens.shape
+        row = torch.arange(count, device=inputs.seq_lens.device) == self._row
+        first = torch.arange(length, device=inputs.seq_lens.device) == 0
+        return replace(drafted, tokens=torch.where(row.unsqueeze(1) & first, self._token, drafted.tokens))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("token", [99999, -3])
+def test_a_drafted_token_that_is_none_ends_its_request_alone(bundle, prompt_tokens, mode, token):
+    prompts = [prompt[:12] for prompt in prompt_tokens[:3]]
+    plain, _ = served(bundle.engine(speculate="none", max_requests=3, max_context=64), prompts)
+    proposer = DraftsNonsense(2, token, vocab_size=bundle.target.config.vocab_size, draft_tokens=3)
+    config = plain_config(max_requests=3, max_context=64, page_size=4, overlap=True, **MODES[mode])
+    tokens, last = served(Engine(bundle.target, bundle.backend, proposer=proposer, config=config), prompts)
+    assert last[2].error == f"request 2: draft.tokens holds {token} at index 0, expected 0 to 2047"
+    assert tokens[2] == plain[2][: len(tokens[2])]
+    assert tokens[:2] == plain[:2]

@@ -14,11 +14,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.device import KernelSet
 from outrider.model import load_decoder, load_eagle
 from outrider.speculative.eagle import EagleProposer
 from outrider_cpu.backend import CpuBackend
+from outrider_proof.tiny import plain_config
 
 VOCABULARY, DRAWS, TEMPERATURE = 5, 8_000, 0.8
 PROMPT = (1, 3, 2, 4)
@@ -67,7 +68,7 @@ def draw(tiny, kernels=None, **options):
         backend.use_kernels(kernels)
     target = load_decoder(tiny / "target", backend=backend, dtype=torch.float32)
     head = load_eagle(tiny / "eagle", target=target, backend=backend, dtype=torch.float32)
-    config = EngineConfig(max_requests=512, page_size=4, max_context=16, prefill_chunk=512 * len(PROMPT))
+    config = plain_config(max_requests=512, page_size=4, max_context=16, prefill_chunk=512 * len(PROMPT))
     engine = Engine(target, backend, proposer=EagleProposer(head, draft_tokens=2), config=config)
     each = [SamplingParams(max_tokens=3, temperature=TEMPERATURE, seed=seed, **options) for seed in range(DRAWS)]
     counts = torch.zeros((VOCABULARY,) * 3, dtype=torch.float64)

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.model import load_decoder, load_eagle
 from outrider.registry import get_backend
 from outrider.speculative.eagle import EagleProposer
+from outrider_proof.tiny import plain_config
 
 STREAMS = ("schedule", "forward", "plan", "copy")
 STRATEGIES = [
@@ -36,7 +37,7 @@ def explore(device, bundle32, prompt, strategy, schedules):
     expected = bundle32.plain(prompt, 16).token_ids
 
     def program(_):
-        config = EngineConfig(max_requests=2, max_context=64, overlap=True)
+        config = plain_config(max_requests=2, max_context=64, overlap=True)
         engine = Engine(target, backend, proposer=EagleProposer(head, draft_tokens=4), config=config)
         (result,) = engine.generate([prompt], SamplingParams(max_tokens=16))
         assert result.token_ids == expected

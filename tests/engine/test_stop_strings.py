@@ -4,12 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.engine.requests.request import FinishReason
 from outrider.engine.requests.text import StopText
 from outrider.model import StreamDecoder, Tokenizer
 from outrider.speculative.eagle import EagleProposer
+from outrider_proof.tiny import plain_config
 
 pieces = st.lists(st.text("abc", max_size=3), max_size=12)
 stops = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3)
@@ -44,7 +45,7 @@ def engine(bundle64, bundled_dir):
         bundle64.target,
         bundle64.backend,
         proposer=EagleProposer(bundle64.head, draft_tokens=4),
-        config=EngineConfig(dtype="float64", max_context=160, overlap=True),
+        config=plain_config(dtype="float64", max_context=160, overlap=True),
         tokenizer=Tokenizer.from_checkpoint(bundled_dir / "target"),
     )
 

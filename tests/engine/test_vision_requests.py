@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from model.test_vision import IMAGE, PROMPTS, VIDEO, frames, picture, reference_inputs
-from outrider import Engine, EngineConfig, SamplingParams
-from outrider.device import ConfigError, Recompute, SpeculativeSync
+from outrider import Engine, SamplingParams
+from outrider.device import Recompute, SpeculativeSync
 from outrider.engine.state.plans import PlanAtJoin
 from outrider.errors import RequestError
-from outrider.model import MediaProcessor, expand_placeholders, load_decoder, load_eagle, load_vision
+from outrider.model import MediaProcessor, expand_placeholders, load_decoder, load_eagle, load_mtp, load_vision
 from outrider.registry import get_backend
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
@@ -19,7 +19,9 @@ from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import VISION_FAMILIES, write_checkpoint, write_eagle, write_vision_checkpoint
+from outrider_proof.tiny import plain_config
 from outrider_sanitizer import watch
+from speculative.test_build import write_mtp
 
 TOKENS = 12
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
@@ -41,7 +43,7 @@ class Checkpoint:
         self.processor = processor
 
     def engine(self, proposer=None, *, backend=None, **fields):
-        config = EngineConfig(**{"page_size": 4, "max_context": 128, "prefill_chunk": 64} | fields)
+        config = plain_config(**{"page_size": 4, "max_context": 128, "prefill_chunk": 64} | fields)
         return Engine(self.target, backend or self.backend, proposer=proposer, config=config, vision=self.tower)
 
     @functools.cache  # noqa: B019  (as long as the module's tests)
@@ -115,12 +117,45 @@ def test_a_text_draft_model_gets_plain_positions(made, tmp_path):
     checkpoint.check(checkpoint.engine(DraftModelProposer(draft, target=checkpoint.target, draft_tokens=2), overlap=True))
 
 
-def test_mtp_over_axes_is_refused(made):
-    class Head:
-        config = made["qwen2_vl"].target.config
+class Watched(MtpProposer):
+    """Keeps the drafts and states of every call."""
 
-    with pytest.raises(ConfigError, match="mrope"):
-        MtpProposer([Head()])
+    def extend(self, inputs):
+        relay = super().extend(inputs)
+        self.calls.append({name: value.clone() for name, value in relay.items()})
+        return relay
+
+
+def test_mtp_over_axes(made, tmp_path):
+    """Its heads see three axes, also of positions that run again and lie in an image: the state behind a prompt and all
+    drafts are the same whether chunks cut the image or not.
+    """
+    checkpoint = made["qwen2_5_vl"]
+    write_mtp(tmp_path, heads=3)
+    heads = load_mtp(tmp_path, target=checkpoint.target, backend=checkpoint.backend, dtype=torch.float32)
+    assert heads[0].config.rope.sections
+    calls = {}
+    for chunk in (3, 64):
+        proposer = Watched(heads)
+        proposer.calls = calls[chunk] = []
+        checkpoint.check(checkpoint.engine(proposer, prefill_chunk=chunk), ("image",))
+    whole = calls[64]
+    cut = calls[3][-len(whole) :]
+    assert len(whole) > TOKENS / 2
+    for one, other in zip(whole, cut, strict=True):
+        assert torch.equal(one["tokens"], other["tokens"])
+        assert torch.equal(one["places"], other["places"])
+        assert torch.allclose(one["hidden"][:, 1:], other["hidden"][:, 1:], atol=1e-4)
+    axes = whole[0]["places"][0].tolist()
+    assert any(len(set(place)) > 1 for call in calls[3] for place in call["places"][0].tolist()), "no place is in the image"
+    assert len(axes) == 2
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_mtp_over_axes_keeps_every_token(checkpoint, tmp_path, branches):
+    write_mtp(tmp_path)
+    heads = load_mtp(tmp_path, target=checkpoint.target, backend=checkpoint.backend, dtype=torch.float32)
+    checkpoint.check(checkpoint.engine(MtpProposer(heads, branches=branches), overlap=True, prefill_chunk=7, max_requests=3))
 
 
 def counting(checkpoint):
@@ -141,7 +176,7 @@ def test_the_same_image_is_a_prefix_hit_and_another_is_not(checkpoint, overlap):
     tokens = [1, 5, 6, 7, *IMAGE, 9, 17]
     expected = [checkpoint.generated(tokens, [each]) for each in (image, other)]
     tower, seen = counting(checkpoint)
-    config = EngineConfig(page_size=2, max_context=128, overlap=overlap)
+    config = plain_config(page_size=2, max_context=128, overlap=overlap)
     engine = Engine(checkpoint.target, checkpoint.backend, config=config, vision=tower)
     for index, (chosen, calls) in enumerate([(image, 1), (image, 1), (other, 2), (image, 2), (other, 2)]):
         (result,) = engine.generate([tokens], GREEDY, media=[[chosen]])
@@ -317,7 +352,7 @@ def run_like_npu(directory, graphs):
     backend = get_backend("sim:like=npu")
     model = load_decoder(directory, backend=backend, dtype=torch.float32)
     proposer = NgramProposer(vocab_size=model.config.vocab_size, draft_tokens=2)
-    config = EngineConfig(max_requests=2, max_context=48, graphs=graphs, overlap=True, buckets=(2,))
+    config = plain_config(max_requests=2, max_context=48, graphs=graphs, overlap=True, buckets=(2,))
     with watch(backend) as report:  # what is captured before isn't seen in replays
         engine = Engine(model, backend, proposer=proposer, config=config)
         engine.generate([[1, 5, 6, 7], [1, 9]], SamplingParams(max_tokens=6, ignore_eos=True))

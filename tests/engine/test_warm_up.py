@@ -6,13 +6,14 @@ from contextlib import contextmanager
 import pytest
 from tests.engine.conftest import Tiny
 
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.device import KernelSet
 from outrider.engine.state.staging import Packer
 from outrider.model import Decoder, EagleHead
 from outrider.registry import get_backend
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.tree import DynamicTree
+from outrider_proof.tiny import plain_config
 
 MODES = {"eager": {}, "graphs": {"graphs": True}, "fused": {"mode": "fused"}}
 
@@ -88,7 +89,7 @@ def engine_with(bundle, kernels, *, tree=False, **fields):
     head = EagleHead(bundle.head.config, bundle.head.weights, target)
     proposer = EagleTreeProposer(head, DynamicTree(topk=2, depth=2)) if tree else EagleProposer(head, draft_tokens=2)
     sizes = {"max_requests": 3, "max_context": 96, "prefill_chunk": 24, "draft_tokens": 2}
-    config = EngineConfig(dtype="float64", overlap=True, **sizes, **fields)
+    config = plain_config(dtype="float64", overlap=True, **sizes, **fields)
     return Engine(target, bundle.backend, proposer=proposer, config=config)
 
 
@@ -153,7 +154,7 @@ def test_the_engine_forgets_its_own_requests(bundle, tiny_tokens):
 def test_a_small_engine_warms_up_too(bundle):
     target = Decoder(bundle.target.config, bundle.target.weights, Compiling())
     sizes = {"max_requests": 1, "max_context": 2, "page_size": 1}
-    config = EngineConfig(dtype="float64", penalties=False, max_logprobs=0, prefix_cache=False, **sizes)
+    config = plain_config(dtype="float64", penalties=False, max_logprobs=0, prefix_cache=False, **sizes)
     engine = Engine(target, bundle.backend, config=config)
     assert engine.warm_up.compiled
     assert len(engine.generate([[5]], SamplingParams(max_tokens=1))[0].token_ids) == 1

@@ -5,16 +5,18 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from outrider import Engine, EngineConfig, SamplingParams
-from outrider.device import ConfigError, DeadlockError, DeviceLost, DeviceStuck, EngineStopped
+from outrider.device import ConfigError, DeadlockError, DeviceLost, DeviceStuck, EngineStopped, polling
 from outrider.device.polling import poll
 from outrider.model import load_decoder, load_eagle
 from outrider.speculative.eagle import EagleProposer
 from outrider_cpu.backend import CpuBackend
+from outrider_proof.tiny import plain_config
 from outrider_sim.plugin import create_backend
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "threads_backend"
@@ -26,7 +28,7 @@ def engine_on(backend, directory, **fields):
     target = load_decoder(directory / "target", backend=backend, dtype=torch.float32)
     head = load_eagle(directory / "eagle", target=target, backend=backend, dtype=torch.float32)
     backend.synchronize()
-    config = EngineConfig(max_context=48, max_requests=2, page_size=4, overlap=True, **fields)
+    config = plain_config(max_context=48, max_requests=2, page_size=4, overlap=True, **fields)
     return Engine(target, backend, proposer=EagleProposer(head, draft_tokens=3), config=config)
 
 
@@ -202,6 +204,17 @@ def test_without_a_limit_the_device_itself_is_asked_to_wait(bundled_dir, expecte
     backend = create_backend(0, {})
     engine = engine_on(backend, bundled_dir, device_timeout_s=None)
     assert [done.token_ids for done in engine.generate(PROMPTS, PARAMS)] == expected
+
+
+@pytest.mark.parametrize("takes", [0.03, 0.1, 0.5, 2.0])
+def test_polling_finds_an_answer_soon_and_asks_seldom(takes, monkeypatch):
+    """A prompt of some thousand tokens takes a tenth of a second; pauses that double would add up to 10 ms to that."""
+    now, asked = [0.0], []
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda pause: now.__setitem__(0, now[0] + max(pause, 5e-5)))
+    monkeypatch.setattr(polling, "time", clock)
+    assert poll(lambda: asked.append(1) or now[0] >= takes, 60.0)
+    assert now[0] - takes <= max(takes / 400, 1e-4)
+    assert len(asked) < 6000
 
 
 def test_polling_ends_with_the_answer_or_with_the_time():

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.device import OutriderError
 from outrider.errors import CheckpointError
 from outrider.model import MediaProcessor
@@ -35,6 +35,7 @@ from outrider_proof.checkpoints import (
     write_eagle3,
     write_vision_checkpoint,
 )
+from outrider_proof.tiny import plain_config
 
 TARGET = "llama"
 LONGEST = 2000  # characters of a message: a paragraph
@@ -302,7 +303,7 @@ def outcome(root: Path, scratch: Path, name: str, mutations: list[Mutation]) -> 
 
 
 def _use(root: Path, directory: Path, kind: Kind) -> None:
-    config = EngineConfig(max_requests=1, draft_tokens=2)
+    config = plain_config(max_requests=1, draft_tokens=2)
     model, draft = (directory, None) if kind.speculate == "none" else (root / TARGET, directory)
     engine = Engine.from_checkpoint(
         model, CpuBackend(), draft_dir=draft, speculate=kind.speculate, config=config, through_transformers=kind.door

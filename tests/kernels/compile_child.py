@@ -9,7 +9,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from outrider_triton.jit import attention, bookkeeping, choose, fused, matmul, rows, streamed
+from outrider_triton.jit import attention, bookkeeping, choose, fused, matmul, prompt_attention, rows, streamed
 
 HALF, WIDE, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
 HALVES = (
@@ -25,6 +25,7 @@ HALVES = (
     "sin",
     "k_cache",
     "v_cache",
+    "keys",
     "state",
     "values",
     "logits",
@@ -33,7 +34,7 @@ LONGS = ("slots", "sources", "destinations", "rows", "seeds", "positions", "pare
 LONGS += ("lens", "last_tokens", "lengths", "results", "found", "own_rows", "own_lens", "own_last_tokens", "own_seeds")
 LONGS += ("own_tokens", "own_accepted", "following", "last")
 WIDES = ("squares", "parts", "stats", "temperature", "best", "sums", "picked", "left", "draft_probs", "own_temperature")
-INTS = ("query_start", "seq_lens", "block_table", "index", "picked_at", "tables", "own_tables", "firsts")
+INTS = ("query_start", "kv_start", "seq_lens", "block_table", "index", "picked_at", "tables", "own_tables", "firsts")
 TYPES = {
     **dict.fromkeys(HALVES, HALF),
     **dict.fromkeys(LONGS, LONG),
@@ -45,6 +46,17 @@ TYPES = {
 }
 PRODUCT = {"bias": None, "HAS_BIAS": False, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN": True}
 ATTENTION = {"PAGE": 16, "GROUP": 4, "WINDOW": 0, "SPLITS": 4, "BLOCK_ROWS": 16, "BLOCK_KV": 64, "BLOCK_SIZE": 128}
+PROMPT = {
+    "PAGE": 16,
+    "GROUP": 4,
+    "WINDOW": 0,
+    "BLOCK_ROWS": 128,
+    "BLOCK_KV": 64,
+    "BLOCK_SIZE": 128,
+    "EVEN": True,
+    "BATCH": 16,
+}
+COPY = {"PAGE": 16, "PADDED": 128, "BATCH": 16, "BLOCK_ROWS": 4, "BLOCK_COLUMNS": 1024}
 SHARED = {"SHARES": 16}
 VOCABULARY = {"SHARES": 16, "BLOCK": 1024}
 # What a name means depends on the kernel for a few of them.
@@ -84,6 +96,9 @@ KERNELS = [
     (attention.paged_attention, {"tokens": "i32"}, {**ATTENTION, "TREE": False, "SETTLED": True}),
     (attention.paged_attention, {"tokens": "i32"}, {**ATTENTION, "TREE": True, "SETTLED": True}),
     (attention.join_splits, {}, {"SPLITS": 4, "BLOCK_SIZE": 128}),
+    (prompt_attention.copy_context, {}, COPY),
+    (prompt_attention.prompt_attention, {"tokens": "i32"}, {**PROMPT, "DESCRIPTOR": False}),
+    (prompt_attention.prompt_attention, {"tokens": "i32"}, {**PROMPT, "DESCRIPTOR": False, "WINDOW": 100, "EVEN": False}),
     (choose.partial_argmax, {}, {**VOCABULARY, "SAMPLING": True, "LANE": 0, "DEPTH": 3}),
     (choose.partial_argmax, {}, {**VOCABULARY, "SAMPLING": False, "LANE": 0, "DEPTH": 0}),
     (choose.reduce_argmax, {}, SHARED),
@@ -131,6 +146,11 @@ def main() -> None:
             check_order(kernel.__name__, made.asm["ptx"], settled=constants.get("SETTLED", False))
         print(kernel.__name__, flush=True)
     if (backend, architecture) == ("cuda", "90"):
+        ends = dict.fromkeys(("keys", "values"), "tensordesc<bf16[64,128]>")
+        constants = {**PROMPT, "DESCRIPTOR": True, "PDL": True}
+        made = compiled(ASTSource, prompt_attention.prompt_attention, {"tokens": "i32", **ends}, constants, target)
+        assert "cp.async.bulk.tensor" in made.asm["ptx"]
+        assert "cp.async.cg" not in made.asm["ptx"]
         for kernel, types, constants in STREAMED:
             ends = {"x": descriptor(8, 128), "w": descriptor(16, 128)}
             made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
@@ -138,10 +158,12 @@ def main() -> None:
             print(kernel.__name__, flush=True)
 
 
-def compiled(source, kernel, types, given, target):
+def compiled(source, kernel, types, given, target, *, warps=4, stages=3, aligned=()):
     signature = {n: "constexpr" if n in given else {**TYPES, **types}.get(n, "i32") for n in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in given.items()}
-    return triton.compile(source(kernel, signature, places), target=target, options={"num_warps": 4})
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in given}
+    arguments = (kernel, signature, places, attributes) if attributes else (kernel, signature, places)
+    return triton.compile(source(*arguments), target=target, options={"num_warps": warps, "num_stages": stages})
 
 
 def descriptor(rows, columns):
@@ -181,4 +203,5 @@ def check_order_of_both(name: str, ptx: str) -> None:
     assert order == expected * (len(order) // 2), f"{name}: waits and lets the next one start in the wrong order"
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -26,6 +26,9 @@ def pdl(device):
 @pytest.fixture(scope="session")
 def kernels(pdl):
     """Triton's kernels for everything, on a device that is said to be small so that splits stay few."""
+    from kernels.devices import SMALL
     from outrider_triton.kernelset import TritonKernels
 
-    return TritonKernels(table=None, everywhere=True, processors=4, pdl=pdl)
+    made = TritonKernels(SMALL, everywhere=True)
+    made.pdl = pdl
+    return made

@@ -1,6 +1,7 @@
 """Every kernel compiles for devices that aren't here: what the interpreter lets pass, a compiler may not."""
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -64,3 +65,34 @@ def test_every_kernel_compiles(target, pytestconfig):
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert set(result.stdout.split()) == kernels(streamed=target[:2] == ("cuda", "90"))
+
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+
+
+def derived(which, architectures, cache, timeout):
+    result = subprocess.run(
+        [sys.executable, str(CHILD.with_name("derived_child.py")), which, *architectures],
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert {row["architecture"] for row in rows} == set(architectures)
+    for row in rows:
+        assert row["taken"] <= row["expected"] <= row["there"], row
+    return rows
+
+
+def test_the_largest_derived_configurations_compile_within_their_shared_memory(pytestconfig):
+    rows = derived("few", ARCHITECTURES, pytestconfig.cache.mkdir("triton"), 300)
+    assert len(rows) == 2 * len(ARCHITECTURES) + 1  # one of them has rings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_derived_configuration_compiles_within_its_shared_memory(architecture, pytestconfig):
+    assert len(derived("all", [architecture], pytestconfig.cache.mkdir("triton"), 3000)) > 50

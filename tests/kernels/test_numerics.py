@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
+from kernels.devices import SMALL
 from outrider.device import AttentionMetadata, KernelSet
 from outrider.device.kernels.philox import uniforms
 from outrider_conformance.kernel_cases import CASES
@@ -97,8 +98,9 @@ def test_a_gated_product(m, n, k, with_bias, device, pdl):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 32), (7, 1, 24), (4, 4, 16)])
-@pytest.mark.parametrize(  # each pair of these once
-    ("split", "tree", "settled"), [(1, False, False), (1, True, True), (4, False, True), (4, True, False)]
+@pytest.mark.parametrize(  # each pair of the first three once
+    ("split", "tree", "settled"),
+    [(1, False, False), (1, True, True), (4, False, True), (4, True, False), (16, False, False)],
 )
 def test_attention_over_long_contexts(heads, kv_heads, size, tree, split, settled, device, pdl):
     """Several blocks of queries and of cached tokens, splits with nothing in them, and padding behind the last sequence;
@@ -200,6 +202,7 @@ def test_rows_of_state(shape, dtype, kernels, device):
 
 
 def test_a_table_decides(device):
+    from outrider_triton.derive import choose
     from outrider_triton.kernelset import TritonKernels
     from outrider_triton.table import parse
 
@@ -213,7 +216,7 @@ def test_a_table_decides(device):
             "kernels": {"rms_norm": True, "silu_mul": False},
         }
     )
-    chosen = TritonKernels(table=table, everywhere=False, processors=4, pdl=False)
+    chosen = TritonKernels(SMALL, table=table)
     weight = torch.randn(48, 64, device=device, dtype=torch.float16)
 
     def config_for(rows, of=weight):
@@ -221,8 +224,9 @@ def test_a_table_decides(device):
 
     assert config_for(1) == config_for(4) == MatmulConfig(*config)
     assert config_for(5) is None  # torch's own was faster there
-    assert config_for(17) is None  # not measured
-    assert config_for(4, weight[:40]) is None
+    assert config_for(17) == choose(SMALL, "linear", m=17, n=48, k=64)  # not measured, so derived
+    assert config_for(4, weight[:40]) == choose(SMALL, "linear", m=4, n=40, k=64)
+    assert config_for(129) is None
     assert config_for(4, weight.double()) is None
 
 

@@ -4,21 +4,19 @@ The interpreter knows Triton, not Gluon, in which these are written. They are co
 """
 
 import itertools
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
+from kernels.devices import DEVICES
 from kernels.test_numerics import close
 from outrider.device import KernelSet, Product, RotaryArgs
-from outrider_triton import behind, rings
+from outrider.model.shapes import decoder_shape, shape_config
 from outrider_triton.chain import Chain
 from outrider_triton.kernelset import TritonKernels, _cuts_heads
-from outrider_triton.table import STREAMED, MatmulConfig, load, parse
-from outrider_triton.tune import SHAPES
+from outrider_triton.table import STREAMED, MatmulConfig, load
 
 REFERENCE = KernelSet()
 HALF = torch.bfloat16
@@ -149,8 +147,9 @@ def test_queries_turn_and_keys_and_values_go_to_their_slots(m, config, with_norm
 @pytest.mark.parametrize(("batch", "width"), [(1, 4), (16, 1), (8, 4), (16, 4)])
 def test_layers_one_after_another(batch, width, hopper):
     """Each kernel begins while the one before still runs and has its weights come then: what all make is the same without."""
-    kernels = TritonKernels(table=load("NVIDIA H200"), everywhere=True, processors=132, pdl=False)
-    chain = Chain(SHAPES["llama-3.1-8b"], kernels, hopper)
+    kernels = TritonKernels(DEVICES["H200"], table=load("NVIDIA H200"), everywhere=True)
+    kernels.pdl = False
+    chain = Chain(decoder_shape(shape_config("llama-3.1-8b"), HALF), kernels, hopper)
     chain.prepare(batch, width, 640)
     wanted = chain.run(0)
     kernels.pdl = True
@@ -166,24 +165,6 @@ def test_layers_one_after_another(batch, width, hopper):
 
 
 # -- how products are cut up: on any machine -----------------------------------------------------------------------
-
-
-def test_every_candidate_fits():
-    shape = SHAPES["llama-3.1-8b"]
-    sizes = [1, 4, 16, 32, rings.MOST]
-    alone = [job for job in behind.jobs(shape, sizes, 132, rings=True) if job[1].descriptor == STREAMED]
-    jobs = rings.jobs(shape, sizes, 132) + alone
-    assert len({key[0] for key, _ in jobs}) == 7
-    for (operator, _, n, k), config in jobs:
-        folded = operator.startswith("linear_add") or (operator == "linear" and config.split == 1)
-        width = config.block_m * (2 if folded else 1)
-        ring = config.stages * (64 + width) * config.block_k * 2
-        assert ring + 4 * 64 * width + 1024 <= SHARED_BYTES, (operator, config)
-        assert k % (config.split * config.block_k * (2 if folded else 1)) == 0
-        assert config.stages > 1, "a ring of one place waits for itself"
-        assert config.each % config.block_n == 0
-        programs = -(-(n if folded else n // 2) // config.each) * config.split
-        assert 48 <= programs <= 2 * 132, (operator, config)
 
 
 @pytest.mark.parametrize(
@@ -216,60 +197,3 @@ def test_heads_that_no_box_fits_turn_otherwise(size, box):
     rotary = RotaryArgs(torch.zeros(1, size), torch.zeros(1, size), cache, cache, torch.zeros(1, dtype=torch.int64))
     assert _cuts_heads([8, box, 128, 1, 4, 4, 0, STREAMED, 2 * box], rotary) is (size // 2 % box == 0)
     assert _cuts_heads([16, 64, 128, 1, 4, 4, 0, 0, 24], rotary)
-
-
-class Ruler:
-    """Stands in for a chain: a layer's time by what its table chooses."""
-
-    def __init__(self, shape, kernels, _device, *, gain):
-        self.shape, self.kernels, self._gain = shape, kernels, gain
-
-    def prepare_for(self, m):
-        self._m = m
-
-    def attempt(self, table):
-        us = 100.0
-        for operator, dtype, n, k in table.entries:
-            entry = table.entry(operator, dtype, n=n, k=k, m=self._m)
-            if entry is not None and entry.config is not None and entry.config.descriptor == STREAMED:
-                us -= self._gain * (entry.config.stages + (2 if operator == "linear_add_scaled" else 0))
-        return us
-
-    def tune_attention(self, table):
-        return table, self.attempt(table)
-
-
-@pytest.mark.parametrize(("gain", "kept"), [(0.1, True), (-0.1, False)])
-def test_tuning_takes_what_is_faster_in_a_layer_and_nothing_else(gain, kept, monkeypatch):
-    shape, kernels = SHAPES["llama-3.1-8b"], SimpleNamespace(processors=132, table=None, pdl=True)
-    rows = [
-        {
-            "operator": "linear_parts",
-            "dtype": "bfloat16",
-            "n": 4096,
-            "k": 4096,
-            "m": 4,
-            "config": None,
-            "us": 3.0,
-            "torch_us": 4.0,
-        }
-    ]
-    rows[0]["best"] = []
-    data = {"device": "made up", "software": {}, "matmul": rows, "kernels": {}, "attention": []}
-    monkeypatch.setattr(rings, "Chain", partial(Ruler, gain=gain))
-    monkeypatch.setattr(rings, "check", lambda *_: 0.0)
-    said = []
-    rings.tune_rings(data, shape, [4, 16], kernels, torch.device("cpu"), said.append)
-    table = parse(data)
-    assert sum("kept" in line for line in said) == (2 if kept else 0)
-    chosen = {key: table.entry(*key[:2], n=key[2], k=key[3], m=4) for key in rings.choices(shape, 4, 132)}
-    streamed = {key[0] for key, entry in chosen.items() if entry.config is not None and entry.config.descriptor == STREAMED}
-    assert streamed >= {"linear_add_scaled", "scaled_silu_mul", "linear_rope"} if kept else not streamed
-    alone = next(row for row in data["matmul"] if row["operator"] == "linear_parts" and row["k"] == 4096 and row["m"] == 4)
-    assert (alone["us"], alone["torch_us"]) == (3.0, 4.0), "its times alone aren't a layer's"
-    turned = next(row for row in data["matmul"] if row["operator"] == "linear_rope" and row["m"] == 4)
-    assert turned["torch_us"] == 100.0
-    assert (turned["us"] < 100.0) is kept
-    if kept:
-        most = max(config.stages for config in rings.choices(shape, 4, 132)["linear_rope", "bfloat16", 6144, 4096])
-        assert turned["config"][5] == most

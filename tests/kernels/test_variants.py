@@ -1,21 +1,30 @@
 """What is compiled beforehand covers what may be chosen later, and running it changes no result."""
 
+import itertools
+import os
 import random
+import threading
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
+from triton.runtime._async_compile import active_mode
+from triton.runtime.errors import OutOfResources
+
+from kernels.devices import DEVICES, SMALL
 from outrider.device import AttentionMetadata, KernelSet
 from outrider_triton import kernelset
+from outrider_triton.derive import OPERATORS, choose
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.launch import shares
+from outrider_triton.launch import ahead, launch, shares
 from outrider_triton.table import AttentionConfig, AttentionEntry, Entry, MatmulConfig, Table, load
-from outrider_triton.variants import attention_configs, products, share_counts
+from outrider_triton.variants import Scope, attention_configs, products, share_counts
 
-SMALL = MatmulConfig(16, 16, 32, 1, 4, 2, 0, 0)
+TINY = MatmulConfig(16, 16, 32, 1, 4, 2, 0, 0)
 SPLIT = MatmulConfig(16, 16, 32, 2, 4, 2, 0, 0)
+FACTS = DEVICES["H200"]
 TABLE = Table(
     device="made up",
     software={},
@@ -25,20 +34,29 @@ TABLE = Table(
             Entry(m=4, config=small, us=1.0, torch_us=2.0),
             Entry(m=128, config=large, us=1.0, torch_us=2.0),
         )
-        for operator, small, large in (("linear", SMALL, None), ("linear_parts", SMALL, SPLIT))
+        for operator, small, large in (("linear", TINY, None), ("linear_parts", TINY, SPLIT))
     },
     attention=(
-        AttentionEntry(groups=8, max_kv=64, config=AttentionConfig(32, 2, 4, 2)),
-        AttentionEntry(groups=128, max_kv=64, config=AttentionConfig(16, 1, 4, 2)),
+        AttentionEntry(groups=8, max_kv=64, config=AttentionConfig(32, 2, 4, 2), head_size=16),
+        AttentionEntry(groups=128, max_kv=64, config=AttentionConfig(16, 1, 4, 2), head_size=16),
     ),
 )
 
 
-@pytest.mark.parametrize("table", [None, TABLE, load("NVIDIA H200")], ids=["untuned", "made up", "shipped"])
+@pytest.mark.parametrize(
+    ("facts", "table"),
+    [
+        (DEVICES["H200"], None),
+        (DEVICES["H200"], TABLE),
+        (DEVICES["H200"], load("NVIDIA H200")),
+        (DEVICES["L4"], None),
+    ],
+    ids=["derived", "made up", "shipped", "small"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("heads", [(32, 8), (14, 2), (4, 4)])
-def test_every_attention_is_known_beforehand(table, dtype, heads):
-    kernels = TritonKernels(table=table, everywhere=True, processors=132, pdl=False)
+def test_every_attention_is_known_beforehand(facts, table, dtype, heads):
+    kernels = TritonKernels(facts, table=table)
     q, k_cache = torch.empty(1, heads[0], 64, dtype=dtype), torch.empty(1, 16, heads[1], 64, dtype=dtype)
     known = {
         capacity: set(
@@ -61,10 +79,12 @@ def test_every_share_is_known_beforehand():
 
 
 def test_every_product_is_known_beforehand():
-    assert products(TABLE, "linear_parts", "bfloat16", n=32, k=64, everywhere=False) == (SMALL, SPLIT)
-    assert products(TABLE, "linear", "bfloat16", n=32, k=64, everywhere=False) == (SMALL,)
-    assert products(TABLE, "linear", "bfloat16", n=33, k=64, everywhere=False) == ()
-    assert products(None, "linear", "bfloat16", n=33, k=64, everywhere=True) == (kernelset.UNTUNED,)
+    assert products(FACTS, TABLE, "linear_parts", "bfloat16", n=32, k=64) == (TINY, SPLIT)
+    assert products(FACTS, TABLE, "linear", "bfloat16", n=32, k=64) == (TINY,)
+    for operator, table in itertools.product(OPERATORS, (None, TABLE)):
+        known = products(FACTS, table, operator, "bfloat16", n=4096, k=1024, half=64)
+        made = {choose(FACTS, operator, m=m, n=4096, k=1024, half=64) for m in (1, 8, 9, 17, 33, 65, 129)}
+        assert made - {None} == set(known)
 
 
 @pytest.fixture
@@ -90,7 +110,8 @@ def launched(monkeypatch):
 
 
 def test_results_are_the_same_in_the_scope(device, pdl, launched):
-    kernels = TritonKernels(table=TABLE, everywhere=False, processors=4, pdl=pdl)
+    kernels = TritonKernels(SMALL, table=TABLE)
+    kernels.pdl = pdl
     generator = torch.Generator().manual_seed(3)
 
     def normal(*size, dtype=torch.bfloat16):
@@ -131,7 +152,7 @@ def test_results_are_the_same_in_the_scope(device, pdl, launched):
     for before, after in zip(outside, inside, strict=True):
         assert torch.equal(before, after)
     assert {call for call in launched if call[0] == "linear_parts"} == {
-        ("linear_parts", tuple(SMALL.as_list())),
+        ("linear_parts", tuple(TINY.as_list())),
         ("linear_parts", tuple(SPLIT.as_list())),
     }
     assert len({call for call in launched if call[0] == "paged_attention"}) >= 3
@@ -144,3 +165,54 @@ def test_results_are_the_same_in_the_scope(device, pdl, launched):
 def test_kernels_of_the_seam_need_no_scope():
     assert KernelSet().every_variant() is None
     assert KernelSet().compiled() == {}
+
+
+def test_what_is_only_compiled_is_not_launched():
+    calls = []
+
+    class Kernel:
+        def run(self, *arguments, grid, warmup, **settings):
+            calls.append((arguments, grid, warmup, settings))
+
+    launch(Kernel(), (2,), "x", pdl=True, warps=4)
+    with ahead():
+        launch(Kernel(), (3,), "y", pdl=False, warps=8)
+        launch(Kernel(), (0,), "z", pdl=False, warps=8)
+    launch(Kernel(), (4,), "x", pdl=False, warps=4)
+    assert [(arguments, grid, warmup) for arguments, grid, warmup, _ in calls] == [
+        (("x",), (2,), False),
+        (("y",), (3,), True),
+        (("x",), (4,), False),
+    ]
+    assert calls[0][3] == {"launch_pdl": True, "PDL": True, "num_warps": 4}
+
+
+def test_variants_are_compiled_by_threads_and_are_on_the_device_behind_the_scope():
+    loaded, finished, both = [], [], threading.Barrier(2, timeout=30)
+
+    class Made:
+        def __init__(self, name):
+            self.name = name
+
+        @property
+        def run(self):
+            if self.name == "too large":
+                raise OutOfResources(2, 1, "shared memory")
+            loaded.append(self.name)
+
+    def compiling(name):
+        both.wait()  # it takes two threads to get here
+        return Made(name)
+
+    scope = Scope()
+    with scope.entered(), scope.entered():
+        mode = active_mode.get()
+        for name in ("one", "two") if os.cpu_count() > 1 else ():
+            mode.submit(name, lambda name=name: compiling(name), lambda made: finished.append(made.name))
+        mode.submit("too large", lambda: Made("too large"), lambda made: finished.append(made.name))
+        assert loaded == []
+    assert active_mode.get() is None
+    assert scope.depth == 0
+    if os.cpu_count() > 1:
+        assert set(loaded) == {"one", "two"}
+    assert "too large" in finished

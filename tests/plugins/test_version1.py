@@ -17,6 +17,7 @@ from outrider.device import RotaryArgs
 from outrider.errors import CheckpointError
 from outrider.registry import get_backend
 from outrider_conformance.run import conform, passed
+from outrider_proof.tiny import plain_config
 
 PACKAGE = Path(__file__).parent / "version1"
 TOLD = {
@@ -69,11 +70,11 @@ def test_serves_the_same_tokens_by_its_old_names(installed, monkeypatch):
     for site in installed:
         monkeypatch.syspath_prepend(site)
     prompt, params = [5, 6, 7, 5, 6, 7, 5, 6], SamplingParams(max_tokens=6)
-    plain = Engine.from_checkpoint(bundled("target"), get_backend("cpu")).generate([prompt], params)
+    plain = Engine.from_checkpoint(bundled("target"), get_backend("cpu"), config=plain_config()).generate([prompt], params)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         backend = get_backend("version1")
-        made = Engine.from_checkpoint(bundled("target"), backend).generate([prompt], params)
+        made = Engine.from_checkpoint(bundled("target"), backend, config=plain_config()).generate([prompt], params)
         backend.mark_stale(torch.zeros(1), "as the engine says where somebody observes")
     assert [one.token_ids for one in made] == [one.token_ids for one in plain]
     assert backend.marks == 1, "called by the new name, it's the plugin's old one"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
 from outrider.model import load_decoder, load_mtp
@@ -14,6 +14,7 @@ from outrider.speculative.build import BUILDERS, DraftOptions, build
 from outrider.speculative.proposer import PlainProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import byte_level_tokenizer, tiny_config, write_checkpoint, write_eagle, write_eagle3
+from outrider_proof.tiny import plain_config
 
 
 def write_mtp(directory, *, heads=2, seed=5):
@@ -68,7 +69,7 @@ GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 @pytest.mark.parametrize("topk", [1, 3])
 @pytest.mark.parametrize("name", sorted(BUILDERS))
 def test_every_name_builds_a_proposer_that_changes_no_token(checkpoints, name, topk):
-    config = EngineConfig(dtype="float64", draft_tokens=3, draft_topk=topk, max_context=48)
+    config = plain_config(dtype="float64", draft_tokens=3, draft_topk=topk, max_context=48)
     directory = checkpoints / name
     draft = directory if directory.exists() else None
     engine = Engine.from_checkpoint(checkpoints / "target", CpuBackend(), draft_dir=draft, speculate=name, config=config)
@@ -126,8 +127,8 @@ def test_a_context_beyond_the_draft_model_is_refused(checkpoints, tmp_path):
     made = options(checkpoints, directory=tmp_path / "short")
     proposer = build("draft-model", made)
     with pytest.raises(ConfigError, match="max_context is 40, the proposer 'draft-model' was made for 32"):
-        Engine(made.target, made.backend, proposer=proposer, config=EngineConfig(max_context=40))
-    assert Engine(made.target, made.backend, proposer=proposer, config=EngineConfig()).max_context == 32
+        Engine(made.target, made.backend, proposer=proposer, config=plain_config(max_context=40))
+    assert Engine(made.target, made.backend, proposer=proposer, config=plain_config()).max_context == 32
 
 
 # -- multi-token prediction ------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.device import AttentionMetadata, KernelSet
 from outrider.model import ForwardInput, KVCache
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
@@ -16,6 +16,7 @@ from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.tree import DynamicTree, FixedTree
 from outrider_proof import tiny
+from outrider_proof.tiny import plain_config
 from speculative.programs import ENGINES, check, programs
 
 PROPOSERS = {
@@ -122,7 +123,7 @@ def second_and_third():
 def excess(proposer, target=None):
     """Chi-square of many seeds' second and third tokens, over its upper 1e-4 quantile; rare cells are pooled."""
     target = target or tiny.target()
-    made = EngineConfig(dtype="float64", max_context=16, max_requests=500, page_size=8, prefill_chunk=4096)
+    made = plain_config(dtype="float64", max_context=16, max_requests=500, page_size=8, prefill_chunk=4096)
     engine = Engine(target, tiny.BACKEND, proposer=proposer, config=made)
     params = [SamplingParams(max_tokens=3, temperature=TEMPERATURE, seed=s, ignore_eos=True) for s in range(DRAWS)]
     counts = torch.zeros(tiny.VOCABULARY, tiny.VOCABULARY, dtype=torch.float64)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.device import AttentionMetadata, ConfigError, KernelSet
 from outrider.model import ForwardInput, KVCache
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
@@ -13,6 +13,7 @@ from outrider.speculative.proposer import Draft, Proposer
 from outrider.speculative.tree import DynamicTree, FixedTree, Tree
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
+from outrider_proof.tiny import plain_config
 from speculative.programs import ENGINES, check, programs
 
 # -- shapes ----------------------------------------------------------------------------------------------------------
@@ -281,7 +282,7 @@ def prefilled(tokens):
 
 def compaction_error(backend, page_size):
     """The largest difference between the cache of requests that run with trees and a fresh prefill of their tokens."""
-    made = EngineConfig(dtype="float64", max_context=64, page_size=page_size)
+    made = plain_config(dtype="float64", max_context=64, page_size=page_size)
     engine = Engine(tiny.decoder(kernels=backend.kernels_in_use), backend, proposer=Scripted(9, 4, help_out=0.9), config=made)
     requests = [engine.add_request((i, 2, 3), SamplingParams(max_tokens=40, ignore_eos=True)) for i in range(3)]
     lengths, worst = set(), 0.0
@@ -341,4 +342,4 @@ def test_trees_over_a_sliding_window_are_refused():
     target = tiny.decoder(windows=(0, 8, 0))
     proposer = EagleTreeProposer(tiny.eagle_head(), DynamicTree(topk=2, depth=2))
     with pytest.raises(ConfigError, match="sliding window"):
-        Engine(target, tiny.BACKEND, proposer=proposer, config=EngineConfig(dtype="float64"))
+        Engine(target, tiny.BACKEND, proposer=proposer, config=plain_config(dtype="float64"))

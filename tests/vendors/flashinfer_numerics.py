@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.device import AttentionMetadata, AttentionShape, HostParam, KernelSet
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_bench.random_weights import random_decoder, random_eagle, shape_config
+from outrider_proof.tiny import plain_config
 
 PAGE, PAGES = 16, 40
 
@@ -125,7 +126,7 @@ def random_model(backend, dtype=torch.bfloat16, size=128):
 def generate(backend, model, proposer, *, new_tokens, logprobs=None, **config):
     """Six prompts of different lengths, four at a time."""
     dtype = {torch.bfloat16: "bfloat16", torch.float32: "float32"}[model.dtype]
-    kept = EngineConfig(dtype=dtype, max_requests=4, max_context=256, draft_tokens=3, **config)
+    kept = plain_config(dtype=dtype, max_requests=4, max_context=256, draft_tokens=3, **config)
     engine = Engine(model, backend, proposer=proposer, config=kept)
     prompts = [[(97 * i + 31 * j) % VOCABULARY for j in range(5 + 20 * i)] for i in range(6)]
     done = engine.generate(prompts, SamplingParams(max_tokens=new_tokens, ignore_eos=True, logprobs=logprobs))

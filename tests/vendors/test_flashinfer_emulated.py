@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.device import AttentionShape, BackendLoadError, KernelSet
 from outrider.registry import get_backend
 from outrider_conformance.lab import Lab
@@ -18,6 +18,7 @@ from outrider_conformance.planned import PlannedBatch, check_in_graph, check_ren
 from outrider_flashinfer.buffers import fill_indices, fill_mask, mask_bytes
 from outrider_proof import tiny
 from outrider_proof.proposers import NEW_TOKENS, PROMPTS, program
+from outrider_proof.tiny import plain_config
 from outrider_sanitizer import watch
 from outrider_sim.explore import run_once
 from outrider_sim.strategies import Strategy, make_strategy
@@ -187,7 +188,7 @@ def test_an_engine_compiles_before_any_request(make, kernelset):
     backend = make("cpu")
     model = random_model(backend, torch.float32, 64)
     importlib.import_module("flashinfer.jit").BUILT.clear()
-    engine = Engine(model, backend, config=EngineConfig(max_requests=2, max_context=64))
+    engine = Engine(model, backend, config=plain_config(max_requests=2, max_context=64))
     assert engine.warm_up.compiled == {"flashinfer": 1}
     compiled = list(importlib.import_module("flashinfer.jit").BUILT)
     assert compiled

@@ -4,6 +4,7 @@ From the wheel's files alone: nothing of it is imported and nothing runs. So thi
 """
 
 import ast
+import functools
 import json
 import re
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vendors.surface import Call, Mismatch, Unresolved
 from vendors.uses import Use, Vocabulary, collect
@@ -209,10 +211,85 @@ def test_documented_limits_of_attention(wheel):
     start = text.index('"npu_fused_infer_attention_score",')
     page = text[start : text.index("_npu_fused_infer_attention_score_get_max_workspace", start)]
     assert re.search(r"block_size最小为128, 最大为512, 且要求是128的倍数", page)
+    assert (
+        page.count("blocknum不能小于根据actual_seq_lengths_kv和blockSize计算的每个batch的block数量之和") == 2
+    )  # Q_S of 1, and more
+    assert "比值不能大于64" in page
+    assert "N*D小于65535" in page
+    assert "所有维度相乘不能超过int32的表示范围" in page
     assert re.search(r"最大不超过512, key、value输入类型为float16、bfloat16时需要16对齐", page)
     assert re.search(r"sparse_mode为3时, 代表rightDownCausal模式", page)
     assert "(2048*2048)" in page
     assert re.search(r"query: Tensor类型, attention结构的Query输入, 数据类型支持float16、bfloat16、int8", page)
+
+
+LIST = Path(__file__).parent / "operators_of_stages.txt"
+X = torch.rand(2, 3)
+COMPOSED = {  # operators that torch itself puts together for a device without a kernel of its own; with operands
+    "_safe_softmax": (X, -1),
+    "full_like": (X, 2.0),
+    "masked_fill.Scalar": (X, X > 1, 0.0),
+    "new_empty": (X, [2]),
+    "new_full": (X, [2], 1.0),
+    "new_zeros": (X, [2]),
+    "scalar_tensor": (1.0,),
+    "zeros_like": (X,),
+}
+
+
+class Asked(TorchDispatchMode):
+    """The operators that something is put together from."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.name().removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def parts(name):
+    """What torch makes an operator of; None where nothing but the CPU could compute it for the device."""
+    has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, f"aten::{name}")
+    if has("CompositeExplicitAutogradNonFunctional"):
+        packet, _, overload = name.partition(".")
+        return {f"{packet}.{overload}_out" if overload else f"{packet}.out"}
+    if not has("CompositeExplicitAutograd"):
+        return None
+    packet, _, overload = name.partition(".")
+    function = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    with Asked() as asked:
+        # A KeyError here: give the operator operands in COMPOSED.
+        function._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *COMPOSED[name])
+    return asked.names
+
+
+def resolved(name, registered):
+    """Whether the device computes an operator: by itself, or by what torch makes of it."""
+    if name in registered:
+        return True
+    made_of = parts(name)
+    return made_of is not None and name not in made_of and all(resolved(part, registered) for part in made_of)
+
+
+def test_operators_of_the_stages_run_on_the_device(wheel):
+    """Registered by torch_npu, or put together by torch from such; any other would be computed on the CPU, with a warning."""
+    names = [line for line in LIST.read_text().splitlines() if not line.startswith("#")]
+    own = [name for name in names if name in wheel.registered]
+    on_the_cpu = [name for name in names if not resolved(name, wheel.registered)]
+    assert on_the_cpu == []
+    assert len(names) > 80
+    assert b"will fall back to run on the CPU" in wheel.library
+    page = (ROOT / "docs" / "npu.md").read_text()
+    says = f"The stages use {len(names)} operators of torch. torch_npu registers {len(own)} of them"
+    assert says in " ".join(page.split()), f"docs/npu.md should say: {says}"
+
+
+def test_an_operator_that_the_device_lacks_is_found(wheel):
+    registered = wheel.registered - {"index_select", "argmax.out", "masked_fill_.Scalar"}
+    assert {"index_select", "argmax.out", "masked_fill_.Scalar"} < wheel.registered
+    assert [n for n in ("index_select", "argmax", "masked_fill.Scalar", "mm") if resolved(n, registered)] == ["mm"]
 
 
 def test_sticky_errors_have_the_numbers_of_the_header(wheel):

@@ -16,13 +16,14 @@ HERE = Path(__file__).parent
 CASES = sorted(path for path in HERE.glob("on_npu/case_*.py") if path.stem != "case_matrix")
 
 
-# Left to `make test-slow`: all of the engine's matrix, positions without graphs, the fences but for one rebind, and other
-# programs and proposers. The rest is one process, since starting one takes longer than most cases do; the matrix comes
-# last, because it lets the emulation take float64.
+# Left to `make test-slow`: all of the engine's matrix, positions without graphs, the fences but for one rebind, other
+# programs and proposers, and the operators of all stages. The rest is one process, since starting one takes longer than
+# most cases do; the matrix comes last, because it lets the emulation take float64.
 SHORT = {
-    "case_engine": "(eagle and overlapped) or sanitizer",
+    "case_engine": "(eagle and overlapped) or sanitizer or (shared and graphs)",
     "case_mrope": "graphs",
     "case_fences": "verify",
+    "case_operators": "nothing",
     "case_matrix": "(eagle-tree and graphs and outrider_npu-1) or fence or canns",
 }
 MATRIX = HERE / "on_npu" / "case_matrix.py"
@@ -72,6 +73,40 @@ def test_the_conformance_suite(tmp_path, level):
     assert report["tier"]["kind"] == "simulated"
     assert report["capabilities"]["updates_graph_params"]
     assert report["capabilities"]["flags"]
+    page = (HERE.parents[1] / "docs" / "npu.md").read_text()
+    for name, found in report["levels"].items():
+        line = f"{name}  {found['result']}   {found['counts']}\n"
+        assert line in page, f"docs/npu.md should say: {line}"
+
+
+def own_attention(tmp_path, emulation):
+    """Outcomes by use of the tests of the device's own attention, and (own, left) calls by use, from the report."""
+    report = conform("npu", "L4", tmp_path, emulation, only="own_attention")
+    tests = {test["id"]: test for test in report["tests"] if "own_attention" in test["id"]}
+    calls = {}
+    for row in report["kernel_calls"]:
+        if row["kernel"] == "paged_attention":
+            calls.setdefault(row["use"], {True: 0, False: 0})[row["own"]] += sum(row["shapes"].values())
+    assert "paged_attention" in (tmp_path / "report.html").read_text()
+    return tests, calls
+
+
+def test_own_attention_runs_for_every_use(tmp_path):
+    """In the report's counts: in calls and in graphs, never left to the reference, with what the engine takes by itself."""
+    tests, calls = own_attention(tmp_path, "emulation")
+    assert {test["outcome"] for test in tests.values()} == {"passed"}
+    assert len(tests) == 5
+    for use in ("prefill", "draft", "decode", "verify", "extend"):
+        for where in ("", *([", in a graph"] if use != "prefill" else [])):
+            assert calls[use + where][True] > 0, (use, where)
+            assert calls[use + where][False] == 0, (use, where)
+
+
+def test_a_device_whose_own_attention_never_runs_fails(tmp_path):
+    tests, calls = own_attention(tmp_path, "without_attention")
+    assert {test["outcome"] for test in tests.values()} == {"failed"}
+    assert all("was left to the reference each of" in test["reason"] for test in tests.values())
+    assert calls["verify"][True] == 0 < calls["verify"][False]
 
 
 # -- the emulation against the wheel ---------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """A vendor's wheel as files: taken with pip, pinned by hash, read from the archive, never imported."""
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -86,6 +87,15 @@ class Wheel:
     def has_symbol(self, name: str) -> bool:
         """Whether the compiled library holds ``name`` as a whole string, as names of a C extension's methods are held."""
         return b"\0" + name.encode() + b"\0" in self.library
+
+    @cached_property
+    def registered(self) -> frozenset[str]:
+        """Operators of torch, overload included, for which torch_npu's build registers a kernel of its own."""
+        names = set()
+        for name in ("npu_native_functions.yaml", "npu_native_functions_by_codegen.yaml"):
+            text = self.text(f"torch_npu/csrc/aten/{name}")
+            names.update(re.findall(r"^\s*(?:- )?(?:func: |- )([A-Za-z_][\w.]*)", text, re.MULTILINE))
+        return frozenset(names)
 
     def schemas(self, operator: str) -> list[str]:
         """Schemas that the library registers for an operator, an overload included: what the dispatcher will hold calls

@@ -1,8 +1,8 @@
-"""Plots as SVG, without a library: milliseconds of an iteration against its limit."""
+"""Plots as SVG, without a library: milliseconds of an iteration against its limit, or of several engines side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -27,15 +27,7 @@ def limits_svg(rows: Sequence[Mapping[str, Any]], *, title: str) -> str:
     def y(ms: float) -> float:
         return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * ms / top
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
-        _text(_LEFT, 16, title, size=14),
-    ]
-    for step in range(_TICKS + 1):
-        ms = top * step / _TICKS
-        parts.append(f'<path d="M{_LEFT} {y(ms):.1f}H{_WIDTH - _RIGHT}" stroke="#dddddd"/>')
-        parts.append(_text(_LEFT - 8, y(ms) + 4, f"{ms:g}", anchor="end"))
+    parts = _frame(title, top, y)
     parts += [_text(x(batch), _HEIGHT - _BOTTOM + 18, str(batch), anchor="middle") for batch in batches]
     parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 12, "batch size", anchor="middle"))
     parts.append(_text(_LEFT - 48, _TOP - 10, "ms an iteration"))
@@ -58,6 +50,49 @@ def limits_svg(rows: Sequence[Mapping[str, Any]], *, title: str) -> str:
     parts.append(f'<path d="M{_WIDTH - _RIGHT + 14} {at}h24" stroke="#555555" stroke-width="2" stroke-dasharray="5 4"/>')
     parts.append(_text(_WIDTH - _RIGHT + 44, at + 4, "its limit"))
     return "\n".join([*parts, "</svg>", ""])
+
+
+def series_svg(series: Mapping[str, Sequence[tuple[float, float]]], *, title: str, across: str, up: str) -> str:
+    """A line for each name over values that stand apart evenly, whatever lies between them: batch sizes, context lengths."""
+    places = sorted({across_value for points in series.values() for across_value, _ in points})
+    top = _nice(max(value for points in series.values() for _, value in points))
+
+    def x(value: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (places.index(value) + 0.5) / len(places)
+
+    def y(value: float) -> float:
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * value / top
+
+    parts = _frame(title, top, y)
+    parts += [_text(x(value), _HEIGHT - _BOTTOM + 18, f"{value:g}", anchor="middle") for value in places]
+    parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 12, across, anchor="middle"))
+    parts.append(_text(_LEFT - 48, _TOP - 10, up))
+    for number, (name, points) in enumerate(series.items()):
+        colour = _COLOURS[number % len(_COLOURS)]
+        line = " ".join(f"{x(place):.1f},{y(value):.1f}" for place, value in sorted(points))
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts += [
+            f'<circle cx="{x(place):.1f}" cy="{y(value):.1f}" r="3.5" fill="{colour}">'
+            f"<title>{escape(name)}, {place:g}: {value:.3f}</title></circle>"
+            for place, value in sorted(points)
+        ]
+        at = _TOP + 10 + 18 * number
+        parts.append(f'<path d="M{_WIDTH - _RIGHT + 14} {at}h24" stroke="{colour}" stroke-width="2"/>')
+        parts.append(_text(_WIDTH - _RIGHT + 44, at + 4, name))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _frame(title: str, top: float, y: Callable[[float], float]) -> list[str]:
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
+        _text(_LEFT, 16, title, size=14),
+    ]
+    for step in range(_TICKS + 1):
+        value = top * step / _TICKS
+        parts.append(f'<path d="M{_LEFT} {y(value):.1f}H{_WIDTH - _RIGHT}" stroke="#dddddd"/>')
+        parts.append(_text(_LEFT - 8, y(value) + 4, f"{value:g}", anchor="end"))
+    return parts
 
 
 def _nice(value: float) -> float:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.models import Running
-from outrider.cli.starting import progress_shown, say_what_started
+from outrider.cli.models import Running, Sizes, prepare_device
+from outrider.cli.starting import progress_shown, say_what_started, say_what_was_chosen
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from outrider.device import Backend
-    from outrider.engine.config import EngineConfig
+    from outrider.engine.config import Choice, EngineConfig
     from outrider.engine.engine import Engine
     from outrider.model import LanguageModel
     from outrider.speculative.proposer import Proposer
@@ -30,12 +30,13 @@ def check_acceptance(accept_length: float | None, shape: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomModel:
-    """A shape, its proposer (eagle or none), and the synthetic acceptance, if any."""
+    """A shape, its proposer (eagle or none), and the synthetic acceptance, if any: a mean length, or each place's chance."""
 
     shape: str
     speculate: str
     draft_tokens: int
     accept_length: float | None
+    accept_rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.speculate not in ("eagle", "none"):
@@ -51,29 +52,29 @@ class RandomModel:
     @property
     def described(self) -> Mapping[str, object]:
         """What a report says about it."""
+        length = self.accept_length if self.accept_rates is None else 1 + sum(self.accept_rates)
         return {
             "model": f"random weights of {self.shape}",
             "draft": None if self.speculate == "none" else "random weights",
             "speculate": self.speculate,
-            "acceptance": "real" if self.accept_length is None else f"synthetic, mean {self.accept_length:g}",
+            "acceptance": "real" if length is None else f"synthetic, mean {length:g}",
         }
 
-    def config(self, *, running: Running, max_requests: int, dtype: str, max_context: int) -> EngineConfig:
-        """That of the engine."""
+    def config(
+        self, *, running: Running, max_requests: int, dtype: str | None, max_context: int, sizes: Sizes | None = None
+    ) -> EngineConfig:
+        """That of the engine. ``sizes`` go before the others."""
         from outrider.engine.config import EngineConfig
 
+        least = {"max_requests": max_requests, "max_context": max_context}
         return EngineConfig(
-            max_requests=max_requests,
             draft_tokens=self.draft_tokens,
             dtype=dtype,
-            max_context=max_context,
             prefix_cache=False,
             penalties=False,
             max_logprobs=0,
-            mode=running.mode,
-            graphs=running.graphs,
-            overlap=running.overlap,
-            draft_length=running.draft_length if self.speculate == "eagle" else None,
+            **asdict(running if self.speculate == "eagle" else replace(running, draft_length=None)),
+            **least | (sizes or Sizes()).given,
         )
 
     def make(self, device: Backend, dtype: torch.dtype) -> tuple[LanguageModel, Proposer | None]:
@@ -81,23 +82,54 @@ class RandomModel:
         from outrider.model import Decoder
         from outrider.speculative.eagle import EagleProposer
         from outrider_bench.random_weights import random_decoder, random_eagle, shape_config
-        from outrider_bench.synthetic import with_synthetic_acceptance
+        from outrider_bench.synthetic import with_acceptance_rates, with_synthetic_acceptance
 
         model = random_decoder(shape_config(self.shape), backend=device, dtype=dtype)
         if self.accept_length is not None:
             model = Decoder(model.config, model.weights, with_synthetic_acceptance(model.kernels, self.accept_length))
+        elif self.accept_rates is not None and self.speculate == "eagle":
+            model = Decoder(model.config, model.weights, with_acceptance_rates(model.kernels, self.accept_rates))
         if self.speculate != "eagle":
             return model, None
         return model, EagleProposer(random_eagle(model, backend=device), draft_tokens=self.draft_tokens)
 
-    def load(self, backend: str | None, *, running: Running, max_requests: int, dtype: str, max_context: int) -> Engine:
-        """Choose the backend and make the weights on it."""
-        from outrider.engine.engine import Engine
+    def load(
+        self,
+        backend: str | None,
+        *,
+        running: Running,
+        max_requests: int,
+        dtype: str | None,
+        max_context: int,
+        sizes: Sizes | None = None,
+        cached_tokens: int | None = None,
+        say: bool = False,
+        beside: Sequence[Choice] = (),
+    ) -> Engine:
+        """Choose the backend and make the weights on it. ``say``: tell people what was chosen, also ``beside`` it.
 
-        config = self.config(running=running, max_requests=max_requests, dtype=dtype, max_context=max_context)
+        ``cached_tokens``: those that the cache holds, a partly used page of each request aside; None: chosen.
+        """
+        from outrider.engine.engine import Engine
+        from outrider.engine.resolve import resolve
+        from outrider.engine.situation import situation_of
+        from outrider.model.shapes import shape_config
+        from outrider.speculative.proposer import PlainProposer
+
         registry = Registry()
         device = registry.create(registry.select(backend, backend_from_environment()))
+        with progress_shown() as tell:
+            prepare_device(device, lambda: shape_config(self.shape), 0.0, tell)
+        own: tuple[Choice, ...] = ()
+        if dtype is None:
+            own = (self.dtype(device),)
+            dtype = str(own[0].value)
+        config = self.config(running=running, max_requests=max_requests, dtype=dtype, max_context=max_context, sizes=sizes)
+        if cached_tokens is not None:
+            pages = cached_tokens // (config.page_size or device.capabilities.page_size) + max_requests + 2
+            config = replace(config, num_pages=pages)
         model, proposer = self.make(device, config.torch_dtype)
+        config = resolve(config, situation_of(device, model, proposer or PlainProposer()), own)
         with progress_shown() as tell:
             engine = Engine(
                 model,
@@ -106,5 +138,17 @@ class RandomModel:
                 config=config,
                 capture_progress=lambda done, total: tell("capturing graphs", done, total),
             )
+        if say:
+            say_what_was_chosen(engine, beside)
         say_what_started(engine)
         return engine
+
+    @staticmethod
+    def dtype(device: Backend) -> Choice:
+        """The dtype of the weights where none is named: that in which such models are published."""
+        import torch
+
+        from outrider.engine.resolve import choose_dtype
+
+        chosen = choose_dtype(device.capabilities, torch.bfloat16)
+        return replace(chosen, why=chosen.why.replace("the checkpoint", "the published checkpoint"))

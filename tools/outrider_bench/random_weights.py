@@ -5,59 +5,22 @@ Nothing that such a model says means anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, ConfigError
+from outrider.device import Backend
 from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder
 from outrider.model.eagle import EagleHead
 from outrider.model.head_mapping import eagle_targets, eagle_weights
 from outrider.model.mapping import Target, decoder_targets, decoder_weights
-from outrider.model.rope import RopeConfig
+from outrider.model.shapes import shape_config
 from outrider.model.tensors import placed
 
-SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
-    {
-        "llama-3.1-8b": ModelConfig(
-            family="llama",
-            vocab_size=128256,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_layers=32,
-            num_heads=32,
-            num_kv_heads=8,
-            head_size=128,
-            rms_eps=1e-5,
-            max_context=131072,
-            rope=RopeConfig(kind="llama3", theta=500000.0, factor=8.0, original_context=8192),
-        ),
-        "tiny": ModelConfig(
-            family="llama",
-            vocab_size=512,
-            hidden_size=64,
-            intermediate_size=128,
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=2,
-            head_size=16,
-            rms_eps=1e-5,
-            max_context=1024,
-        ),
-    }
-)
-"""Shapes by name."""
-
-
-def shape_config(name: str) -> ModelConfig:
-    """The config of a shape. Raises :class:`ConfigError` for a name that isn't in :data:`SHAPES`."""
-    if name not in SHAPES:
-        raise ConfigError(f"there is no shape {name!r}; expected one of {', '.join(sorted(SHAPES))}")
-    return SHAPES[name]
+__all__ = ["random_decoder", "random_eagle", "shape_config"]
 
 
 def random_decoder(config: ModelConfig, *, backend: Backend, dtype: torch.dtype) -> Decoder:

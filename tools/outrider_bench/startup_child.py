@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from outrider_bench.child import answer
 
+if TYPE_CHECKING:
+    from outrider.engine.engine import Engine
+
 _PROMPT_TOKENS = 32
+_SERVED_TOKENS = 24
 
 
 def start(work: Mapping[str, Any]) -> dict[str, object]:
@@ -20,43 +26,30 @@ def start(work: Mapping[str, Any]) -> dict[str, object]:
     import outrider.engine.engine  # noqa: F401  (what is timed)
 
     imported = time.time()
-    from outrider.cli.models import Running, bundled
+    from outrider.cli.models import Running, Sizes, bundled
+    from outrider.cli.starting import chosen
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
     from outrider.engine.loading import load_checkpoint
-    from outrider.engine.requests.request import SamplingParams
     from outrider.registry import Registry
-    from outrider_bench.random_model import RandomModel
 
     running = Running(**work["running"])
-    sizes = {"max_requests": work["batch"], "dtype": work["dtype"], "max_context": work["max_context"]}
+    sizes = Sizes(max_requests=work["batch"], max_context=work["max_context"], **work["sizes"])
     device = Registry().create(work["backend"])
     device.synchronize()
     opened = time.time()
-    tokenizer = None
-    if work["shape"] is not None:
-        random = RandomModel(
-            shape=work["shape"], speculate=work["speculate"], draft_tokens=work["draft_tokens"], accept_length=None
-        )
-        config = random.config(running=running, **sizes)
-        model, proposer = random.make(device, config.torch_dtype)
-    else:
-        config = EngineConfig(
-            **sizes,
-            draft_tokens=work["draft_tokens"],
-            mode=running.mode,
-            graphs=running.graphs,
-            overlap=running.overlap,
-        )
-        draft = bundled("eagle") if work["speculate"] == "eagle" else None
-        loaded = load_checkpoint(bundled("target"), device, config, draft_dir=draft, speculate=work["speculate"])
-        model, proposer, tokenizer = loaded.model, loaded.proposer, loaded.tokenizer
+    asked = EngineConfig(dtype=work["dtype"], draft_tokens=work["draft_tokens"], **asdict(running), **sizes.given)
+    model_dir, draft_dir = (bundled(each) if work[each] is None else Path(work[each]) for each in ("target", "eagle"))
+    draft = draft_dir if work["speculate"] == "eagle" else None
+    loaded = load_checkpoint(model_dir, device, asked, draft_dir=draft, speculate=work["speculate"])
+    config = loaded.config
     device.synchronize()
     loaded_at = time.time()
-    engine = Engine(model, device, proposer=proposer, config=config, tokenizer=tokenizer)
+    engine = Engine(loaded.model, device, proposer=loaded.proposer, config=config, tokenizer=loaded.tokenizer)
     device.synchronize()
     made = time.time()
-    engine.add_request([1] * min(_PROMPT_TOKENS, engine.max_context - 2), SamplingParams(max_tokens=2, ignore_eos=True))
+    known = sum(engine.model.kernels.compiled().values())
+    _ask(engine, 1, _PROMPT_TOKENS, 2)
     while not any(output.tokens for output in engine.step()):
         pass
     first = time.time()
@@ -72,13 +65,33 @@ def start(work: Mapping[str, Any]) -> dict[str, object]:
         "first token": first - made,
     }
     return {
+        "dtype": config.dtype,
+        "chosen": chosen(engine),
         "stages": stages,
         "total": first - work["started"],
+        "compiled_while_serving": _serve(engine) - known,
         "compiled": dict(engine.warm_up.compiled) if engine.warm_up is not None else None,
         "captured": str(engine.captured) if engine.captured is not None else None,
         "versions": dict(device.versions()),
         "device": str(device.device),
     }
+
+
+def _ask(engine: Engine, requests: int, prompt: int, tokens: int) -> None:
+    from outrider.engine.requests.request import SamplingParams
+
+    for number in range(requests):
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=float(number % 2))
+        engine.add_request([1 + number] * max(1, min(prompt, engine.max_context - tokens)), params)
+
+
+def _serve(engine: Engine) -> int:
+    """Requests of several lengths, greedy and drawn; returns the variants of kernels that are compiled behind them."""
+    for prompt in (1, 40, engine.max_context // 2):
+        _ask(engine, engine.config.max_requests, prompt, min(_SERVED_TOKENS, engine.max_context // 4))
+        while engine.has_unfinished:
+            engine.step()
+    return sum(engine.model.kernels.compiled().values())
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Nothing that serves requests knows of it: a model is made with such kernels by h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,24 +13,28 @@ from torch import Tensor
 
 from outrider.device import ConfigError, KernelSet, WrappedKernels
 
-_MULTIPLIER = 2654435761  # Knuth's, for hashing positions
+_PLACES = 0xFFFF
+_APART = 40503  # between the places of neighbouring requests; odd, so that no two of 65536 coincide
+_ROUNDS = ((7, 0x2993), (5, 0xE877), (9, 0x0235))
+"""A hash of 16 bits onto themselves without a pattern in neighbours: how far a step goes depends on the luck before it."""
 
 
 class _Verdicts(NamedTuple):
-    """What is decided beforehand, int64: ``by_place`` [K+2, 2**16], by a hash of the position how many are accepted, and
+    """What is decided beforehand, int64: ``by_place`` [K+2, 2**16], by a hash of the place how many are accepted, and
     where each token of the result then comes from: a draft, the real token behind them, or the -1 behind that; ``none``
-    [B, 1].
+    [B, 1]; ``offsets`` [B] sets the requests of a batch apart.
     """
 
     by_place: Tensor
     none: Tensor
+    offsets: Tensor
 
 
 class _Synthetic(WrappedKernels):
-    def __init__(self, inner: KernelSet, accept_length: float) -> None:
+    def __init__(self, inner: KernelSet, rates: tuple[float, ...], described: str) -> None:
         super().__init__(inner)
-        self.name = f"{inner.name}, synthetic acceptance of {accept_length:g}"
-        self.accept_length = accept_length
+        self.name = f"{inner.name}, synthetic acceptance of {described}"
+        self.rates = rates
         self.verdicts: dict[tuple[int, int, torch.device], _Verdicts] = {}
 
     def verify_chain(
@@ -46,31 +51,67 @@ class _Synthetic(WrappedKernels):
         batch, drafted = draft_tokens.shape
         key = (batch, drafted, tokens.device)
         if key not in self.verdicts:
-            self.verdicts[key] = _decide(self.accept_length, *key)
+            self.verdicts[key] = _decide(self.rates, *key)
         decided = self.verdicts[key]
-        verdicts = decided.by_place.index_select(1, positions & 0xFFFF)
+        verdicts = decided.by_place.index_select(1, positions + decided.offsets & _PLACES)
         # Of the real verdict the first token alone is certain to be one.
         known = torch.cat((draft_tokens, tokens[:, :1], decided.none), dim=1)
         return known.gather(1, verdicts[1:].t()), verdicts[0]
 
 
-def _decide(length: float, batch: int, drafted: int, device: torch.device) -> _Verdicts:
-    """Lengths are the two whole numbers around ``length``."""
-    whole, rest = divmod(min(length - 1, drafted), 1)
-    luck = (torch.arange(1 << 16, device=device) * _MULTIPLIER >> 16) & 0xFFFF
-    accepted = (luck < round(rest * 65536)).to(torch.int64) + int(whole)
+def _decide(rates: tuple[float, ...], batch: int, drafted: int, device: torch.device) -> _Verdicts:
+    """A request's luck at a place of its text, by a hash of both: it passes each place whose rate is above."""
+    luck = torch.arange(_PLACES + 1, device=device)
+    for shift, factor in _ROUNDS:
+        luck = (luck ^ luck >> shift) * factor & _PLACES
+    luck ^= luck >> 10
+    accepted = sum((luck < round(rate * 65536)).to(torch.int64) for rate in rates[:drafted]) + torch.zeros_like(luck)
     lane, count = torch.arange(drafted + 1, device=device), torch.arange(drafted + 1, device=device).unsqueeze(1)
     sources = torch.where(lane < count, lane, torch.where(lane == count, drafted, drafted + 1))
     by_place = torch.cat((accepted.unsqueeze(0), sources[accepted].t()))
-    return _Verdicts(by_place, torch.full((batch, 1), -1, device=device))
+    offsets = torch.arange(batch, device=device) * _APART & _PLACES
+    return _Verdicts(by_place, torch.full((batch, 1), -1, device=device), offsets)
+
+
+def rates_of_length(accept_length: float, draft_tokens: int) -> tuple[float, ...]:
+    """The chance that at least so many drafted tokens pass, where each passes with one and the same chance, as far as the one
+    before it did: the chance that makes ``accept_length`` tokens an iteration, the target's own included.
+
+    Raises :class:`ConfigError` for a length that ``draft_tokens`` can't give.
+    """
+    if not 1 <= accept_length <= draft_tokens + 1:
+        raise ConfigError(
+            f"--accept-length is {accept_length:g}; with {draft_tokens} drafted tokens it is 1 to {draft_tokens + 1}"
+        )
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        chance = (low + high) / 2
+        low, high = (chance, high) if sum(_powers(chance, draft_tokens)) < accept_length - 1 else (low, chance)
+    return _powers(high, draft_tokens)
+
+
+def _powers(chance: float, count: int) -> tuple[float, ...]:
+    return tuple(chance**number for number in range(1, count + 1))
 
 
 def with_synthetic_acceptance(kernels: KernelSet, accept_length: float) -> KernelSet:
     """``kernels`` whose ``verify_chain`` accepts ``accept_length`` tokens on average, the target's own included.
 
-    The lengths are the two whole numbers around it, by a hash of the position; more than a chain has is cut off. Trees are
-    verified as ever. Raises :class:`ConfigError` for less than 1.
+    The lengths are the two whole numbers around it, by a hash of request and position; more than a chain has is cut off.
+    Trees are verified as ever. Raises :class:`ConfigError` for less than 1.
     """
     if not accept_length >= 1:
         raise ConfigError(f"an acceptance length of {accept_length} can't be: an iteration yields at least 1 token")
-    return _Synthetic(kernels, accept_length)
+    whole, rest = divmod(accept_length - 1, 1)
+    return _Synthetic(kernels, (1.0,) * int(whole) + (rest,), f"{accept_length:g}")
+
+
+def with_acceptance_rates(kernels: KernelSet, rates: Sequence[float]) -> KernelSet:
+    """The same by the chance of each place of a chain that it and all before it pass; a longer chain stops there.
+
+    Raises :class:`ConfigError` for chances that aren't between 0 and 1, or that rise.
+    """
+    given = tuple(rates)
+    if not given or not all(0 <= rate <= 1 for rate in given) or list(given) != sorted(given, reverse=True):
+        raise ConfigError(f"acceptance rates of {given}; expected chances from 1 to 0, none above the one before it")
+    return _Synthetic(kernels, given, "/".join(f"{rate:.3g}" for rate in given))

@@ -19,6 +19,12 @@ class Clock:
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
+        self._armed = False
+
+    def renew(self) -> None:
+        """Start the limit again, where a test is many things of which each may hang."""
+        if self._armed:
+            signal.setitimer(signal.ITIMER_REAL, self._limit, min(self._limit, _AGAIN))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -51,8 +57,10 @@ class Clock:
         before = signal.signal(signal.SIGALRM, late)
         # Again and again: what drains the device on the way out of a test that hangs, hangs too.
         signal.setitimer(signal.ITIMER_REAL, self._limit, min(self._limit, _AGAIN))
+        self._armed = True
         try:
             yield
         finally:
+            self._armed = False
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)

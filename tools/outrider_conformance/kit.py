@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from outrider.device import SEAM_VERSION, Backend, BackendInfo
 from outrider.registry import Registry
 from outrider_conformance.lab import Pace
+
+if TYPE_CHECKING:
+    from outrider_conformance.observed import Observed
 
 
 class Kit:
@@ -23,6 +26,8 @@ class Kit:
         self.pace = Pace()
         self._facts: dict[str, Any] = {}
         self._unopenable: Exception | None = None
+        self.observed: Observed | None = None
+        """How the engine's calls of kernels were answered; made once, by the first test that asks."""
 
     @property
     def info(self) -> BackendInfo:

@@ -46,10 +46,12 @@ class Pace:
 
 
 class Lab:
-    """One backend under test."""
+    """One backend under test. ``seed`` and ``draws``: what drawn operands are drawn from, and how many sets of them."""
 
-    def __init__(self, backend: Backend, pace: Pace | None = None) -> None:
+    def __init__(self, backend: Backend, pace: Pace | None = None, *, seed: int = 0, draws: int = 0) -> None:
         self.backend = backend
+        self.seed = seed
+        self.draws = draws
         self.pace = pace or Pace()
         self._patience = 1
 

@@ -87,6 +87,7 @@ def page(report: Mapping[str, Any]) -> str:
 declared is a failure.</p>
 <ul class="abilities">{abilities}</ul>
 <div class="scroll"><table>{others}</table></div>
+{_kernels(report)}
 {_figures(report)}
 {_waivers(waived)}
 <h2>Every test</h2>
@@ -174,6 +175,37 @@ def _figures(report: Mapping[str, Any]) -> str:
         "<h2>Figures</h2><p class='dim'>Measured in this run, reported and not judged.</p>"
         f"<div class='scroll'><table>{rows}</table></div>"
     )
+
+
+def _kernels(report: Mapping[str, Any]) -> str:
+    """Who computed: a row for each kernel, kernel set and use."""
+    found: dict[tuple[str, str, str], dict[bool, Mapping[str, int]]] = {}
+    for row in report.get("kernel_calls", ()):
+        found.setdefault((row["kernel"], row["kernels"], row["use"]), {})[row["own"]] = row["shapes"]
+    if not found:
+        return ""
+    rows = "".join(
+        f"<tr><td><code>{escape(kernel)}</code></td><td>{escape(kernels)}</td><td>{escape(use)}</td>"
+        f'<td class="number">{sum(answers.get(True, {}).values())}</td>'
+        f'<td class="number">{sum(answers.get(False, {}).values())}</td><td>{_shapes(answers)}</td></tr>'
+        for (kernel, kernels, use), answers in sorted(found.items())
+    )
+    return (
+        "<h2>Who computed</h2><p class='dim'>Calls of each kernel that the kernel set computed itself, and those that it "
+        "left to what it overrides or doesn't override at all (the references). A call in a graph is counted when it's "
+        "captured.</p><div class='scroll'><table><tr><th>kernel<th>kernel set<th>for<th>own<th>left<th>operands</tr>"
+        f"{rows}</table></div>"
+    )
+
+
+def _shapes(answers: Mapping[bool, Mapping[str, int]]) -> str:
+    lines = [
+        f"{'own' if own else 'left'} {count}: {shape}"
+        for own in (True, False)
+        for shape, count in answers.get(own, {}).items()
+    ]
+    listed = "".join(f"<div><code>{escape(line)}</code></div>" for line in lines)
+    return f"<details><summary>{len(lines)} shapes</summary>{listed}</details>"
 
 
 def _waivers(tests: list[Mapping[str, Any]]) -> str:

@@ -9,22 +9,31 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from outrider.device import Backend, BackendInfo, OutriderError
 from outrider_conformance.clock import Clock
+from outrider_conformance.counting import counting
 from outrider_conformance.kit import KIT, Kit
 from outrider_conformance.lab import Lab
 from outrider_conformance.levels import DEFAULT_LEVEL, LEVELS, level_of, parse_level
-from outrider_conformance.recorder import Recorder
+from outrider_conformance.programs import DEFAULT_PROGRAMS
+from outrider_conformance.recorder import CALLS, Recorder
 from outrider_conformance.verdict import judge, mark_of, test_id
 from outrider_conformance.waivers import Waiver, read_waivers
 
+if TYPE_CHECKING:
+    from outrider_conformance.observed import Observed
+
 TIMEOUT = 120.0
+COUNTED = 4
+"""The first level whose tests call kernels."""
+DRAWS = 6
 WAIVERS = pytest.StashKey[Sequence[Waiver]]()
 RECORDER = pytest.StashKey[Recorder]()
+_CLOCK = "outrider-conformance-clock"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,6 +49,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--report", metavar="DIR", help="write report.json, report.xml, report.html and badge.svg there")
     group.addoption("--waivers", metavar="FILE", help="TOML file of known failures, each with a reason, a link and a date")
     group.addoption("--kit-timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="limit for one test of the kit")
+    group.addoption(
+        "--programs",
+        type=int,
+        default=DEFAULT_PROGRAMS,
+        metavar="N",
+        help="random programs over the seam, in all (default: %(default)s); 0 leaves them out, so nothing is passed",
+    )
+    group.addoption("--kit-seed", type=int, default=0, metavar="N", help="what operands and programs are drawn from")
+    group.addoption(
+        "--kit-draws", type=int, default=DRAWS, metavar="N", help="draws for each kernel and dtype, beside the fixed ones"
+    )
     group.addoption("--kit-command", metavar="TEXT", help="the command line that the report names, if not pytest's own")
 
 
@@ -58,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[WAIVERS] = read_waivers(Path(path)) if path else ()
     except OutriderError as error:
         raise pytest.UsageError(str(error)) from error
-    config.pluginmanager.register(Clock(config.getoption("--kit-timeout")), "outrider-conformance-clock")
+    config.pluginmanager.register(Clock(config.getoption("--kit-timeout")), _CLOCK)
     recorder = Recorder(config, config.stash[KIT])
     config.stash[RECORDER] = recorder
     config.pluginmanager.register(recorder, "outrider-conformance-recorder")
@@ -126,17 +146,59 @@ def info(kit: Kit) -> BackendInfo:
 
 
 @pytest.fixture
-def backend(kit: Kit) -> Generator[Backend]:
-    """A new backend; drained after the test, whether it passed or failed."""
+def backend(kit: Kit, request: pytest.FixtureRequest) -> Generator[Backend]:
+    """A new backend; drained after the test, whether it passed or failed. From L4 on, calls of its kernels are counted."""
     backend = kit.open()
-    yield backend
-    backend.synchronize()
+    if (level_of(request.path) or 0) < COUNTED:
+        yield backend
+        backend.synchronize()
+        return
+    with counting(backend.kernels_in_use) as calls:
+        yield backend
+        backend.synchronize()
+    request.node.user_properties.append((CALLS, calls.rows()))
 
 
 @pytest.fixture
-def lab(kit: Kit, backend: Backend) -> Lab:
+def observed(kit: Kit, request: pytest.FixtureRequest) -> Observed:
+    """Who answers the engine's calls of kernels. The first test of a process that asks for it runs the engines."""
+    from outrider_conformance.observed import observe  # the engine: the levels below need the seam alone
+
+    first = kit.observed is None
+    found = observe(kit)
+    if first:
+        request.node.user_properties.append((CALLS, found.calls.rows()))
+    return found
+
+
+@pytest.fixture
+def lab(kit: Kit, backend: Backend, pytestconfig: pytest.Config) -> Lab:
     """The new backend with the means to provoke orders on it."""
-    return Lab(backend, kit.pace)
+    seed, draws = (pytestconfig.getoption(name) for name in ("--kit-seed", "--kit-draws"))
+    return Lab(backend, kit.pace, seed=seed, draws=draws)
+
+
+@pytest.fixture
+def random_programs(kit: Kit, pytestconfig: pytest.Config) -> Callable[[str], None]:
+    """Try this backend's share of random programs of a family: ``random_programs("copies")``."""
+    from outrider_conformance.programs.trial import convict, share
+
+    clock = pytestconfig.pluginmanager.get_plugin(_CLOCK)
+    total, start = pytestconfig.getoption("--programs"), pytestconfig.getoption("--kit-seed")
+
+    def trial(family: str) -> None:
+        if total < 1:
+            pytest.skip("--programs 0")
+        convict(
+            kit.open,
+            backend=str(kit.spec),
+            family=family,
+            count=share(family, total),
+            start=start,
+            alive=clock.renew if isinstance(clock, Clock) else lambda: None,
+        )
+
+    return trial
 
 
 @pytest.fixture
@@ -150,4 +212,4 @@ def figure(record_property: Callable[[str, object], None]) -> Callable[[str, flo
 
 
 Figure = Callable[[str, float, str], None]
-__all__: list[Any] = ["backend", "figure", "info", "kit", "lab"]
+__all__: list[Any] = ["backend", "figure", "info", "kit", "lab", "observed", "random_programs"]

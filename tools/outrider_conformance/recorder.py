@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
+from outrider_conformance.counting import merged
 from outrider_conformance.kit import Kit, host_facts
 from outrider_conformance.levels import LEVELS, parse_level
 from outrider_conformance.report import complete, levels_of
 from outrider_conformance.verdict import VERDICT, Verdict
 
+CALLS = "kernel calls"
+"""The user property of a test that holds how its calls of kernels were answered."""
 _WORST_LAST = ("passed", "not applicable", "not declared", "waived", "not run", "failed")
 
 
@@ -30,6 +33,7 @@ class Recorder:
         self._started = datetime.datetime.now(datetime.UTC)
         self._clock = time.perf_counter()
         self._records: dict[str, dict[str, Any]] = {}
+        self._calls: list[list[dict[str, Any]]] = []
         self._requested: set[str] = set()
         self._facts: dict[str, Any] = {}
         directory = config.getoption("--report")
@@ -53,6 +57,7 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add one phase of a test; the worst phase decides."""
         properties = report.user_properties
+        calls: list[Any] = [value for key, value in properties if key == CALLS]
         verdicts: list[Any] = [value for key, value in properties if key == VERDICT]
         if self._worker or not verdicts:
             return
@@ -64,6 +69,7 @@ class Recorder:
         if report.when == "call":
             record["figures"] = [value for key, value in properties if key == "figure"]
         if report.when == "teardown":
+            self._calls += calls
             self._note({"finished": record})
 
     @pytest.hookimpl(trylast=True)
@@ -106,6 +112,7 @@ class Recorder:
             facts=self._facts or dict(self._kit.facts),
             level=self._level(),
             tests=list(self._tests()),
+            calls=merged(self._calls),
             command=self._config.getoption("--kit-command") or " ".join(["pytest", *sys.argv[1:]]),
             started=self._started,
             seconds=time.perf_counter() - self._clock,

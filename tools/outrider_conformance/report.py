@@ -32,6 +32,7 @@ def complete(
     facts: Mapping[str, Any],
     level: int,
     tests: Sequence[Mapping[str, Any]],
+    calls: Sequence[Mapping[str, Any]],
     command: str,
     started: datetime.datetime,
     seconds: float,
@@ -53,6 +54,7 @@ def complete(
             "level": f"L{level}",
             "reached": reached(ordered, level),
             "levels": levels_of(ordered, level),
+            "kernel_calls": [dict(row) for row in calls],
             "figures": [figure for test in ordered for figure in test["figures"]],
             "tests": [dict(test) for test in ordered],
         }

@@ -32,6 +32,9 @@ def conform(
     report: Path | None = None,
     waivers: Path | None = None,
     workers: int = 0,
+    programs: int | None = None,
+    seed: int = 0,
+    only: str = "",
     extra: Sequence[str] = (),
     command: str | None = None,
     output: TextIO | None = None,
@@ -39,9 +42,10 @@ def conform(
     """Run the suite for ``backend`` and return the report.
 
     Progress goes to ``output`` (standard output without it). ``workers`` spreads the tests over that many processes with
-    pytest-xdist. Raises :class:`ConformanceError` where no report comes about.
+    pytest-xdist. ``programs``: how many random programs are tried, drawn from ``seed``; ``only``: of the tests those with
+    this word in their names, so that nothing is passed. Raises :class:`ConformanceError` where no report comes about.
     """
-    for needed in ("pytest", *(["xdist"] if workers else [])):
+    for needed in ("pytest", "hypothesis", *(["xdist"] if workers else [])):
         if importlib.util.find_spec(needed) is None:
             raise ConformanceError(f"the suite needs {needed}: pip install 'outrider[conformance]'")
     with scratch_directory("outrider-conform-") as scratch:
@@ -54,6 +58,9 @@ def conform(
             *("--backend", backend, "--level", level, "--report", str(directory), "--kit-command", given),
             *("--tb=short", "-rN", "-W", "error::pytest.PytestUnhandledThreadExceptionWarning"),
             *(["-n", str(workers)] if workers else []),
+            *(["--programs", str(programs)] if programs is not None else []),
+            *(["--kit-seed", str(seed)] if seed else []),
+            *(["-k", only] if only else []),
             *(["--waivers", str(waivers.absolute())] if waivers is not None else []),
             *extra,
         ]
@@ -86,6 +93,11 @@ def passed(report: Mapping[str, Any]) -> bool:
     return report["reached"] is not None and int(report["reached"][1:]) >= asked
 
 
+def failed(report: Mapping[str, Any]) -> bool:
+    """Whether a test failed, whatever was left out."""
+    return any(test["outcome"] == "failed" for test in report["tests"])
+
+
 def _settings(scratch: Path) -> str:
     path = scratch / "pytest.ini"
     path.write_text("[pytest]\naddopts =\n", encoding="utf-8")
@@ -107,4 +119,4 @@ def _post_mortem(journal: Path, code: int, backend: str) -> str:
     return f"the process ended with {how}{where}, without a report: a plugin that crashes passes nothing"
 
 
-__all__ = ["ConfigError", "ConformanceError", "check", "conform", "passed"]
+__all__ = ["ConfigError", "ConformanceError", "check", "conform", "failed", "passed"]

@@ -10,6 +10,7 @@ from typing import Any
 from outrider.device import Backend
 from outrider_proof.decode_program import HostProgram, WrongTokens, implied_by
 from outrider_proof.fence_log import Drop, FenceLog
+from outrider_proof.pace import Pace
 from outrider_proof.setups import Served, Setup, alone, draw, engines_for, plain, simulated, synchronous
 from outrider_sanitizer import RaceError, watch
 from outrider_sanitizer import Report as Findings
@@ -37,12 +38,20 @@ class Outcome:
 def serve(setup: Setup, program: HostProgram, log: FenceLog) -> dict[str, int]:
     """Run the program and compare; returns counts of what happened in it.
 
-    Raises :class:`WrongTokens`, and whatever the engine raises.
+    Raises :class:`WrongTokens`, what :class:`Pace` raises, and whatever the engine raises.
     """
-    engines = engines_for(setup, program, log.wrap)
+    pace = Pace()
+    engines = engines_for(setup, program, lambda fence: pace.wrap(log.wrap(fence)))
+    for engine in engines:
+        pace.watch(engine, overlap=True)
     free = [(engine.free_pages, engine.free_rows) for engine in engines]
     served = Served(engines, program, setup.proposer)
-    served.run()
+    stop = pace.observe(engines[0].backend)
+    try:
+        served.run()
+    finally:
+        stop()
+    pace.raise_if_any()
     for index, arrival in enumerate(program.arrivals):
         got, wanted = tuple(served.got[index]), plain(setup.proposer, alone(arrival))
         if got != (wanted[: len(got)] if served.ended[index] == "abort" else wanted):
@@ -67,6 +76,8 @@ def serve(setup: Setup, program: HostProgram, log: FenceLog) -> dict[str, int]:
         "compared": len(ours.keys() & reference.keys()),
         "iterations": sum(iterations for iterations, _ in ours.values()),
         "verified": sum(tokens for _, tokens in ours.values()),
+        "launches": pace.launches,
+        "ran_ahead": pace.ran_ahead,
     }
 
 

@@ -18,6 +18,7 @@ from outrider.cli.models import bundled
 from outrider.device.errors import ConfigError, OutriderError
 from outrider.errors import RequestError
 from outrider.registry import Registry
+from outrider_proof.pace import Pace
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Fence
@@ -145,6 +146,7 @@ class DecodeExplorer:
         self._reference: Decoder = _reference_model() if like is None else like._reference
         self.findings: Findings | None = None
         self.log: FenceLog | None = None
+        self.pace = Pace()
 
     def program(self, seed: int) -> HostProgram:
         """The host program numbered ``seed``."""
@@ -158,7 +160,9 @@ class DecodeExplorer:
         return self._plain[prompt][: arrival.max_tokens]
 
     def run(self, program: HostProgram, backend: Backend) -> None:
-        """Run it once, watched. Raises :class:`WrongTokens`, or the sanitizer's RaceError, or what the engine raised."""
+        """Run it once, watched. Raises the sanitizer's RaceError, :class:`WrongTokens`, what :class:`Pace` raises (lost
+        overlap, lost batching, a row freed too early), or what the engine raised.
+        """
         from outrider_proof.fence_log import FenceLog
         from outrider_sanitizer import watching
 
@@ -167,12 +171,17 @@ class DecodeExplorer:
         with watching(backend, rows_apart=False) as sanitizer:
             self.findings = sanitizer.report
             self.log = FenceLog(sanitizer.position, drop=self._drop, half=self._half, consumer=self._consumer)
+            self.pace = Pace()
+            stop = self.pace.observe(backend)
             problem: Exception | None = None
             try:
                 self._serve(program, expected)
                 backend.synchronize()
+                self.pace.raise_if_any()
             except Exception as error:
                 problem = error
+            finally:
+                stop()
         # A race explains a wrong token, not the other way round.
         self.findings.raise_if_any()
         if problem is not None:
@@ -188,11 +197,11 @@ class DecodeExplorer:
         return tuple(self._text[arrival.start : arrival.start + arrival.length])
 
     def _engine(self, program: HostProgram) -> Engine:
-        from outrider.engine.config import EngineConfig
         from outrider.engine.engine import Engine
         from outrider.speculative.build import DraftOptions, build
+        from outrider_proof.tiny import plain_config
 
-        config = EngineConfig(
+        config = plain_config(
             max_requests=program.max_requests,
             page_size=program.page_size,
             num_pages=1 + -(-(_CONTEXT + 16) // program.page_size) + program.spare_pages,
@@ -213,12 +222,16 @@ class DecodeExplorer:
         )
         proposer = build(self._speculate, options)
         lengths = draft_length_of(program, proposer)
-        return Engine(self._model, self.backend, proposer=proposer, config=config, wrap_fence=self.wrap, draft_length=lengths)
+        engine = Engine(
+            self._model, self.backend, proposer=proposer, config=config, wrap_fence=self.wrap, draft_length=lengths
+        )
+        self.pace.watch(engine, overlap=True)
+        return engine
 
     def wrap(self, fence: Fence) -> Fence:
         """The engine's ``wrap_fence``."""
         assert self.log is not None
-        return self.log.wrap(fence)
+        return self.pace.wrap(self.log.wrap(fence))
 
     def _serve(self, program: HostProgram, expected: list[tuple[int, ...]]) -> None:
         """Run the program's requests to their ends and compare. Raises :class:`WrongTokens`."""
@@ -336,11 +349,11 @@ def _reference_model() -> Decoder:
 
 
 def _plain(model: Decoder, prompt: tuple[int, ...]) -> Completion:
-    from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
     from outrider.engine.requests.request import SamplingParams
+    from outrider_proof.tiny import plain_config
 
-    config = EngineConfig(max_requests=1, max_context=_CONTEXT)
+    config = plain_config(max_requests=1, max_context=_CONTEXT)
     engine = Engine(model, Registry().create("cpu"), config=config)
     (completion,) = engine.generate([prompt], SamplingParams(max_tokens=_LONGEST))
     return completion

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.model import Decoder, Eagle3Head, EagleHead, MtpHead
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
@@ -16,6 +16,7 @@ from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.tree import DynamicTree, FixedTree
 from outrider_proof import tiny
+from outrider_proof.tiny import plain_config
 
 if TYPE_CHECKING:
     from outrider.device import Backend
@@ -93,7 +94,7 @@ def program(name: str, **config: Any) -> Callable[[Backend], None]:
             target = decoder(tiny.target(), backend)
             proposer = MAKERS[name](target, backend)
         loading.synchronize()
-        engine = Engine(target, backend, proposer=proposer, config=EngineConfig(dtype="float64", **config))
+        engine = Engine(target, backend, proposer=proposer, config=plain_config(dtype="float64", **config))
         results = engine.generate(PROMPTS, SamplingParams(max_tokens=NEW_TOKENS))
         for prompt, result in zip(PROMPTS, results, strict=True):
             assert result.token_ids == tiny.plain(prompt, NEW_TOKENS)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.device.errors import ConfigError
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider.speculative.ngram import NgramProposer
@@ -25,6 +25,7 @@ from outrider_proof import tiny
 from outrider_proof.checkpoints import IMAGE, picture, write_vision_checkpoint
 from outrider_proof.decode_program import Arrival, HostProgram, Serving, draft_length_of
 from outrider_proof.proposers import MAKERS, decoder
+from outrider_proof.tiny import plain_config
 from outrider_sim.plugin import create_backend
 
 if TYPE_CHECKING:
@@ -72,12 +73,12 @@ class Setup:
 
 
 def runs(setup: Setup) -> bool:
-    """Whether the imitated device runs this: lengths as host integers need a proposer whose lengths the host can know, and
-    where parameters are rebound there is no fused mode; nor does the plugin for ROCm declare it.
+    """Whether the imitated device runs this: where parameters are rebound there is no fused mode; nor does the plugin for
+    ROCm declare it.
     """
     if setup.like == "outrider_rocm" and setup.mode == "fused":
         return False
-    return setup.family != "npu" or (setup.mode != "fused" and not setup.proposer.startswith("mtp"))
+    return setup.family != "npu" or setup.mode != "fused"
 
 
 def all_setups(likes: Iterable[str] = PERSONALITIES, emulations: Path | None = None) -> list[Setup]:
@@ -178,7 +179,7 @@ class Models:
         longest = max(arrival.length + arrival.max_tokens for arrival in program.arrivals)
         proposer = self.make()
         longest += max(12, proposer.nodes + 2) + (16 if self.vision is not None else 0)
-        config = EngineConfig(
+        config = plain_config(
             max_requests=program.max_requests,
             page_size=program.page_size,
             num_pages=1 + -(-longest // program.page_size) + program.spare_pages,
@@ -271,7 +272,7 @@ def plain(proposer: str, arrival: Arrival) -> tuple[int, ...]:
     """Plain greedy tokens of a request, alone in an engine on the host, for the longest that any may write."""
     tokens, media = prompt_and_media(proposer, arrival)
     host = models(proposer, None)
-    config = EngineConfig(max_requests=1, max_context=CONTEXT, dtype="float64", penalties=False)
+    config = plain_config(max_requests=1, max_context=CONTEXT, dtype="float64", penalties=False)
     engine = Engine(host.target, host.backend, config=config, vision=host.vision)
     (done,) = engine.generate([tokens], SamplingParams(max_tokens=arrival.max_tokens), media=[media])
     return done.token_ids

@@ -119,15 +119,25 @@ def target() -> Decoder:
 @functools.cache
 def plain(prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
     """Tokens of plain greedy decoding, alone."""
-    made = EngineConfig(max_requests=1, max_context=len(prompt) + max_tokens, dtype="float64")
+    made = plain_config(max_requests=1, max_context=len(prompt) + max_tokens, dtype="float64")
     engine = Engine(target(), BACKEND, proposer=PlainProposer(), config=made)
     return engine.generate([prompt], SamplingParams(max_tokens=max_tokens))[0].token_ids
 
 
+def plain_config(**fields: Any) -> EngineConfig:
+    """A config whose launching and sizes don't depend on the device: staged, no graphs, no overlap, float32, 8 requests,
+    pages of 16 tokens, chunks of 256, drafts of one length. ``fields`` go before these. Context and pages are left open.
+    """
+    named: dict[str, Any] = {"mode": "staged", "graphs": False, "overlap": False, "dtype": "float32", "draft_length": "fixed"}
+    sizes: dict[str, Any] = {"page_size": 16, "prefill_chunk": 256}
+    if fields.get("buckets") is None:
+        sizes["max_requests"] = 8
+    return EngineConfig(**named | sizes | fields)
+
+
 def engine(proposer: Proposer, **fields: Any) -> Engine:
-    """An engine of the target on the host. ``fields``: of its :class:`EngineConfig`."""
-    defaults: dict[str, Any] = {"dtype": "float64", "max_context": 64}
-    made = EngineConfig(**defaults | fields)
+    """An engine of the target on the host. ``fields``: of its :func:`plain_config`."""
+    made = plain_config(**{"dtype": "float64", "max_context": 64} | fields)
     return Engine(target(), BACKEND, proposer=proposer, config=made)
 
 

@@ -30,11 +30,11 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextmanager
-def scratch_directory(prefix: str) -> Generator[Path]:
-    """A temporary directory that is gone behind the scope, whenever a signal comes."""
+def scratch_directory(prefix: str, parent: Path | None = None) -> Generator[Path]:
+    """A temporary directory, in ``parent`` if given, that is gone behind the scope, whenever a signal comes."""
     with ExitStack() as stack:
         with interruptions_held():
-            made = tempfile.TemporaryDirectory(prefix=prefix)
+            made = tempfile.TemporaryDirectory(prefix=prefix, dir=parent)
             stack.callback(_remove, made)
         yield Path(made.name)
 

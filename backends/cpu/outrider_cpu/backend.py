@@ -14,15 +14,28 @@ from outrider.device import (
     Capabilities,
     DeviceError,
     Event,
-    KernelSet,
     MemoryInfo,
     OutOfDeviceMemory,
     SpeculativeSync,
     StepMode,
     Stream,
 )
+from outrider_cpu.kernels import CpuKernels
 
-CAPABILITIES = Capabilities(dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}))
+_WIDE = (torch.float32, torch.float64)
+
+
+def computes_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 itself, as torch knows it: elsewhere it's slower than float32."""
+    return any(getattr(torch.cpu, probe, bool)() for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+
+
+def capabilities(*, bfloat16: bool) -> Capabilities:
+    """What the host declares; ``bfloat16``: its processor has it."""
+    return Capabilities(
+        dtypes=frozenset({*_WIDE, torch.bfloat16, torch.float16}),
+        preferred_dtypes=(torch.bfloat16, *_WIDE) if bfloat16 else _WIDE,
+    )
 
 
 class CpuStream(Stream):
@@ -66,7 +79,13 @@ class CpuBackend(Backend):
     """The reference backend."""
 
     def __init__(self) -> None:
-        super().__init__("cpu", torch.device("cpu"), capabilities=CAPABILITIES, kernels=KernelSet(), speculative_sync=CpuSync)
+        super().__init__(
+            "cpu",
+            torch.device("cpu"),
+            capabilities=capabilities(bfloat16=computes_bfloat16()),
+            kernels=CpuKernels(),
+            speculative_sync=CpuSync,
+        )
 
     @contextmanager
     def _on(self, stream: Stream) -> Generator[None]:

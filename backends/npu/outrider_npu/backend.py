@@ -37,6 +37,9 @@ CAPABILITIES = Capabilities(
     perturbs_timing=True,
     memory_limit=True,
     dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    # The fused attention takes these, and pages of whole multiples of 128 where a sequence has more than one new token.
+    preferred_dtypes=(torch.bfloat16, torch.float16),
+    page_size=128,
 )
 
 

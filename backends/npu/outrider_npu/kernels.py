@@ -6,13 +6,14 @@ writes its outputs, so it's wrapped in an operator whose schema does.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch_npu
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, KernelSet
+from outrider.device import AttentionMetadata, HostParam, KernelSet
 
 if TYPE_CHECKING:
     from outrider_npu.backend import NpuBackend
@@ -22,6 +23,9 @@ _DTYPES = frozenset({torch.float16, torch.bfloat16})
 _HEAD_ALIGNMENT = 16
 _MOST_HEAD_SIZE = 512
 _MOST_PAGE_SIZE = 512
+_MOST_HEADS_PER_KV_HEAD = 64
+_MOST_ROW = 65535  # heads * head size, of queries and of keys
+_MOST_NUMBERS = 2**31 - 1  # of keys, where each sequence has one new token
 _PAGE_ALIGNMENT = {True: 16, False: 128}  # by whether each sequence has one new token
 _COMPRESSED = 2048  # the causal mask of sparse mode 3 has this size, whatever the lengths are
 
@@ -74,6 +78,22 @@ def _fused_attention(
 _LIBRARY.impl("fused_attention", _fused_attention, "CompositeExplicitAutograd")
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Operands of one call: ``queries`` and ``out`` [B, S, Hq, D], ``keys`` and ``values`` [pages, page size, Hkv * D]."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None
+    table: Tensor
+    kv_heads: int
+    scale: float
+    sparse_mode: int
+    inner_precise: int
+    out: Tensor
+
+
 class NpuKernels(KernelSet):
     """``paged_attention`` and ``rope_write_cache`` by CANN where its limits allow (:meth:`unfused` says where not)."""
 
@@ -116,6 +136,11 @@ class NpuKernels(KernelSet):
         alignment = _PAGE_ALIGNMENT[metadata.max_query == 1]
         if page_size % alignment or page_size > _MOST_PAGE_SIZE:
             return f"pages of {page_size} aren't multiples of {alignment} up to {_MOST_PAGE_SIZE}"
+        heads, kv_heads = q.shape[1], k_cache.shape[2]
+        if heads > _MOST_HEADS_PER_KV_HEAD * kv_heads or heads * size >= _MOST_ROW:
+            return f"{heads} heads of {size} over {kv_heads} are more than the operator takes"
+        if metadata.max_query == 1 and k_cache.numel() > _MOST_NUMBERS:
+            return f"a cache of {k_cache.numel()} numbers a layer is more than the operator takes for one new token each"
         return ""
 
     def paged_attention(
@@ -129,7 +154,8 @@ class NpuKernels(KernelSet):
         window: int = 0,
     ) -> Tensor:
         """The fused operator gets the exact lengths as a list of the host, read through ``Backend.reissue`` so that a graph
-        can be rebound. Without them, and outside the operator's limits, it's torch's reference.
+        can be rebound. Without them, and outside the operator's limits, it's torch's reference. Sequences whose pages are
+        more than the cache has, since they share some, are attended to in several calls.
 
         *Workspace.* In a capture, one for all layers of the same shape; it lives as long as the graph, and makes the
         attention of one capture a matter of one stream.
@@ -157,36 +183,63 @@ class NpuKernels(KernelSet):
         else:
             mask, sparse_mode = _hidden(metadata, flat, query_lens, table.shape[1] * page_size, window), _ALL_MASK
         out = torch.empty_like(queries)
-        lse = torch.empty(1, dtype=torch.float32, device=q.device)
         inner_precise = 2 if mask is not None and width > 1 else 0  # a user's mask may hide a whole row
-        workspace = self._workspace(
-            queries, keys, values, mask, exact.value, table, kv_heads, scale, sparse_mode, inner_precise
-        )
-
-        def issue(lengths: tuple[int, ...]) -> None:
-            torch.ops.outrider_npu.fused_attention(
-                queries,
-                keys,
-                values,
-                mask,
-                list(lengths),
-                table,
-                kv_heads,
-                scale,
-                sparse_mode,
-                inner_precise,
-                workspace,
-                out,
-                lse,
-            )
-
-        self._backend.reissue(exact, issue)
+        for begin, end in self._parts(exact.value, pages, page_size, table.shape[1]):
+            rows = slice(begin, end)
+            part = mask[rows] if mask is not None and sparse_mode == _ALL_MASK else mask
+            own = (queries[rows], keys, values, part, table[rows], kv_heads)
+            self._issue(exact, _Call(*own, scale, sparse_mode, inner_precise, out[rows]), rows)
         if metadata.uniform:
             return out.view(tokens, heads, size)
         real = lane.view(1, width) < query_lens.view(batch, 1)
         result = q.new_zeros(tokens + 1, heads, size)  # the last row takes what padding lanes would write
         result[torch.where(real, flat, tokens).flatten()] = out.view(batch * width, heads, size)
         return result[:tokens]
+
+    def _issue(self, exact: HostParam, call: _Call, rows: slice) -> None:
+        """One call of the operator, whose lengths are those of ``rows``; a task group where it's captured."""
+        most = call.keys.shape[0] * call.keys.shape[1]  # more is of a request that is over
+
+        def own(lengths: tuple[int, ...]) -> list[int]:
+            return [min(length, most) for length in lengths[rows]]
+
+        workspace = self._workspace(call, own(exact.value))
+        lse = torch.empty(1, dtype=torch.float32, device=call.out.device)
+
+        def issue(lengths: tuple[int, ...]) -> None:
+            torch.ops.outrider_npu.fused_attention(
+                call.queries,
+                call.keys,
+                call.values,
+                call.mask,
+                own(lengths),
+                call.table,
+                call.kv_heads,
+                call.scale,
+                call.sparse_mode,
+                call.inner_precise,
+                workspace,
+                call.out,
+                lse,
+            )
+
+        self._backend.reissue(exact, issue)
+
+    def _parts(self, lengths: tuple[int, ...], pages: int, page_size: int, columns: int) -> list[tuple[int, int]]:
+        """Ranges of sequences whose pages together are no more than the cache has: the operator counts a page for each
+        sequence that shares it. In a capture any lengths may come later, up to the table's ``columns`` each.
+        """
+        if self._backend.active_capture is not None:
+            step = max(pages // columns, 1)
+            return [(begin, min(begin + step, len(lengths))) for begin in range(0, len(lengths), step)]
+        parts, begin, taken = [], 0, 0
+        for row, length in enumerate(lengths):
+            needed = min(-(-length // page_size), pages)
+            if taken + needed > pages:
+                parts.append((begin, row))
+                begin, taken = row, 0
+            taken += needed
+        return [*parts, (begin, len(lengths))]
 
     def _causal_mask(self) -> Tensor:
         """The compressed mask of sparse mode 3: what isn't on or below the diagonal is hidden.
@@ -200,40 +253,28 @@ class NpuKernels(KernelSet):
             self._backend.module.current_stream().synchronize()
         return self._causal
 
-    def _workspace(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        lens: tuple[int, ...],
-        block_table: Tensor,
-        kv_heads: int,
-        scale: float,
-        sparse_mode: int,
-        inner_precise: int,
-    ) -> Tensor | None:
+    def _workspace(self, call: _Call, lengths: list[int]) -> Tensor | None:
         """Memory for the largest lengths that a rebind may bring; None outside a capture, where the call takes its own."""
         capture = self._backend.active_capture
         if capture is None or capture.rehearsal:
             return None
-        shape = (*query.shape, *key.shape, *block_table.shape, sparse_mode)
+        shape = (*call.queries.shape, *call.keys.shape, *call.table.shape, call.sparse_mode)
         kept = capture.context.handles.setdefault(f"workspace {shape}", [])
         if not kept:
             made = torch_npu._npu_fused_infer_attention_score_get_max_workspace(
-                query,
-                key,
-                value,
-                atten_mask=mask,
-                actual_seq_lengths_kv=list(lens),
-                block_table=block_table,
-                num_heads=query.shape[2],
-                num_key_value_heads=kv_heads,
-                scale=scale,
+                call.queries,
+                call.keys,
+                call.values,
+                atten_mask=call.mask,
+                actual_seq_lengths_kv=lengths,
+                block_table=call.table,
+                num_heads=call.queries.shape[2],
+                num_key_value_heads=call.kv_heads,
+                scale=call.scale,
                 input_layout=_LAYOUT,
-                sparse_mode=sparse_mode,
-                inner_precise=inner_precise,
-                block_size=key.shape[1],
+                sparse_mode=call.sparse_mode,
+                inner_precise=call.inner_precise,
+                block_size=call.keys.shape[1],
             )
             kept.append(made)
         workspace: Tensor = kept[0]

@@ -32,7 +32,7 @@ CAPABILITIES = Capabilities(
 
 
 def _triton(backend: RocmBackend) -> KernelSet:
-    """The kernels that are shared with other devices; there is no table of what wins on this one."""
+    """The kernels that are shared with other devices, cut up for this one by what it says of itself; nothing was measured."""
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -40,11 +40,11 @@ def _triton(backend: RocmBackend) -> KernelSet:
             f"backend 'rocm': kernels=triton needs Triton, which torch's ROCm builds bring along, but importing it failed: "
             f"{error}; install triton, or choose rocm:kernels=torch"
         ) from error
+    from outrider_triton.facts import facts_of
     from outrider_triton.kernelset import TritonKernels
 
-    properties = backend.module.get_device_properties(backend.device)
-    units = int(properties.multi_processor_count)
-    return TritonKernels(table=None, everywhere=True, processors=units, pdl=False)
+    facts = facts_of(backend.module.get_device_properties(backend.device))
+    return TritonKernels(facts, everywhere=True, device=backend.device)
 
 
 class RocmSync(SpeculativeSync):

@@ -36,6 +36,7 @@ from outrider.device import (
 from outrider_sim.device import register
 from outrider_sim.exhaustive import Exhaustive
 from outrider_sim.explore import Exploration, explore
+from outrider_sim.failures import fail_on_request
 from outrider_sim.graphs import Capture, Program
 from outrider_sim.kernels import HostLengthKernels
 from outrider_sim.memory import Pool
@@ -413,6 +414,10 @@ class SimBackend(Backend):
         assert isinstance(stream, SimStream)
         # A virtual clock of 1 GHz; where the order matters, strategies hold streams back better than time does.
         self.sim.machine.enqueue(Op(Kind.LAUNCH, "delay", cost=cycles / 1000.0), stream.queue_state)
+
+    def _provoke_fault(self, stream: Stream) -> None:
+        assert isinstance(stream, SimStream)
+        self.sim.machine.enqueue(Op(Kind.KERNEL, "provoked fault", fail_on_request), stream.queue_state)
 
     def _empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.sim.pinned(shape, dtype)

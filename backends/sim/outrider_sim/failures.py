@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outrider.device import DeadlockError
+from outrider.device import DeadlockError, DeviceFault
 from outrider_sim.queue import Kind, Op, StreamQueue, reason
 
 if TYPE_CHECKING:
@@ -32,6 +32,11 @@ class _Never:
 def hang(op: Op) -> None:
     """Make `op` one that never ends."""
     op.kind, op.target = Kind.WAIT, _Never(op.seq + 1)
+
+
+def fail_on_request() -> None:
+    """An operation that fails."""
+    raise DeviceFault("failed on request (provoke_fault); its results are undefined, the device lives on")
 
 
 def deadlock(machine: Machine) -> DeadlockError:

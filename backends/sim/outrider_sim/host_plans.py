@@ -103,7 +103,8 @@ class HostPlanKernels(WrappedKernels):
         shape = AttentionShape.of(q, k_cache, scale=scale, window=window)
         if isinstance(plan, HostPlan) and shape in plan.shapes:
             torch.ops.outrider_sim.check_plan(plan.lens, metadata.seq_lens)
-            metadata = replace(metadata, seq_lens=plan.lens, block_table=plan.table)
-        elif shape in metadata.shapes:
+            planned = replace(metadata, seq_lens=plan.lens, block_table=plan.table)
+            return self.inner.paged_attention(q, k_cache, v_cache, planned, scale=scale, window=window)
+        if shape in metadata.shapes:
             raise SeamError(f"attention of {shape} was to be planned, and there is no plan for it")
         return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)

@@ -31,6 +31,7 @@ from outrider_sim.queue import (
     action_text,
     age,
     can_run,
+    reached_at,
 )
 from outrider_sim.schedule import Schedule, Step, safe_name
 from outrider_sim.strategies import Strategy, make_strategy
@@ -308,7 +309,12 @@ class Machine:
         """Ask without blocking; a point at which the strategy may let the device go on first."""
         self.queries = True
         self.point(Action("query", target))
-        return done()
+        answer = done()
+        if self.lost is not None:
+            raise self.lost_again()
+        if answer:
+            self._raise_failed()
+        return answer
 
     # -- turns ------------------------------------------------------------------------------------------------------
 
@@ -334,18 +340,17 @@ class Machine:
         self._settle(me, target)
         if self.lost is not None:
             raise self.lost_again()
+        self._raise_failed()
+
+    def _raise_failed(self) -> None:
+        """Raise what failed and was survived, once."""
         if self._failed is not None:
             failed, self._failed = self._failed, None
             raise failed
 
     def _settle(self, me: HostThread, target: Any) -> None:
         """Virtual time of the host after a wait."""
-        if isinstance(target, StreamQueue):
-            reached = target.clock
-        elif isinstance(target, Generation):
-            reached = target.time
-        else:
-            reached = max(stream.clock for stream in self.streams)
+        reached = reached_at(target, self.streams)
         me.clock = max(me.clock, reached) + self.like.sync_us
 
     def turns(self, me: HostThread, action: Action, ready: Callable[[], bool] | None, what: str) -> None:
@@ -489,6 +494,9 @@ class Machine:
         if isinstance(error, NotImplementedError):  # nothing ran, so nothing is lost
             missing = f"the simulated device has no such operator for these operands: {error}; use another backend"
             self._failed = self._failed or CapabilityError(f"{where(op, stream, index)}: {missing}")
+            return
+        if isinstance(error, DeviceFault):  # provoked
+            self._failed = self._failed or DeviceFault(f"{where(op, stream, index)}: {error}")
             return
         # A kernel that fails while it runs (an index out of range) is a sticky fault on a device.
         self._lose(f"{where(op, stream, index)} failed: {type(error).__name__}: {error}")

@@ -7,7 +7,7 @@ it does not depend on the order in which streams ran. Everything here is plain s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from outrider.device import Access
@@ -283,3 +283,10 @@ def reason(op: Op) -> str:
         lost = f" ({op.target.lost} sets were lost)" if op.target.lost else ""
         return f"it waits for {op.target.label}, which is down{lost}"
     return f"{op.name} can run"
+
+
+def reached_at(target: object, streams: Sequence[StreamQueue]) -> float:
+    """The virtual time at which `target` (a stream, a generation, else every stream) is over."""
+    if isinstance(target, StreamQueue):
+        return target.clock
+    return target.time if isinstance(target, Generation) else max(stream.clock for stream in streams)

@@ -18,6 +18,7 @@ OWN: Mapping[str, Target] = {
     "backends": "outrider.cli.backends:backends",
     "doctor": "outrider.cli.doctor:doctor",
     "fences": "outrider.cli.fences:fences",
+    "tune": "outrider.cli.tune:tune",
 }
 
 

@@ -19,12 +19,23 @@ def backend_from_environment() -> str | None:
 
 def plugin_probe() -> Probe:
     """How the command line probes plugins: verdicts are kept in the user's cache directory."""
+    cache = _cache_directory()
+    return Probe() if cache is None else Probe(cache=cache)  # no home directory: every command tries them anew
+
+
+def tuned_directory() -> Path | None:
+    """Where what kernels' tuning found is kept; None: there is no place, without a home directory."""
+    cache = _cache_directory()
+    return None if cache is None else cache / "tuned"
+
+
+def _cache_directory() -> Path | None:
     given = os.environ.get(CACHE_VARIABLE, "")
     try:
         root = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
-    except RuntimeError:  # no home directory: every command tries them anew
-        return Probe()
-    return Probe(cache=root / "outrider")
+    except RuntimeError:
+        return None
+    return root / "outrider"
 
 
 def autoload_setting() -> str:

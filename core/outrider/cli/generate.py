@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -24,13 +25,21 @@ from outrider.cli.models import (
     DraftTopkOption,
     DtypeOption,
     GraphsOption,
+    KvMemoryOption,
+    MaxContextOption,
+    MaxRequestsOption,
     ModelOption,
     ModeOption,
     OverlapOption,
+    PageSizeOption,
+    PrefillChunkOption,
     Running,
+    Sizes,
     SpeculateOption,
     Speculation,
     TrustOption,
+    TuneOption,
+    launched,
     load,
 )
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
@@ -82,13 +91,24 @@ def generate(
     draft_nodes: DraftNodesOption = None,
     through_transformers: DoorOption = False,
     trust_remote_code: TrustOption = False,
-    dtype: DtypeOption = "float32",
-    mode: ModeOption = "staged",
-    graphs: GraphsOption = False,
-    overlap: OverlapOption = False,
+    dtype: DtypeOption = None,
+    mode: ModeOption = None,
+    graphs: GraphsOption = None,
+    overlap: OverlapOption = None,
     draft_length: DraftLengthOption = None,
+    max_context: MaxContextOption = None,
+    kv_memory: KvMemoryOption = None,
+    page_size: PageSizeOption = None,
+    max_requests: MaxRequestsOption = None,
+    prefill_chunk: PrefillChunkOption = None,
+    tune_seconds: TuneOption = 0.0,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Also decode greedily without speculation; exit code 1 if the tokens differ.")
+        bool,
+        typer.Option(
+            "--compare",
+            help="Also decode greedily without speculation; exit code 1 if the tokens differ. In float32 unless --dtype is "
+            "given; a difference is shown with the gap of the logits.",
+        ),
     ] = False,
     json_output: JsonOption = False,
 ) -> Report:
@@ -103,6 +123,7 @@ def generate(
     for item in stop or ():
         check_utf8("--stop", item)
     require_torch()
+    from outrider.engine.config import Choice
     from outrider.engine.requests.request import SamplingParams
 
     params = SamplingParams(
@@ -129,36 +150,85 @@ def generate(
         through_transformers=through_transformers,
         trust_remote_code=trust_remote_code,
     )
+    beside: list[Choice] = []
+    if compare and dtype is None:
+        dtype = "float32"
+        beside.append(Choice("dtype", dtype, "--compare compares tokens, and coarser rounding makes others"))
+    if max_requests is None:
+        beside.append(Choice("max_requests", n, "the samples of this command"))
     running = Running(mode=mode, graphs=graphs, overlap=overlap, draft_length=draft_length)
-    engine = load(backend, speculation, max_requests=n, dtype=dtype, running=running)
+    start = partial(
+        load,
+        backend,
+        dtype=dtype,
+        sizes=Sizes(
+            max_context=max_context,
+            kv_memory=kv_memory,
+            page_size=page_size,
+            max_requests=max_requests,
+            prefill_chunk=prefill_chunk,
+        ),
+    )
+    engine = start(
+        speculation, max_requests=n, running=running, tune_seconds=tune_seconds, say=not json_output, beside=beside
+    )
     question = Question.ask(engine, text, speculation.model, image or ())
     if n > 1:
-        return _samples(engine, question, params, speculation.kind)
+        return _samples(engine, question, params, {"speculate": speculation.kind, **launched(engine, beside)})
     run = _Run(question)
     try:
         run.stream(engine, params, None if json_output else sys.stdout.write)
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted after {len(run.tokens)} tokens", run.data(engine)) from None
-    data: dict[str, object] = {**run.data(engine), "speculate": speculation.kind}
+    data: dict[str, object] = {**run.data(engine), "speculate": speculation.kind, **launched(engine, beside)}
     if run.error is not None or not compare:
         return Report(data=data, render=lambda console: _summary(console, data), exit_code=1 if run.error else 0)
     plain = _Run(question)
-    plainly = replace(running, draft_length=None)
-    plain_engine = load(backend, speculation.without(), max_requests=1, dtype=dtype, running=plainly)
+    plain_engine = start(speculation.without(), max_requests=1, running=replace(running, draft_length=None))
     plain.stream(plain_engine, params, None)
     same = plain.tokens == run.tokens
     data["same_as_plain"] = same
     data["plain"] = plain.data(plain_engine)
+    if not same:
+        data["difference"] = _difference(plain_engine, question, params, run.tokens, plain.tokens)
 
     def render(console: Console) -> None:
         _summary(console, data)
         console.print(f"plain decoding: {plain.tokens_per_s:.1f} tokens/s, {plain.iterations} iterations")
         console.print(f"same tokens as plain greedy decoding: {'yes' if same else 'no'}")
         if not same:
-            at = next((i for i, pair in enumerate(zip(run.tokens, plain.tokens, strict=False)) if pair[0] != pair[1]), None)
-            console.print(f"first difference: {'in the length' if at is None else f'at token {at}'}")
+            console.print(f"first difference: {_shown(data['difference'], data['dtype'])}")
 
     return Report(data=data, render=render, exit_code=0 if same else 1)
+
+
+def _difference(
+    plain: Engine, question: Question, params: SamplingParams, ours: Sequence[int], theirs: Sequence[int]
+) -> dict[str, object] | None:
+    """The first token that differs, and how close the decision was where logits alone made it; None: in the length."""
+    from outrider.cli.differences import Closer, first_difference
+    from outrider.model import Decoder
+
+    at = first_difference(ours, theirs)
+    if at is None:
+        return None
+    if question.media or params.penalized or params.biases or params.min_tokens or not isinstance(plain.model, Decoder):
+        return {"position": at, "speculative": ours[at], "plain": theirs[at]}
+    found = Closer(plain).look(question.tokens, ours, theirs)
+    assert found is not None
+    return asdict(found)
+
+
+def _shown(difference: object, dtype: object) -> str:
+    if not isinstance(difference, dict):
+        return "in the length"
+    where = f"at token {difference['position']}"
+    if "gap" not in difference:
+        return where
+    return (
+        f"{where}, where the logits of both are within {difference['gap']:.3g} of the largest "
+        f"({difference['gap_roundings']:.1f} roundings of {dtype})"
+    )
 
 
 @dataclass(slots=True)
@@ -234,7 +304,7 @@ class _Run:
         }
 
 
-def _samples(engine: Engine, question: Question, params: SamplingParams, speculate: str) -> Report:
+def _samples(engine: Engine, question: Question, params: SamplingParams, how: Mapping[str, object]) -> Report:
     """Several samples of one prompt: printed when all are done, since their tokens come side by side."""
     started = time.perf_counter()
     results = engine.generate([question.tokens], params, media=[question.media])
@@ -258,7 +328,7 @@ def _samples(engine: Engine, question: Question, params: SamplingParams, specula
         "device": str(engine.backend.device),
         "tokens_per_s": sum(len(result.token_ids) for result in results) / seconds,
         "seconds": seconds,
-        "speculate": speculate,
+        **how,
     }
 
     def render(console: Console) -> None:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.environment import backend_from_environment, plugin_probe
-from outrider.cli.starting import progress_shown, say_what_started
+from outrider.cli.environment import backend_from_environment, plugin_probe, tuned_directory
+from outrider.cli.starting import chosen, progress_shown, say_what_started, say_what_was_chosen
 from outrider.registry import Registry
 from outrider.speculative.names import OWN_PROPOSERS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outrider.cli.starting import Tell
+    from outrider.device import Backend
+    from outrider.engine.config import Choice
     from outrider.engine.engine import Engine
+    from outrider.model import ModelConfig
 
 ModelOption = Annotated[
     Path | None,
@@ -65,28 +72,104 @@ DraftLengthOption = Annotated[
     ),
 ]
 ModeOption = Annotated[
-    str,
-    typer.Option("--mode", metavar="staged|fused", help="Stages on their own streams, or the whole iteration in one graph."),
+    str | None,
+    typer.Option(
+        "--mode",
+        metavar="staged|fused",
+        help="Stages on their own streams, or the whole iteration in one graph. Default: fused where the backend has it.",
+    ),
 ]
 GraphsOption = Annotated[
-    bool, typer.Option("--graphs/--no-graphs", help="In staged mode too, replay each stage from a graph.")
+    bool | None,
+    typer.Option(
+        "--graphs/--no-graphs",
+        help="In staged mode too, replay each stage from a graph. Default: where the device captures graphs.",
+    ),
 ]
 OverlapOption = Annotated[
-    bool, typer.Option("--overlap/--no-overlap", help="Launch an iteration before the previous one's results are read.")
+    bool | None,
+    typer.Option(
+        "--overlap/--no-overlap",
+        help="Launch an iteration before the previous one's results are read. Default: where the device is asynchronous.",
+    ),
 ]
 DtypeOption = Annotated[
-    str, typer.Option("--dtype", metavar="DTYPE", help="Dtype of weights, activations, cache: float32, bfloat16, float16, …")
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        help="Dtype of weights, activations, cache: float32, bfloat16, float16, … Default: the checkpoint's, where the "
+        "device's kernels have it.",
+    ),
+]
+MaxContextOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-context",
+        metavar="N",
+        help="Tokens of prompt and output together. Default: the model's, where the memory holds it.",
+    ),
+]
+KvMemoryOption = Annotated[
+    float | None,
+    typer.Option(
+        "--kv-memory",
+        metavar="SHARE",
+        help="What the KV cache takes of the memory that is free after the weights: above 0, at most 1. Default: what all "
+        "requests need, at most nine tenths.",
+    ),
+]
+PageSizeOption = Annotated[
+    int | None,
+    typer.Option("--page-size", metavar="N", help="Tokens of a KV page. Default: that of the device's own kernels."),
+]
+MaxRequestsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-requests", metavar="N", help="Requests that run at the same time. Default: as many as the command makes."
+    ),
+]
+PrefillChunkOption = Annotated[
+    int | None,
+    typer.Option("--prefill-chunk", metavar="N", help="Prompt tokens of an iteration. Default: by the device's memory."),
+]
+
+TuneOption = Annotated[
+    float,
+    typer.Option(
+        "--tune-seconds",
+        metavar="S",
+        min=0.0,
+        help="Measure kernels for this model for at most so long before it's loaded, and keep what was found for the next "
+        "start. Default 0: take what is kept, measure nothing.",
+    ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Running:
-    """How iterations are launched; the names are those of :class:`~outrider.engine.EngineConfig`."""
+    """How iterations are launched; the names are those of :class:`~outrider.engine.EngineConfig`. None: it's chosen."""
 
-    mode: str = "staged"
-    graphs: bool = False
-    overlap: bool = False
+    mode: str | None = None
+    graphs: bool | None = None
+    overlap: bool | None = None
     draft_length: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Sizes of an engine, by the same names. None: it's chosen."""
+
+    max_context: int | None = None
+    kv_memory: float | None = None
+    page_size: int | None = None
+    max_requests: int | None = None
+    prefill_chunk: int | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that aren't None, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,28 +222,57 @@ def bundled(part: str) -> Path:
     return Path(str(resources.files("outrider").joinpath("bundled", part)))
 
 
+def prepare_device(device: Backend, config: Callable[[], ModelConfig], tune_seconds: float, tell: Tell) -> None:
+    """What was tuned for on this machine, and for so many seconds more; progress as ``tell`` shows it."""
+    from outrider.model.tuning import prepare_kernels
+
+    directory = tuned_directory()
+    if tune_seconds:
+        prepare_kernels(
+            device,
+            config(),
+            directory=directory,
+            seconds=tune_seconds,
+            progress=lambda done, total, text: tell("tuning kernels", done, total),
+        )
+    elif directory is not None:
+        device.kernels_in_use.use_tuned(directory)
+
+
 def load(
-    backend: str | None, speculation: Speculation, *, max_requests: int, dtype: str, running: Running | None = None
+    backend: str | None,
+    speculation: Speculation,
+    *,
+    max_requests: int,
+    dtype: str | None = None,
+    running: Running | None = None,
+    sizes: Sizes | None = None,
+    tune_seconds: float = 0.0,
+    say: bool = False,
+    beside: Sequence[Choice] = (),
 ) -> Engine:
-    """Choose the backend and load the checkpoint onto it; progress goes to standard error, on a terminal alone."""
+    """Choose the backend and load the checkpoint onto it; progress goes to standard error, on a terminal alone.
+
+    ``max_requests``: as many as the command makes, where ``sizes`` has no number of its own. ``say``: tell people what was
+    chosen, and ``beside`` it by the command.
+    """
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
+    from outrider.model import ModelConfig
 
-    running = running or Running()
     config = EngineConfig(
-        max_requests=max_requests,
         draft_tokens=speculation.draft_tokens,
         draft_topk=speculation.draft_topk,
         draft_nodes=speculation.draft_nodes,
         dtype=dtype,
-        mode=running.mode,
-        graphs=running.graphs,
-        overlap=running.overlap,
-        draft_length=running.draft_length,
+        **asdict(running or Running()),
+        **{"max_requests": max_requests} | (sizes or Sizes()).given,
     )
     registry = Registry(probe=plugin_probe())
     device = registry.create(registry.select(backend, backend_from_environment()))
     with progress_shown() as tell:
+        if not speculation.through_transformers:
+            prepare_device(device, lambda: ModelConfig.from_checkpoint(speculation.model), tune_seconds, tell)
         engine = Engine.from_checkpoint(
             speculation.model,
             device,
@@ -172,5 +284,14 @@ def load(
             progress=lambda file, done, total: tell(f"loading {file}", done, total),
             capture_progress=lambda done, total: tell("capturing graphs", done, total),
         )
+    if say:
+        say_what_was_chosen(engine, beside)
     say_what_started(engine)
     return engine
+
+
+def launched(engine: Engine, beside: Sequence[Choice] = ()) -> dict[str, object]:
+    """How an engine launches its iterations, and what was chosen for it or ``beside`` it: keys of a report."""
+    config = engine.config
+    modes = {"mode": config.mode, "graphs": config.graphs, "overlap": config.overlap}
+    return {"dtype": config.dtype, **modes, "chosen": chosen(engine, beside)}

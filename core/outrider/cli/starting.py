@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import sys
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 if TYPE_CHECKING:
+    from outrider.engine.config import Choice
     from outrider.engine.engine import Engine
 
 Tell = Callable[[str, int, int], None]
@@ -31,6 +34,19 @@ def progress_shown() -> Generator[Tell]:
         yield tell
 
 
+def chosen(engine: Engine, beside: Sequence[Choice] = ()) -> list[dict[str, object]]:
+    """What wasn't given but chosen, and why, for ``--json``. ``beside``: what the command chose itself."""
+    return [asdict(choice) for choice in (*beside, *engine.chosen)]
+
+
+def say_what_was_chosen(engine: Engine, beside: Sequence[Choice] = ()) -> None:
+    """The same for people: one line on standard error."""
+    made = "; ".join(str(choice) for choice in (*beside, *engine.chosen))
+    if made:
+        sys.stderr.write(f"outrider: chosen for {engine.backend.device}: {made}\n")
+        sys.stderr.flush()
+
+
 def say_what_started(engine: Engine) -> None:
     """What was compiled and captured, and how the length of drafts is decided."""
     console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -40,5 +56,7 @@ def say_what_started(engine: Engine) -> None:
         console.print(f"outrider: {engine.warm_up}", style="dim")
     if engine.captured is not None:
         console.print(f"outrider: {engine.captured}", style="dim")
+    if engine.captured_prefill is not None:
+        console.print(f"outrider: of prompts, {engine.captured_prefill}", style="dim")
     if engine.draft_length.costs:
         console.print(f"outrider: {engine.draft_length}", style="dim")

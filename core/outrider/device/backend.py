@@ -166,6 +166,21 @@ class Backend(Declared, ABC):
             raise CapabilityError(f"{self.label} doesn't declare perturbs_timing")
         self._delay(stream, cycles)
 
+    def provoke_fault(self, stream: Stream) -> None:
+        """Enqueue on ``stream`` an operation that fails when it runs, as a kernel does that meets data it can't use.
+
+        Optional: for tests, by plugins whose device survives it.
+
+        The failure is a :class:`DeviceFault`, and raised once: by the first wait of the host that covers the operation,
+        also by way of other streams that waited for it. Such waits are ``synchronize`` of a stream, of an event and of the
+        backend, ``synchronize_within``, a query whose answer would be yes, and a value that is read back. After that
+        everything works.
+
+        Raises :class:`CapabilityError` where the plugin doesn't implement it.
+        """
+        self.check_not_capturing("provoke a fault")
+        self._provoke_fault(stream)
+
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def empty_pinned(self, owner: str, shape: Sequence[int], dtype: torch.dtype) -> PinnedBuffer:
@@ -429,6 +444,10 @@ class Backend(Declared, ABC):
 
     def _delay(self, stream: Stream, cycles: int) -> None:
         raise CapabilityError(f"{self.label} declares perturbs_timing but can't delay {stream.name!r} by {cycles}")
+
+    def _provoke_fault(self, stream: Stream) -> None:
+        """Vendor's verb for :meth:`provoke_fault`, where there is one."""
+        raise CapabilityError(f"{self.label} offers no provoke_fault, so nothing can fail on purpose on {stream.name!r}")
 
     @abstractmethod
     def _empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

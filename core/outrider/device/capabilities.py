@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """Behaviours of a device. Each default is the answer that is safe for a device of which nothing is known.
+    """Behaviours of a device, and what it does best. Each default is safe for a device of which nothing is known.
 
     Fields describe behaviour, never libraries or vendors. Core may read one to choose a shape, a bucket or a step
     mode; it never forks the step on one. Declaring an ability that doesn't work, and working without declaring it,
@@ -57,8 +57,19 @@ class Capabilities:
     dtypes: frozenset[torch.dtype] = frozenset({torch.float32})
     """Floating dtypes in which every kernel of the backend's KernelSet works."""
 
+    preferred_dtypes: tuple[torch.dtype, ...] = ()
+    """The dtypes of ``dtypes`` in which the backend's own kernels run, best first. Where nobody names a dtype, a checkpoint
+    in one of these keeps its own. Any other is loaded in one that holds all its values where there is such, else in the
+    first. Empty: each of ``dtypes`` is as good."""
+
+    page_size: int = 16
+    """Tokens of a KV page with which the backend's own kernels run. It's taken where nobody names another."""
+
     def as_dict(self) -> dict[str, object]:
-        """Fields by name, dtypes as sorted strings: what ``outrider backends --open --json`` prints."""
+        """Fields by name: what ``outrider backends --open --json`` prints. ``dtypes`` as sorted strings, ``preferred_dtypes``
+        as strings in their order.
+        """
         values: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self)}
         values["dtypes"] = sorted(str(d).removeprefix("torch.") for d in self.dtypes)
+        values["preferred_dtypes"] = [str(d).removeprefix("torch.") for d in self.preferred_dtypes]
         return values

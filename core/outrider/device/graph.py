@@ -112,7 +112,8 @@ class Graph(ABC):
     *Ordering.* ``replay`` enqueues the whole graph on a stream like one operation. Two replays of one graph, or of two
     graphs that share a pool, must be ordered by the caller.
 
-    *Lifetime.* The graph keeps its inputs and outputs alive. An output holds a replay's result until the next replay of
+    *Lifetime.* The graph keeps its inputs and outputs alive. A replay that is enqueued runs also when the Python object is
+    dropped meanwhile. An output holds a replay's result until the next replay of
     any graph of the same pool starts; copy it, or fence it.
 
     *Threads.* One thread at a time. *Capture.* A replay can't be captured.

@@ -100,9 +100,13 @@ class Stream(ABC):
             observer.stream_synchronized(self)
 
     def query(self) -> bool:
-        """Whether everything enqueued on this stream so far has run. Never blocks."""
+        """Whether everything enqueued on this stream so far has run. Never blocks.
+
+        Errors of queued work surface here, typed, at the latest where the answer would be yes.
+        """
         self.backend.check_not_capturing(f"query stream {self.name!r}")
-        done = self._query()
+        with self.backend.guard(f"asking stream {self.name!r}"):
+            done = self._query()
         observer = self.backend.observer
         if observer is not None:
             observer.stream_queried(self, done)
@@ -134,7 +138,12 @@ class Stream(ABC):
 
     @abstractmethod
     def _query(self) -> bool:
-        """Vendor's verb for :meth:`query`."""
+        """Vendor's verb for :meth:`query`.
+
+        True says that the work ran, and ran well. What failed is raised: the driver's own exception where
+        ``Backend.translate_error`` knows it, or a :class:`DeviceError`. A status that is neither "done" nor "pending" is
+        never an answer, and an error that is raised here isn't raised again elsewhere, unless the device is lost.
+        """
 
     def __repr__(self) -> str:
         return f"<Stream {self.name!r} of {self.backend.label}>"
@@ -165,12 +174,14 @@ class Event(ABC):
     def query(self) -> bool:
         """Whether the latest generation has completed. Never blocks.
 
-        Raises :class:`StreamOrderError` when the event was never recorded, or in a capture.
+        Errors of queued work surface here, typed, at the latest where the answer would be yes. Raises
+        :class:`StreamOrderError` when the event was never recorded, or in a capture.
         """
         self.backend.check_not_capturing(f"query event {self.name!r}")
         self._check_not_captured()
         self._check_recorded("there is nothing to query")
-        done = self._query()
+        with self.backend.guard(f"asking event {self.name!r}"):
+            done = self._query()
         observer = self.backend.observer
         if observer is not None:
             observer.event_queried(self, self._generation, done)
@@ -194,7 +205,7 @@ class Event(ABC):
 
     def synchronize_within(self, seconds: float) -> bool:
         """The same as :meth:`synchronize` for at most ``seconds``: True once the generation has completed, False when it
-        hasn't by then; nothing is ordered then.
+        hasn't by then; nothing is ordered then. Errors of queued work surface here, typed.
 
         The default asks again and again, often at first: no thread but the caller touches the device, so it's legal while
         other threads capture. A device without a clock of its own, whose schedule a tool decides, never returns False: it
@@ -238,15 +249,27 @@ class Event(ABC):
 
     @abstractmethod
     def _query(self) -> bool:
-        """Vendor's verb for :meth:`query`."""
+        """Vendor's verb for :meth:`query`.
+
+        True says that the work before the record ran, and ran well. What failed is raised: the driver's own exception where
+        ``Backend.translate_error`` knows it, or a :class:`DeviceError`. A status that is neither "done" nor "pending" is
+        never an answer, and an error that is raised here isn't raised again elsewhere, unless the device is lost.
+        """
 
     @abstractmethod
     def _synchronize(self) -> None:
-        """Vendor's verb for :meth:`synchronize`."""
+        """Vendor's verb for :meth:`synchronize`: raises what failed, as :meth:`_query` does."""
 
     def _synchronize_within(self, seconds: float) -> bool:
-        """Vendor's verb for :meth:`synchronize_within`. The default polls :meth:`_query`."""
-        return poll(self._query, seconds)
+        """Vendor's verb for :meth:`synchronize_within`.
+
+        The default polls :meth:`_query`, and calls :meth:`_synchronize` once the answer is yes: it returns at once then, and
+        raises what failed also where a driver's query has no word for it.
+        """
+        if not poll(self._query, seconds):
+            return False
+        self._synchronize()
+        return True
 
     def _elapsed_ms(self, end: Event) -> float:
         raise CapabilityError(f"{self.backend.label} measures no device time between {self.name!r} and {end.name!r}")

@@ -70,9 +70,13 @@ class Fence(ABC):
     def wait_host_within(self, seconds: float) -> bool:
         """Block the calling thread until the visible generation, for at most ``seconds``; whether it came.
 
-        See :meth:`Event.synchronize_within`. The default asks :meth:`done`; a fence around another one passes it on.
+        See :meth:`Event.synchronize_within`. The default asks :meth:`done`, and then calls :meth:`wait_host`, which
+        raises what failed; a fence around another one passes it on.
         """
-        return poll(self.done, seconds)
+        if not poll(self.done, seconds):
+            return False
+        self.wait_host()
+        return True
 
     @abstractmethod
     def done(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.device import ConfigError
 from outrider.engine.checks import check_options, check_pages, check_prompt
-from outrider.engine.config import EngineConfig
+from outrider.engine.config import DecidedConfig
 from outrider.engine.requests.given import checked_int, checked_tokens
 from outrider.engine.requests.hand_over import HandOver
 from outrider.engine.requests.media import expanded, request_media
@@ -25,7 +25,7 @@ class Admission:
     so many tokens can hold at a time.
     """
 
-    config: EngineConfig
+    config: DecidedConfig
     model: ModelConfig
     max_context: int
     pages: int

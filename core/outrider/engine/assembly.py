@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.device import Backend, Fence, StepMode
+from outrider.device import Backend, CapabilityError, Fence, StepMode
 from outrider.engine.checks import check_cache
-from outrider.engine.config import EngineConfig
+from outrider.engine.config import DecidedConfig
 from outrider.engine.fences import FenceSet
 from outrider.engine.graphs import AnyStage, CaptureProgress, EagerRunner, GraphRunner, Runner
 from outrider.engine.loop import Loop
 from outrider.engine.plan_stages import ExtendAttention, Fill, Place, PlanExtend, VerifyAttention
 from outrider.engine.prefill import Prefill
+from outrider.engine.prefill_graphs import CHOSEN_TOKENS, PrefillGraphs
 from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.requests.draft_length import DraftLengthPolicy
 from outrider.engine.requests.features import Features
@@ -67,7 +68,7 @@ class EngineParts:
     seq_lens_ring: SeqLensRing
     transfer: Transfer
     lengths: tuple[int, ...]
-    config: EngineConfig
+    config: DecidedConfig
     vision: VisionTower | None
 
     @property
@@ -83,7 +84,7 @@ class EngineParts:
         return max(self.proposer.slots - 2, 0) if self.proposer.is_tree else 0
 
 
-def ring_entries(config: EngineConfig) -> int:
+def ring_entries(config: DecidedConfig) -> int:
     """Iterations whose pinned buffers are in use at the same time."""
     return 2 if config.overlap else 1
 
@@ -93,15 +94,14 @@ def assemble(
     backend: Backend,
     *,
     proposer: Proposer,
-    config: EngineConfig,
+    config: DecidedConfig,
     lengths: tuple[int, ...],
-    max_context: int,
     vision: VisionTower | None,
     wrap_fence: Callable[[Fence], Fence] | None = None,
 ) -> EngineParts:
     """Streams, fences, caches and buffers of an engine; all of it is there when this returns."""
-    table_width = -(-(max_context + proposer.slots) // config.page_size)
-    pages = config.num_pages or config.max_requests * table_width + 1
+    table_width = -(-(config.max_context + proposer.slots) // config.page_size)
+    pages = config.num_pages
     check_cache(backend, config, model, pages=pages)
     entries = ring_entries(config)
     device = backend.device
@@ -146,7 +146,7 @@ def assemble(
         capacity += OptionTable.capacity(
             requests=config.max_requests,
             vocabulary=model.config.vocab_size,
-            max_context=max_context,
+            max_context=config.max_context,
             penalties=config.penalties,
         )
         staging = Staging(backend, entries=entries, capacity=capacity, max_requests=config.max_requests)
@@ -173,7 +173,7 @@ def assemble(
         options=options,
         future=future,
         buffers=buffers,
-        plans=Plans(model.kernels, proposer, lane=buffers.lane, page_size=config.page_size, max_context=max_context),
+        plans=Plans(model.kernels, proposer, lane=buffers.lane, page_size=config.page_size, max_context=config.max_context),
         attention=AttentionPlans(model, proposer, page_size=config.page_size),
         probes=probes,
         staging=staging,
@@ -258,9 +258,9 @@ def build_runner(parts: EngineParts, stages: Stages, iteration: Iteration, progr
     )
 
 
-def build_step(parts: EngineParts, stages: Stages, iteration: Iteration, runner: Runner, mode: StepMode) -> Step:
-    """The step over ``runner``. Nothing may be in flight: it says that everything is free."""
-    prefill = Prefill(
+def build_prefill(parts: EngineParts) -> Prefill:
+    """Chunks of prompts, as calls."""
+    return Prefill(
         parts.backend,
         parts.streams.forward,
         parts.model,
@@ -276,7 +276,11 @@ def build_step(parts: EngineParts, stages: Stages, iteration: Iteration, runner:
         vision=parts.vision,
         capacity=parts.capacity,
     )
-    intake = Intake(
+
+
+def build_intake(parts: EngineParts) -> Intake:
+    """What uploads batches."""
+    return Intake(
         staging=parts.staging,
         rows=parts.rows,
         options=parts.options,
@@ -284,13 +288,66 @@ def build_step(parts: EngineParts, stages: Stages, iteration: Iteration, runner:
         page_size=parts.config.page_size,
         rope=parts.model.config.rope,
     )
+
+
+def why_no_prefill_graphs(parts: EngineParts) -> str | None:
+    """What keeps chunks of prompts from being replayed; None: nothing does."""
+    config, model, proposer = parts.config, parts.model, parts.proposer
+    if config.step_mode is not StepMode.FUSED and not config.graphs:
+        return "decoding isn't replayed from graphs either; use mode fused, or graphs"
+    if parts.backend.speculative_sync.exact_host_lengths or parts.attention.on_host:
+        return f"attention on {parts.backend.label} with the kernels {model.kernels.name!r} reads lengths on the host"
+    if model.config.rope.sections or model.config.rope.kind == "dynamic":
+        return "the model's rope depends on more than a position"
+    if not model.native or model.kernels.row_invariant:
+        return "the model isn't one of Outrider's own, or its kernels launch something for each token"
+    if proposer.extends and not proposer.takes_padding:
+        return f"the proposer {proposer.name!r} doesn't take padding in"
+    return None
+
+
+def build_prefill_graphs(
+    parts: EngineParts, prefill: Prefill, progress: CaptureProgress | None = None
+) -> PrefillGraphs | None:
+    """Graphs of short prompts, captured now, or none. Raises :class:`CapabilityError` where they were asked for in vain."""
+    asked, why_not = parts.config.prefill_graphs, why_no_prefill_graphs(parts)
+    if asked and why_not is not None:
+        raise CapabilityError(f"prefill_graphs is {asked}, and chunks of prompts can't be replayed: {why_not}")
+    most = min(parts.config.prefill_chunk, parts.config.max_requests * parts.capacity)
+    tokens = min(CHOSEN_TOKENS if asked is None else asked, most)
+    chosen = asked is None and parts.backend.capabilities.captures_graphs
+    if why_not is not None or not tokens or not (asked or chosen):
+        return None
+    return PrefillGraphs(
+        parts.backend,
+        parts.streams.forward,
+        prefill=prefill,
+        intake=build_intake(parts),
+        staging=parts.staging,
+        tokens=tokens,
+        capacity=parts.capacity,
+        progress=progress,
+    )
+
+
+def build_step(
+    parts: EngineParts,
+    stages: Stages,
+    iteration: Iteration,
+    runner: Runner,
+    mode: StepMode,
+    prefill: Prefill,
+    prefill_graphs: PrefillGraphs | None = None,
+) -> Step:
+    """The step over ``runner``. Nothing may be in flight: it says that everything is free."""
     return Step(
         parts.backend,
         parts.streams,
         parts.fences,
-        intake=intake,
+        intake=build_intake(parts),
         transfer=parts.transfer,
         prefill=prefill,
+        prefill_graphs=prefill_graphs,
         stages=stages,
         iteration=iteration,
         runner=runner,

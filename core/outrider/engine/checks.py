@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
 
 from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, OutOfDeviceMemory, StepMode
-from outrider.engine.config import EngineConfig
+from outrider.engine.config import DecidedConfig
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS, SamplingParams
+from outrider.engine.situation import memory_of
 from outrider.errors import RequestError
 from outrider.model import KVCache, LanguageModel
 from outrider.speculative.proposer import Proposer
 
-DEFAULT_MAX_CONTEXT = 4096
 MAX_SLOTS = 2**31 - 1
 
 
-def check_policy(backend: Backend, config: EngineConfig, proposer: Proposer, kernels: KernelSet) -> None:
+def check_policy(backend: Backend, config: DecidedConfig, proposer: Proposer, kernels: KernelSet) -> None:
     """Check that the backend's policy and the kernels support this configuration."""
     sync = backend.speculative_sync
     if config.step_mode not in sync.step_modes:
@@ -42,7 +41,7 @@ def check_policy(backend: Backend, config: EngineConfig, proposer: Proposer, ker
         )
 
 
-def check_invariance(config: EngineConfig, model: LanguageModel) -> None:
+def check_invariance(config: DecidedConfig, model: LanguageModel) -> None:
     """Check that a batch-invariant engine has batch-invariant kernels."""
     if config.batch_invariant and not (model.native and model.kernels.row_invariant):
         raise ConfigError(
@@ -65,20 +64,7 @@ def check_tree(model: LanguageModel, proposer: Proposer) -> None:
         )
 
 
-def context_limit(config: EngineConfig, model: LanguageModel, proposer: Proposer) -> int:
-    """The engine's context: what was asked for, within what model and proposer were made for."""
-    limit = model.config.max_context
-    if proposer.max_context is not None:
-        limit = min(limit, proposer.max_context)
-    if config.max_context is None:
-        return min(limit, DEFAULT_MAX_CONTEXT)
-    if config.max_context > limit:
-        what = "model was" if limit == model.config.max_context else f"proposer {proposer.name!r} was"
-        raise ConfigError(f"max_context is {config.max_context}, the {what} made for {limit} at most")
-    return config.max_context
-
-
-def check_cache(backend: Backend, config: EngineConfig, model: LanguageModel, *, pages: int) -> None:
+def check_cache(backend: Backend, config: DecidedConfig, model: LanguageModel, *, pages: int) -> None:
     """Check that the slots of the target's KV cache can be counted in 32 bits, and that the cache fits into the memory of its
     device, or of the host where it lies there.
     """
@@ -92,12 +78,10 @@ def check_cache(backend: Backend, config: EngineConfig, model: LanguageModel, *,
     page = KVCache.page_bytes(
         shape.num_layers, shape.num_kv_heads, shape.head_size, page_size=config.page_size, dtype=config.torch_dtype
     )
-    if backend.capabilities.memory_limit:
-        total, whose = backend.memory_info().total, backend.label
-    elif torch.empty(0, device=backend.device).untyped_storage().device == torch.empty(0).untyped_storage().device:
-        total, whose = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
-    else:
+    memory = memory_of(backend)
+    if memory is None:
         return
+    total, whose = memory.total, "this machine" if memory.shared else backend.label
     if pages * page > total:
         raise OutOfDeviceMemory(
             f"the KV cache would have {pages} pages of {page} bytes: {pages * page / 2**30:.1f} GiB, and {whose} has "
@@ -115,8 +99,8 @@ def check_prompt(prompt: Sequence[int], params: SamplingParams, *, context: int,
             f"the prompt has {len(prompt)} tokens and asks for {params.max_tokens} more: {total} don't fit in the "
             f"context of {context}; shorten the prompt or lower max_tokens"
         )
-    wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
-    if wrong is not None:
+    if min(prompt) < 0 or max(prompt) >= vocabulary:
+        wrong = next(token for token in prompt if not 0 <= token < vocabulary)
         raise RequestError(f"token {wrong} of the prompt is outside the model's vocabulary of {vocabulary}")
 
 
@@ -129,7 +113,7 @@ def check_pages(needed: int, pages: int, page_size: int) -> None:
         )
 
 
-def check_options(params: SamplingParams, stops: set[int], *, config: EngineConfig, vocabulary: int) -> None:
+def check_options(params: SamplingParams, stops: set[int], *, config: DecidedConfig, vocabulary: int) -> None:
     """Check that the sampling options name existing tokens, don't ban all, and are within the engine's limits."""
     listed = dict(params.biases)
     wrong = next((token for token in listed if token >= vocabulary), None)

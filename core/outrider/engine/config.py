@@ -26,6 +26,7 @@ SIZES = {
     "max_requests": (1, 4096),
     "page_size": (1, 65536),
     "prefill_chunk": (1, 2**20),
+    "prefill_graphs": (0, 2**20),
     "token_budget": (1, 2**24),
     "gather_iterations": (0, 1024),
     "draft_tokens": (1, 1024),
@@ -37,21 +38,33 @@ SIZES = {
 }
 """The least and the most that each size of an :class:`EngineConfig` can be. Slots of the cache are counted in 32 bits."""
 
-_OPTIONAL = ("token_budget", "gather_iterations", "num_pages", "max_context", "draft_nodes")
+_OPTIONAL = (
+    "max_requests",
+    "page_size",
+    "prefill_chunk",
+    "token_budget",
+    "gather_iterations",
+    "num_pages",
+    "max_context",
+    "draft_nodes",
+    "prefill_graphs",
+)
+_SWITCHES = ("overlap", "graphs", "prefix_cache", "penalties", "batch_invariant", "plan_stream")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Sizes and choices of an engine, validated when made.
+    """Sizes and choices of an engine, validated when made. What is None is chosen when the engine is made, by what its
+    backend declares and by the model (:mod:`outrider.engine.resolve`); ``Engine.chosen`` says what, and why.
 
     ``max_requests``: requests that run at the same time. ``page_size``: tokens a KV page. ``num_pages``: pages in all,
-    the reserved one included; None: enough for every request at full context. ``max_context``: tokens of prompt and
-    output together; None: the model's, at most 4096. ``prefill_chunk``: prompt tokens processed in an iteration.
-    ``draft_tokens``: length of a draft chain, or of a tree's longest path. ``draft_topk``: children of a node that a draft
-    tree looks at; 1: a chain. ``draft_nodes``: tokens of a draft tree in all; None: ``draft_tokens * draft_topk``.
-    ``dtype``: of weights, activations and cache. ``overlap``: the host plans
-    an iteration while the previous one runs, and reads its results one iteration later. ``prefix_cache``: requests share
-    the pages of a common prefix.
+    the reserved one included. ``kv_memory``: instead of that, what the KV cache takes of the memory that is free after the
+    weights, above 0 and up to 1. ``max_context``: tokens of prompt and output together. ``prefill_chunk``: prompt tokens
+    processed in an iteration. ``draft_tokens``: length of a draft chain, or of a tree's longest path. ``draft_topk``:
+    children of a node that a draft tree looks at; 1: a chain. ``draft_nodes``: tokens of a draft tree in all; None:
+    ``draft_tokens * draft_topk``. ``dtype``: of weights, activations and cache. ``overlap``: the host plans an iteration
+    while the previous one runs, and reads its results one iteration later. ``prefix_cache``: requests share the pages of a
+    common prefix.
 
     ``token_budget``: tokens of an iteration in which requests decode: theirs and their drafts' first, then prompts, which
     get a quarter of it at least; None: all requests with their drafts, and the fewer of ``prefill_chunk`` and 2,048 for
@@ -63,6 +76,8 @@ class EngineConfig:
     sizes that graphs are captured for, the largest being ``max_requests``; None: 1, 2, 4, every 8 to 32, every 16 to 96,
     every 32 to 192, every 64 behind that, and ``max_requests``; fewer for batches that sample.
     ``plan_stream``: staged mode plans beside the draft; without, on the forward stream.
+    ``prefill_graphs``: chunks of prompts of up to so many tokens in all are replayed from graphs, too; 0: none are; None: up
+    to 2,048, where decoding is replayed and the parts of the engine allow it.
 
     ``draft_length``: ``fixed``: every iteration drafts ``draft_tokens``; ``load``: iterations of greedy requests alone draft
     as many as make the batch fastest, none included, by what iterations were measured to take when the engine was made and by
@@ -78,26 +93,28 @@ class EngineConfig:
     (:class:`~outrider.device.DeviceStuck`); None: for ever. It must be more than the longest iteration takes.
     """
 
-    max_requests: int = 8
-    page_size: int = 16
+    max_requests: int | None = None
+    page_size: int | None = None
     num_pages: int | None = None
+    kv_memory: float | None = None
     max_context: int | None = None
-    prefill_chunk: int = 256
+    prefill_chunk: int | None = None
     token_budget: int | None = None
     gather_iterations: int | None = None
     draft_tokens: int = 4
     draft_topk: int = 1
     draft_nodes: int | None = None
     draft_length: str | None = None
-    dtype: str = "float32"
-    overlap: bool = False
+    dtype: str | None = None
+    overlap: bool | None = None
     prefix_cache: bool = True
     penalties: bool = True
     max_logprobs: int = 20
     batch_invariant: bool = False
-    mode: str = "staged"
-    graphs: bool = False
+    mode: str | None = None
+    graphs: bool | None = None
     buckets: tuple[int, ...] | None = None
+    prefill_graphs: int | None = None
     plan_stream: bool = True
     device_timeout_s: float | None = 120.0
 
@@ -111,10 +128,13 @@ class EngineConfig:
                 f"draft_tokens is {self.draft_tokens} and draft_topk {self.draft_topk}: a tree of {nodes} nodes; expected at "
                 f"most {MAX_DRAFT_NODES}: lower one of them, or give draft_nodes"
             )
-        for name in ("overlap", "prefix_cache", "penalties", "batch_invariant", "graphs", "plan_stream"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {shown(getattr(self, name))}; expected True or False")
-        if self.mode not in tuple(StepMode):
+        for name in _SWITCHES:
+            given = getattr(self, name)
+            if not isinstance(given, bool) and not (given is None and name in ("overlap", "graphs")):
+                raise ConfigError(f"{name} is {shown(given)}; expected True or False")
+        if self.kv_memory is not None:
+            self._check_kv_memory(self.kv_memory)
+        if self.mode is not None and self.mode not in tuple(StepMode):
             raise ConfigError(f"mode is {shown(self.mode)}; expected one of {', '.join(StepMode)}")
         if self.draft_length not in (None, *DRAFT_LENGTHS):
             raise ConfigError(
@@ -129,28 +149,66 @@ class EngineConfig:
             raise ConfigError(
                 f"device_timeout_s is {shown(seconds)}; expected a positive number of seconds, or None for no limit"
             )
-        if self.dtype not in DTYPES:
+        if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {shown(self.dtype)}; expected one of {', '.join(DTYPES)}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """``dtype`` as torch names it. Raises :class:`ConfigError` where it's left open."""
+        if self.dtype is None:
+            raise ConfigError("this config leaves its dtype open; name one, or take that of a model")
+        return DTYPES[self.dtype]
+
+    def _check_kv_memory(self, share: object) -> None:
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError(f"kv_memory is {shown(share)}; expected a share of the free memory, above 0 and at most 1")
+        if self.num_pages is not None:
+            raise ConfigError(f"kv_memory is {share:g} and num_pages {self.num_pages}: both size the KV cache; give one")
 
     def _check_buckets(self, buckets: object) -> None:
         sizes = buckets if isinstance(buckets, tuple) else ()
         for size in sizes:
-            _check_int("a size in buckets", size, 1, self.max_requests)
-        if not sizes or max(sizes) != self.max_requests or len(set(sizes)) != len(sizes):
+            _check_int("a size in buckets", size, 1, self.max_requests or SIZES["max_requests"][1])
+        most = self.max_requests or max(sizes, default=0)
+        if not sizes or max(sizes) != most or len(set(sizes)) != len(sizes):
             raise ConfigError(
                 f"buckets is {shown(buckets)}; expected a tuple of different batch sizes, the largest of them max_requests "
                 f"({self.max_requests})"
             )
 
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One thing that was chosen for the user: the name of an option, the value, and why."""
+
+    name: str
+    value: object
+    why: str
+
+    def __str__(self) -> str:
+        value = {True: "on", False: "off"}[self.value] if isinstance(self.value, bool) else self.value
+        return f"{self.name} {value} ({self.why})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecidedConfig(EngineConfig):
+    """A config without open ends: what an engine runs with. ``chosen``: what of it was chosen, and why."""
+
+    max_requests: int
+    page_size: int
+    num_pages: int
+    max_context: int
+    prefill_chunk: int
+    dtype: str
+    overlap: bool
+    mode: str
+    graphs: bool
+    chosen: tuple[Choice, ...] = ()
+
     @property
     def step_mode(self) -> StepMode:
         """``mode`` as the seam names it."""
         return StepMode(self.mode)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """``dtype`` as torch names it."""
-        return DTYPES[self.dtype]
 
 
 def _check_int(name: str, value: object, least: int, most: int) -> None:

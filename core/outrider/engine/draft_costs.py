@@ -12,7 +12,7 @@ import torch
 
 from outrider.device import Backend, ConfigError
 from outrider.engine.assembly import EngineParts
-from outrider.engine.config import EngineConfig
+from outrider.engine.config import DecidedConfig
 from outrider.engine.graphs import SHORTER_FROM, powers_up_to, sizes_of_shorter
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.draft_length import DraftCosts, DraftLengthPolicy, FixedLength, FollowLoad, usual_lengths
@@ -27,7 +27,7 @@ _FEW, _MANY = 16, 1024  # cached tokens of a request
 
 
 def lengths_for(
-    config: EngineConfig, backend: Backend, proposer: Proposer, given: DraftLengthPolicy | None
+    config: DecidedConfig, backend: Backend, proposer: Proposer, given: DraftLengthPolicy | None
 ) -> tuple[int, ...]:
     """How many tokens an iteration may draft. Raises :class:`ConfigError` for lengths that the proposer doesn't draft."""
     if given is not None:
@@ -44,7 +44,7 @@ def lengths_for(
     return (proposer.nodes,)
 
 
-def _follows_load(config: EngineConfig, backend: Backend, proposer: Proposer) -> bool:
+def _follows_load(config: DecidedConfig, backend: Backend, proposer: Proposer) -> bool:
     """Whether the length follows load. Raises :class:`ConfigError` where it was asked for and can't."""
     chain = proposer.nodes > 0 and not proposer.is_tree
     if config.draft_length == "load":

@@ -9,9 +9,17 @@ from pathlib import Path
 
 from outrider.device import Backend, ConfigError, DeviceError, Fence, StepMode
 from outrider.engine.admission import Admission
-from outrider.engine.assembly import assemble, build_loop, build_runner, build_stages, build_step
-from outrider.engine.checks import check_invariance, check_policy, check_tree, context_limit
-from outrider.engine.config import EngineConfig
+from outrider.engine.assembly import (
+    assemble,
+    build_loop,
+    build_prefill,
+    build_prefill_graphs,
+    build_runner,
+    build_stages,
+    build_step,
+)
+from outrider.engine.checks import check_invariance, check_policy, check_tree
+from outrider.engine.config import Choice, EngineConfig
 from outrider.engine.draft_costs import decide, lengths_for
 from outrider.engine.graphs import CaptureProgress, EagerRunner
 from outrider.engine.loading import load_checkpoint
@@ -22,6 +30,8 @@ from outrider.engine.requests.owner import Owner
 from outrider.engine.requests.request import Completion, FinishReason, Request, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.streaming import RequestStream
+from outrider.engine.resolve import resolve
+from outrider.engine.situation import situation_of
 from outrider.engine.stages import Iteration
 from outrider.engine.stats import EngineStats as EngineStats
 from outrider.engine.streams import Streams
@@ -61,16 +71,16 @@ class Engine:
         """``draft_length``: decides how many tokens each iteration drafts, in place of what the config says."""
         self._owner, self._used = Owner(), False
         self._abandoned: deque[Request] = deque()
-        self.config = config = config or EngineConfig()
         self.backend = backend
         self.model = model
         self.proposer = proposer = proposer or PlainProposer()
+        self.config = config = resolve(config or EngineConfig(), situation_of(backend, model, proposer))
         self._tokenizer = tokenizer
         self._vision = vision
         check_policy(backend, config, proposer, model.kernels)
         check_invariance(config, model)
         check_tree(model, proposer)
-        self.max_context = context_limit(config, model, proposer)
+        self.max_context = config.max_context
         watchdog = Watchdog(config.device_timeout_s)
         self._parts = parts = assemble(
             model,
@@ -78,24 +88,26 @@ class Engine:
             proposer=proposer,
             config=config,
             lengths=lengths_for(config, backend, proposer, draft_length),
-            max_context=self.max_context,
             vision=vision,
             wrap_fence=watchdog.around(wrap_fence),
         )
         stages = build_stages(parts)
         iteration = Iteration(parts.streams.forward, stages, parts.staging)
+        prefill = build_prefill(parts)
         variants, self.warm_up = model.kernels.every_variant(), None
         if variants is not None:
             eager = EagerRunner(backend, parts.buffers)
-            trial = build_step(parts, stages, iteration, eager, StepMode.STAGED)
+            trial = build_step(parts, stages, iteration, eager, StepMode.STAGED, prefill)
             throwaway = build_loop(parts, trial, watchdog, LengthSchedule(parts.lengths))
             room = min(self.max_context, throwaway.scheduler.pages.available * config.page_size - parts.spare)
             with variants:
                 self.warm_up = warm_up(throwaway, backend, model, proposer, config, room=room)
         with backend.guard("capturing the engine's graphs"):
             runner = build_runner(parts, stages, iteration, capture_progress)
+            prefill_graphs = build_prefill_graphs(parts, prefill)
         self.captured = runner.report
-        self._step = build_step(parts, stages, iteration, runner, config.step_mode)
+        self.captured_prefill = None if prefill_graphs is None else prefill_graphs.report
+        self._step = build_step(parts, stages, iteration, runner, config.step_mode, prefill, prefill_graphs)
         sizes = None if runner.report is None else runner.report.buckets
         self._draft_length, self.draft_length = decide(parts, self._step, draft_length, sizes=sizes)
         self._loop = loop = build_loop(parts, self._step, watchdog, self._draft_length)
@@ -128,8 +140,9 @@ class Engine:
     ) -> Engine:
         """Load a checkpoint (and its draft) and build an engine for it.
 
-        ``speculate`` names a proposer: one of Outrider's (:data:`outrider.speculative.names.OWN_PROPOSERS`), one of
-        ``builders``, or an installed plugin. ``draft_dir`` holds the checkpoint of those that have one.
+        What ``config`` leaves open is chosen, see :attr:`chosen`. ``speculate`` names a proposer: one of Outrider's
+        (:data:`outrider.speculative.names.OWN_PROPOSERS`), one of ``builders``, or an installed plugin. ``draft_dir`` holds
+        the checkpoint of those that have one.
 
         ``through_transformers`` runs the model by transformers' own code on the paged cache: any decoder with a
         replaceable attention, slower than a native one. ``trust_remote_code`` lets it run Python code that the checkpoint
@@ -138,11 +151,10 @@ class Engine:
 
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
-        config = config or EngineConfig()
         loaded = load_checkpoint(
             model_dir,
             backend,
-            config,
+            config or EngineConfig(),
             draft_dir=draft_dir,
             speculate=speculate,
             builders=builders,
@@ -154,7 +166,7 @@ class Engine:
             loaded.model,
             backend,
             proposer=loaded.proposer,
-            config=config,
+            config=loaded.config,
             tokenizer=loaded.tokenizer,
             vision=loaded.vision,
             capture_progress=capture_progress,
@@ -166,6 +178,11 @@ class Engine:
         if self._tokenizer is None:
             raise ConfigError("this engine was built without a tokenizer; use Engine.from_checkpoint, or pass token ids")
         return self._tokenizer
+
+    @property
+    def chosen(self) -> tuple[Choice, ...]:
+        """What of :attr:`config` wasn't given but chosen when the engine was made, and why."""
+        return self.config.chosen
 
     @property
     def has_tokenizer(self) -> bool:

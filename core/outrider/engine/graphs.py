@@ -210,7 +210,10 @@ class GraphRunner(Runner):
         if seq_lens is None:
             return
         for stage in self._which:
-            params = {name: seq_lens.plus(ahead) for name, ahead in stage.host_params(batch.drafted).items()}
+            least = stage.least_lengths(batch.drafted)
+            params = {
+                name: seq_lens.plus(ahead, least.get(name, 0)) for name, ahead in stage.host_params(batch.drafted).items()
+            }
             if params:
                 self._graphs_of(batch)[stage.name].update_params(params, stream=stream)
 
@@ -256,6 +259,7 @@ class GraphRunner(Runner):
         exact = backend.speculative_sync.exact_host_lengths
         nothing = HostSeqLens((0,) * count, self._capacity)
         params = stage.host_params(batch.drafted) if exact else {}
+        least = stage.least_lengths(batch.drafted)
 
         def run(context: CaptureContext) -> None:
             # The stage reads the same buffers by their views; only host parameters are the context's.
@@ -270,7 +274,7 @@ class GraphRunner(Runner):
             stream=stage.stream,
             inputs=self._buffers.group(*stage.reads, count=count, drafted=batch.drafted),
             outputs=self._buffers.group(*stage.writes, count=count, drafted=batch.drafted),
-            params={name: nothing.plus(ahead) for name, ahead in params.items()},
+            params={name: nothing.plus(ahead, least.get(name, 0)) for name, ahead in params.items()},
             pool=pool,
         )
         for name in params:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from outrider.device import Backend, ConfigError
-from outrider.engine.config import EngineConfig
+from outrider.engine.config import DTYPES, Choice, DecidedConfig, EngineConfig
+from outrider.engine.resolve import choose_dtype, resolve
+from outrider.engine.situation import situation_of
 from outrider.model import (
     Decoder,
     LanguageModel,
     Progress,
     Tokenizer,
     VisionTower,
+    checkpoint_dtype,
     load_decoder,
     load_through_transformers,
     load_vision,
@@ -25,8 +30,9 @@ from outrider.speculative.proposer import Proposer
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a checkpoint and its draft hold; ``vision`` None for a model of text alone."""
+    """What a checkpoint and its draft hold; ``vision`` None for a model of text alone. ``config``: with nothing left open."""
 
+    config: DecidedConfig
     model: LanguageModel
     proposer: Proposer
     tokenizer: Tokenizer
@@ -50,16 +56,22 @@ def load_checkpoint(
     builders |= plugin_builders(speculate, given=builders)  # before anything is loaded: it raises for an unknown name
     if trust_remote_code and not through_transformers:
         raise ConfigError("trust_remote_code runs code of the checkpoint, which only through_transformers runs; leave it out")
+    chosen: tuple[Choice, ...] = ()
+    if config.dtype is None:
+        chosen = (choose_dtype(backend.capabilities, checkpoint_dtype(directory)),)
+        config = replace(config, dtype=str(chosen[0].value))
+    assert config.dtype is not None
+    dtype = DTYPES[config.dtype]
     if through_transformers:
         model: LanguageModel = load_through_transformers(
-            directory, backend=backend, dtype=config.torch_dtype, trust_remote_code=trust_remote_code
+            directory, backend=backend, dtype=dtype, trust_remote_code=trust_remote_code
         )
     else:
-        model = _load_native(directory, backend, config, progress)
+        model = _load_native(directory, backend, dtype, config.batch_invariant, progress)
     options = DraftOptions(
         target=model,
         backend=backend,
-        dtype=config.torch_dtype,
+        dtype=dtype,
         directory=draft_dir,
         draft_tokens=config.draft_tokens,
         topk=config.draft_topk,
@@ -70,13 +82,16 @@ def load_checkpoint(
     tokenizer = Tokenizer.from_checkpoint(directory)
     vision = None
     if model.config.vision is not None:
-        vision = load_vision(directory, backend=backend, dtype=config.torch_dtype, progress=progress)
-    return Loaded(model, proposer, tokenizer, vision)
+        vision = load_vision(directory, backend=backend, dtype=dtype, progress=progress)
+    decided = resolve(config, situation_of(backend, model, proposer), chosen)
+    return Loaded(decided, model, proposer, tokenizer, vision)
 
 
-def _load_native(directory: Path, backend: Backend, config: EngineConfig, progress: Progress | None) -> Decoder:
+def _load_native(
+    directory: Path, backend: Backend, dtype: torch.dtype, batch_invariant: bool, progress: Progress | None
+) -> Decoder:
     """The model of a checkpoint, with the kernels that the config asks for."""
-    model = load_decoder(directory, backend=backend, dtype=config.torch_dtype, progress=progress)
-    if config.batch_invariant:
+    model = load_decoder(directory, backend=backend, dtype=dtype, progress=progress)
+    if batch_invariant:
         return Decoder(model.config, model.weights, backend.kernels_in_use.batch_invariant())
     return model

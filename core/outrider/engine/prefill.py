@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -59,65 +61,73 @@ class Prefill:
 
     def launch(self, batch: Batch, packer: Packer) -> None:
         """Enqueue the chunks. Only a prompt's last chunk publishes and stashes."""
-        model, rows, future, proposer = self._model, self._rows, self._future, self._proposer
         features = Features.of(tuple(chunk.request for chunk in batch.prefill))
         with self._backend.on(self._forward):
-            inputs = prefill_inputs(batch, self._staging, packer.segments)
-            tables = rows.tables.index_select(0, inputs.rows)
-            temperature = rows.temperature.index_select(0, inputs.rows)
-            seeds = rows.seeds.index_select(0, inputs.rows)
+            inputs = prefill_inputs(batch.prefill, self._staging, packer.segments)
             seq_lens_host = HostSeqLens(tuple(chunk.end for chunk in batch.prefill), self._capacity)
-            attention = prefill_attention(inputs, tables, seq_lens_host if self._exact else None)
+            self.run(inputs, features, seq_lens_host, self._features(batch, inputs.tokens.shape[0]))
+
+    def run(
+        self,
+        inputs: PrefillInputs,
+        features: Features,
+        seq_lens_host: HostSeqLens | None,
+        media: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> None:
+        """Enqueue the work of staged ``inputs``, in the scope of forward; ``media``: features [T, H], and where they are.
+
+        ``seq_lens_host`` None: it's being captured, with bounds alone known on the host, and attention isn't planned.
+        """
+        model, rows, future, proposer = self._model, self._rows, self._future, self._proposer
+        tables = rows.tables.index_select(0, inputs.rows)
+        temperature = rows.temperature.index_select(0, inputs.rows)
+        seeds = rows.seeds.index_select(0, inputs.rows)
+        attention = prefill_attention(inputs, tables, seq_lens_host if self._exact else None)
+        if seq_lens_host is not None:
             attention = self._attention.plan(Planned.PREFILL, attention, seq_lens_host, 0, self._forward)
-            embeddings, embedded = self._features(batch, inputs.tokens.shape[0])
-            flat = ForwardInput(
-                inputs.tokens,
-                inputs.rope_positions,
-                inputs.slots,
-                attention,
-                embeddings,
-                embedded,
-                inputs.prompt_lens,
+        flat = ForwardInput(
+            inputs.tokens, inputs.rope_positions, inputs.slots, attention, *media, prompt_lens=inputs.prompt_lens
+        )
+        layers = proposer.aux_hidden_state_layers
+        hidden, aux_hidden_states = model.forward_with_aux_hidden_states(flat, self._cache, layers)
+        first = self._choose(features, inputs, model.logits(hidden[inputs.last]), temperature, seeds)
+        self._results.write_prefill(first)
+        # Row 0 takes what an unfinished prompt must not publish.
+        future.publish(torch.where(inputs.final, inputs.rows, 0), inputs.ends)
+        relay: Mapping[str, Tensor] = {}
+        if proposer.extends:
+            # Padding writes once more what its owner writes, to the same place.
+            own = first if inputs.owner is None else first.index_select(0, inputs.owner)
+            following = inputs.following.index_copy(
+                0, inputs.last, torch.where(inputs.final, own, inputs.following[inputs.last])
             )
-            layers = proposer.aux_hidden_state_layers
-            hidden, aux_hidden_states = model.forward_with_aux_hidden_states(flat, self._cache, layers)
-            first = self._choose(features, inputs, model.logits(hidden[inputs.last]), temperature, seeds)
-            self._results.write_prefill(first)
-            # Row 0 takes what an unfinished prompt must not publish.
-            future.publish(torch.where(inputs.final, inputs.rows, 0), inputs.ends)
-            if proposer.extends:
-                following = inputs.following.index_copy(
-                    0, inputs.last, torch.where(inputs.final, first, inputs.following[inputs.last])
+            axes = bool(model.config.rope.sections)
+            relay = proposer.extend(
+                ExtendInputs(
+                    tokens=following,
+                    hidden=hidden,
+                    aux_hidden_states=aux_hidden_states,
+                    positions=inputs.positions,
+                    rope_positions=inputs.rope_positions,
+                    mrope_position_deltas=rows.mrope_position_deltas.index_select(0, inputs.rows) if axes else None,
+                    slots=inputs.slots,
+                    attention=attention,
+                    last=inputs.last,
+                    next_positions=inputs.ends + 1,
+                    temperature=temperature,
+                    seeds=seeds,
+                    sampling=features.sampling,
+                    relay=future.relayed(inputs.rows),
+                    continues=inputs.continues,
+                    prompt=inputs.tokens,
+                    embeddings=media[0],
+                    embedded=media[1],
+                    prompt_lens=inputs.prompt_lens,
+                    seq_lens_host=seq_lens_host if self._exact else None,
                 )
-                axes = bool(model.config.rope.sections)
-                relay = proposer.extend(
-                    ExtendInputs(
-                        tokens=following,
-                        hidden=hidden,
-                        aux_hidden_states=aux_hidden_states,
-                        positions=inputs.positions,
-                        rope_positions=inputs.rope_positions,
-                        mrope_position_deltas=rows.mrope_position_deltas.index_select(0, inputs.rows) if axes else None,
-                        slots=inputs.slots,
-                        attention=attention,
-                        last=inputs.last,
-                        next_positions=inputs.ends + 1,
-                        temperature=temperature,
-                        seeds=seeds,
-                        sampling=features.sampling,
-                        relay=future.relayed(inputs.rows),
-                        continues=inputs.continues,
-                        prompt=inputs.tokens,
-                        embeddings=embeddings,
-                        embedded=embedded,
-                        prompt_lens=inputs.prompt_lens,
-                        seq_lens_host=seq_lens_host if self._exact else None,
-                    )
-                )
-            else:
-                relay = {}
-            # A chunk that isn't the last stashes too, for the next one; its row isn't drafted for before that.
-            future.stash(inputs.rows, first, relay)
+            )
+        # A chunk that isn't the last stashes too, for the next one; its row isn't drafted for before that.
+        future.stash(inputs.rows, first if inputs.owner is None else torch.where(inputs.rows > 0, first, 0), relay)
 
     def _choose(
         self, features: Features, inputs: PrefillInputs, logits: Tensor, temperature: Tensor, seeds: Tensor

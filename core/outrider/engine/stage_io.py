@@ -192,6 +192,11 @@ class Capturable(Stage[In, Out]):
         del drafted
         return {}
 
+    def least_lengths(self, drafted: int) -> Mapping[str, int]:
+        """Of ``host_params``, the least that a length can be where that isn't 0."""
+        del drafted
+        return {}
+
     @abstractmethod
     def written(self, batch: DecodeBatch) -> Out:
         """Where it writes for ``batch``: what :meth:`run` returns, and what is there after a replay."""

@@ -105,7 +105,7 @@ class DraftStage(Capturable[DraftStageInput, Draft]):
     def host_params(self, drafted: int) -> Mapping[str, int]:
         """Those of the draft's own passes; a shorter draft leaves the last ones unread."""
         declared = self._proposer.host_lengths or {} if drafted else {}
-        return {name: ahead for name, ahead in declared.items() if name != "extend"}
+        return {name: ahead for name, ahead in declared.items() if not name.startswith("extend")}
 
     def run(self, given: DraftStageInput) -> Draft:
         """Nothing where nothing is drafted."""
@@ -267,9 +267,15 @@ class Extend(Capturable[ExtendStageInput, None]):
         self._future = future
 
     def host_params(self, drafted: int) -> Mapping[str, int]:
-        """That of the draft's pass over what was accepted, if it has one."""
+        """Those of the draft's passes over what was accepted, if it has any."""
         declared = self._proposer.host_lengths or {}
-        return {"extend": self._taken_in(drafted) + declared["extend"]} if "extend" in declared else {}
+        taken_in = self._taken_in(drafted)
+        return {name: taken_in + ahead for name, ahead in declared.items() if name.startswith("extend")}
+
+    def least_lengths(self, drafted: int) -> Mapping[str, int]:
+        """As many as a pass takes in, where the proposer says so."""
+        taken_in = self._taken_in(drafted)
+        return {name: taken_in + more for name, more in self._proposer.host_widths.items()}
 
     def _taken_in(self, drafted: int) -> int:
         """The cache holds this many more tokens: all of verify's, or an accepted path moved together."""

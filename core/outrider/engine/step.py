@@ -19,6 +19,7 @@ from outrider.device import AttentionMetadata, Backend, StepMode, Waiter
 from outrider.engine.fences import FenceSet
 from outrider.engine.graphs import Runner
 from outrider.engine.prefill import Prefill
+from outrider.engine.prefill_graphs import PrefillGraphs
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.features import Features
 from outrider.engine.stage_io import (
@@ -48,7 +49,7 @@ from outrider.speculative.seq_lens import HostSeqLens
 
 
 class Step:
-    """Launches iterations, whose stages ``runner`` runs.
+    """Launches iterations, whose stages ``runner`` runs; ``prefill_graphs``: of chunks of prompts, None without.
 
     ``entries``: those of the rings of pinned buffers. ``capacity``: tokens that a block table holds.
     ``plans_on_host``: attention is planned from exact lengths on the host.
@@ -63,6 +64,7 @@ class Step:
         intake: Intake,
         transfer: Transfer,
         prefill: Prefill,
+        prefill_graphs: PrefillGraphs | None,
         stages: Stages,
         iteration: Iteration,
         runner: Runner,
@@ -81,6 +83,7 @@ class Step:
         self._intake = intake
         self._transfer = transfer
         self._prefill = prefill
+        self._prefill_graphs = prefill_graphs
         self._stages = stages
         self._iteration = iteration
         self._runner = runner
@@ -113,7 +116,8 @@ class Step:
         streams, fences = self._streams, self._fences
         entry = self._launched % self._entries
         self._launched += 1
-        packer = self._intake.pack(batch)
+        bucket = None if self._prefill_graphs is None else self._prefill_graphs.bucket(batch)
+        packer = self._intake.pack(batch, bucket)
         self._stage(batch, packer, entry)
 
         fences.inputs_ready.wait(streams.forward)
@@ -123,7 +127,9 @@ class Step:
                 self._intake.begin_counts(packer)
         if batch.arrivals:
             self._transfer.bring_in(batch.arrivals)
-        if batch.prefill:
+        if bucket is not None and self._prefill_graphs is not None:
+            self._prefill_graphs.launch(batch, bucket)
+        elif batch.prefill:
             self._prefill.launch(batch, packer)
         if not batch.decode:
             fences.shared_reads_done.signal(streams.forward)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from outrider.device import Backend
-from outrider.engine.config import EngineConfig
+from outrider.engine.config import DecidedConfig
 from outrider.engine.loop import Loop
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
@@ -18,21 +18,21 @@ from outrider.speculative.proposer import Proposer
 @dataclass(frozen=True, slots=True)
 class WarmUp:
     """What a warm-up took. ``compiled``: variants of each kernel that were compiled, or loaded from a cache of compiled
-    ones; empty where the kernels don't say.
+    ones; empty where the kernels don't say. ``chosen``: what was chosen by measurement, by what it's for.
     """
 
     seconds: float
     compiled: Mapping[str, int]
+    chosen: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         named = ", ".join(f"{name} {count}" for name, count in sorted(self.compiled.items()))
-        return f"{sum(self.compiled.values())} kernels compiled or loaded in {self.seconds:.1f} s" + (
-            f" ({named})" if named else ""
-        )
+        said = f"{sum(self.compiled.values())} kernels compiled or loaded in {self.seconds:.1f} s"
+        return said + (f" ({named})" if named else "") + "".join(f"; {what}: {which}" for what, which in self.chosen.items())
 
 
 def warm_up(
-    loop: Loop, backend: Backend, model: LanguageModel, proposer: Proposer, config: EngineConfig, *, room: int
+    loop: Loop, backend: Backend, model: LanguageModel, proposer: Proposer, config: DecidedConfig, *, room: int
 ) -> WarmUp:
     """Serve requests of its own that need everything which a request may ask for; a prompt that takes two chunks, and then
     iterations that draft, verify and extend. ``loop`` is made for this and dropped afterwards. ``room``: tokens that a
@@ -66,4 +66,4 @@ def warm_up(
     backend.synchronize()
     after = kernels.compiled()
     new = {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)}
-    return WarmUp(time.perf_counter() - began, new)
+    return WarmUp(time.perf_counter() - began, new, kernels.chosen())

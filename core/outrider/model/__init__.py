@@ -5,7 +5,7 @@ through its KernelSet.
 """
 
 from outrider.model.cache import KVCache
-from outrider.model.checkpoint_config import supported_families
+from outrider.model.checkpoint_config import checkpoint_dtype, supported_families
 from outrider.model.config import ModelConfig, VisionConfig
 from outrider.model.decoder import Decoder, DecoderWeights
 from outrider.model.eagle import EagleHead, EagleWeights
@@ -51,6 +51,7 @@ __all__ = [
     "VisionConfig",
     "VisionTower",
     "attention_shapes",
+    "checkpoint_dtype",
     "expand_placeholders",
     "load_decoder",
     "load_eagle",

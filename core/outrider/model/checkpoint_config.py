@@ -8,6 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError, shown
 from outrider.model.config import ModelConfig, VisionConfig
@@ -15,13 +17,17 @@ from outrider.model.config_fields import MAX_CONTEXT, config_fields, is_whole
 from outrider.model.reading import describe, present, read_json, reading
 from outrider.model.rope import RopeConfig, inverse_frequencies
 
+_DTYPES = MappingProxyType(
+    {str(each).removeprefix("torch."): each for each in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+)
+
 # transformers validates and fills in the defaults of each family; what is read from it are plain attributes.
 HfConfig = Any
 
 
-def read_model_config(directory: Path) -> ModelConfig:
-    """See :meth:`ModelConfig.from_checkpoint`."""
-    path = directory / "config.json"
+def read_model_config(directory: Path, name: str = "config.json") -> ModelConfig:
+    """See :meth:`ModelConfig.from_checkpoint`; ``name`` is the file in ``directory`` that the shape is read from."""
+    path = directory / name
     raw = read_json(path)
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in _FAMILIES:
@@ -43,6 +49,18 @@ def read_model_config(directory: Path) -> ModelConfig:
         config = ModelConfig(family=family, rope=_rope(hf, mrope=family in _VISION_FAMILIES), **fields)
         _check_rope(config)
     return config
+
+
+def checkpoint_dtype(directory: Path) -> torch.dtype | None:
+    """The dtype that ``config.json`` names for the checkpoint's tensors; None where it names none, or none that we know."""
+    raw = read_json(directory / "config.json")
+    text = raw.get("text_config")
+    for part in (raw, text if isinstance(text, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            name = part.get(key)
+            if isinstance(name, str):
+                return _DTYPES.get(name.removeprefix("torch."))
+    return None
 
 
 def hf_config(family: str, raw: dict[str, Any]) -> HfConfig:

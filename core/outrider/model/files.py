@@ -1,10 +1,12 @@
 """The tensor files of a checkpoint: safetensors or torch's own format, one file or several with an index.
 
-Opening checks the files against their index and learns every tensor's shape; tensors are read one at a time.
+Opening checks the files against their index and learns every tensor's shape. Tensors are read one at a time, or many at once
+from where they lie (:mod:`outrider.model.bulk`).
 """
 
 from __future__ import annotations
 
+import json
 import pickletools
 import re
 import zipfile
@@ -13,17 +15,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from outrider.errors import CheckpointError, shown
+from outrider.model.bulk import Extent
 from outrider.model.reading import JSON_LIMIT, present, read_json, reading, regular_size
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _AGAIN = "if it's truncated or corrupt, fetch it again"
 _MAX_SHARDS = 4096
+_EXTENTS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # What a pickle names, and what a state of plain tensors needs.
 _NAMING = frozenset({"GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"})
 _PLAIN = re.compile(
@@ -42,6 +47,11 @@ class TensorFile(ABC):
     def read(self, name: str) -> Tensor:
         """The tensor, on the host, in the file's dtype."""
 
+    def extent(self, name: str) -> Extent | None:
+        """Where the tensor lies in the file, where it lies there in one piece; None: :meth:`read` it."""
+        del name
+        return None
+
 
 class _SafetensorsFile(TensorFile):
     def __init__(self, path: Path) -> None:
@@ -55,12 +65,21 @@ class _SafetensorsFile(TensorFile):
             self._file = safe_open(path, framework="pt", device="cpu")
             names = self._file.keys()
             shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in names}
+            with path.open("rb") as file:
+                file.seek(8)
+                self._header: dict[str, Any] = json.loads(file.read(length))
+            self._data = 8 + length
         super().__init__(path, shapes)
 
     def read(self, name: str) -> Tensor:
         with reading(self.path, f"tensor {name!r}"):
             tensor: Tensor = self._file.get_tensor(name)
         return tensor
+
+    def extent(self, name: str) -> Extent | None:
+        found = self._header[name]
+        dtype = _EXTENTS.get(found["dtype"])
+        return None if dtype is None else Extent(self.path, self._data + int(found["data_offsets"][0]), dtype)
 
 
 class _TorchFile(TensorFile):
@@ -121,6 +140,10 @@ class CheckpointFiles:
                 "float64; quantised checkpoints aren't supported"
             )
         return tensor
+
+    def extent(self, name: str) -> Extent | None:
+        """Where a tensor lies in its file, if it can be read from there as it is."""
+        return self.tensors[name].extent(name)
 
     def read_ids(self, name: str) -> Tensor:
         """Read a tensor of integers as int64, on the host; :class:`CheckpointError` for another dtype."""

@@ -39,8 +39,8 @@ def load_eagle(
         raise _foreign(directory, "hidden_size", config.hidden_size, target.config.hidden_size)
     targets = eagle_targets(config, files.tensors)
     check_tensors(files, targets, optional=set())
-    with placed(backend, dtype):
-        weights = load_tensors(files, targets, dtype=dtype, device=backend.device, progress=progress)
+    with placed(backend, dtype) as stream:
+        weights = load_tensors(files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress)
         return EagleHead(config, eagle_weights(config, weights, embedding=target.embedding), target)
 
 
@@ -68,8 +68,8 @@ def load_eagle3(
     targets = eagle3_targets(config, target.config, draft_vocab, files.tensors)
     check_tensors(files, targets, optional={"d2t", "t2d"})  # t2d says what d2t says, the other way round
     target_ids = _target_ids(files, draft_vocab, config.vocab_size)
-    with placed(backend, dtype):
-        weights = load_tensors(files, targets, dtype=dtype, device=backend.device, progress=progress)
+    with placed(backend, dtype) as stream:
+        weights = load_tensors(files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress)
         ids = None if target_ids is None else target_ids.to(backend.device)
         record = eagle3_weights(weights, embedding=target.embedding, target_ids=ids)
         return Eagle3Head(config, record, target, aux_hidden_state_layers=layers)

@@ -31,8 +31,8 @@ def load_decoder(directory: str | Path, *, backend: Backend, dtype: torch.dtype,
     check_tensors(files, targets, optional=optional)
     if config.tie_embeddings and "lm_head.weight" in files.tensors:
         _check_tied(files, "lm_head.weight", targets[0].pieces[0].key)
-    with placed(backend, dtype):
-        weights = load_tensors(files, targets, dtype=dtype, device=backend.device, progress=progress)
+    with placed(backend, dtype) as stream:
+        weights = load_tensors(files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress)
         return Decoder(config, decoder_weights(config, weights), backend.kernels_in_use)
 
 

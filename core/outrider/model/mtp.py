@@ -115,8 +115,8 @@ def load_mtp(
     config = replace(config, num_layers=1, windows=config.windows[:1])
     targets = mtp_targets(config, heads)
     check_tensors(files, targets, optional=set())
-    with placed(backend, dtype):
-        weights = load_tensors(files, targets, dtype=dtype, device=backend.device, progress=progress)
+    with placed(backend, dtype) as stream:
+        weights = load_tensors(files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress)
         return tuple(
             MtpHead(
                 config,

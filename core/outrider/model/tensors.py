@@ -11,8 +11,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, CapabilityError
+from outrider.device import Backend, CapabilityError, Stream
 from outrider.errors import CheckpointError, shown
+from outrider.model.bulk import Part, read_parts
 from outrider.model.files import CheckpointFiles
 from outrider.model.mapping import Target, ignored
 
@@ -50,15 +51,15 @@ def _some(names: Sequence[str], count: int) -> str:
 
 
 @contextmanager
-def placed(backend: Backend, dtype: torch.dtype) -> Generator[None]:
-    """A scope of a stream of its own for the work of loading; its end waits for that work."""
+def placed(backend: Backend, dtype: torch.dtype) -> Generator[Stream]:
+    """A scope of a stream of its own, which it hands out, for the work of loading; its end waits for that work."""
     usable = backend.capabilities.dtypes & _DTYPES
     if dtype not in usable:
         names = ", ".join(sorted(str(each).removeprefix("torch.") for each in usable))
         raise CapabilityError(f"{backend.label} can't run a model in {dtype}; it declares {names}")
     stream = backend.create_stream("load")
     with backend.on(stream):
-        yield
+        yield stream
     stream.synchronize()
 
 
@@ -67,21 +68,38 @@ def load_tensors(
     targets: Sequence[Target],
     *,
     dtype: torch.dtype,
-    device: torch.device,
+    backend: Backend,
+    stream: Stream,
     progress: Progress | None,
 ) -> dict[str, Tensor]:
-    """Weights by the model's name for them, on the device."""
+    """Weights by the model's name for them, on the device once ``stream``, whose scope this is, has run.
+
+    What the files hold in ``dtype`` already is read from where it lies, in large pieces; the rest is cast tensor by tensor.
+    """
     total = sum(len(target.pieces) for target in targets)
-    done = 0
-    weights = {}
+    names: list[str] = []
+
+    def done(key: str) -> None:
+        names.append(key)
+        if progress is not None:
+            progress(key, len(names), total)
+
+    weights: dict[str, Tensor] = {}
+    parts: list[Part] = []
+    cast: list[tuple[str, Tensor]] = []
     for target in targets:
-        weight = torch.empty(target.shape, dtype=dtype, device=device)
+        weight = weights[target.name] = torch.empty(target.shape, dtype=dtype, device=backend.device)
         row = 0
         for piece in target.pieces:
-            weight[row : row + piece.shape[0]].copy_(files.read(piece.key).to(dtype))
+            rows = weight[row : row + piece.shape[0]]
             row += piece.shape[0]
-            done += 1
-            if progress is not None:
-                progress(piece.key, done, total)
-        weights[target.name] = weight
+            extent = files.extent(piece.key)
+            if extent is not None and extent.dtype == dtype:
+                parts.append(Part(piece.key, extent, rows))
+            else:
+                cast.append((piece.key, rows))
+    read_parts(parts, backend, stream, done)
+    for key, rows in cast:
+        rows.copy_(files.read(key).to(dtype))
+        done(key)
     return weights

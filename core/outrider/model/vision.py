@@ -72,8 +72,8 @@ def load_vision(
     names = {inner: key for key in files.tensors if (inner := vision_name(key)) is not None}
     targets = [Target(name, (Piece(names.get(name, f"visual.{name}"), shape),)) for name, shape in shapes.items()]
     check_tensors(files, targets, optional={key for key in files.tensors if vision_name(key) is None})
-    with placed(backend, dtype):
-        weights = load_tensors(files, targets, dtype=dtype, device=backend.device, progress=progress)
+    with placed(backend, dtype) as stream:
+        weights = load_tensors(files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress)
         module = _build(config.family, vision)
         module.load_state_dict(weights, assign=True)
         module.to(backend.device)  # what is computed rather than loaded: rotary frequencies, in their own dtype

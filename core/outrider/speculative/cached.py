@@ -50,6 +50,12 @@ class CachedProposer(Proposer):
         self._page_size = 0
         self._query_start = torch.empty(0, dtype=torch.int32)
 
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of each layer."""
+        config = self._config
+        return KVCache.page_bytes(config.num_layers, config.num_kv_heads, config.head_size, page_size=1, dtype=self._dtype)
+
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """Keys and values of each layer."""
         config = self._config

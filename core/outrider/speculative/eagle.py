@@ -32,6 +32,7 @@ class _HeadDrafts(CachedProposer):
     """What a chain and a tree of one head have in common: what it sees of the target, and draft-extend up to its state."""
 
     _head: DraftHead
+    takes_padding = True
 
     @property
     def head(self) -> DraftHead:

@@ -9,7 +9,7 @@ heads read one sequence, the new tokens and then the drafts; only their first po
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from outrider.device import AttentionMetadata, Backend, ConfigError
 from outrider.model import ForwardInput, KVCache, MtpHead
 from outrider.speculative.cached import CachedProposer
+from outrider.speculative.places import given_places
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw
 from outrider.speculative.slots import slots_of
 from outrider.speculative.tree import Tree
@@ -26,7 +27,8 @@ class MtpProposer(CachedProposer):
     """A token from each of K heads; with ``branches`` T > 1, T tokens from each, a tree whose likeliest path branches.
 
     Relays the drafts themselves (for a chain that samples, their distributions too), for each head but the last its hidden
-    state at the first position that must run again, and how many such positions there are.
+    state at the first position that must run again, how many such positions there are, and where they lie on three axes, if
+    they do.
     """
 
     name = "mtp"
@@ -37,8 +39,6 @@ class MtpProposer(CachedProposer):
             raise ConfigError(
                 f"multi-token prediction by {count} heads with {branches} tokens each is impossible; both must be at least 1"
             )
-        if heads[0].config.rope.sections:
-            raise ConfigError("multi-token prediction over positions on three axes (mrope) isn't supported")
         self._heads = tuple(heads[:count])
         self._branches = branches
         self._parents = torch.empty(0, dtype=torch.int64)
@@ -74,9 +74,21 @@ class MtpProposer(CachedProposer):
             RelaySpec("hidden", (heads, target.config.hidden_size), target.dtype),
             RelaySpec("room", (), torch.int64, bounds=(0, heads)),
         ]
+        if self._heads[0].config.rope.sections and heads > 1:
+            specs.append(RelaySpec("places", (heads - 1, 3), torch.int64, bounds=(0, 1 << 62)))
         if not self.is_tree:
             specs.append(RelaySpec("probs", (heads, target.config.vocab_size), torch.float32))
         return tuple(specs)
+
+    @property
+    def host_lengths(self) -> Mapping[str, int]:
+        """Each head's pass ends where the tokens do."""
+        return {_pass_name(extra): 0 for extra in range(len(self._heads))}
+
+    @property
+    def host_widths(self) -> Mapping[str, int]:
+        """A token more with each head."""
+        return {_pass_name(extra): extra for extra in range(len(self._heads))}
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """The heads' caches, and the tree's shape: the children of each head's likeliest token are the next head's."""
@@ -95,30 +107,38 @@ class MtpProposer(CachedProposer):
         return Draft(tokens, None, Tree.from_parents(parents, depth=len(self._heads)))
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
-        """One pass of each head."""
+        """One pass of each head.
+
+        Its lanes are positions in a row that end where ``attention.seq_lens`` does, or begin at 0 where these would begin
+        before: so its length is known without knowing how many of its positions run again. Those that don't, and those
+        behind the last new token, are padding.
+        """
         queries = inputs.attention.query_start[:-1].to(torch.int64)
-        width, device = inputs.attention.max_query, queries.device
+        width, heads, device = inputs.attention.max_query, len(self._heads), queries.device
         count = inputs.last - queries + 1  # new pairs of each request
-        lane = torch.arange(width + len(self._heads), device=device)
+        lane = torch.arange(width + heads, device=device)
         rows = (queries.unsqueeze(1) + lane[:width]).clamp(max=inputs.tokens.shape[0] - 1)  # [B, W]
         start = inputs.positions[queries]
         room = torch.where(inputs.continues, inputs.relay["room"], 0)
-        text = torch.nn.functional.pad(inputs.tokens[rows], (0, len(self._heads)))
-        hidden = inputs.hidden[rows]
-        back = torch.zeros_like(start)
-        drafts, probs, states = [], [], [hidden[:, 0]]
+        text = torch.nn.functional.pad(inputs.tokens[rows], (0, heads))
+        given = inputs.hidden[rows]
+        places = self._places(inputs, rows)
+        hidden, begin = given, start  # of the head before, and the position of its first lane
+        drafts, probs, states = [], [], [given[:, 0]]
         for extra, head in enumerate(self._heads):
+            lanes = _Lanes.of(inputs.attention.seq_lens, width + extra, start, count, room.clamp(max=extra), lane)
+            states_in = _rows(hidden, lanes.positions - begin.unsqueeze(1))
             if extra:
-                # The head before ran from ``back`` positions before the start; this one runs from one more, if it can.
-                further = room.clamp(max=extra) - back
-                earlier = inputs.relay["hidden"][:, extra].unsqueeze(1)
-                hidden = _rows(torch.cat((earlier, hidden), dim=1), lane[: width + extra] + (1 - further).unsqueeze(1))
-                back = back + further
-            tokens = text.gather(1, (lane[: width + extra] + (extra - back).unsqueeze(1)).clamp(max=text.shape[1] - 1))
-            flat = self._flat(inputs, tokens, start - back, count + back)
+                # What the head before returned further back came with the relay.
+                first = (lanes.positions == (start - extra).unsqueeze(1)).unsqueeze(-1)
+                states_in = torch.where(first, inputs.relay["hidden"][:, extra].unsqueeze(1), states_in)
+            index = (lanes.positions - start.unsqueeze(1) + extra).clamp(0, text.shape[1] - 1)
+            flat = self._flat(inputs, text.gather(1, index), lanes, start, places, extra)
             cache = KVCache((self.cache.layers[extra],))
-            hidden = head.forward(flat, hidden.flatten(0, 1), cache).view(*tokens.shape, -1)
-            logits = head.logits(_rows(hidden, (count + back - 1).unsqueeze(1)).squeeze(1))
+            hidden = head.forward(flat, states_in.flatten(0, 1), cache).view(*index.shape, -1)
+            begin = lanes.positions[:, 0]
+            end = start + count - begin  # of the lanes that aren't padding
+            logits = head.logits(_rows(hidden, (end - 1).unsqueeze(1)).squeeze(1))
             if self.is_tree:
                 drafts.append(logits.topk(self._branches, dim=-1).indices)
             else:
@@ -126,35 +146,79 @@ class MtpProposer(CachedProposer):
                 drafts.append(token.unsqueeze(1))
                 probs.append(drawn_from)
             text = text.scatter(1, (count + extra).unsqueeze(1), drafts[-1][:, :1])
-            if extra + 1 < len(self._heads):  # for the next call, at its start - (extra + 1)
-                states.append(_rows(hidden, (count + back - extra - 1).clamp(min=0).unsqueeze(1)).squeeze(1))
+            if extra + 1 < heads:  # for the next call, at its start - (extra + 1)
+                states.append(_rows(hidden, (end - extra - 1).unsqueeze(1)).squeeze(1))
         relay = {
             "tokens": torch.stack(drafts, dim=1),
             "hidden": torch.stack(states, dim=1),
-            "room": (room + count).clamp(max=len(self._heads) - 1),
+            "room": (room + count).clamp(max=heads - 1),
         }
+        if places is not None and heads > 1:
+            relay["places"] = _rows(places, count.unsqueeze(1) + lane[: heads - 1])
         if inputs.sampling and not self.is_tree:
             relay["probs"] = torch.stack(probs, dim=1)
         return relay
 
-    def _flat(self, inputs: ExtendInputs, tokens: Tensor, begin: Tensor, valid: Tensor) -> ForwardInput:
-        """A pass over ``tokens`` [B, W] at positions from ``begin`` [B] on, of which ``valid`` [B] are no padding."""
+    def _places(self, inputs: ExtendInputs, rows: Tensor) -> Tensor | None:
+        """On three axes: positions int64 [B, K - 1 + W, 3] from K - 1 before the first new token on; None on one."""
+        rope = self._heads[0].config.rope
+        if not rope.sections:
+            return None
+        new = given_places(rope, inputs).t()[rows]
+        return torch.cat((inputs.relay["places"], new), dim=1) if len(self._heads) > 1 else new
+
+    def _flat(
+        self, inputs: ExtendInputs, tokens: Tensor, lanes: _Lanes, start: Tensor, places: Tensor | None, extra: int
+    ) -> ForwardInput:
+        """The pass over ``tokens`` [B, W], one a lane."""
         batch, width = tokens.shape
-        lane = torch.arange(width, device=tokens.device)
-        real = lane < valid.unsqueeze(1)
-        positions = torch.where(real, begin.unsqueeze(1) + lane, 0)
-        slots = torch.where(real, slots_of(positions, inputs.attention.block_table, self._page_size), 0)
+        real, positions = lanes.real, lanes.positions
+        slots = slots_of(positions, inputs.attention.block_table, self._page_size)
+        lens = inputs.seq_lens_host
         attention = AttentionMetadata(
             query_start=torch.arange(0, batch * width + 1, width, dtype=torch.int32, device=tokens.device),
-            seq_lens=(begin + width).to(torch.int32),
+            seq_lens=(positions[:, -1] + 1).to(torch.int32),
             block_table=inputs.attention.block_table,
             max_query=width,
-            max_kv=inputs.attention.max_kv,
+            max_kv=max(inputs.attention.max_kv, width),
+            uniform=True,
+            seq_lens_host=None if lens is None else lens.param(_pass_name(extra), 0, least=width),
         )
-        return ForwardInput(tokens.flatten(), positions.flatten(), slots.flatten(), attention)
+        # Padding behind the new tokens writes where they'd be next, so that attention finds numbers there; before them is
+        # what earlier calls wrote.
+        slots = torch.where(positions >= lanes.first.unsqueeze(1), slots, 0)
+        if places is None:
+            return ForwardInput(tokens.flatten(), torch.where(real, positions, 0).flatten(), slots.flatten(), attention)
+        at = _rows(places, positions - start.unsqueeze(1) + len(self._heads) - 1)
+        return ForwardInput(
+            tokens.flatten(), torch.where(real.unsqueeze(-1), at, 0).flatten(0, 1).t(), slots.flatten(), attention
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Lanes:
+    """Which positions int64 [B, W] a pass computes. ``real`` bool [B, W]: no padding; they begin at ``first`` int64 [B]."""
+
+    positions: Tensor
+    real: Tensor
+    first: Tensor
+
+    @classmethod
+    def of(cls, seq_lens: Tensor, width: int, start: Tensor, count: Tensor, back: Tensor, lane: Tensor) -> _Lanes:
+        """``back`` positions before ``start`` run again, and ``count`` new ones follow."""
+        begin = (seq_lens.to(torch.int64) - width).clamp(min=0)
+        positions = begin.unsqueeze(1) + lane[:width]
+        first = start - back
+        real = (positions >= first.unsqueeze(1)) & (positions < (start + count).unsqueeze(1))
+        return cls(positions, real, first)
+
+
+def _pass_name(extra: int) -> str:
+    """What the host lengths of a head's pass are called."""
+    return f"extend.{extra}" if extra else "extend"
 
 
 def _rows(values: Tensor, index: Tensor) -> Tensor:
-    """``values[b, index[b, j]]`` of [B, W, H], for an index [B, J] that is clamped to the end."""
-    index = index.clamp(max=values.shape[1] - 1).unsqueeze(-1)
+    """``values[b, index[b, j]]`` of [B, W, H], for an index [B, J] that is clamped to both ends."""
+    index = index.clamp(0, values.shape[1] - 1).unsqueeze(-1)
     return values.gather(1, index.expand(-1, -1, values.shape[-1]))

@@ -28,6 +28,7 @@ class NgramProposer(Proposer):
     """
 
     name = "ngram"
+    takes_padding = True
 
     def __init__(self, *, vocab_size: int, draft_tokens: int, branches: int = 1, longest: int = 4, shortest: int = 1) -> None:
         if draft_tokens < 1 or branches < 1:
@@ -77,6 +78,11 @@ class NgramProposer(Proposer):
     def caches(self) -> tuple[Tensor, ...]:
         """The history, a page a row."""
         return (self._history.view(-1, self._page_size),)
+
+    @property
+    def token_bytes(self) -> int:
+        """The token's id."""
+        return torch.int64.itemsize
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """One token a slot."""

@@ -147,6 +147,9 @@ class Proposer(ABC):
     """
 
     name: str
+    takes_padding = False
+    """Whether :meth:`extend` takes requests without tokens, whose ``last`` is another request's: a prefill that is replayed
+    from a graph has some. What it returns for them is never read."""
 
     capture_layers = Renamed("aux_hidden_state_layers")
     draft_tokens = Renamed("num_draft_tokens")
@@ -211,10 +214,18 @@ class Proposer(ABC):
     @property
     def host_lengths(self) -> Mapping[str, int] | None:
         """The host parameters that its attention has where lengths are host integers, by name: ``draft.…``, for each pass
-        of ``draft``, how many tokens are cached behind ``DraftInputs.seq_lens`` then; ``extend``, how many behind
-        ``ExtendInputs.attention.seq_lens``. None: its lengths are decided on the device, so that it can't run there.
+        of ``draft``, how many tokens are cached behind ``DraftInputs.seq_lens`` then; ``extend`` and ``extend.…``, for each
+        pass of ``extend``, how many behind ``ExtendInputs.attention.seq_lens``. None: its lengths are decided on the device,
+        so that it can't run there.
         """
         return None
+
+    @property
+    def host_widths(self) -> Mapping[str, int]:
+        """Of ``host_lengths``, passes of ``extend`` whose length is at least the number of tokens that they take in: how many
+        these are more than ``ExtendInputs`` has of each request. The default names none.
+        """
+        return {}
 
     def attention_shapes(self, page_size: int) -> tuple[AttentionShape, ...]:
         """The attentions that ``extend`` runs over ``ExtendInputs.attention`` as it comes, for kernels that plan (see
@@ -229,6 +240,13 @@ class Proposer(ABC):
         another engine goes on with it. They exist from :meth:`allocate` on.
         """
         return ()
+
+    @property
+    def token_bytes(self) -> int:
+        """What a token takes in its own caches, in bytes, before they exist; an engine sizes its own cache by it. The default
+        is 0, for a proposer without any.
+        """
+        return 0
 
     @abstractmethod
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:

@@ -18,15 +18,15 @@ class HostSeqLens:
     capacity: int
     captured: Mapping[str, HostParam] | None = None
 
-    def param(self, name: str, ahead: int) -> HostParam:
-        """The lengths plus ``ahead``, as a host parameter that an attention kernel reads."""
+    def param(self, name: str, ahead: int, *, least: int = 0) -> HostParam:
+        """The lengths plus ``ahead``, and ``least`` at the least, as a host parameter that an attention kernel reads."""
         if self.captured is not None:
             return self.captured[name]
-        return HostParam(name, self.plus(ahead))
+        return HostParam(name, self.plus(ahead, least))
 
-    def plus(self, ahead: int) -> tuple[int, ...]:
-        """The lengths after ``ahead`` more tokens."""
-        return tuple(min(value + ahead, self.capacity) for value in self.values)
+    def plus(self, ahead: int, least: int = 0) -> tuple[int, ...]:
+        """The lengths after ``ahead`` more tokens, and ``least`` at the least."""
+        return tuple(max(min(value + ahead, self.capacity), least) for value in self.values)
 
     def padded(self, count: int) -> HostSeqLens:
         """The same for ``count`` requests; those behind have nothing cached."""

@@ -28,7 +28,7 @@ from outrider.device import (
     StreamOrderError,
 )
 from outrider_threads.queueing import Queueing
-from outrider_threads.worker import Mark, Task, Worker
+from outrider_threads.worker import Failures, Mark, Task, Worker
 
 CAPABILITIES = Capabilities(
     asynchronous=True,
@@ -48,7 +48,7 @@ class ThreadStream(Stream):
     def __init__(self, backend: ThreadsBackend, name: str) -> None:
         super().__init__(backend, name)
         self._backend = backend
-        self.worker = Worker(name)
+        self.worker = Worker(name, backend.failures)
 
     @property
     def native(self) -> Any:
@@ -73,12 +73,13 @@ class ThreadStream(Stream):
 
     def _synchronize(self) -> None:
         self.worker.mark().wait()
-        errors = self.worker.take_errors()
-        if errors:
-            raise DeviceFault(f"work on stream {self.name!r} of {self.backend.label} failed: {errors[0]}") from errors[0]
+        self._backend.raise_failed(f"stream {self.name!r}")
 
     def _query(self) -> bool:
-        return self.worker.idle
+        if not self.worker.idle:
+            return False
+        self._backend.raise_failed(f"stream {self.name!r}")
+        return True
 
 
 class ThreadEvent(Event):
@@ -87,10 +88,14 @@ class ThreadEvent(Event):
     mark: Mark
 
     def _query(self) -> bool:
-        return self.mark.reached
+        if not self.mark.reached:
+            return False
+        cast(ThreadsBackend, self.backend).raise_failed(f"event {self.name!r}")
+        return True
 
     def _synchronize(self) -> None:
         self.mark.wait()
+        cast(ThreadsBackend, self.backend).raise_failed(f"event {self.name!r}")
 
     def _elapsed_ms(self, end: Event) -> float:
         return (cast(ThreadEvent, end).mark.time - self.mark.time) * 1e3
@@ -138,6 +143,21 @@ class ThreadsBackend(Backend):
             speculative_sync=SpeculativeSync,  # the default policy
         )
         self._thread = threading.local()
+        self.failures = Failures()
+
+    # -- errors -------------------------------------------------------------------------------------------------------
+
+    def raise_failed(self, waiting_for: str) -> None:
+        """Raise what failed since somebody was told, once."""
+        error = self.failures.take()
+        if error is not None:
+            raise DeviceFault(f"work before {waiting_for} of {self.label} failed: {error}") from error
+
+    def _provoke_fault(self, stream: Stream) -> None:
+        def fail() -> None:
+            raise RuntimeError("a fault was provoked")
+
+        cast(ThreadStream, stream).put(fail)
 
     # -- placement ----------------------------------------------------------------------------------------------------
 
@@ -174,8 +194,9 @@ class ThreadsBackend(Backend):
         return ThreadFlag(self, name)
 
     def _synchronize(self) -> None:
-        for stream in self.streams:
-            cast(ThreadStream, stream)._synchronize()
+        for mark in [cast(ThreadStream, stream).worker.mark() for stream in self.streams]:
+            mark.wait()
+        self.raise_failed("the end of all streams")
 
     def _delay(self, stream: Stream, cycles: int) -> None:
         cast(ThreadStream, stream).put(lambda: time.sleep(cycles / 1e9))

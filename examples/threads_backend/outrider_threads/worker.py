@@ -35,12 +35,34 @@ class Mark:
         return self._reached.is_set()
 
 
+class Failures:
+    """Errors of a device's tasks that nobody has been told of.
+
+    They belong to the device, not to a stream: what failed may have come to whoever waits by way of other streams.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._errors: list[Exception] = []
+
+    def add(self, error: Exception) -> None:
+        """Called by a worker."""
+        with self._lock:
+            self._errors.append(error)
+
+    def take(self) -> Exception | None:
+        """The first of them; all are told with that."""
+        with self._lock:
+            errors, self._errors = self._errors, []
+        return errors[0] if errors else None
+
+
 class _State:
     """What a worker and its thread share."""
 
-    def __init__(self) -> None:
+    def __init__(self, failures: Failures) -> None:
         self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self.errors: list[Exception] = []
+        self.failures = failures
         self.finished = 0
 
 
@@ -50,8 +72,8 @@ class Worker:
     A task that fails doesn't stop the ones after it: its error is kept for the next synchronisation.
     """
 
-    def __init__(self, name: str) -> None:
-        self._state = _State()
+    def __init__(self, name: str, failures: Failures) -> None:
+        self._state = _State(failures)
         self._lock = threading.Lock()
         self._enqueued = 0
         threading.Thread(target=_run, args=(self._state,), name=name, daemon=True).start()
@@ -75,12 +97,6 @@ class Worker:
         """Whether everything enqueued so far has run."""
         return self._state.finished == self._enqueued
 
-    def take_errors(self) -> list[Exception]:
-        """Errors of tasks since the last call."""
-        errors = self._state.errors[:]
-        del self._state.errors[: len(errors)]
-        return errors
-
 
 def _run(state: _State) -> None:
     with torch.no_grad():  # a thread starts with gradients on, whatever its maker had
@@ -88,6 +104,6 @@ def _run(state: _State) -> None:
             try:
                 task()
             except Exception as error:
-                state.errors.append(error)
+                state.failures.add(error)
             del task  # or an idle thread would keep the last task's tensors alive
             state.finished += 1

@@ -98,7 +98,8 @@ def paged_attention(
     """Program (block of queries, sequence and key head, split). Row r of a block is query r // GROUP, head r % GROUP.
 
     With splits, what a program made goes to ``parts [token, head, split, size]`` and its maximum and sum to
-    ``stats [token, head, split, 2]``, all float32.
+    ``stats [token, head, split, 2]``, all float32. A share is a SPLITS-th of what there is of *this* sequence, in whole
+    blocks: those for whom nothing is left write a maximum of -inf, and no part.
 
     SETTLED: whatever wrote the lengths, the block table and the cache up to the new tokens has ended (not only begun), so
     that a program reads its first block of that while the kernel before it, which makes the queries, still runs.
@@ -128,6 +129,7 @@ def paged_attention(
         share = tl.cdiv(tl.cdiv(high - low, BLOCK_KV), SPLITS) * BLOCK_KV
         low = low + split * share
         high = tl.minimum(low + share, high)
+    some = low < high
     table = block_table + sequence.to(tl.int64) * table_width
     if SETTLED:
         new, inside, slot = _places(table, low, high, context, kv_head, cache_slot, cache_head, PAGE, BLOCK_KV)
@@ -180,7 +182,9 @@ def paged_attention(
             )
         else:
             place = place * SPLITS + split
-            tl.store(parts + place[:, None] * size + lane[None, :], made, mask=real[:, None] & (lane[None, :] < size))
+            tl.store(
+                parts + place[:, None] * size + lane[None, :], made, mask=(real & some)[:, None] & (lane[None, :] < size)
+            )
             tl.store(stats + place * 2, best, mask=real)
             tl.store(stats + place * 2 + 1, total, mask=real)
 
@@ -189,20 +193,27 @@ def paged_attention(
 def join_splits(
     parts, stats, query_start, out, batch, heads, size, SPLITS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr
 ):
-    """Program (token, head): the splits' sums, weighed by their maxima. Padding is left as it is."""
+    """Program (token, head): the splits' sums, weighed by their maxima. Padding is left as it is.
+
+    Nobody wrote the part of a split whose maximum is -inf, and anything may lie there. Few parts are loaded together with the
+    maxima, one way to memory and back; of many, those that are needed alone, one way later.
+    """
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     place = token * heads + tl.program_id(1)
     lane = tl.arange(0, BLOCK_SIZE)
     split = tl.arange(0, SPLITS)
-    # All at once, and what is padding among it is left out only then: one way to memory and back, not two.
+    # What is padding is left out only once it's here: that takes a load of its own.
     real = token < tl.load(query_start + batch)
     best = tl.load(stats + (place * SPLITS + split) * 2)
     total = tl.load(stats + (place * SPLITS + split) * 2 + 1)
-    made = tl.load(parts + (place * SPLITS + split)[:, None] * size + lane[None, :], mask=lane[None, :] < size, other=0.0)
+    wanted = lane[None, :] < size
+    if SPLITS > 8:
+        wanted = wanted & (best > -float("inf"))[:, None]
+    made = tl.load(parts + (place * SPLITS + split)[:, None] * size + lane[None, :], mask=wanted, other=0.0)
+    made = tl.where(real & (best > -float("inf"))[:, None], made, 0.0)
     best = tl.where(real, best, 0.0)
     total = tl.where(real, total, 1.0)
-    made = tl.where(real, made, 0.0)
     highest = tl.max(best, axis=0)
     weight = tl.exp2(best - tl.where(highest == -float("inf"), 0.0, highest))
     total = tl.sum(weight * total, axis=0)

@@ -35,6 +35,7 @@ def mutants() -> Iterator[Mutant]:
         ("forks_in_capture is declared without captures_graphs", {"forks_in_capture": True}),
         ("row_exact_accesses is declared without reports_accesses", {"row_exact_accesses": True}),
         ("no dtype is declared", {"dtypes": frozenset()}),
+        ("a page has no token", {"page_size": 0}),
     ):
         yield Mutant("Capabilities", fault, "cpu", 0, _declared(**changes))
     for verb, fault, level, apply in (

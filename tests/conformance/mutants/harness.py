@@ -32,6 +32,7 @@ class Outcome:
     skipped: int
     seconds: float
     broke: str = ""  # how the process ended, where it didn't finish the run
+    reached: bool = False  # whether a generated fault took effect
     output: str = field(default="", repr=False)
 
     @property
@@ -43,9 +44,18 @@ class Outcome:
 class _Watch:
     """Presets the kit and notes each verdict."""
 
-    def __init__(self, base, fd: int) -> None:
+    def __init__(self, base, fd: int, near: str) -> None:
         self._base = base
+        self._near = near
         self._file = os.fdopen(fd, "w")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items) -> None:
+        """Within a level, what is about the broken verb comes first: the run ends at the first failure."""
+        if self._near:
+            from outrider_conformance.levels import level_of
+
+            items.sort(key=lambda item: (level_of(item.path) or 0, self._near not in item.nodeid))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config) -> None:
@@ -67,16 +77,19 @@ class _Watch:
         self._file.flush()
 
 
-def run(base: str, apply: Callable, level: int, *, tests: Iterable[str] = (), first: bool = True) -> Outcome:
+def run(base: str, apply: Callable, level: int, *more, tests: Iterable[str] = (), first: bool = True) -> Outcome:
     """The suite up to `level` on `base` after `apply(base)`; only `tests` if some are named; `first`: stop at a failure."""
-    process = _Process(base, apply, level, tuple(tests), first)
+    process = _Process(base, apply, level, tuple(tests), first, *more)
     while (outcome := process.outcome()) is None:
         time.sleep(0.02)
     return outcome
 
 
 def run_all(jobs, at_a_time: int) -> Iterator:
-    """`jobs` are (key, (base, apply, level, tests, first)); yields (key, outcome). This process stays without threads."""
+    """`jobs` are (key, (base, apply, level, tests, first[, seed, near])); yields (key, outcome).
+
+    This process stays without threads.
+    """
     waiting, running = list(jobs), {}
     while waiting or running:
         while waiting and len(running) < at_a_time:
@@ -113,14 +126,14 @@ def warm_up() -> None:
 class _Process:
     """One fork, and what it leaves behind."""
 
-    def __init__(self, base, apply, level, tests, first) -> None:
+    def __init__(self, base, apply, level, tests, first, seed=0, near="") -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="outrider-mutant-")
         place = Path(self._scratch.name)
         self._journal, self._output = place / "journal", place / "output"
         self._start = time.perf_counter()
         self._pid = os.fork()
         if self._pid == 0:
-            _child(base, apply, level, tests, first, self._journal, self._output, place)
+            _child(base, apply, level, tests, first, self._journal, self._output, place, seed, near)
 
     def outcome(self) -> Outcome | None:
         """None while it runs."""
@@ -152,17 +165,18 @@ def _read(entries, seconds, broke, text) -> Outcome:
         if found is not None:
             failed.append((f"{found[0]}::{name}", int(found[1]), broke))
     ran = [v for v in verdicts if v["outcome"] in ("passed", "failed")]
-    return Outcome(tuple(failed), len(ran), len(verdicts) - len(ran), seconds, broke, text)
+    reached = any(entry.get("reached") for entry in entries)
+    return Outcome(tuple(failed), len(ran), len(verdicts) - len(ran), seconds, broke, reached, text)
 
 
-def _child(base, apply, level, tests, first, journal, output, scratch):
+def _child(base, apply, level, tests, first, journal, output, scratch, seed, near):
     code = 70
     try:
         fd = os.open(output, os.O_WRONLY | os.O_CREAT)
         os.dup2(fd, 1)
         os.dup2(fd, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-        watch = _Watch(None, os.open(journal, os.O_WRONLY | os.O_CREAT))
+        watch = _Watch(None, os.open(journal, os.O_WRONLY | os.O_CREAT), near)
         made = BASES[base]()
         apply(made)
         watch._base = made
@@ -181,8 +195,11 @@ def _child(base, apply, level, tests, first, journal, output, scratch):
         ]
         arguments += ["-p", "outrider_conformance.plugin", "--backend", made.spec, "--level", f"L{level}"]
         arguments += ["--kit-timeout", str(PATIENCE if level < 4 else 5 * PATIENCE), *(["-x"] if first else [])]
-        arguments += ["--pyargs", *(chosen or ["outrider_conformance"])]
+        arguments += ["--kit-seed", str(seed), "--pyargs", *(chosen or ["outrider_conformance"])]
         code = 0 if int(pytest.main(arguments, plugins=[watch])) in (0, 1) else 71
+        from conformance.mutants.generated import REACHED
+
+        watch.note({"reached": bool(REACHED)})
     except BaseException as error:
         with contextlib.suppress(BaseException):
             print(f"the mutant couldn't be made: {error!r}", flush=True)

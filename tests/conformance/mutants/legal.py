@@ -85,7 +85,7 @@ def _one_queue(base):
         def init(self, backend, name):
             super(base.stream, self).__init__(backend, name)
             self._backend = backend
-            self.worker = backend.__dict__.setdefault("the_worker", None) or Worker("all")
+            self.worker = backend.__dict__.setdefault("the_worker", None) or Worker("all", backend.failures)
             backend.the_worker = self.worker
 
         return init

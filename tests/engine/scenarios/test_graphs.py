@@ -5,7 +5,7 @@ import torch
 
 from engine.scenarios.historical import MANY, TWO, Historical
 from model.test_vision import IMAGE, picture
-from outrider import Engine, EngineConfig, SamplingParams
+from outrider import Engine, SamplingParams
 from outrider.device import Recompute
 from outrider.engine.state import buffers
 from outrider.model import MediaProcessor, load_decoder, load_vision
@@ -14,6 +14,7 @@ from outrider.speculative.ngram import NgramProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import write_vision_checkpoint
 from outrider_proof.decode_program import WrongTokens
+from outrider_proof.tiny import plain_config
 from outrider_sanitizer import RaceError, watch
 from outrider_sanitizer.findings import STALENESS
 
@@ -33,7 +34,7 @@ def vision_engine(backend, directory):
     target = load_decoder(directory, backend=backend, dtype=torch.float32)
     tower = load_vision(directory, backend=backend, dtype=torch.float32)
     proposer = NgramProposer(draft_tokens=3, vocab_size=target.config.vocab_size)
-    config = EngineConfig(max_context=64, max_requests=2, page_size=4, overlap=True, graphs=True)
+    config = plain_config(max_context=64, max_requests=2, page_size=4, overlap=True, graphs=True)
     return Engine(target, backend, proposer=proposer, config=config, vision=tower)
 
 

@@ -139,6 +139,45 @@ def test_what_the_operator_can_not_do_is_computed_by_the_reference(backend, stre
     assert out.cpu().isfinite().all()
 
 
+def shared(host, pages):
+    """The batch with every sequence's first page the same one, and its other pages put together: fewer than its blocks."""
+    table = host["table"].clone()
+    order = {0: 0, int(table[0, 0]): 1}
+    table[:, 0] = table[0, 0]
+    for page in table.flatten().tolist():
+        order.setdefault(page, len(order))
+    assert len(order) <= pages
+    kept = list(order)[:pages] + [0] * (pages - len(order))
+    made = {name: host[name][torch.tensor(kept)].clone() for name in "kv"}
+    return host | made | {"table": torch.tensor([[order[page] for page in row] for row in table.tolist()], dtype=torch.int32)}
+
+
+@pytest.mark.parametrize("new", [(1, 1, 1, 1), (4, 4, 4, 4), (7, 1, 4, 2)], ids=["decoding", "a chain", "ragged"])
+def test_sequences_that_share_pages_are_attended_to_in_parts(backend, stream, fused_calls, new):
+    """The operator counts a page for each sequence that has it, and takes no more than the cache has."""
+    host = shared(batch(new, (200, 210, 130, 220), torch.float16), pages=6)
+    o = upload(backend, stream, host)
+    exact = HostParam("lens", host["lens"].tolist())
+    with backend.on(stream):
+        out = attend(backend.kernels, o, new, exact=exact, uniform=len(set(new)) == 1)
+    stream.synchronize()
+    assert (out.cpu().double() - reference(host, new)).abs().max() < TOLERANCE[torch.float16]
+    assert [lens for _, lens in fused_calls] == [host["lens"].tolist()[:3], host["lens"].tolist()[3:]]
+
+
+def test_a_graph_of_sequences_that_share_pages_takes_any_lengths(backend, stream):
+    new = (3, 3, 3)
+    host = shared(batch(new, (1, 1, 1), torch.float16, spare=250), pages=5)
+    graph = captured(backend, stream, host, new)
+    assert len(graph.context.handles["lens"]) == 2
+    for lens in ([4, 130, 250], [200, 240, 250]):
+        graph.update_params({"lens": lens}, stream=stream)
+        graph.replay(stream)
+        stream.synchronize()
+        off = (graph.outputs["0"].cpu().double() - reference(at(host, lens), new)).abs().max()
+        assert off < TOLERANCE[torch.float16]
+
+
 def captured(backend, stream, host, new, *, layers=1):
     """A graph of attention, the lengths a host parameter; returns it and its static tensors."""
     o = upload(backend, stream, host)

@@ -6,13 +6,15 @@ import emulation
 import pytest
 
 import outrider
-from outrider import Engine, EngineConfig
+from outrider import Engine, SamplingParams
 from outrider_conformance import engines
 from outrider_cpu.backend import CpuBackend
+from outrider_proof.tiny import plain_config
 from outrider_sanitizer import watch
 
 BUNDLED = Path(outrider.__file__).parent / "bundled"
 TOKENS = 16
+SUFFIXES = ("def read(", "class A", "return x", "for i in")
 
 
 def fresh():
@@ -28,7 +30,7 @@ def engine_on(backend, *, speculate="eagle", **config):
         backend,
         draft_dir=BUNDLED / "eagle" if speculate == "eagle" else None,
         speculate=speculate,
-        config=EngineConfig(**config),
+        config=plain_config(**config),
     )
 
 
@@ -76,3 +78,18 @@ def test_tokens_are_the_same_under_adversarial_schedules(plain, graphs):
     if found.failure is not None:
         raise found.failure.error
     assert found.runs == 4
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["called", "graphs"])
+def test_eagle_with_prefixes_shared_beyond_the_caches_pages(graphs):
+    """Four requests of two pages each, the first the same one, in a cache of seven: eight blocks for the operator."""
+
+    def tokens(backend, **config):
+        engine = engine_on(backend, max_requests=4, num_pages=7, prefill_chunk=160, **config)
+        first = (engine.tokenizer.encode("import os\nimport sys\n") * 40)[:130]
+        sampling = SamplingParams(max_tokens=6)
+        engine.generate([first], sampling)
+        done = engine.generate([[*first, *engine.tokenizer.encode(text)] for text in SUFFIXES], sampling)
+        return [completion.token_ids for completion in done]
+
+    assert tokens(fresh(), overlap=True, graphs=graphs) == tokens(CpuBackend())

@@ -18,13 +18,21 @@ from outrider.cli.models import (
     DraftOption,
     DraftTokensOption,
     DraftTopkOption,
+    DtypeOption,
     GraphsOption,
+    KvMemoryOption,
+    MaxContextOption,
+    MaxRequestsOption,
     ModelOption,
     ModeOption,
     OverlapOption,
+    PageSizeOption,
+    PrefillChunkOption,
     Running,
+    Sizes,
     SpeculateOption,
     Speculation,
+    launched,
     load,
 )
 from outrider.cli.report import BackendOption, JsonOption, Report
@@ -67,12 +75,12 @@ def decode(
     draft_topk: DraftTopkOption = 1,
     draft_nodes: DraftNodesOption = None,
     through_transformers: DoorOption = False,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="DTYPE", help="float32 (default), bfloat16 (with --shape), float16, …")
-    ] = None,
+    dtype: DtypeOption = None,
     shape: Annotated[
         str | None,
-        typer.Option("--shape", metavar="NAME", help="Random weights of this shape instead of a checkpoint: llama-3.1-8b."),
+        typer.Option(
+            "--shape", metavar="NAME|config.json", help="Random weights of this shape instead of a checkpoint: llama-3.1-8b."
+        ),
     ] = None,
     accept_length: Annotated[
         float | None,
@@ -82,10 +90,15 @@ def decode(
             help="With --shape, synthetic acceptance: tokens that an iteration yields on average.",
         ),
     ] = None,
-    mode: ModeOption = "staged",
-    graphs: GraphsOption = False,
-    overlap: OverlapOption = False,
+    mode: ModeOption = None,
+    graphs: GraphsOption = None,
+    overlap: OverlapOption = None,
     draft_length: DraftLengthOption = None,
+    max_context: MaxContextOption = None,
+    kv_memory: KvMemoryOption = None,
+    page_size: PageSizeOption = None,
+    max_requests: MaxRequestsOption = None,
+    prefill_chunk: PrefillChunkOption = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="F.svg", help="Draw iterations against the limit, over batch sizes and prompts.")
     ] = None,
@@ -105,15 +118,25 @@ def decode(
 
     sizes, lengths = sizes_of(batch), sizes_of(prompt_tokens, "--prompt-tokens", "512,4096")
     running = Running(mode=mode, graphs=graphs, overlap=overlap, draft_length=draft_length)
+    if max_requests is not None and max_requests < max(sizes):
+        raise ConfigError(f"--max-requests is {max_requests}, and --batch {max(sizes)} requests decode together; raise it")
+    engine_sizes = Sizes(
+        max_context=max_context,
+        kv_memory=kv_memory,
+        page_size=page_size,
+        max_requests=max_requests,
+        prefill_chunk=prefill_chunk,
+    )
     if new_tokens < 1:
         raise ConfigError(f"--new-tokens is {new_tokens}; expected at least 1")
     if plot is not None and plot.suffix != ".svg":
         raise ConfigError(f"--plot is {str(plot)!r}; expected a file that ends in .svg")
-    del json_output
     require_torch()
+    from outrider.engine.config import Choice
     from outrider_bench.limits import measure_bandwidth
 
     check_acceptance(accept_length, shape)
+    beside = [Choice("max_requests", max(sizes), "--batch")] if max_requests is None else []
     if shape is not None:
         given = {"--model": model, "--draft": draft, "--through-transformers": through_transformers or None}
         for option, unwanted in given.items():
@@ -124,13 +147,18 @@ def decode(
         work = RandomModel(
             shape=shape, speculate=speculate or "eagle", draft_tokens=draft_tokens, accept_length=accept_length
         )
-        dtype = dtype or "bfloat16"
+        room = max(lengths) + new_tokens + 2 * (draft_tokens + 1)
+        if max_context is None:
+            beside.append(Choice("max_context", room, "prompt and new tokens"))
         engine = work.load(
             backend,
             running=running,
             max_requests=max(sizes),
             dtype=dtype,
-            max_context=max(lengths) + new_tokens + 2 * (draft_tokens + 1),
+            max_context=room,
+            sizes=engine_sizes,
+            say=not json_output,
+            beside=beside,
         )
         described = work.described
     else:
@@ -143,8 +171,16 @@ def decode(
             draft_nodes=draft_nodes,
             through_transformers=through_transformers,
         )
-        dtype = dtype or "float32"
-        engine = load(backend, speculation, max_requests=max(sizes), dtype=dtype, running=running)
+        engine = load(
+            backend,
+            speculation,
+            max_requests=max(sizes),
+            dtype=dtype,
+            running=running,
+            sizes=engine_sizes,
+            say=not json_output,
+            beside=beside,
+        )
         described = {
             "model": _shown(speculation.model, model),
             "draft": None if speculation.kind == "none" else _shown(speculation.draft, draft),
@@ -172,8 +208,7 @@ def decode(
         "kernels": engine.model.kernels.name,
         **described,
         "draft_tokens": engine.proposer.depth,
-        "dtype": dtype,
-        **asdict(running),
+        **launched(engine, beside),
         "prompt_tokens": lengths,
         "new_tokens": new_tokens,
         "bandwidth_gb_per_s": bandwidth / 1e9,

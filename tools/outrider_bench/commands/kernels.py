@@ -107,19 +107,10 @@ def _sizes(text: str) -> list[int]:
 
 
 def _cases(device: Backend, stream: Stream, shape: str, sizes: list[int], dtype: torch.dtype) -> Iterator[KernelCase]:
-    from outrider_bench.random_weights import shape_config
-    from outrider_tune.measure import KernelShape, kernel_cases, product_cases
+    from outrider.model.shapes import decoder_shape, shape_config
+    from outrider_tune.measure import kernel_cases, product_cases
 
-    config = shape_config(shape)
-    sizes_of = KernelShape(
-        hidden=config.hidden_size,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_size=config.head_size,
-        inner=config.intermediate_size,
-        vocabulary=config.vocab_size,
-        fused=2 * config.hidden_size,
-    )
+    sizes_of = decoder_shape(shape_config(shape), dtype)
 
     def placed(cases: Iterator[KernelCase]) -> Iterator[KernelCase]:
         while True:

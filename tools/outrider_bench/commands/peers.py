@@ -2,159 +2,245 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
-from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.models import DraftTokensOption, ModeOption
+from outrider.cli.models import DraftTokensOption, ModeOption, PrefillChunkOption
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
 from outrider.cli.starting import progress_shown
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
-from outrider_bench.child import ChildFailed, run_child
+from outrider_bench.child import ChildFailed
 from outrider_bench.commands.decode import sizes_of
+from outrider_bench.mixed_load import length_range
+from outrider_bench.peers.comparing import OURS, Found, compared, render
+from outrider_bench.peers.session import Session, session
 from outrider_bench.peers.sglang import variables as _sglang_variables
-from outrider_bench.peers.work import Work
+from outrider_bench.peers.work import PHASES, Work
+from outrider_sanitizer.files import write_whole
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from outrider.registry import BackendSpec
 
-OURS = "outrider"
 PEERS: Mapping[str, tuple[str, ...]] = {"transformers": ("none",), "vllm": ("none", "eagle"), "sglang": ("none", "eagle")}
 """Each engine, and what it can be measured with."""
 _ORDER = (OURS, *PEERS)
+_KEEPS = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""Where the engines keep what they compile."""
+
+Tell = Callable[[str, int, int], None]
 
 
 def peers(
-    shape: Annotated[str, typer.Option("--shape", metavar="NAME", help="Random weights of this shape.")] = "llama-3.1-8b",
-    batch: Annotated[str, typer.Option(metavar="1,8,32", help="Batch sizes, by commas.")] = "1,8,32",
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, metavar="N")] = 512,
-    new_tokens: Annotated[int, typer.Option("--new-tokens", min=2, metavar="N")] = 256,
+    shape: Annotated[
+        str, typer.Option("--shape", metavar="NAME|config.json", help="Random weights of this shape.")
+    ] = "llama-3.1-8b",
+    phases: Annotated[str, typer.Option(metavar="decode,prefill,mixed", help="What is measured, by commas.")] = "decode",
+    batch: Annotated[str, typer.Option(metavar="1,8,32", help="Batch sizes of decode, by commas.")] = "1,8,32",
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, metavar="N", help="Of a request of decode.")] = 512,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=2, metavar="N", help="Of a request of decode.")] = 256,
+    prefill_tokens: Annotated[
+        str, typer.Option("--prefill-tokens", metavar="512,4096", help="Prompts of prefill, by commas.")
+    ] = "512,4096,16384",
+    requests: Annotated[int, typer.Option(min=1, metavar="N", help="Requests of mixed, all at once.")] = 256,
+    seed: Annotated[int, typer.Option(metavar="S", help="Draws the lengths of mixed.")] = 7,
+    prompts: Annotated[str, typer.Option(metavar="A-B", help="Tokens of prompts of mixed, uniform.")] = "32-1036",
+    outputs: Annotated[str, typer.Option(metavar="A-B", help="Tokens of outputs of mixed, uniform.")] = "16-400",
+    max_requests: Annotated[
+        int | None,
+        typer.Option("--max-requests", min=1, metavar="N", help="Requests that run at the same time. Default: enough; 128."),
+    ] = None,
+    max_context: Annotated[
+        int | None,
+        typer.Option("--max-context", min=2, metavar="N", help="Tokens of a request, for engines. Default: enough."),
+    ] = None,
     draft_tokens: DraftTokensOption = 3,
     accept_length: Annotated[
-        float, typer.Option("--accept-length", metavar="A", help="Synthetic acceptance, the same for all that have it.")
+        float,
+        typer.Option(
+            "--accept-length", metavar="A", help="Synthetic acceptance, the same for all that have it; by equal chances."
+        ),
     ] = 2.98,
     dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE")] = "bfloat16",
     engines: Annotated[str, typer.Option(metavar="outrider,vllm", help="Which engines.")] = ",".join(_ORDER),
     speculate: Annotated[str, typer.Option("--speculate", metavar="eagle,none", help="With drafts, without, or both.")] = (
         "eagle,none"
     ),
-    mode: ModeOption = "fused",
-    limit: Annotated[float, typer.Option(min=1, help="Seconds that one engine may take for one of them.")] = 900.0,
+    repeat: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Runs of each. From 2 on all engines are there at once, and take turns."),
+    ] = 3,
+    memory: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="Of the device's memory, for an engine that takes a share.")
+    ] = None,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep what engines compile and print there, for the next time.")
+    ] = None,
+    mode: ModeOption = None,
+    prefill_chunk: PrefillChunkOption = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="F.svg", help="Draw iterations over batch sizes, this engine's beside others'.")
+    ] = None,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that an engine may take to start, or for one run.")] = 900.0,
     backend: BackendOption = None,
     json_output: JsonOption = False,
 ) -> Report:
-    """Decode the same work on this engine and on whichever of transformers, vLLM and SGLang is installed.
+    """Run the same work on this engine and on whichever of transformers, vLLM and SGLang is installed.
 
-    One after the other, each in a process of its own, in this run. Acceptance is synthetic, by each engine's own
-    setting for that; transformers has none and decodes plainly. What isn't installed is listed as such.
+    Each engine runs in a process of its own; their runs alternate, and each figure is the median of its runs. Acceptance is
+    synthetic, by each engine's own setting for that, with the same chance for each drafted place; transformers has none and
+    decodes plainly. What isn't installed is listed as such.
     """
     del json_output
-    chosen = [name.strip() for name in engines.split(",")]
-    kinds = [name.strip() for name in speculate.split(",")]
-    for name, given, known in (("--engines", chosen, _ORDER), ("--speculate", kinds, ("eagle", "none"))):
-        unknown = [each for each in given if each not in known]
-        if unknown or len(set(given)) != len(given):
-            raise ConfigError(f"{name} is {','.join(given)!r}; expected some of {', '.join(known)}, each once")
+    chosen = _some("--engines", engines, _ORDER)
+    kinds = _some("--speculate", speculate, ("eagle", "none"))
+    if plot is not None and plot.suffix != ".svg":
+        raise ConfigError(f"--plot is {str(plot)!r}; expected a file that ends in .svg")
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
+    from outrider_bench.synthetic import rates_of_length
+
+    measured = tuple(_some("--phases", phases, PHASES))
+    batches = tuple(sizes_of(batch))
+    at_once = max(batches) if "decode" in measured else 1
+    if "mixed" in measured:
+        at_once = max(at_once, min(requests, 128))
+    sharing = len(chosen) if repeat > 1 else 1
     work = Work(
         shape=shape,
         dtype=dtype,
-        batches=tuple(sizes_of(batch)),
+        batches=batches,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
         draft_tokens=draft_tokens,
         accept_length=accept_length,
+        rates=rates_of_length(accept_length, draft_tokens),
         device=str(registry.create(spec).device),
+        phases=measured,
+        lengths=tuple(sizes_of(prefill_tokens, "--prefill-tokens", "512,4096")),
+        requests=requests,
+        seed=seed,
+        prompts=length_range(prompts, "--prompts"),
+        outputs=length_range(outputs, "--outputs"),
+        max_requests=max_requests or at_once,
+        max_context=max_context,
+        memory=memory or (0.85 if sharing == 1 else round(0.9 / sharing, 3)),
+        keep=None if keep is None else str(keep.absolute()),
     )
-    jobs = [(name, kind) for name in _ORDER for kind in kinds if name in chosen and (name == OURS or kind in PEERS[name])]
-    found: list[dict[str, Any]] = []
+    jobs = [(name, kind) for kind in kinds for name in _ORDER if name in chosen and (name == OURS or kind in PEERS[name])]
+    groups = [[job] for job in jobs] if repeat == 1 else [[job for job in jobs if job[1] == kind] for kind in kinds]
+    found = [Found(engine=name, speculate=kind) for name, kind in jobs]
     data: dict[str, object] = {
         **asdict(work),
         "backend": str(spec),
         "acceptance": f"synthetic, mean {accept_length:g}",
-        "engines": found,
+        "repeat": repeat,
+        "mixed": work.load.described() if "mixed" in measured else None,
     }
 
-    def render(console: Console) -> None:
-        _render(console, data, found)
+    def described() -> dict[str, object]:
+        return data | compared([each for each in found if each.settled], work)
 
+    runs = _Alternating(work, spec, {"mode": mode, "prefill_chunk": prefill_chunk}, limit)
     with progress_shown() as tell:
-        for name, kind in jobs:
-            tell(f"{name}, {kind}", 0, 1)
+        for group in groups:
             try:
-                found.append(_measured(name, kind, work, spec, mode=mode, limit_s=limit))
+                runs.run([each for each in found if (each.engine, each.speculate) in group], repeat, tell)
             except KeyboardInterrupt:
-                done = f"interrupted at {name}, {kind}, after {len(found)} of {len(jobs)} measurements"
-                raise Interrupted(done, data, render if found else None) from None
-            tell(f"{name}, {kind}", 1, 1)
-    return Report(data=data, render=render)
+                done = sum(each.settled for each in found)
+                where = "; ".join(f"{name}, {kind}" for name, kind in group)
+                told = f"interrupted at {where}, after {done} of {len(jobs)} measurements"
+                raise Interrupted(told, described(), _renderer(described()) if done else None) from None
+    result = described()
+    if plot is not None:
+        from outrider_bench.peers.comparing import by_batch
+        from outrider_bench.plot import series_svg
+
+        write_whole(plot, series_svg(by_batch(found), title=f"{shape}, {dtype}", across="batch size", up="ms an iteration"))
+    return Report(data=result, render=_renderer(result))
 
 
-def _measured(name: str, kind: str, work: Work, spec: BackendSpec, *, mode: str, limit_s: float) -> dict[str, Any]:
-    """One engine's results; or why there are none."""
-    base: dict[str, Any] = {"engine": name, "speculate": kind, "version": None, "settings": None, "results": []}
-    if name != OURS and find_spec(name) is None:
-        return base | {"status": "not installed"}
-    try:
-        if name == OURS:
-            return base | {"status": "measured", **_ours(work, spec, kind, mode, limit_s)}
-        variables = _sglang_variables(work.accept_length, kind) if name == "sglang" else {}
-        given = {**asdict(work), "speculate": kind}
-        return base | {
-            "status": "measured",
-            **run_child(f"outrider_bench.peers.{name}", given, variables=variables, limit_s=limit_s),
-        }
-    except ChildFailed as error:
-        return base | {"status": f"failed: {error}"}
+def _renderer(data: dict[str, Any]) -> Callable[[Console], None]:
+    return lambda console: render(console, data)
 
 
-def _ours(work: Work, spec: BackendSpec, kind: str, mode: str, limit_s: float) -> dict[str, Any]:
-    given = {
-        "batch": ",".join(map(str, work.batches)),
-        "new_tokens": work.new_tokens,
-        "prompt_tokens": str(work.prompt_tokens),
-        "backend": str(spec),
-        "speculate": kind,
-        "draft_tokens": work.draft_tokens,
-        "dtype": work.dtype,
-        "shape": work.shape,
-        "accept_length": work.accept_length if kind == "eagle" else None,
-        "mode": mode,
-        "graphs": True,
-        "overlap": True,
-    }
-    data = run_child("outrider_bench.decode_child", given, variables={}, limit_s=limit_s)
-    keys = ("batch", "iteration_ms", "tokens_per_s", "acceptance_length", "limit_ms", "ratio_to_limit")
-    rows = [{"speculate": kind, **{key: row[key] for key in keys}} for row in data["results"]]
-    return {"version": version("outrider"), "settings": f"{mode}, overlap, {data['kernels']}", "results": rows}
+def _some(option: str, given: str, known: tuple[str, ...]) -> list[str]:
+    """Names by commas, each known and there once. Raises :class:`ConfigError`."""
+    names = [name.strip() for name in given.split(",")]
+    if set(names) - set(known) or len(set(names)) != len(names):
+        raise ConfigError(f"{option} is {','.join(names)!r}; expected some of {', '.join(known)}, each once")
+    return names
 
 
-def _render(console: Console, data: dict[str, Any], found: list[dict[str, Any]]) -> None:
-    console.print(
-        f"random weights of {data['shape']} on {data['backend']} ({data['device']}), {data['dtype']}, "
-        f"{data['prompt_tokens']} prompt and {data['new_tokens']} new tokens, {data['draft_tokens']} draft tokens"
-    )
-    console.print(f"ACCEPTANCE IS {str(data['acceptance']).upper()}: tokens/s is what it would be, the text is nonsense\n")
-    table = Table("engine", "speculate", "batch", "iteration, ms", "tokens/s", "accepted", box=None, pad_edge=False)
-    for each in found:
-        name = each["engine"] if each["version"] is None else f"{each['engine']} {each['version']}"
-        if not each["results"]:
-            table.add_row(name, each["speculate"], "", each["status"].split(":")[0])
-        for row in each["results"]:
-            figures = (f"{row[key]:.3f}" for key in ("iteration_ms", "tokens_per_s", "acceptance_length"))
-            table.add_row(name, each["speculate"], str(row["batch"]), *figures)
-    console.print(table)
-    for each in found:
-        if each["status"].startswith("failed"):
-            console.print(f"{each['engine']}, {each['speculate']}: {each['status']}")
-    for engine, settings in {(each["engine"], each["settings"]): None for each in found if each["settings"]}:
-        console.print(f"{engine}: {settings}")
+class _Alternating:
+    """The runs of some engines that are there at the same time, in turns."""
+
+    def __init__(self, work: Work, spec: BackendSpec, options: Mapping[str, object], limit_s: float) -> None:
+        self._work = work
+        self._spec = spec
+        self._options = options
+        self._limit_s = limit_s
+
+    def run(self, group: list[Found], repeat: int, tell: Tell) -> None:
+        """Start them, one after the other; then each run of each, ``repeat`` times; then end them."""
+        with ExitStack() as stack:
+            sessions: list[tuple[Found, Session]] = []
+            for each in group:
+                tell(f"starting {each.engine}, {each.speculate}", 0, 1)
+                opened = self._opened(each, stack)
+                if opened is not None:
+                    sessions.append((each, opened))
+            cases = self._cases()
+            for number, (phase, case) in enumerate(cases):
+                for _ in range(1 if case == "latency" else repeat):
+                    for each, opened in sessions:
+                        tell(f"{each.engine}, {each.speculate}: {phase} {case}", number, len(cases))
+                        self._once(each, opened, phase, case)
+
+    def _cases(self) -> list[tuple[str, Any]]:
+        work = self._work
+        cases: list[tuple[str, Any]] = []
+        for phase in work.phases:
+            of_phase = {"decode": work.batches, "prefill": work.lengths, "mixed": ("seconds", "latency")}[phase]
+            cases += [(phase, case) for case in of_phase]
+        return cases
+
+    def _opened(self, each: Found, stack: ExitStack) -> Session | None:
+        if each.engine != OURS and find_spec(each.engine) is None:
+            each.status = "not installed"
+            return None
+        variables = _sglang_variables(self._work.accept_length, each.speculate) if each.engine == "sglang" else {}
+        log = None
+        if self._work.keep is not None:
+            keep = Path(self._work.keep)
+            keep.mkdir(parents=True, exist_ok=True)
+            variables |= {name: str(keep / name.lower()) for name in _KEEPS}
+            log = keep / f"{each.engine}-{each.speculate}.log"
+        given = {**asdict(self._work), "speculate": each.speculate, "backend": str(self._spec), "options": self._options}
+        module = f"outrider_bench.peers.{each.engine}"
+        try:
+            opened = stack.enter_context(session(module, given, variables=variables, limit_s=self._limit_s, log=log))
+        except ChildFailed as error:
+            each.status = f"failed: {error}"
+            return None
+        each.status, each.about = "measured", opened.about
+        return opened
+
+    def _once(self, each: Found, opened: Session, phase: str, case: Any) -> None:
+        if each.failed(phase):
+            return
+        try:
+            answer = opened.ask({"phase": phase, "case": case}, limit_s=self._limit_s)
+        except ChildFailed as error:
+            each.failures[phase] = str(error)
+            return
+        each.runs.setdefault((phase, case), []).append(answer)

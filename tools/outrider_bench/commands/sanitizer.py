@@ -107,6 +107,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, object]:
         max_requests=batch,
         max_context=prompt + new + 2 * (depth + 1),
         draft_tokens=depth,
+        dtype="float32",
         buckets=(batch,),
         **given["config"],
     )

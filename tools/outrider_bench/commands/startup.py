@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +12,18 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.models import DraftTokensOption, GraphsOption, ModeOption, OverlapOption, Running
+from outrider.cli.models import (
+    DraftTokensOption,
+    DtypeOption,
+    GraphsOption,
+    KvMemoryOption,
+    ModeOption,
+    OverlapOption,
+    PageSizeOption,
+    PrefillChunkOption,
+    Running,
+    Sizes,
+)
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
@@ -24,57 +37,82 @@ def startup(
     shape: Annotated[
         str | None,
         typer.Option(
-            "--shape", metavar="NAME", help="Random weights of this shape instead of the bundled model: llama-3.1-8b."
+            "--shape",
+            metavar="NAME|config.json",
+            help="A checkpoint of this shape instead of the bundled model; written before, with random values.",
         ),
     ] = None,
     speculate: Annotated[str, typer.Option("--speculate", metavar="eagle|none", help="Proposer.")] = "eagle",
     draft_tokens: DraftTokensOption = 4,
     batch: Annotated[int, typer.Option(min=1, help="Requests that the engine is made for.")] = 8,
     max_context: Annotated[int, typer.Option("--max-context", min=8, metavar="N", help="Tokens of a request.")] = 1024,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="DTYPE", help="float32 (default), bfloat16 (with --shape), float16, …")
+    dtype: DtypeOption = None,
+    mode: ModeOption = None,
+    graphs: GraphsOption = None,
+    overlap: OverlapOption = None,
+    kv_memory: KvMemoryOption = None,
+    page_size: PageSizeOption = None,
+    prefill_chunk: PrefillChunkOption = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where that checkpoint is written, for the run alone. Default: temporary."),
     ] = None,
-    mode: ModeOption = "staged",
-    graphs: GraphsOption = False,
-    overlap: OverlapOption = False,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that one start may take.")] = 600.0,
     backend: BackendOption = None,
     json_output: JsonOption = False,
 ) -> Report:
     """Start an engine in a fresh process and time each stage until its first token, in seconds.
 
+    The weights are read from files, which are in the page cache as far as the memory holds them.
     Where the backend compiles kernels it's started twice: with an empty cache of compiled kernels (cold), and with the one
     that this has left (warm).
     """
     del json_output
     if speculate not in ("eagle", "none"):
         raise ConfigError(f"--speculate is {speculate!r}; expected eagle or none")
+    checkpoint: dict[str, object] | None = None
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
     caches = registry.info(spec.name).cache_variables
-    work: dict[str, object] = {
+    work: dict[str, Any] = {
         "backend": str(spec),
         "shape": shape,
         "speculate": speculate,
         "draft_tokens": draft_tokens,
         "batch": batch,
         "max_context": max_context,
-        "dtype": dtype or ("float32" if shape is None else "bfloat16"),
+        "dtype": dtype,
+        "target": None,
+        "eagle": None,
+        "sizes": Sizes(kv_memory=kv_memory, page_size=page_size, prefill_chunk=prefill_chunk).given,
         "running": asdict(Running(mode=mode, graphs=graphs, overlap=overlap)),
     }
-    with scratch_directory("outrider-startup-") as fresh:
+    with scratch_directory("outrider-startup-", directory) as fresh:
+        if shape is not None:
+            from outrider_bench.random_checkpoint import write_checkpoint
+
+            began = time.perf_counter()
+            written = write_checkpoint(shape, Path(fresh, "checkpoint"))
+            seconds = time.perf_counter() - began
+            work |= {"target": str(written.target), "eagle": str(written.draft)}
+            checkpoint = {"bytes": written.bytes, "written_in_s": seconds}
         variables = {name: f"{fresh}/{name}" for name in caches}
         starts = {
             name: run_child(_CHILD, work, variables=variables, limit_s=limit)
             for name in (("cold", "warm") if caches else ("start",))
         }
-    data: dict[str, object] = {**work, "kernel_cache": bool(caches), "starts": starts}
+    for key in ("dtype", "chosen"):  # the same in each start
+        work[key] = [found.pop(key) for found in starts.values()][-1]
+    del work["target"], work["eagle"]
+    data: dict[str, object] = {**work, "checkpoint": checkpoint, "kernel_cache": bool(caches), "starts": starts}
     return Report(data=data, render=lambda console: _render(console, work, starts))
 
 
-def _render(console: Console, work: dict[str, object], starts: dict[str, dict[str, Any]]) -> None:
+def _render(console: Console, work: dict[str, Any], starts: dict[str, dict[str, Any]]) -> None:
+    from outrider.engine.config import Choice
+
     first = next(iter(starts.values()))
-    model = "bundled model" if work["shape"] is None else f"random weights of {work['shape']}"
+    model = "bundled model" if work["shape"] is None else f"a checkpoint of {work['shape']}"
     console.print(f"{model} on {work['backend']} ({first['device']}), {work['dtype']}, seconds in a process of its own\n")
     table = Table("stage", *(name if len(starts) > 1 else "seconds" for name in starts), box=None, pad_edge=False)
     for stage in first["stages"]:
@@ -83,5 +121,7 @@ def _render(console: Console, work: dict[str, object], starts: dict[str, dict[st
     console.print(table)
     if first["compiled"]:
         console.print(f"\ncompiled: {', '.join(f'{name} {count}' for name, count in sorted(first['compiled'].items()))}")
+    console.print(f"compiled while serving: {', '.join(str(each['compiled_while_serving']) for each in starts.values())}")
     if first["captured"]:
         console.print(f"captured: {first['captured']}")
+    console.print("chosen: " + "; ".join(str(Choice(**made)) for made in work["chosen"]), markup=False, soft_wrap=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from importlib import import_module, resources
 from importlib.metadata import version
 from pathlib import Path
@@ -21,38 +21,28 @@ from outrider.cli.models import (
     DraftTokensOption,
     DtypeOption,
     GraphsOption,
+    KvMemoryOption,
+    MaxContextOption,
     ModeOption,
     OverlapOption,
+    PageSizeOption,
+    PrefillChunkOption,
     Running,
+    Sizes,
     Speculation,
     bundled,
+    launched,
     load,
 )
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import ConfigError
 
 if TYPE_CHECKING:
+    from outrider.cli.differences import Difference
     from outrider.engine.engine import Engine
 
 _LENGTHS = (20, 160)
 _SHOWN = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Where the tokens of one prompt part, and what the model says there about the text that both have so far.
-
-    ``gap``: how far the lower of both tokens' logits is below the largest of all, computed once more by a prefill.
-    ``gap_roundings``: the same in units of the last place of ``dtype`` at that size.
-    """
-
-    prompt: int
-    position: int
-    speculative: int
-    plain: int
-    top_logit: float
-    gap: float
-    gap_roundings: float
 
 
 def tokens(
@@ -65,10 +55,14 @@ def tokens(
     batch: Annotated[int, typer.Option(min=1, help="Requests that decode together when tokens are compared.")] = 8,
     timed: Annotated[int, typer.Option(min=0, help="Prompts that are timed, one after the other; 0: none.")] = 8,
     draft_tokens: DraftTokensOption = 4,
-    dtype: DtypeOption = "float32",
-    mode: ModeOption = "staged",
-    graphs: GraphsOption = False,
-    overlap: OverlapOption = False,
+    dtype: DtypeOption = None,
+    mode: ModeOption = None,
+    graphs: GraphsOption = None,
+    overlap: OverlapOption = None,
+    max_context: MaxContextOption = None,
+    kv_memory: KvMemoryOption = None,
+    page_size: PageSizeOption = None,
+    prefill_chunk: PrefillChunkOption = None,
     transformers: Annotated[
         bool, typer.Option("--transformers/--no-transformers", help="Time transformers on the same checkpoint too.")
     ] = True,
@@ -83,20 +77,29 @@ def tokens(
     """
     from outrider.cli.torch_probe import require_torch
 
-    del json_output
     require_torch()
+    from outrider.cli.differences import Closer
+    from outrider.engine.config import Choice
+
+    beside = [Choice("max_requests", batch, "--batch")]
+    if dtype is None:
+        dtype = "float32"
+        beside.append(Choice("dtype", dtype, "tokens are compared, and coarser rounding makes others"))
     running = Running(mode=mode, graphs=graphs, overlap=overlap)
+    sizes = Sizes(max_context=max_context, kv_memory=kv_memory, page_size=page_size, prefill_chunk=prefill_chunk)
     speculation = Speculation.choose("eagle", model=None, draft=bundled("eagle"), draft_tokens=draft_tokens)
-    engine = load(backend, speculation, max_requests=batch, dtype=dtype, running=running)
-    plain = load(backend, speculation.without(), max_requests=batch, dtype=dtype, running=running)
+    start = partial(load, backend, max_requests=batch, dtype=dtype, running=running, sizes=sizes)
+    engine = start(speculation, say=not json_output, beside=beside)
+    plain = start(speculation.without())
     given = _texts(prompt_file, prompts, engine)
     room = min(engine.max_context, plain.max_context) - new_tokens
     if not given or max(map(len, given)) > room:
         raise ConfigError(f"a prompt has {max(map(len, given), default=0)} tokens; expected 1 to {room}")
     ours, theirs = ([done.token_ids for done in _decode(each, given, new_tokens)] for each in (engine, plain))
     differing = [index for index, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
-    look = _closer(plain, dtype) if differing else None
-    differences = [look(index, given[index], ours[index], theirs[index]) for index in differing] if look else []
+    closer = Closer(plain) if differing else None
+    looks = [closer.look(given[index], ours[index], theirs[index], number=index) for index in differing] if closer else []
+    differences = [look for look in looks if look is not None]
     speeds = _speeds(engine, plain, given[:timed], new_tokens, transformers) if timed else []
     data: dict[str, object] = {
         "backend": engine.backend.name,
@@ -104,9 +107,8 @@ def tokens(
         "versions": dict(engine.backend.versions()),
         "kernels": engine.model.kernels.name,
         "model": "bundled",
-        "dtype": dtype,
         "draft_tokens": draft_tokens,
-        **asdict(running),
+        **launched(engine, beside),
         "batch": batch,
         "prompts": len(given),
         "new_tokens": new_tokens,
@@ -138,42 +140,6 @@ def _decode(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -
     from outrider.engine.requests.request import SamplingParams
 
     return engine.generate(prompts, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
-
-
-def _closer(plain: Engine, dtype: str) -> Callable[[int, Sequence[int], tuple[int, ...], tuple[int, ...]], Difference]:
-    """A second look at a place where tokens part, by a prefill of what both have so far."""
-    import torch
-
-    from outrider.engine.config import DTYPES, EngineConfig
-    from outrider.engine.engine import Engine
-    from outrider.engine.requests.request import SamplingParams
-    from outrider.model import Decoder
-    from outrider_bench.witness import with_witness
-
-    model = plain.model
-    assert isinstance(model, Decoder)  # the bundled model is one
-    kernels, notes = with_witness(model.kernels)
-    config = EngineConfig(max_requests=1, dtype=dtype, max_context=plain.max_context, prefix_cache=False)
-    engine = Engine(Decoder(model.config, model.weights, kernels), plain.backend, config=config)
-
-    def look(index: int, prompt: Sequence[int], ours: tuple[int, ...], theirs: tuple[int, ...]) -> Difference:
-        at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
-        engine.generate([[*prompt, *ours[:at]]], SamplingParams(max_tokens=1, logprobs=0, ignore_eos=True))
-        logits = notes.last()
-        top = max(logits)
-        gap = top - min(logits[ours[at]], logits[theirs[at]])
-        unit = torch.finfo(DTYPES[dtype]).eps * 2.0 ** math.floor(math.log2(max(abs(top), 2.0**-20)))
-        return Difference(
-            prompt=index,
-            position=at,
-            speculative=ours[at],
-            plain=theirs[at],
-            top_logit=top,
-            gap=gap,
-            gap_roundings=gap / unit,
-        )
-
-    return look
 
 
 def _speeds(

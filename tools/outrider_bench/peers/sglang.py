@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from outrider_bench.child import ChildFailed, answer
-from outrider_bench.peers.work import Work, check_lengths, checkpoints, decode_seconds, row
-
-_MEMORY = 0.85
+from outrider_bench.child import ChildFailed
+from outrider_bench.peers.measuring import Peer
+from outrider_bench.peers.session import serve
+from outrider_bench.peers.work import Work, checkpoints
 
 
 def variables(accept_length: float, speculate: str) -> dict[str, str]:
@@ -20,11 +21,41 @@ def variables(accept_length: float, speculate: str) -> dict[str, str]:
     return {"SGLANG_SIMULATE_ACC_LEN": f"{accept_length:g}", "SGLANG_SIMULATE_ACC_METHOD": "match-expected"}
 
 
-def measure(given: Mapping[str, Any]) -> dict[str, object]:
-    """Its defaults, attention included. One engine a child: ``speculate`` says which."""
+class SGLang(Peer):
+    """See :class:`~outrider_bench.peers.measuring.Peer`."""
+
+    def __init__(self, engine: Any, *, drafts: bool) -> None:
+        how = "simulated acceptance length" if drafts else "no speculation"
+        self.version = version("sglang")
+        self.settings = f"Engine.generate, defaults, {how}"
+        self._engine, self._drafts = engine, drafts
+        self._counted = (0.0, 0.0)
+
+    def generate(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:
+        """See :class:`~outrider_bench.peers.measuring.Peer`."""
+        params = [
+            {"temperature": 0.0, "max_new_tokens": count, "min_new_tokens": count, "ignore_eos": True} for count in counts
+        ]
+        made = self._engine.generate(input_ids=[list(prompt) for prompt in prompts], sampling_params=params)
+        tokens = [each["meta_info"]["completion_tokens"] for each in made]
+        for each, count in zip(made, tokens, strict=True):
+            if self._drafts and count > 1:
+                verified = each["meta_info"].get("spec_verify_ct")
+                if not verified:
+                    raise ChildFailed("this SGLang doesn't say how often it verified (spec_verify_ct is missing)")
+                self._counted = self._counted[0] + verified, self._counted[1] + count - 1 - verified
+        return tokens
+
+    def accepted(self) -> tuple[float, float] | None:
+        """See :class:`~outrider_bench.peers.measuring.Peer`."""
+        return self._counted if self._drafts else None
+
+
+@contextmanager
+def opened(work: Work, speculate: str) -> Generator[SGLang]:
+    """Its defaults, attention included."""
     sglang = import_module("sglang")
-    work = Work.of(given)
-    speculative = given["speculate"] != "none"
+    drafts = speculate != "none"
     with checkpoints(work) as (target, draft):
         options: dict[str, object] = {
             "model_path": str(target),
@@ -32,11 +63,11 @@ def measure(given: Mapping[str, Any]) -> dict[str, object]:
             "skip_tokenizer_init": True,
             "dtype": work.dtype,
             "context_length": work.context,
-            "max_running_requests": max(work.batches),
-            "mem_fraction_static": _MEMORY,
+            "max_running_requests": work.max_requests,
+            "mem_fraction_static": work.memory,
             "disable_radix_cache": True,
         }
-        if speculative:
+        if drafts:
             options |= {
                 "speculative_algorithm": "EAGLE",
                 "speculative_draft_model_path": str(draft),
@@ -46,31 +77,10 @@ def measure(given: Mapping[str, Any]) -> dict[str, object]:
             }
         engine = sglang.Engine(**options)
         try:
-            rows = [_row(engine, work, batch, speculative) for batch in work.batches]
+            yield SGLang(engine, drafts=drafts)
         finally:
             engine.shutdown()
-    how = "simulated acceptance length" if speculative else "no speculation"
-    return {"version": version("sglang"), "settings": f"Engine.generate, defaults, {how}", "results": rows}
-
-
-def _row(engine: Any, work: Work, batch: int, speculative: bool) -> dict[str, object]:
-    prompts = work.prompts(batch)
-    verified: list[float] = []
-
-    def generate(count: int) -> None:
-        params = {"temperature": 0.0, "max_new_tokens": count, "min_new_tokens": count, "ignore_eos": True}
-        made = engine.generate(input_ids=prompts, sampling_params=params)
-        check_lengths([each["meta_info"]["completion_tokens"] for each in made], count)
-        if speculative and count > 1:
-            for each in made:
-                if not each["meta_info"].get("spec_verify_ct"):
-                    raise ChildFailed("this SGLang doesn't say how often it verified (spec_verify_ct is missing)")
-                verified.append((count - 1) / each["meta_info"]["spec_verify_ct"])
-
-    seconds = decode_seconds(generate, work.new_tokens)
-    accepted = sum(verified) / len(verified) if speculative else None
-    return row(work, batch, seconds, accepted=accepted, speculate="eagle" if speculative else "none")
 
 
 if __name__ == "__main__":
-    answer(measure)
+    serve(opened)

@@ -2,50 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from outrider_bench.child import answer
-from outrider_bench.peers.work import Work, check_lengths, checkpoint_config, decode_seconds, row
+from outrider_bench.child import ChildFailed
+from outrider_bench.peers.measuring import Peer
+from outrider_bench.peers.session import serve
+from outrider_bench.peers.work import Work, checkpoints
 
 
-def measure(given: Mapping[str, Any]) -> dict[str, object]:
+class Transformers(Peer):
+    """See :class:`~outrider_bench.peers.measuring.Peer`."""
+
+    def __init__(self, model: Any, *, version: str, device: str) -> None:
+        self.version = version
+        self.settings = (
+            "generate(), static cache, compiled by itself where it does so on this device; no synthetic acceptance"
+        )
+        self._model, self._device = model, device
+
+    def generate(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:
+        """See :class:`~outrider_bench.peers.measuring.Peer`; prompts and counts are of one length."""
+        import torch
+
+        if len({len(prompt) for prompt in prompts}) > 1 or len(set(counts)) > 1:
+            raise ChildFailed("a load of different lengths isn't measured with transformers, which pads")
+        given = torch.tensor([list(prompt) for prompt in prompts], device=self._device)
+        made = self._model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            do_sample=False,
+            max_new_tokens=counts[0],
+            min_new_tokens=counts[0],
+            pad_token_id=0,
+            cache_implementation="static",
+        )
+        return [len(each) - given.shape[1] for each in made.tolist()]
+
+
+@contextmanager
+def opened(work: Work, speculate: str) -> Generator[Transformers]:
     """``generate`` as it comes: it compiles the model's forward pass itself where it does that on such a device."""
     import torch
 
     from outrider.engine.config import DTYPES
-    from outrider_bench.random_weights import shape_config
 
+    del speculate
     transformers = import_module("transformers")
-    work = Work.of(given)
-    config = transformers.LlamaConfig(**checkpoint_config(shape_config(work.shape), dtype=work.dtype))
-    with torch.device(work.device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[work.dtype]).eval()
-    rows = []
-    for batch in work.batches:
-        prompts = torch.tensor(work.prompts(batch), device=work.device)
-
-        def generate(count: int, prompts: torch.Tensor = prompts) -> None:
-            made = model.generate(
-                prompts,
-                attention_mask=torch.ones_like(prompts),
-                do_sample=False,
-                max_new_tokens=count,
-                min_new_tokens=count,
-                pad_token_id=0,
-                cache_implementation="static",
-            )
-            check_lengths([len(each) - work.prompt_tokens for each in made.tolist()], count)
-
-        seconds = decode_seconds(generate, work.new_tokens)
-        rows.append(row(work, batch, seconds, accepted=None, speculate="none"))
-    return {
-        "version": transformers.__version__,
-        "settings": "generate(), static cache, compiled by itself where it does so on this device; no synthetic acceptance",
-        "results": rows,
-    }
+    with checkpoints(work) as (target, _):
+        config = transformers.AutoConfig.from_pretrained(str(target))
+        with torch.device(work.device):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[work.dtype]).eval()
+    yield Transformers(model, version=transformers.__version__, device=work.device)
 
 
 if __name__ == "__main__":
-    answer(measure)
+    serve(opened)

@@ -2,23 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from outrider_bench.child import ChildFailed, answer
-from outrider_bench.peers.work import Work, check_lengths, checkpoints, decode_seconds, row
+from outrider_bench.child import ChildFailed
+from outrider_bench.mixed_load import Arrived
+from outrider_bench.peers.measuring import Peer
+from outrider_bench.peers.session import serve
+from outrider_bench.peers.work import Work, cache_bytes, checkpoints
 
 _COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
-_MEMORY = 0.85
 
 
-def measure(given: Mapping[str, Any]) -> dict[str, object]:
-    """Its defaults: compiled, in its graphs. One engine a child: ``speculate`` says which."""
+class VLLM(Peer):
+    """See :class:`~outrider_bench.peers.measuring.Peer`."""
+
+    def __init__(self, vllm: Any, engine: Any, *, drafts: bool) -> None:
+        how = "synthetic rejection sampling by place" if drafts else "no speculation"
+        self.version = version("vllm")
+        self.settings = f"LLM.generate, defaults, {how}"
+        self._vllm, self._engine, self._drafts = vllm, engine, drafts
+        self._number = 0
+
+    def generate(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:
+        """See :class:`~outrider_bench.peers.measuring.Peer`."""
+        given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        made = self._engine.generate(given, [self._params(count) for count in counts], use_tqdm=False)
+        return [len(each.outputs[0].token_ids) for each in made]
+
+    def _params(self, count: int, **more: object) -> Any:
+        return self._vllm.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False, **more)
+
+    def accepted(self) -> tuple[float, float] | None:
+        """Drafts verified so far, and drafted tokens that passed. Raises :class:`ChildFailed` where it doesn't say."""
+        if not self._drafts:
+            return None
+        values = {metric.name: getattr(metric, "value", None) for metric in self._engine.get_metrics()}
+        found = [values.get(name) for name in _COUNTERS]
+        if any(value is None for value in found):
+            raise ChildFailed(f"this vLLM doesn't say how much it accepted ({', '.join(_COUNTERS)} are missing)")
+        return float(found[0] or 0), float(found[1] or 0)
+
+    def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
+        """The loop of ``LLM.generate``, with outputs as they come."""
+        kinds = import_module("vllm.sampling_params").RequestOutputKind
+        engine = self._engine.llm_engine
+        for prompt, count in zip(prompts, counts, strict=True):
+            self._number += 1
+            params = self._params(count, output_kind=kinds.DELTA)
+            engine.add_request(f"stream-{self._number}", {"prompt_token_ids": list(prompt)}, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                tokens = len(output.outputs[0].token_ids)
+                if tokens:
+                    arrived(output.request_id, tokens)
+
+
+@contextmanager
+def opened(work: Work, speculate: str) -> Generator[VLLM]:
+    """Its defaults: compiled, in its graphs. The cache is as large as the work needs, since others use the device too."""
     vllm = import_module("vllm")
-    work = Work.of(given)
-    speculative = given["speculate"] != "none"
+    drafts = speculate != "none"
     with checkpoints(work) as (target, draft):
         options: dict[str, object] = {
             "model": str(target),
@@ -26,11 +73,12 @@ def measure(given: Mapping[str, Any]) -> dict[str, object]:
             "skip_tokenizer_init": True,
             "dtype": work.dtype,
             "max_model_len": work.context,
-            "max_num_seqs": max(work.batches),
-            "gpu_memory_utilization": _MEMORY,
+            "max_num_seqs": work.max_requests,
+            "gpu_memory_utilization": work.memory,
+            "kv_cache_memory_bytes": cache_bytes(work, drafts=drafts),
             "enable_prefix_caching": False,
         }
-        if speculative:
+        if drafts:
             options["disable_log_stats"] = False  # they say what was accepted
             options["speculative_config"] = {
                 "method": "eagle",
@@ -39,49 +87,16 @@ def measure(given: Mapping[str, Any]) -> dict[str, object]:
                 "rejection_sample_method": "synthetic",
                 **_acceptance(work),
             }
-        engine = vllm.LLM(**options)
-        rows = [_row(vllm, engine, work, batch, speculative) for batch in work.batches]
-    how = "synthetic rejection sampling" if speculative else "no speculation"
-    return {"version": version("vllm"), "settings": f"LLM.generate, defaults, {how}", "results": rows}
+        yield VLLM(vllm, vllm.LLM(**options), drafts=drafts)
 
 
 def _acceptance(work: Work) -> dict[str, object]:
-    """The acceptance by length, under the name that this version has for it."""
+    """The chance of each drafted place, which newer versions take."""
     known = getattr(import_module("vllm.config").SpeculativeConfig, "__dataclass_fields__", {})
-    if "synthetic_acceptance_length" in known:
-        return {"synthetic_acceptance_length": work.accept_length}
     if "synthetic_acceptance_rates" in known:
-        drafts = work.accept_length - 1
-        rates = [max(0.0, min(1.0, drafts - number)) for number in range(work.draft_tokens)]
-        return {"synthetic_acceptance_rates": rates}
-    raise ChildFailed("this vLLM has no synthetic acceptance of a given length: with random weights it would accept nothing")
-
-
-def _row(vllm: Any, engine: Any, work: Work, batch: int, speculative: bool) -> dict[str, object]:
-    prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts(batch)]
-
-    def generate(count: int) -> None:
-        params = vllm.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
-        made = engine.generate(prompts, params, use_tqdm=False)
-        check_lengths([len(each.outputs[0].token_ids) for each in made], count)
-
-    before = _counted(engine) if speculative else None
-    seconds = decode_seconds(generate, work.new_tokens)
-    accepted = None
-    if before is not None:
-        drafts, passed = (after - earlier for after, earlier in zip(_counted(engine), before, strict=True))
-        accepted = 1 + passed / drafts
-    return row(work, batch, seconds, accepted=accepted, speculate="eagle" if speculative else "none")
-
-
-def _counted(engine: Any) -> tuple[float, float]:
-    """Drafts verified so far, and drafted tokens that passed. Raises :class:`ChildFailed` where it doesn't say."""
-    values = {metric.name: getattr(metric, "value", None) for metric in engine.get_metrics()}
-    found = [values.get(name) for name in _COUNTERS]
-    if any(value is None for value in found):
-        raise ChildFailed(f"this vLLM doesn't say how much it accepted ({', '.join(_COUNTERS)} are missing)")
-    return float(found[0] or 0), float(found[1] or 0)
+        return {"synthetic_acceptance_rates": list(work.rates)}
+    raise ChildFailed("this vLLM has no synthetic acceptance by place: with random weights it would accept nothing")
 
 
 if __name__ == "__main__":
-    answer(measure)
+    serve(opened)

@@ -1,27 +1,37 @@
-"""The work that every engine gets, and how it is timed."""
+"""The work that every engine gets."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from outrider_bench.mixed_load import MixedLoad, token_ids
+
 if TYPE_CHECKING:
     from outrider.model import ModelConfig
 
-_REPEATS = 3
+PHASES = ("decode", "prefill", "mixed")
+_SPARE = 1.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """The same for all: random weights of a shape, prompts of one length, a fixed number of new tokens.
+    """The same for all: random weights of a shape, and what is done with them.
 
-    ``accept_length``: tokens that an iteration yields, by synthetic acceptance. ``device``: as torch names it.
+    ``decode``: batches of ``batches`` requests, prompts of ``prompt_tokens``, ``new_tokens`` of each. ``prefill``: the first
+    token of one prompt of each of ``lengths``. ``mixed``: a load of ``requests`` of drawn lengths (``prompts``, ``outputs``,
+    by ``seed``).
+
+    ``accept_length``: tokens that an iteration yields on average, by synthetic acceptance; ``rates``: the chance of each
+    drafted place that it and all before it pass, by which every engine accepts. ``max_requests``: requests that run at the
+    same time at most; ``max_context``: tokens that one may have, None for what it needs. ``memory``: share of the device's
+    memory, for an engine that takes a share. ``device``: as torch names it. ``keep``: a directory for what engines compile;
+    None: nothing is kept.
     """
 
     shape: str
@@ -31,25 +41,65 @@ class Work:
     new_tokens: int
     draft_tokens: int
     accept_length: float
+    rates: tuple[float, ...]
     device: str
+    phases: tuple[str, ...]
+    lengths: tuple[int, ...]
+    requests: int
+    seed: int
+    prompts: tuple[int, int]
+    outputs: tuple[int, int]
+    max_requests: int
+    max_context: int | None
+    memory: float
+    keep: str | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Work:
         """From a child's argument."""
-        return cls(**{name: given[name] for name in cls.__slots__ if name != "batches"}, batches=tuple(given["batches"]))
+        return cls(**{name: _tuples(given[name]) for name in cls.__slots__})
+
+    @property
+    def load(self) -> MixedLoad:
+        """The mixed load."""
+        return MixedLoad(requests=self.requests, seed=self.seed, prompts=self.prompts, outputs=self.outputs)
+
+    @property
+    def _drafts(self) -> int:
+        return 2 * (self.draft_tokens + 1)
 
     @property
     def context(self) -> int:
-        """Tokens of a request at its longest, drafts included."""
-        return self.prompt_tokens + self.new_tokens + 2 * (self.draft_tokens + 1)
+        """Tokens of a request that an engine is made for: ``max_context``, or at its longest, drafts included."""
+        if self.max_context is not None:
+            return self.max_context
+        longest = [self.prompt_tokens + self.new_tokens] if "decode" in self.phases else []
+        longest += [max(self.lengths) + 1] if "prefill" in self.phases else []
+        longest += [self.load.longest] if "mixed" in self.phases else []
+        return max(longest) + self._drafts
 
-    def prompts(self, batch: int) -> list[list[int]]:
-        """A different prompt for each request; with random weights any tokens do."""
-        return [[5 + (97 * i + 31 * j) % 400 for j in range(self.prompt_tokens)] for i in range(batch)]
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that the cache must hold at the same time at most, with a little room."""
+        most = [self.context]
+        if "decode" in self.phases:
+            most.append(max(self.batches) * (self.prompt_tokens + self.new_tokens + self._drafts))
+        if "mixed" in self.phases:
+            lengths = sorted((prompt + output + self._drafts for prompt, output in self.load.lengths), reverse=True)
+            most.append(sum(lengths[: self.max_requests]))
+        return round(_SPARE * max(most)) + 64 * self.max_requests
+
+    def prompt(self, number: int, tokens: int) -> list[int]:
+        """A prompt that differs from those of other numbers; with random weights any tokens do."""
+        return token_ids(number, tokens, 400)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def checkpoint_config(config: ModelConfig, *, dtype: str, layers: int | None = None) -> dict[str, object]:
-    """``config.json`` of a Llama checkpoint of this shape, as transformers reads it."""
+    """``config.json`` of a checkpoint of this shape, as transformers reads it."""
     rope = config.rope
     parameters: dict[str, object] = {"rope_type": "default", "rope_theta": rope.theta}
     if rope.kind == "llama3":
@@ -60,9 +110,11 @@ def checkpoint_config(config: ModelConfig, *, dtype: str, layers: int | None = N
             "high_freq_factor": rope.high_freq_factor,
             "original_max_position_embeddings": rope.original_context,
         }
+    named = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mistral": "MistralForCausalLM"}
+    family = config.family if config.family in named else "llama"
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [named.get(family, "LlamaForCausalLM")],
+        "model_type": family,
         "hidden_act": "silu",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -76,8 +128,8 @@ def checkpoint_config(config: ModelConfig, *, dtype: str, layers: int | None = N
         "rope_parameters": parameters,
         "rope_theta": rope.theta,
         "rope_scaling": parameters if rope.kind == "llama3" else None,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": config.attention_bias and family == "llama",
         "bos_token_id": 1,
         "eos_token_id": 2,
         "dtype": dtype,
@@ -87,50 +139,34 @@ def checkpoint_config(config: ModelConfig, *, dtype: str, layers: int | None = N
 
 @contextmanager
 def checkpoints(work: Work) -> Iterator[tuple[Path, Path]]:
-    """Directories of a target and of a draft that hold a config each and no weights: engines fill those in at random."""
+    """Directories of a target and of a draft that hold a config each and no weights: engines fill those in at random.
+
+    They are always the same under ``work.keep``: an engine that keeps what it compiled finds it by the directory's name.
+    """
+    from dataclasses import replace
+
     from outrider_bench.random_weights import shape_config
 
     shape = shape_config(work.shape)
-    with TemporaryDirectory(prefix="outrider-peers-") as root:
+    # The draft is a Llama layer, whatever the target is: that is what published EAGLE heads are.
+    draft_shape = replace(shape, family="llama", qk_norm=False, attention_bias=False, tie_embeddings=False)
+    kept = (
+        None if work.keep is None else Path(work.keep, "-".join([*Path(work.shape).parts[-2:], work.dtype]).replace("/", ""))
+    )
+    with TemporaryDirectory(prefix="outrider-peers-") if kept is None else nullcontext(str(kept)) as root:
         target, draft = Path(root, "target"), Path(root, "draft")
-        for directory, layers in ((target, None), (draft, 1)):
-            directory.mkdir()
-            config = checkpoint_config(shape, dtype=work.dtype, layers=layers)
-            (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        for directory, config, layers in ((target, shape, None), (draft, draft_shape, 1)):
+            directory.mkdir(parents=True, exist_ok=True)
+            content = checkpoint_config(config, dtype=work.dtype, layers=layers)
+            (directory / "config.json").write_text(json.dumps(content), encoding="utf-8")
         yield target, draft
 
 
-def decode_seconds(generate: Callable[[int], object], new_tokens: int) -> float:
-    """What decoding takes: ``generate(new_tokens)`` less ``generate(1)``, which is the prefill. The best of three, each."""
-    best = {}
-    for count in (1, new_tokens):
-        generate(count)  # warms up
-        times = []
-        for _ in range(_REPEATS):
-            began = time.perf_counter()
-            generate(count)
-            times.append(time.perf_counter() - began)
-        best[count] = min(times)
-    return best[new_tokens] - best[1]
+def cache_bytes(work: Work, *, drafts: bool) -> int:
+    """Bytes of the keys and values of :attr:`Work.cached_tokens`, those of a draft layer included."""
+    from outrider.engine.config import DTYPES
+    from outrider_bench.random_weights import shape_config
 
-
-def row(work: Work, batch: int, seconds: float, *, accepted: float | None, speculate: str) -> dict[str, object]:
-    """One line of the comparison; ``accepted``: tokens an iteration as the engine counted them, None for plain decoding."""
-    tokens = work.new_tokens - 1  # the first one is the prefill's
-    iterations = tokens / (accepted or 1.0)
-    return {
-        "batch": batch,
-        "speculate": speculate,
-        "iteration_ms": 1e3 * seconds / iterations,
-        "tokens_per_s": batch * tokens / seconds,
-        "acceptance_length": accepted or 1.0,
-    }
-
-
-def check_lengths(lengths: Sequence[int], wanted: int) -> None:
-    """Every request got what it asked for. Raises :class:`~outrider_bench.child.ChildFailed`."""
-    from outrider_bench.child import ChildFailed
-
-    short = [length for length in lengths if length != wanted]
-    if short:
-        raise ChildFailed(f"asked for {wanted} new tokens, a request got {short[0]}: that isn't the same work")
+    shape = shape_config(work.shape)
+    layers = shape.num_layers + (1 if drafts else 0)
+    return work.cached_tokens * 2 * layers * shape.num_kv_heads * shape.head_size * DTYPES[work.dtype].itemsize

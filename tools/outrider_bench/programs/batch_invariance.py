@@ -33,7 +33,15 @@ CONTEXT = 256
 
 def build(backend: Backend, *, batch: int, speculate: str, invariant: bool) -> Engine:
     """An engine of the bundled model for ``batch`` requests."""
-    config = EngineConfig(max_requests=batch, max_context=CONTEXT, batch_invariant=invariant)
+    config = EngineConfig(
+        max_requests=batch,
+        max_context=CONTEXT,
+        batch_invariant=invariant,
+        dtype="float32",
+        mode="staged",
+        graphs=False,
+        overlap=False,
+    )
     return Engine.from_checkpoint(
         BUNDLED / "target", backend, draft_dir=BUNDLED / "eagle", speculate=speculate, config=config
     )

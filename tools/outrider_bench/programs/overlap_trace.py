@@ -21,7 +21,16 @@ engine = Engine.from_checkpoint(
     get_backend("sim:kernels=host-plans"),
     draft_dir=BUNDLED / "eagle",
     speculate="eagle",
-    config=EngineConfig(max_requests=REQUESTS, max_context=128, overlap=True, graphs=True, buckets=(REQUESTS,)),
+    config=EngineConfig(
+        max_requests=REQUESTS,
+        max_context=128,
+        prefill_chunk=256,
+        dtype="float32",
+        mode="staged",
+        overlap=True,
+        graphs=True,
+        buckets=(REQUESTS,),
+    ),
 )
 prompts = [engine.tokenizer.encode(text) for text in ("def read(self", "class Parser:", "import os\n", "return self.")]
 engine.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))

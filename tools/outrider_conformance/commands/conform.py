@@ -26,12 +26,21 @@ def conform(
         Path | None, typer.Option("--waivers", metavar="FILE", help="Known failures, each with reason, link and expiry.")
     ] = None,
     workers: Annotated[int, typer.Option("--workers", "-n", min=0, help="Processes to spread the tests over.")] = 0,
+    programs: Annotated[
+        int | None, typer.Option("--programs", metavar="N", min=1, help="Random programs to try over L1 to L3 (default 300).")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, help="What programs and operands are drawn from.")] = 0,
+    only: Annotated[
+        str, typer.Option("--only", metavar="WORD", help="Tests with this word in their names: passes no level.")
+    ] = "",
     verify: Annotated[
         Path | None, typer.Option("--verify", metavar="REPORT", help="Check a report.json instead of running anything.")
     ] = None,
     json_output: JsonOption = False,
 ) -> Report:
-    """Run the conformance suite for a backend. Exit code 1 unless every level asked for is passed."""
+    """Run the conformance suite for a backend. Exit code 1 unless every level asked for is passed; with --only, where one of
+    those tests fails.
+    """
     from outrider_conformance.levels import parse_level
 
     if verify is not None:
@@ -47,23 +56,33 @@ def conform(
     wanted = f"L{parse_level(level)}"
     command = ["outrider", "conform", "--backend", backend or chosen, "--level", wanted]
     command += ["--waivers", str(waivers)] if waivers is not None else []
+    command += ["--programs", str(programs)] if programs is not None else []
+    command += ["--seed", str(seed)] if seed else []
+    command += ["--only", only] if only else []
     data = run.conform(
         chosen,
         level=wanted,
         report=report,
         waivers=waivers,
         workers=workers,
+        programs=programs,
+        seed=seed,
+        only=only,
         command=shlex.join(command),
         output=sys.stderr if json_output else None,
     )
 
     def render(console: Console) -> None:
+        if only:
+            console.print(f"{chosen}: {'a test failed' if run.failed(data) else 'no test failed'} of those with {only!r}")
+            return
         reached = f"passes up to {data['reached']}" if data["reached"] else "passes no level"
         console.print(f"{chosen} {reached} ({wanted} was asked for)")
         if report is not None:
             console.print(f"report: {report / 'report.html'}")
 
-    return Report(data=data, render=render, exit_code=0 if run.passed(data) else 1)
+    good = not run.failed(data) if only else run.passed(data)
+    return Report(data=data, render=render, exit_code=0 if good else 1)
 
 
 def _verify(path: Path) -> Report:

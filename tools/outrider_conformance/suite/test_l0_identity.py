@@ -39,10 +39,22 @@ def test_capabilities_are_constant(backend: Backend) -> None:
     stream.synchronize()
     expect(backend.capabilities, before, "capabilities after some work")
     for field in fields(Capabilities):
-        if field.name != "dtypes":
+        if field.name not in ("dtypes", "preferred_dtypes", "page_size"):
             assert isinstance(getattr(before, field.name), bool), f"{field.name} is {getattr(before, field.name)!r}"
     assert before.dtypes, "no dtype is declared: no model could run"
     assert all(isinstance(dtype, torch.dtype) and dtype.is_floating_point for dtype in before.dtypes), before.dtypes
+
+
+@promise("Capabilities.preferred_dtypes", "in which the backend's own kernels run, best first.")
+def test_what_is_preferred_is_declared(backend: Backend) -> None:
+    """Preferred dtypes are declared ones, each named once; a page has a whole number of tokens, as an engine takes it."""
+    has = backend.capabilities
+    assert isinstance(has.preferred_dtypes, tuple), has.preferred_dtypes
+    assert len(set(has.preferred_dtypes)) == len(has.preferred_dtypes), f"a dtype is named twice: {has.preferred_dtypes}"
+    assert set(has.preferred_dtypes) <= has.dtypes, f"preferred and not declared: {set(has.preferred_dtypes) - has.dtypes}"
+    size = has.page_size
+    assert type(size) is int, f"page_size is {size!r}"
+    assert 1 <= size <= 65536, f"page_size is {size}"
 
 
 @promise("Capabilities", "Declaring an ability that doesn't work, and working without declaring it, are both failures")

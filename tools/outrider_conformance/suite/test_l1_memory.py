@@ -139,3 +139,33 @@ def test_memory_in_use_elsewhere_is_not_reused(lab: Lab) -> None:
         del others
 
     lab.always(program)
+
+
+@promise("Backend.release_finished", "Drop every hold whose event has completed; returns how many remain.")
+def test_each_hold_has_its_own_event(lab: Lab) -> None:
+    """Several objects of one hold, and two holds of which one's event is over while the other's is pending."""
+
+    def program(backend: Backend) -> None:
+        done, busy = lab.streams("done", "busy")
+        x = lab.full(busy, 0)
+        early, late = [_Thing() for _ in range(3)], [_Thing() for _ in range(3)]
+        watched = [[weakref.ref(thing) for thing in things] for things in (early, late)]
+        over = lab.record(done, "over")
+        lab.later(busy, x, 1)
+        pending = lab.record(busy, "pending")
+        backend.keep_alive(early, until=over)
+        backend.keep_alive(late, until=pending)
+        early.clear()
+        late.clear()
+        over.synchronize()
+        remaining = backend.release_finished()
+        assert not any(ref() is not None for ref in watched[0]), "an object is still held though its event has completed"
+        if remaining == 0:
+            assert pending.query(), "a hold was dropped, or isn't counted, before its event had completed"
+        else:
+            expect(remaining, 1, "holds that remain while one event is pending")
+            assert all(ref() is not None for ref in watched[1]), "an object was dropped before its event had completed"
+        pending.synchronize()
+        expect(backend.release_finished(), 0, "holds that remain after their events")
+
+    lab.always(program)

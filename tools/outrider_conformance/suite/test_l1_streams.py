@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack
 
 import torch
 
 from outrider.device import Backend, CapabilityError, Stream
 from outrider_conformance.lab import Lab, Seen, expect
 from outrider_conformance.promises import needs, promise
+from outrider_conformance.verdict import not_applicable
 
 _BEGINNING = 0.002  # seconds in which an operation is taken from its queue
 _MANY = 34
@@ -291,3 +293,51 @@ def test_a_delay_keeps_the_stream_busy(lab: Lab) -> None:
             raise Seen
 
     lab.sometimes(program, "a delayed stream is idle: delay does nothing, or blocks the host")
+
+
+@promise("Backend.on", "Scopes nest; leaving one restores the one around it, also after an exception.")
+def test_four_scopes_are_restored(lab: Lab) -> None:
+    """Work after each of four nested scopes goes to the one around it."""
+
+    def program(backend: Backend) -> None:
+        streams = lab.streams("a", "b", "c", "d")
+        for late in streams:  # its work alone comes late, so that elsewhere it would come too early
+            source, found = lab.full(late, 0), lab.full(late, 0)
+            lab.later(late, source, 1)
+            with ExitStack() as deepest:
+                scopes = [deepest.enter_context(ExitStack()) for _ in streams]
+                for scope, stream in zip(scopes, streams, strict=True):
+                    scope.enter_context(backend.on(stream))
+                for scope, stream in reversed(list(zip(scopes, streams, strict=True))):
+                    if stream is late:
+                        found.copy_(source)
+                    scope.close()
+            expect(lab.read(late, found), 1.0, f"work in the scope of {late.name!r}, after the scopes inside it")
+
+    lab.always(program)
+
+
+@needs("asynchronous")
+@promise("Stream.query", "Whether everything enqueued on this stream so far has run. Never blocks.")
+def test_any_thread_may_query(lab: Lab) -> None:
+    """A thread that enqueued nothing sees a busy stream busy, and a finished one finished."""
+    if lab.backend.control is not None:
+        not_applicable("threads of the host are taken in turn by the tool that decides the schedule")
+    (stream,) = lab.streams("s")
+    x = lab.full(stream, 0)
+
+    def asked() -> bool:
+        answers: list[bool] = []
+        thread = threading.Thread(target=lambda: answers.append(stream.query()), name="asks")
+        thread.start()
+        thread.join()
+        return answers[0]
+
+    def program(backend: Backend) -> None:
+        lab.later(stream, x, 1)
+        if not asked():
+            raise Seen
+
+    lab.sometimes(program, "a stream with pending work is always empty for a thread that enqueued none of it")
+    stream.synchronize()
+    assert asked(), "a stream that is synchronised isn't empty for another thread"

@@ -342,3 +342,31 @@ def test_a_graph_may_wait_for_an_event_outside(lab: Lab) -> None:
             expect(lab.read(a, y), turn, "what the graph read behind its wait")
 
     lab.always(program)
+
+
+@promise("GraphPool", "Memory shared by graphs that never run at the same time.")
+def test_intermediates_of_graphs_stay_apart_for_long(lab: Lab) -> None:
+    """Two graphs with pools of their own, of which each takes long between making an intermediate and using it."""
+
+    def program(backend: Backend) -> None:
+        streams = lab.streams("a", "b")
+        graphs = []
+        for stream in streams:
+            lab.slow(stream)  # how long that takes is measured outside of a capture
+            x, y = lab.full(stream, 0), lab.full(stream, 0)
+
+            def fn(context: CaptureContext, stream: Stream = stream) -> None:
+                made = context.inputs["x"] * 3
+                lab.slow(stream)
+                context.outputs["y"].copy_(made + 1)
+
+            pool = backend.create_graph_pool(f"pool {stream.name}")
+            graphs.append(backend.capture(stream.name, fn, stream=stream, inputs={"x": x}, outputs={"y": y}, pool=pool))
+        backend.synchronize()
+        for value, (stream, graph) in enumerate(zip(streams, graphs, strict=True), 1):
+            lab.fill(stream, graph.inputs["x"], value)
+            graph.replay(stream)
+        backend.synchronize()
+        expect([lab.peek(graph.outputs["y"]) for graph in graphs], [4.0, 7.0], "outputs of two graphs at a time")
+
+    lab.always(program)

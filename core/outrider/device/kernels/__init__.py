@@ -17,6 +17,7 @@ from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.device.kernels.ops import ROW_ACCESS, RowResolver
 from outrider.device.kernels.reference import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE
 from outrider.device.kernels.sampling_kernels import SamplingKernels
+from outrider.device.kernels.tuning import DecoderShape, TuningProgress, TuningResult
 from outrider.device.kernels.wrapping import WrappedKernels
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "AttentionMetadata",
     "AttentionShape",
     "BookkeepingKernels",
+    "DecoderShape",
     "KernelSet",
     "ModelKernels",
     "Product",
@@ -36,6 +38,8 @@ __all__ = [
     "RotaryArgs",
     "RowResolver",
     "SamplingKernels",
+    "TuningProgress",
+    "TuningResult",
     "WrappedKernels",
 ]
 

@@ -55,6 +55,10 @@ class InvariantKernels(KernelSet):
         """Those of the kernels inside."""
         return self._inner.compiled()
 
+    def chosen(self) -> Mapping[str, str]:
+        """Those of the kernels inside."""
+        return self._inner.chosen()
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """In tiles of one height."""
         flat = x.reshape(-1, x.shape[-1])  # a tree's levels come with a dimension more

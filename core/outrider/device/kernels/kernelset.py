@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 
+from outrider.device.errors import CapabilityError
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.device.kernels.sampling_kernels import SamplingKernels
+from outrider.device.kernels.tuning import DecoderShape, TuningProgress, TuningResult
 
 
 class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels):
@@ -22,6 +25,9 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels):
     *Padding.* Token rows beyond a batch's real tokens hold valid indices (row and page 0) and may compute anything
     finite.
     *Errors.* A shape or dtype that a kernel can't do raises before anything is enqueued.
+
+    *Who computes.* An override computes a call, or leaves it to what it overrides by ``super()``: for a shape that it doesn't
+    take, say. By that the two are told apart when the calls are counted (``outrider conform`` does).
 
     Letters: T new tokens, B sequences, Hq and Hkv heads, D head size, H hidden size, V vocabulary, K draft tokens,
     N nodes of a draft tree with its root, L the longest path from the root.
@@ -39,6 +45,12 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels):
 
         return InvariantKernels(self)
 
+    def unused_overrides(self) -> Mapping[str, str]:
+        """Methods that this set overrides, and that leave each call to what they override on this very device, or with these
+        options: their names, and why. Every other override must compute something itself where the kit calls it.
+        """
+        return {}
+
     def every_variant(self) -> AbstractContextManager[None] | None:
         """A scope for kernels that are compiled when they're first used; None: none of these is.
 
@@ -48,6 +60,46 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels):
         """
         return None
 
+    tunes = False
+    """Whether :meth:`tune` can measure, and :meth:`use_tuned` take over what it wrote."""
+
+    def tune(
+        self,
+        shapes: Sequence[DecoderShape],
+        *,
+        deadline_s: float,
+        directory: Path,
+        progress: TuningProgress | None = None,
+    ) -> tuple[TuningResult, ...]:
+        """Measure candidates for these shapes on this device, choose, and write each choice to ``directory`` as it's made.
+
+        What a vendor promises who implements it: no more than ``deadline_s`` seconds in all, and a second or two to finish a
+        measurement; what matters most first, so that an early end is worth something; a file that another process reads
+        meanwhile is whole (written beside and renamed); KeyboardInterrupt passes and leaves what was written. From then on
+        these kernels use what was chosen. The device is the caller's alone meanwhile: nothing is under way on it, and no
+        graph that was captured before is replayed later. Memory that is taken for it is given back.
+
+        Returns a result for each shape, in their order. Raises :class:`CapabilityError` where kernels don't tune
+        (``tunes`` is False), as these don't.
+        """
+        del shapes, deadline_s, directory, progress
+        raise CapabilityError(
+            f"the kernels {self.name!r} don't tune: they declare tunes = False; choose kernels that do, or leave tuning out"
+        )
+
+    def use_tuned(self, directory: Path) -> int:
+        """Take over what :meth:`tune` wrote to ``directory`` on such a device with this software; how many choices it has.
+
+        What another device, release or dtype left there isn't taken, nor is a file that can't be read. Before any graph is
+        captured. 0 for kernels that don't tune.
+        """
+        del directory
+        return 0
+
     def compiled(self) -> Mapping[str, int]:
         """How many variants of each kernel this process has compiled so far, or loaded from a cache of compiled ones."""
+        return {}
+
+    def chosen(self) -> Mapping[str, str]:
+        """What was chosen by measurement so far, in words, by what it's for."""
         return {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import isfunction
 from typing import Any
@@ -12,7 +12,7 @@ from outrider.device.kernels.kernelset import KernelSet
 from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.device.kernels.sampling_kernels import SamplingKernels
 
-_FLAGS = ("name", "row_invariant", "plans_on_host")
+_FLAGS = ("name", "row_invariant", "plans_on_host", "tunes")
 
 
 class WrappedKernels(KernelSet):
@@ -34,6 +34,10 @@ class WrappedKernels(KernelSet):
     def batch_invariant(self) -> KernelSet:
         """These where they are ``row_invariant`` already, else the default."""
         return self if self.row_invariant else super().batch_invariant()
+
+    def unused_overrides(self) -> Mapping[str, str]:
+        """The subclass's own: none, unless it says so. Those of ``inner`` are its own matter."""
+        return {}
 
 
 def _pass_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

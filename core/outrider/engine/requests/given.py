@@ -22,9 +22,10 @@ def checked_tokens(given: Any, *, limit: int) -> tuple[int, ...]:
         raise RequestError(
             f"the prompt is {_named(given)}; expected token ids, a sequence of whole numbers (encode text first)"
         )
-    tokens = tuple(
-        checked_int(token, f"token {index} of the prompt") for index, token in enumerate(islice(listed, limit + 1))
-    )
+    tokens = tuple(islice(listed, limit + 1))
+    # Nearly always they're whole numbers as they are; a long prompt is then checked without a call for each.
+    if set(map(type, tokens)) != {int} or not (min(tokens) > -_LIMIT and max(tokens) < _LIMIT):
+        tokens = tuple(checked_int(token, f"token {index} of the prompt") for index, token in enumerate(tokens))
     if len(tokens) > limit:
         count = len(listed) if isinstance(listed, Sized) else f"more than {limit}"
         raise RequestError(f"the prompt has {count} tokens: they don't fit in the context of {limit}; shorten the prompt")

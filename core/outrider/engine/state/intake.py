@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from outrider.device import Stream
@@ -9,7 +11,7 @@ from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.request import RequestFailed
 from outrider.engine.state.options import OptionTable
 from outrider.engine.state.rows import FutureMap, RowTable
-from outrider.engine.state.staging import Packer, Staging, pack
+from outrider.engine.state.staging import Packer, PrefillBucket, Staging, pack
 from outrider.model import RopeConfig
 
 
@@ -33,12 +35,12 @@ class Intake:
         self._page_size = page_size
         self._rope = rope
 
-    def pack(self, batch: Batch) -> Packer:
-        """Host: pack everything that the device must know of ``batch``. Raises :class:`RequestFailed` for a request that
-        can't be packed.
+    def pack(self, batch: Batch, bucket: PrefillBucket | None = None) -> Packer:
+        """Host: pack everything that the device must know of ``batch``, its chunks of prompts padded to ``bucket`` if there
+        is one. Raises :class:`RequestFailed` for a request that can't be packed.
         """
         try:
-            return self._packed(batch)
+            return self._packed(batch, bucket)
         except Exception as error:
             for request in dict.fromkeys((*batch.requests, *batch.admitted)):
                 try:
@@ -47,17 +49,23 @@ class Intake:
                     raise RequestFailed(request, its_own) from error
             raise
 
-    def _packed(self, batch: Batch) -> Packer:
+    def _packed(self, batch: Batch, bucket: PrefillBucket | None = None) -> Packer:
         packer = pack(
             batch,
             page_size=self._page_size,
             table_width=self._rows.tables.shape[1],
             max_requests=self._staging.max_requests,
             rope=self._rope,
+            bucket=bucket,
         )
         self._options.pack(batch.admitted, packer)
-        packer.close()
         return packer
+
+    def stage_nothing(self, bucket: PrefillBucket) -> Mapping[str, tuple[int, int]]:
+        """Write padding alone where chunks of ``bucket`` are staged, in the caller's scope; returns the segments."""
+        packer = self._packed(Batch((), (), (), ()), bucket)
+        self._staging.view((0, packer.packed.shape[0])).copy_(packer.packed)
+        return packer.segments
 
     def upload(self, packer: Packer, entry: int, schedule: Stream) -> None:
         """Copy it through an entry of the pinned ring."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -26,6 +27,11 @@ class PrefillInputs:
 
     ``rope_positions``: ``positions`` as the model's rope takes them, [3, T] with axes. ``prompt_lens`` int64 [T] of each
     token's prompt, for a rope that depends on it.
+
+    Where a graph is replayed, T and S are those of a :class:`PrefillBucket`. Padding sequences have row 0, no tokens and no
+    context; ``last`` and ``final`` are those of the first sequence, so that nothing is scattered to a token of its own.
+    ``owner`` int64 [S] is each sequence's own number, and 0 for padding; None without a graph. ``host_query_start`` is None
+    with one: the host knows bounds alone.
     """
 
     tokens: Tensor
@@ -38,16 +44,29 @@ class PrefillInputs:
     final: Tensor
     continues: Tensor
     query_start: Tensor
-    host_query_start: tuple[int, ...]
+    host_query_start: tuple[int, ...] | None
     max_query: int
     max_kv: int
     rope_positions: Tensor
     prompt_lens: Tensor | None
+    owner: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBucket:
+    """What chunks of prompts are padded to, where their forward is replayed from a graph: tokens and sequences in all."""
+
+    tokens: int
+    sequences: int
 
 
 def float_bits(value: float) -> int:
     """The bits of ``value`` as float32, as a whole number."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+_COPIED = 1 << 14
+"""Numbers of one copy on the host: torch spreads larger ones over threads, whose wake-up takes longer than the copy."""
 
 
 class Staging:
@@ -69,7 +88,8 @@ class Staging:
         pinned = self._ring[entry]
         pinned.renew()
         count = values.shape[0]
-        pinned.tensor[:count].copy_(values)
+        for start in range(0, count, _COPIED):
+            pinned.tensor[start : min(start + _COPIED, count)].copy_(values[start : start + _COPIED])
         self._backend.copy_async(self._device[:count], pinned.tensor[:count], stream=stream)
 
     def decode_rows(self, count: int) -> Tensor:
@@ -94,22 +114,21 @@ class Packer:
     """
 
     def __init__(self) -> None:
-        self.values: list[int] = []
-        self.packed = torch.empty(0, dtype=torch.int64)
-        """All values, int64 on the host, once :meth:`close` was called."""
+        self._values = array("q")
         self._segments: dict[str, tuple[int, int]] = {}
 
-    def add(self, name: str, values: list[int]) -> None:
-        """Append a segment."""
-        if len(self.values) % 2:
-            self.values.append(0)
-        start = len(self.values)
-        self.values.extend(values)
-        self._segments[name] = (start, len(self.values))
+    def add(self, name: str, values: Iterable[int]) -> None:
+        """Append a segment. Raises OverflowError for a number beyond 64 bits."""
+        if len(self._values) % 2:
+            self._values.append(0)
+        start = len(self._values)
+        self._values.extend(values)
+        self._segments[name] = (start, len(self._values))
 
-    def close(self) -> None:
-        """Make the tensor of everything that was added. Raises OverflowError for a number beyond 64 bits."""
-        self.packed = torch.tensor(self.values, dtype=torch.int64)
+    @property
+    def packed(self) -> Tensor:
+        """All values, int64 on the host. It shares their memory, so nothing can be added while it exists."""
+        return torch.frombuffer(self._values, dtype=torch.int64)
 
     @property
     def segments(self) -> Mapping[str, tuple[int, int]]:
@@ -119,53 +138,70 @@ class Packer:
 
 def staging_capacity(*, requests: int, pages: int, prefill_chunk: int) -> int:
     """The most values that one batch packs."""
-    return 8 * prefill_chunk + 11 * requests + 1 + 2 * requests * pages + _SEGMENTS
+    return 8 * prefill_chunk + 12 * requests + 1 + 2 * requests * pages + _SEGMENTS
 
 
-def pack(batch: Batch, *, page_size: int, table_width: int, max_requests: int, rope: RopeConfig) -> Packer:
+def pack(
+    batch: Batch,
+    *,
+    page_size: int,
+    table_width: int,
+    max_requests: int,
+    rope: RopeConfig,
+    bucket: PrefillBucket | None = None,
+) -> Packer:
     """Everything that the device must know of a batch. The decoding rows come first, as many as there can be, padded with
-    the reserved row 0: a captured iteration reads them at an address that never changes.
+    the reserved row 0, and then the chunks of prompts, padded to their ``bucket`` if they have one: what a graph reads lies
+    at addresses that never change.
     """
     packer = Packer()
     packer.add("decode_rows", [*(r.row for r in batch.decode), *[0] * (max_requests - len(batch.decode))])
+    _pack_prefill(packer, batch, page_size, rope, bucket)
     packer.add("admitted", [r.row for r in batch.admitted])
     packer.add("temperature", [float_bits(r.params.temperature) for r in batch.admitted])
     packer.add("seeds", [r.params.seed for r in batch.admitted])
     packer.add("mrope_position_deltas", [r.mrope_position_delta for r in batch.admitted])
     packer.add("entries", [row * table_width + index for row, index, _ in batch.table_updates])
     packer.add("pages", [page for _, _, page in batch.table_updates])
-    tokens: list[int] = []
-    following: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    starts = [0]
-    for chunk in batch.prefill:
-        context = chunk.request.context
-        tokens.extend(context[chunk.start : chunk.end])
-        shifted = list(context[chunk.start + 1 : chunk.end + 1])
-        following.extend(shifted if len(shifted) == chunk.end - chunk.start else [*shifted, 0])
-        for position in range(chunk.start, chunk.end):
-            positions.append(position)
-            slots.append(chunk.request.pages[position // page_size] * page_size + position % page_size)
-        starts.append(len(tokens))
-    packer.add("tokens", tokens)
-    packer.add("following", following)
-    packer.add("positions", positions)
-    packer.add("slots", slots)
-    if rope.sections:
-        packer.add(
-            "rope_positions", [place for axis in range(3) for chunk in batch.prefill for place in _places(chunk, axis)]
-        )
-    if rope.kind == "dynamic":
-        lens = [[len(chunk.request.prompt)] * (chunk.end - chunk.start) for chunk in batch.prefill]
-        packer.add("prompt_lens", [length for each in lens for length in each])
-    packer.add("query_start", starts)
-    packer.add("prefill_rows", [chunk.request.row for chunk in batch.prefill])
-    packer.add("last", [start - 1 for start in starts[1:]])
-    packer.add("ends", [chunk.end for chunk in batch.prefill])
-    packer.add("final", [int(chunk.final) for chunk in batch.prefill])
-    packer.add("continues", [int(chunk.start > chunk.request.prefill_start) for chunk in batch.prefill])
     return packer
+
+
+def _pack_prefill(packer: Packer, batch: Batch, page_size: int, rope: RopeConfig, bucket: PrefillBucket | None) -> None:
+    """The chunks of ``batch``; each segment of sequences, then each of tokens."""
+    chunks = batch.prefill
+    starts = list(accumulate((chunk.end - chunk.start for chunk in chunks), initial=0))
+    more = 0 if bucket is None else bucket.sequences - len(chunks)
+    last, final = [start - 1 for start in starts[1:]], [int(chunk.final) for chunk in chunks]
+    packer.add("query_start", [*starts, *[starts[-1]] * more])
+    packer.add("prefill_rows", [*(chunk.request.row for chunk in chunks), *[0] * more])
+    packer.add("last", [*last, *(last[:1] or [0]) * more])
+    packer.add("ends", [*(chunk.end for chunk in chunks), *[0] * more])
+    packer.add("final", [*final, *(final[:1] or [0]) * more])
+    packer.add("continues", [*(int(chunk.start > chunk.request.prefill_start) for chunk in chunks), *[0] * more])
+    if bucket is not None:
+        packer.add("owner", [*range(len(chunks)), *[0] * more])
+    padding = 0 if bucket is None else bucket.tokens - starts[-1]
+    tokens, following, positions, slots = (array("q") for _ in range(4))
+    for chunk in chunks:
+        context = array("q", chunk.request.context[chunk.start : chunk.end + 1])
+        tokens.extend(context[: chunk.end - chunk.start])
+        following.extend(context[1:])
+        if len(following) < len(tokens):
+            following.append(0)
+        positions.extend(range(chunk.start, chunk.end))
+        for index in range(chunk.start // page_size, -(-chunk.end // page_size)):
+            begin = max(chunk.start, index * page_size)
+            end = min(chunk.end, (index + 1) * page_size)
+            first = chunk.request.pages[index] * page_size - index * page_size
+            slots.extend(range(first + begin, first + end))
+    for name, values in (("tokens", tokens), ("following", following), ("positions", positions), ("slots", slots)):
+        values.extend([0] * padding)
+        packer.add(name, values)
+    if rope.sections:
+        packer.add("rope_positions", [place for axis in range(3) for chunk in chunks for place in _places(chunk, axis)])
+    if rope.kind == "dynamic":
+        lens = [[len(chunk.request.prompt)] * (chunk.end - chunk.start) for chunk in chunks]
+        packer.add("prompt_lens", [length for each in lens for length in each])
 
 
 def _places(chunk: PrefillChunk, axis: int) -> Sequence[int]:
@@ -173,12 +209,17 @@ def _places(chunk: PrefillChunk, axis: int) -> Sequence[int]:
     return range(chunk.start, chunk.end) if media is None else media.positions(axis, chunk.start, chunk.end)
 
 
-def prefill_inputs(batch: Batch, staging: Staging, segments: Mapping[str, tuple[int, int]]) -> PrefillInputs:
-    """Views of the staged prefill; the casts run in the caller's scope."""
+def prefill_inputs(
+    chunks: Sequence[PrefillChunk], staging: Staging, segments: Mapping[str, tuple[int, int]], *, most: int | None = None
+) -> PrefillInputs:
+    """Views of the staged prefill; the casts run in the caller's scope. ``most``: cached tokens that a sequence may have,
+    where the views are those of a bucket for a graph, which serves other chunks than these.
+    """
     axes, prompt_lens = segments.get("rope_positions"), segments.get("prompt_lens")
-    positions = staging.view(segments["positions"])
+    tokens, positions = staging.view(segments["tokens"]), staging.view(segments["positions"])
+    host = tuple(accumulate((chunk.end - chunk.start for chunk in chunks), initial=0))
     return PrefillInputs(
-        tokens=staging.view(segments["tokens"]),
+        tokens=tokens,
         following=staging.view(segments["following"]),
         positions=positions,
         slots=staging.view(segments["slots"]),
@@ -188,11 +229,12 @@ def prefill_inputs(batch: Batch, staging: Staging, segments: Mapping[str, tuple[
         final=staging.view(segments["final"]) > 0,
         continues=staging.view(segments["continues"]) > 0,
         query_start=staging.view(segments["query_start"]).to(torch.int32),
-        host_query_start=tuple(accumulate((chunk.end - chunk.start for chunk in batch.prefill), initial=0)),
-        max_query=max(chunk.end - chunk.start for chunk in batch.prefill),
-        max_kv=max(chunk.end for chunk in batch.prefill),
+        host_query_start=host if most is None else None,
+        max_query=max(chunk.end - chunk.start for chunk in chunks) if most is None else tokens.shape[0],
+        max_kv=max(chunk.end for chunk in chunks) if most is None else most,
         rope_positions=positions if axes is None else staging.view(axes).view(3, -1),
         prompt_lens=None if prompt_lens is None else staging.view(prompt_lens),
+        owner=None if most is None else staging.view(segments["owner"]),
     )
 
 

@@ -85,6 +85,11 @@ def _attention_out(
     _check(block_size % unit == 0 and 0 < block_size <= 512, f"block_size {block_size} with {width} new tokens each")
     _check(block_table.dtype == torch.int32 and block_table.shape[0] == batch, "block_table is int32 [B, pages]")
     _check(len(actual_seq_lengths_kv) == batch, f"{len(actual_seq_lengths_kv)} lengths for a batch of {batch}")
+    _check(
+        heads <= 64 * num_key_value_heads and heads * size < 65535, f"{heads} heads of {size}, {num_key_value_heads} of keys"
+    )
+    blocks = sum(-(-length // block_size) for length in actual_seq_lengths_kv)
+    _check(blocks <= key.shape[0], f"blocknum {key.shape[0]} is less than the {blocks} blocks of the batch")
     for tensor in (query, key, value, *([] if atten_mask is None else [atten_mask])):
         _check(tensor.is_contiguous(), "an operand isn't contiguous")
     span = block_table.shape[1] * block_size

@@ -1,0 +1,94 @@
+"""Kernels of the host: what torch has for it, and what a device can't do: look at lengths and temperatures first.
+
+Attention then works on the tokens that are cached, however much the block table could hold, and nothing is drawn for
+requests that don't sample.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.device import AttentionMetadata, KernelSet, Product, RotaryArgs
+from outrider_cpu import operators as _operators  # noqa: F401  (registers them)
+
+_TARGET, _DRAFT = 0, 2
+"""The lanes that draws of the target and of the draft take."""
+
+
+class CpuKernels(KernelSet):
+    """The torch references, with fewer operations."""
+
+    name = "cpu"
+
+    def batch_invariant(self) -> KernelSet:
+        """Over the references: here the length of a call depends on the batch."""
+        return KernelSet().batch_invariant()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Torch's own where it's as exact: in float32 and wider."""
+        if x.dtype.itemsize < torch.float32.itemsize:
+            return super().rms_norm(x, weight, eps)
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The sum in place, then the norm."""
+        return self.rms_norm(residual.add_(x), weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Two operations on the halves."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def linear_rope_write_cache(self, product: Product, rotary: RotaryArgs) -> Tensor:
+        """Queries and keys are rotated together."""
+        kv_heads, size = rotary.k_cache.shape[2:]
+        made = self.linear(*product).view(product.x.shape[0], -1, size)
+        turned, v = made[:, :-kv_heads], made[:, -kv_heads:]
+        rotated: Tensor = torch.ops.outrider.rope_write_cache.host(turned, v, *rotary)
+        return rotated[:, :-kv_heads]
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int = 0,
+    ) -> Tensor:
+        """Over as many cached tokens as there are."""
+        return torch.ops.outrider.paged_attention.host(  # type: ignore[no-any-return]
+            q,
+            k_cache,
+            v_cache,
+            metadata.query_start,
+            metadata.seq_lens,
+            metadata.block_table,
+            metadata.tree_mask,
+            metadata.max_query,
+            metadata.max_kv,
+            scale,
+            window,
+        )
+
+    def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
+        """The likeliest where no row samples."""
+        lane = _DRAFT if draft else _TARGET
+        return torch.ops.outrider.sample.host(logits, temperature, seeds, positions, lane)  # type: ignore[no-any-return]
+
+    def verify_chain(
+        self,
+        target_logits: Tensor,
+        draft_tokens: Tensor,
+        draft_probs: Tensor | None,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Without drafts there's nothing to verify, and without a row that samples no distribution to look at."""
+        return torch.ops.outrider.verify_chain.host(  # type: ignore[no-any-return]
+            target_logits, draft_tokens, draft_probs, temperature, seeds, positions
+        )

@@ -1,0 +1,120 @@
+"""``outrider tune``: measure the kernels for a model on this machine, and keep what was fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from outrider.cli.environment import backend_from_environment, plugin_probe, tuned_directory
+from outrider.cli.models import ModelOption, bundled
+from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
+from outrider.cli.starting import progress_shown
+from outrider.device.errors import CapabilityError, ConfigError
+from outrider.registry import Registry
+
+if TYPE_CHECKING:
+    from outrider.device import DecoderShape, TuningResult
+
+
+def tune(
+    backend: BackendOption = None,
+    model: ModelOption = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--shape",
+            metavar="NAME|config.json",
+            help="Instead of a checkpoint: a published shape, NAME/RANKS for one rank's shard of it, or a config. Several "
+            "times for several shapes, which share the deadline.",
+        ),
+    ] = None,
+    deadline: Annotated[
+        float, typer.Option("--deadline", metavar="S", min=1.0, help="Seconds after which what was found must do.")
+    ] = 60.0,
+    cache: Annotated[
+        Path | None,
+        typer.Option("--cache", metavar="DIR", help="Where it's kept. Default: outrider/tuned in the user's cache."),
+    ] = None,
+    json_output: JsonOption = False,
+) -> Report:
+    """Measure candidates for the kernels of a model on this device, and keep each choice as soon as it's made.
+
+    Engines take kept choices over when they start on such a device with the same torch, Triton and kernels. What wasn't
+    measured is derived from what the device says of itself. For bfloat16. Ctrl-C keeps what was measured until then.
+    """
+    from outrider.cli.torch_probe import require_torch
+
+    del json_output
+    require_torch()
+    if model is not None and shape:
+        raise ConfigError("--model and --shape both say what to tune for; give one of them")
+    directory = cache or tuned_directory()
+    if directory is None:
+        raise ConfigError("there is no home directory to keep tuned choices in; name one with --cache")
+    names = shape or [str(model or bundled("target"))]
+    shapes = [_shape(name) for name in names]
+    registry = Registry(probe=plugin_probe())
+    device = registry.create(registry.select(backend, backend_from_environment()))
+    kernels = device.kernels_in_use
+    if not kernels.tunes:
+        raise CapabilityError(
+            f"the kernels of {device.label}, {kernels.name!r}, don't tune; choose a backend or kernels that do: --backend"
+        )
+    data: dict[str, Any] = {
+        "backend": device.name,
+        "device": str(device.device),
+        "versions": dict(device.versions()),
+        "directory": str(directory),
+        "deadline_s": deadline,
+        "before": kernels.use_tuned(directory),
+    }
+    said: list[str] = []
+    try:
+        with progress_shown() as tell:
+
+            def progress(done: int, total: int, text: str) -> None:
+                said.append(text)
+                tell("tuning kernels", done, total)
+
+            results = kernels.tune(shapes, deadline_s=deadline, directory=directory, progress=progress)
+    except KeyboardInterrupt as error:
+        kept = kernels.use_tuned(directory)
+        message = f"interrupted; {directory} has {kept} choices for this device, {data['before']} of them from before"
+        raise Interrupted(message, {**data, "kept": kept, "said": said}) from error
+    data["results"] = [_result(name, result) for name, result in zip(names, results, strict=True)]
+    data["said"] = said
+    return Report(data=data, render=lambda console: _render(console, data))
+
+
+def _shape(name: str) -> DecoderShape:
+    import torch
+
+    from outrider.model.shapes import decoder_shape, shape_config
+
+    return decoder_shape(shape_config(name), torch.bfloat16)
+
+
+def _result(name: str, result: TuningResult) -> dict[str, object]:
+    return {
+        "shape": name,
+        "measured": result.measured,
+        "kept": result.kept,
+        "complete": result.complete,
+        "seconds": result.seconds,
+        "before_us": result.before_us,
+        "after_us": result.after_us,
+    }
+
+
+def _render(console: Console, data: Mapping[str, Any]) -> None:
+    for result in data["results"]:
+        end = "" if result["complete"] else ", the deadline came first"
+        console.print(
+            f"{result['shape']}: {result['measured']} measurements in {result['seconds']:.0f} s{end}; {result['kept']} "
+            f"choices kept; layers {result['before_us']:.0f} us before, {result['after_us']:.0f} now"
+        )
+    console.print(f"kept in {data['directory']}")

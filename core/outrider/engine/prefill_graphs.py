@@ -1,0 +1,104 @@
+"""Graphs of prefill: the forward of short prompts, captured for buckets of tokens, as its launches take longer than it does.
+
+Chunks of up to so many tokens in all are padded to the next bucket, with a fixed number of sequences, and replayed. They read
+nothing of the host but what was staged, at addresses that never change, so the fences of a prefill that is called serve here,
+too: *inputs ready* before the replay, *shared reads done* behind it.
+"""
+
+from __future__ import annotations
+
+import time
+
+from outrider.device import Backend, CaptureContext, Graph, Stream
+from outrider.engine.graphs import CaptureProgress, CaptureReport
+from outrider.engine.prefill import Prefill
+from outrider.engine.requests.batch import Batch
+from outrider.engine.requests.features import Features
+from outrider.engine.state.intake import Intake
+from outrider.engine.state.staging import PrefillBucket, Staging, prefill_inputs
+
+CHOSEN_TOKENS = 2048
+"""Tokens of the largest bucket, unless told: what is longer takes longer than its launches."""
+MOST_SEQUENCES = 16
+
+
+def token_buckets(most: int) -> tuple[int, ...]:
+    """Sizes up to ``most``: a few where weights decide how long a forward takes, then steps that pad by little."""
+    sizes = (16, 64, *range(128, 1024, 128), *range(1024, most, 256))
+    return (*(size for size in sizes if size < most), most)
+
+
+class PrefillGraphs:
+    """Captures ``prefill`` for every bucket when it's made. A batch has no bucket if it's too large, or asks for what only
+    calls serve: media, sampling options, log-probabilities.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        forward: Stream,
+        *,
+        prefill: Prefill,
+        intake: Intake,
+        staging: Staging,
+        tokens: int,
+        capacity: int,
+        progress: CaptureProgress | None = None,
+    ) -> None:
+        self._backend = backend
+        self._forward = forward
+        self._prefill = prefill
+        self._intake = intake
+        self._staging = staging
+        self._capacity = capacity
+        self.sequences = min(MOST_SEQUENCES, staging.max_requests)
+        self.buckets = token_buckets(tokens)
+        self._graphs: dict[tuple[int, bool], Graph] = {}
+        self._pool = backend.create_graph_pool("prefill")
+        limited = backend.capabilities.memory_limit
+        before = backend.memory_info().free if limited else 0
+        began = time.perf_counter()
+        # The largest first: the smaller ones then fit into the memory that the pool has already.
+        for done, size in enumerate(reversed(self.buckets), start=1):
+            for sampling in (False, True):
+                self._graphs[size, sampling] = self._capture(size, sampling)
+            if progress is not None:
+                progress(done, len(self.buckets))
+        after = backend.memory_info().free if limited else 0
+        seconds = time.perf_counter() - began
+        self.report = CaptureReport(len(self._graphs), self.buckets, before - after if limited else None, seconds)
+
+    def bucket(self, batch: Batch) -> PrefillBucket | None:
+        """That of a batch's chunks; None: there are none, or they are to be called."""
+        chunks = batch.prefill
+        tokens = sum(chunk.end - chunk.start for chunk in chunks)
+        if not chunks or tokens > self.buckets[-1] or len(chunks) > self.sequences:
+            return None
+        features = Features.of(tuple(chunk.request for chunk in chunks))
+        if not Features(sampling=True).covers(features) or any(chunk.request.media is not None for chunk in chunks):
+            return None
+        return PrefillBucket(next(size for size in self.buckets if size >= tokens), self.sequences)
+
+    def launch(self, batch: Batch, bucket: PrefillBucket) -> None:
+        """Replay the chunks of ``batch``, which were staged for ``bucket``."""
+        sampling = Features.of(tuple(chunk.request for chunk in batch.prefill)).sampling
+        self._graphs[bucket.tokens, sampling].replay(self._forward)
+
+    def _capture(self, size: int, sampling: bool) -> Graph:
+        bucket = PrefillBucket(size, self.sequences)
+        with self._backend.on(self._forward):
+            segments = self._intake.stage_nothing(bucket)  # a rehearsal reads what is there
+
+        def run(context: CaptureContext) -> None:
+            del context
+            inputs = prefill_inputs((), self._staging, segments, most=self._capacity)
+            self._prefill.run(inputs, Features(sampling=sampling), None)
+
+        return self._backend.capture(
+            f"prefill[{size}, {'sampling' if sampling else 'greedy'}]",
+            run,
+            stream=self._forward,
+            inputs={"staged": self._staging.view((0, max(end for _, end in segments.values())))},
+            outputs={},
+            pool=self._pool,
+        )

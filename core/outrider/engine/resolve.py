@@ -1,0 +1,258 @@
+"""What an engine decides for its user: from a config with open ends, by what its device declares and by the model.
+
+Everything here is a function of records: nothing looks at a device. What was given is kept as it is; each choice says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+
+import torch
+
+from outrider.device import Capabilities, ConfigError, OutOfDeviceMemory, StepMode
+from outrider.engine.config import DTYPES, Choice, DecidedConfig, EngineConfig
+
+GIB = 1 << 30
+KV_SHARE = 0.9
+"""Of the memory that is free after the weights, for the KV cache at most: estimates don't count everything."""
+HOST_KV_SHARE = 0.25
+"""The same where the device's memory is the host's, which others use too."""
+COMMON_CONTEXT = 4096
+"""Tokens that a request has room for where nothing is known of the memory, and all but one where it's the host's."""
+
+SIZES_BY_MEMORY = ((70, 8192, 256), (20, 2048, 64), (0, 512, 16))
+"""From so many GiB of device memory on: prompt tokens of an iteration, and requests that run at the same time."""
+SIZES_WITHOUT_LIMIT = (256, 8)
+"""The same for a device that declares no limit of its memory."""
+
+_WIDER: Mapping[torch.dtype, tuple[torch.dtype, ...]] = MappingProxyType(
+    {
+        torch.float64: (),
+        torch.float32: (torch.float64,),
+        torch.bfloat16: (torch.float32, torch.float64),
+        torch.float16: (torch.float32, torch.float64),
+    }
+)
+"""Dtypes that hold every value of another, the nearest first."""
+_OTHERS = (torch.float32, torch.bfloat16, torch.float16)
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the memory that holds the KV cache: in all, and free after the weights. ``shared``: it's the host's."""
+
+    total: int
+    free: int
+    shared: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Situation:
+    """What is known when an engine is made, its weights being loaded.
+
+    ``dtype``: of the weights. ``context``: the most tokens that model and proposer were made for, ``context_of`` whose limit
+    that is. ``slots``: cache slots behind the cached tokens that an iteration may write. ``token_bytes``: what a token takes
+    in all KV caches. ``prompt_token_bytes`` and ``drafted_token_bytes``: what a forward takes at most for each token of a
+    prompt, and for each one that is verified. ``request_bytes``: what a request takes besides. ``memory``: None where nothing
+    is known of it. ``no_fused`` and ``no_graphs``: why that isn't chosen here, empty where it may be.
+    """
+
+    capabilities: Capabilities
+    step_modes: frozenset[StepMode]
+    dtype: torch.dtype
+    context: int
+    context_of: str
+    slots: int
+    token_bytes: int
+    prompt_token_bytes: int = 0
+    drafted_token_bytes: int = 0
+    request_bytes: int = 0
+    memory: Memory | None = None
+    no_fused: str = ""
+    no_graphs: str = ""
+    no_overlap_fused: bool = False
+
+
+def choose_dtype(capabilities: Capabilities, checkpoint: torch.dtype | None) -> Choice:
+    """The dtype in which a checkpoint in ``checkpoint`` is loaded; None: it names none."""
+    own = checkpoint if checkpoint in _NAMES else torch.float32
+    assert own is not None
+    says = f"the checkpoint is in {_NAMES[own]}" if checkpoint in _NAMES else "the checkpoint names no dtype"
+    preferred = tuple(dtype for dtype in capabilities.preferred_dtypes if dtype in _NAMES)
+    if own in preferred or (not preferred and own in capabilities.dtypes):
+        return Choice("dtype", _NAMES[own], "the checkpoint's" if checkpoint in _NAMES else says)
+    candidates = preferred or tuple(dtype for dtype in _OTHERS if dtype in capabilities.dtypes)
+    near = next((dtype for dtype in (*_WIDER[own], *candidates) if dtype in (preferred or capabilities.dtypes)), None)
+    if preferred:
+        assert near is not None
+        return Choice("dtype", _NAMES[near], f"{says}, and the device's own kernels run in {_listed(preferred)}")
+    if near is None:
+        raise ConfigError(f"{says}, and the device computes in {_listed(capabilities.dtypes)}; name one of these as dtype")
+    return Choice("dtype", _NAMES[near], f"{says}, in which the device doesn't compute")
+
+
+def resolve(config: EngineConfig, known: Situation, before: tuple[Choice, ...] = ()) -> DecidedConfig:
+    """``config`` with every open end decided. ``before``: what was chosen for the loading already.
+
+    Raises :class:`ConfigError` where what was asked for can't be, and :class:`OutOfDeviceMemory` where what is free after
+    the weights holds no request.
+    """
+    if isinstance(config, DecidedConfig):
+        return config
+    choices = _Choices(config, before)
+    choices.add("dtype", _NAMES[known.dtype], "the model's")
+    _launching(choices, known)
+    _sizes(choices, known)
+    _cache(choices, known)
+    given = {field.name: getattr(config, field.name) for field in fields(EngineConfig)}
+    return DecidedConfig(**given | {"kv_memory": None} | choices.values, chosen=choices.made)
+
+
+class _Choices:
+    """The values that are decided so far, and those of them that were chosen."""
+
+    def __init__(self, config: EngineConfig, before: tuple[Choice, ...]) -> None:
+        self.config = config
+        self.values: dict[str, object] = {}
+        self.made = before
+
+    def add(self, name: str, value: object, why: str) -> None:
+        """Choose, unless it was given."""
+        given = getattr(self.config, name)
+        self.values[name] = value if given is None else given
+        if given is None:
+            self.made += (Choice(name, value, why),)
+
+    def number(self, name: str) -> int:
+        """A whole number that is decided."""
+        value = self.values[name]
+        assert isinstance(value, int)
+        return value
+
+
+def _launching(choices: _Choices, known: Situation) -> None:
+    """Mode, graphs, overlap: the best that the backend declares."""
+    captures, asked = known.capabilities.captures_graphs, choices.config.graphs
+    if StepMode.FUSED not in known.step_modes:
+        staged = "the backend declares no other"
+    elif asked is False:
+        staged = "fused mode is a graph, and graphs are off"
+    elif not captures:
+        staged = "the device captures no graphs"
+    else:
+        staged = known.no_fused
+    if staged and StepMode.STAGED in known.step_modes:
+        choices.add("mode", StepMode.STAGED.value, staged)
+    else:
+        choices.add("mode", StepMode.FUSED.value, "the backend declares it, and the device captures graphs")
+    fused = choices.values["mode"] == StepMode.FUSED
+    if fused and asked is None:
+        choices.values["graphs"] = False  # they are for staged mode: here the whole iteration is one
+    elif captures and known.no_graphs:
+        choices.add("graphs", False, known.no_graphs)
+    else:
+        choices.add("graphs", captures, "the device captures them" if captures else "the device captures none")
+    if not known.capabilities.asynchronous:
+        choices.add("overlap", False, "the device has finished when a call returns")
+    elif fused and known.no_overlap_fused:
+        choices.add("overlap", False, "the backend's fused mode waits for the iteration before")
+    else:
+        choices.add("overlap", True, "the device runs beside the host")
+
+
+def _sizes(choices: _Choices, known: Situation) -> None:
+    """Pages, requests, chunks."""
+    choices.add("page_size", known.capabilities.page_size, "the backend's kernels run with it")
+    if known.memory is None or known.memory.shared:
+        (chunk, requests), why = SIZES_WITHOUT_LIMIT, "the device declares no limit of its memory"
+    else:
+        size = known.memory.total / GIB
+        chunk, requests = next(sizes[1:] for sizes in SIZES_BY_MEMORY if size >= sizes[0])
+        why = f"the device has {size:.0f} GiB"
+    if choices.config.buckets is not None:
+        choices.add("max_requests", max(choices.config.buckets), "the largest bucket")
+    else:
+        choices.add("max_requests", requests, why)
+    choices.add("prefill_chunk", chunk, why)
+
+
+def _cache(choices: _Choices, known: Situation) -> None:
+    """Context and pages: as much as the model takes and the memory holds."""
+    config, limit = choices.config, known.context
+    if config.max_context is not None and config.max_context > limit:
+        raise ConfigError(f"max_context is {config.max_context}, the {known.context_of} was made for {limit} at most")
+    if config.num_pages is not None:
+        choices.add("max_context", limit, f"the {known.context_of}'s")
+        choices.values["num_pages"] = config.num_pages
+        return
+    page_size, requests = choices.number("page_size"), choices.number("max_requests")
+    page_bytes = page_size * known.token_bytes
+    if known.memory is None:
+        choices.add("max_context", min(limit, COMMON_CONTEXT), "nothing is known of the device's memory")
+        pages = requests * _width(choices.number("max_context"), known.slots, page_size) + 1
+        choices.add("num_pages", pages, f"each request at full context: {_holds(pages, page_size, page_bytes)}")
+        return
+    most, why = _most_pages(choices, known, page_bytes)
+    holds = (most - 1) * page_size - known.slots
+    if holds < 2:
+        raise OutOfDeviceMemory(
+            f"the KV cache may take {max(most, 0)} pages of {page_bytes} bytes, {why}: room for no request; free memory, or "
+            "take a smaller model, page_size, prefill_chunk or max_requests"
+        )
+    if holds < limit:
+        choices.add("max_context", holds, f"the memory holds no more, the {known.context_of}'s is {limit}")
+    else:
+        choices.add("max_context", limit, f"the {known.context_of}'s")
+    context = choices.number("max_context")
+    full = _width(context, known.slots, page_size)
+    if config.max_context is not None and config.kv_memory is None and most <= full:  # it was asked for: the rest gives way
+        most, why = full + 1, f"max_context {context} for one request"
+        if most * page_bytes > known.memory.free:
+            raise OutOfDeviceMemory(
+                f"max_context is {context}: {most * page_bytes / GIB:.1f} GiB of KV cache for one request, and "
+                f"{known.memory.free / GIB:.1f} GiB are free; lower max_context"
+            )
+    if known.memory.shared:
+        enough = full + (requests - 1) * _width(min(context, COMMON_CONTEXT), known.slots, page_size) + 1
+        words = "a request at full context" + (f", the others at {COMMON_CONTEXT} tokens" if context > COMMON_CONTEXT else "")
+    else:
+        enough, words = requests * full + 1, "each request at full context"
+    if most < enough or config.kv_memory is not None:
+        pages = most
+    else:
+        pages, why = enough, words
+    choices.add("num_pages", pages, f"{why}: {_holds(pages, page_size, page_bytes)}")
+
+
+def _most_pages(choices: _Choices, known: Situation, page_bytes: int) -> tuple[int, str]:
+    """The most pages that the memory has room for, and why it's these."""
+    memory, share = known.memory, choices.config.kv_memory
+    assert memory is not None
+    free = f"{memory.free / GIB:.1f} GiB that are free"
+    if share is not None:
+        return int(memory.free * share) // page_bytes, f"kv_memory {share:g} of the {free}"
+    chunk, requests = choices.number("prefill_chunk"), choices.number("max_requests")
+    work = chunk * known.prompt_token_bytes
+    work += requests * (known.slots * known.drafted_token_bytes + known.request_bytes)
+    share = HOST_KV_SHARE if memory.shared else KV_SHARE
+    room = int(memory.free * share)
+    if memory.free - work < room:
+        return (memory.free - work) // page_bytes, f"what {work / GIB:.1f} GiB of work leave of the {free}"
+    return room // page_bytes, f"{share:g} of the {free}"
+
+
+def _width(context: int, slots: int, page_size: int) -> int:
+    """Pages of a request with so many tokens."""
+    return -(-(context + slots) // page_size)
+
+
+def _holds(pages: int, page_size: int, page_bytes: int) -> str:
+    return f"{(pages - 1) * page_size} tokens in {pages * page_bytes / GIB:.2f} GiB"
+
+
+def _listed(dtypes: frozenset[torch.dtype] | tuple[torch.dtype, ...]) -> str:
+    names = [_NAMES[dtype] for dtype in dtypes if dtype in _NAMES]
+    return ", ".join(names if isinstance(dtypes, tuple) else sorted(names)) or "none that is known"

@@ -1,0 +1,75 @@
+"""What :mod:`outrider.engine.resolve` decides by, gathered from a backend, a model and its proposer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from outrider.device import Backend
+from outrider.engine.resolve import Memory, Situation
+from outrider.model import KVCache, LanguageModel
+from outrider.speculative.proposer import Proposer
+
+_HOST_FIGURES = Path("/proc/meminfo")
+_AVAILABLE = "MemAvailable:"
+_LOGITS_AT_ONCE = 6
+"""Copies of a token's logits, in float32, that shaping, sampling and verification hold at the same time."""
+_HIDDEN_AT_ONCE = 6
+_INNER_AT_ONCE = 3
+"""Rows of a layer that a forward holds at the same time, of the model's width and of its inner width."""
+
+
+def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> Situation:
+    """What is known of an engine for this model on this backend, the weights being there."""
+    config, sync = model.config, backend.speculative_sync
+    context, context_of = config.max_context, "model"
+    if proposer.max_context is not None and proposer.max_context < context:
+        context, context_of = proposer.max_context, f"proposer {proposer.name!r}"
+    kept = KVCache.page_bytes(config.num_layers, config.num_kv_heads, config.head_size, page_size=1, dtype=model.dtype)
+    no_fused = no_graphs = "" if model.native else "the code of transformers may wait for the device"
+    if model.kernels.plans_on_host:
+        no_fused = no_fused or f"the kernels {model.kernels.name!r} plan each batch on the host"
+    if sync.exact_host_lengths and not (sync.rebind_params and backend.capabilities.updates_graph_params):
+        no_graphs = no_graphs or "attention takes lengths of the host, which the device can't rebind in a graph"
+    return Situation(
+        capabilities=backend.capabilities,
+        step_modes=sync.step_modes,
+        dtype=model.dtype,
+        context=context,
+        context_of=context_of,
+        slots=proposer.slots,
+        token_bytes=kept + proposer.token_bytes,
+        prompt_token_bytes=model.dtype.itemsize
+        * (_HIDDEN_AT_ONCE * config.hidden_size + _INNER_AT_ONCE * config.intermediate_size),
+        drafted_token_bytes=_LOGITS_AT_ONCE * torch.float32.itemsize * config.vocab_size,
+        request_bytes=torch.int32.itemsize * config.vocab_size,  # counts for penalties
+        memory=memory_of(backend),
+        no_fused=no_fused,
+        no_graphs=no_graphs,
+        no_overlap_fused=sync.fused_host_wait,
+    )
+
+
+def memory_of(backend: Backend) -> Memory | None:
+    """The memory that a KV cache on this backend lies in: the device's where it reports one, else the host's where tensors
+    of the device lie there. None where neither is known.
+    """
+    if backend.capabilities.memory_limit:
+        info = backend.memory_info()
+        return Memory(info.total, info.free)
+    if torch.empty(0, device=backend.device).untyped_storage().device == torch.empty(0).untyped_storage().device:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return Memory(total, min(_available(total), total), shared=True)
+    return None
+
+
+def _available(otherwise: int) -> int:
+    """Bytes of the host that can be taken without swapping, as Linux says; ``otherwise`` where nothing says."""
+    try:
+        lines = _HOST_FIGURES.read_text().splitlines()
+    except OSError:
+        return otherwise
+    found = next((line.split() for line in lines if line.startswith(_AVAILABLE)), ())
+    return int(found[1]) * 1024 if len(found) == 3 and found[1].isdecimal() else otherwise

@@ -1,0 +1,150 @@
+"""Reading many tensors at once: large pieces, by several threads, each on its way to the device while others are read.
+
+A tensor at a time, through a mapped file, is bound by page faults and by one thread's copies; a checkpoint in the page cache
+can be read several times as fast as that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.device import Backend, Event, PinnedBuffer, Stream
+from outrider.model.reading import reading
+
+_THREADS = 8
+_BUFFERS = 16
+_PIECE = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where a tensor's values lie, one behind the other: ``offset`` bytes into the file at ``path``."""
+
+    path: Path
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor to be read: where it lies, and the contiguous memory of its dtype on the device that takes it."""
+
+    key: str
+    extent: Extent
+    destination: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """``values`` of a part from ``first`` on; ``last``: the part ends with it."""
+
+    part: Part
+    first: int
+    values: int
+    last: bool
+
+
+@dataclass(slots=True)
+class _Slot:
+    buffer: PinnedBuffer
+    copied: Event
+
+
+def read_parts(parts: Sequence[Part], backend: Backend, stream: Stream, done: Callable[[str], None]) -> None:
+    """Read every part, all of one dtype, and copy it to the device on ``stream``; on return the copies have run.
+
+    A device whose memory the host writes at once is read into without a buffer between. ``done(key)`` is called once a
+    part is read. Raises :class:`CheckpointError` where a file ends early or can't be read.
+    """
+    if not parts:
+        return
+    itemsize = parts[0].extent.dtype.itemsize
+    largest = max(1, _PIECE // itemsize)
+    pieces = [piece for part in parts for piece in _pieces(part, largest)]
+    workers = max(1, min(_THREADS, os.cpu_count() or 1, len(pieces)))
+    with ThreadPoolExecutor(workers, thread_name_prefix="outrider-weights") as pool:
+        if not backend.capabilities.asynchronous and backend.device.type == "cpu":
+            for piece, read in _ahead(pieces, 2 * workers, lambda piece: pool.submit(_read, piece, _memory(piece))):
+                read.result()
+                if piece.last:
+                    done(piece.part.key)
+        else:
+            _read_through_buffers(pieces, backend, stream, done, pool)
+
+
+def _read_through_buffers(
+    pieces: Sequence[_Piece], backend: Backend, stream: Stream, done: Callable[[str], None], pool: ThreadPoolExecutor
+) -> None:
+    """Half of the buffers are being read into while the other half is on its way to the device."""
+    size, dtype = max(piece.values for piece in pieces), pieces[0].part.extent.dtype
+    slots = [
+        _Slot(backend.empty_pinned(f"weights[{number}]", (size,), dtype), backend.create_event(f"weights[{number}]"))
+        for number in range(min(_BUFFERS, len(pieces)))
+    ]
+    free, filling = deque(slots), deque[_Slot]()
+
+    def submit(piece: _Piece) -> Future[None]:
+        slot = free.popleft()
+        if slot.copied.generation:
+            slot.copied.synchronize()  # the copy out of it has run
+            slot.buffer.renew()
+        filling.append(slot)
+        return pool.submit(_read, piece, slot.buffer.tensor[: piece.values])
+
+    try:
+        for piece, read in _ahead(pieces, max(1, len(slots) // 2), submit):
+            read.result()
+            slot = filling.popleft()
+            backend.copy_async(_memory(piece), slot.buffer.tensor[: piece.values], stream=stream)
+            stream.record(slot.copied)
+            free.append(slot)
+            if piece.last:
+                done(piece.part.key)
+    finally:  # the buffers outlive their copies
+        for slot in slots:
+            if slot.copied.generation:
+                slot.copied.synchronize()
+
+
+def _ahead(
+    pieces: Sequence[_Piece], count: int, submit: Callable[[_Piece], Future[None]]
+) -> Iterator[tuple[_Piece, Future[None]]]:
+    """The pieces in order, each with its reading; up to ``count`` are begun before they're asked for."""
+    begun: deque[tuple[_Piece, Future[None]]] = deque()
+    for piece in pieces:
+        if len(begun) == count:
+            yield begun.popleft()
+        begun.append((piece, submit(piece)))
+    yield from begun
+
+
+def _pieces(part: Part, largest: int) -> Iterator[_Piece]:
+    total = part.destination.numel()
+    for first in range(0, total, largest):
+        values = min(largest, total - first)
+        yield _Piece(part, first, values, first + values == total)
+
+
+def _memory(piece: _Piece) -> Tensor:
+    return piece.part.destination.view(-1)[piece.first : piece.first + piece.values]
+
+
+def _read(piece: _Piece, into: Tensor) -> None:
+    """In a worker: it touches host memory and the file, never the device."""
+    extent = piece.part.extent
+    view = into.view(torch.uint8).numpy().data
+    with reading(extent.path, f"tensor {piece.part.key!r}"), extent.path.open("rb", buffering=0) as file:
+        file.seek(extent.offset + piece.first * extent.dtype.itemsize)
+        while view:
+            count = file.readinto(view)
+            if not count:
+                raise ValueError(f"it ends {len(view)} bytes early; was it changed while it was read?")
+            view = view[count:]

@@ -1,0 +1,206 @@
+"""How matrix products are cut up on a device that nobody has measured: candidates that fit, and an estimate of their time.
+
+Few tokens: the weight is read once, so bytes decide. A cut is good where every multiprocessor has as much of the weight as
+any other and enough of it on its way all the time. With more tokens the matrix unit decides, and from :data:`MOST` on the
+library takes over. Everything here is arithmetic on :class:`~outrider_triton.facts.DeviceFacts`; what the estimate was held
+against is in ``tests/kernels/test_derive.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from outrider_triton.facts import DeviceFacts
+from outrider_triton.table import STREAMED, MatmulConfig
+
+MOST = 128
+"""More tokens than this are a matrix product for the library. From 65 on they are unless something else was measured."""
+BUCKETS = (8, 16, 32, 64, 128)
+"""Numbers of tokens for which configurations are told apart; each serves those down to the one before."""
+OPERATORS = ("linear", "linear_parts", "linear_silu_mul", "linear_add", "linear_add_scaled", "scaled_silu_mul", "linear_rope")
+
+_GATED = ("linear_silu_mul", "scaled_silu_mul")
+_ADDED = ("linear_add", "linear_add_scaled")
+_PAIRS = 32  # of a tile of a ring; outrider_triton.jit.ring says the same
+_OURS = 64
+"""To so many tokens our products win wherever they were measured; to twice as many here and there, by a twentieth."""
+_LATENCY = 1.0e-6  # seconds until a byte comes while memory is busy
+_LAUNCH = 2.0e-6  # seconds of a kernel beside its bytes
+_ALONE = 1.15  # how much more than its share of the bandwidth a multiprocessor can have while others have nothing to do
+_CACHED = 2.2  # how much faster than memory the second-level cache is
+_REACHED = 0.52  # share of the matrix units' rate that products reach whose tile is large
+_THREADS = 1536
+_ROOMS = ((184 << 10, 208 << 10, 128 << 10), (112 << 10, 160 << 10, 208 << 10))
+"""Bytes of a ring, the likeliest first. The second: beside the small ones that run before it, attention's."""
+_TILES = {16: 1.03, 32: 1.015, 64: 1.0, 128: 1.01}
+_BOXES = {8: 1.015, 16: 1.005, 32: 1.0}  # small ones are more requests of the copy engine
+
+
+def bucket(m: int) -> int:
+    """The least of :data:`BUCKETS` that isn't below ``m``."""
+    return next(size for size in BUCKETS if size >= m)
+
+
+def choose(facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0) -> MatmulConfig | None:
+    """The configuration for ``m`` tokens and a weight [n, k]; None where the library is the better choice.
+
+    ``operator`` is one of :data:`OPERATORS`; ``half``: half a head's size, for ``linear_rope`` alone.
+    """
+    ranked = rank(facts, operator, m=m, n=n, k=k, half=half)
+    return ranked[0] if ranked and _wins(operator, m=m, n=n, k=k) else None
+
+
+def rank(facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0) -> list[MatmulConfig]:
+    """Every candidate that fits, the one that is expected to be fastest first."""
+    if not 0 < m <= MOST:
+        return []
+    size = bucket(m)
+    found = candidates(facts, operator, m=size, n=n, k=k, half=half)
+    return sorted(found, key=lambda config: estimate(facts, operator, config, m=size, n=n, k=k))
+
+
+def _wins(operator: str, *, m: int, n: int, k: int) -> bool:
+    """Whether a kernel of ours is expected to be faster than the library's and what comes around it."""
+    if operator == "linear_add_scaled" and (k > 2 * n or m > 32):
+        return False  # so long a row is better shared out in parts, and their sum normed; so are many
+    return m <= _OURS
+
+
+# -- candidates ----------------------------------------------------------------------------------------------------
+
+
+def candidates(facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0) -> list[MatmulConfig]:
+    """Configurations that are worth a try and fit; ``m`` is one of :data:`BUCKETS`."""
+    made = list(_plain(facts, operator, m, n))
+    if facts.rings and m <= _OURS:
+        made += _rings(facts, operator, m, n, k, half)
+    return [config for config in dict.fromkeys(made) if shared_bytes(facts, operator, config) <= facts.shared_bytes]
+
+
+def _plain(facts: DeviceFacts, operator: str, m: int, n: int) -> Iterator[MatmulConfig]:
+    """Those of :mod:`outrider_triton.jit.matmul` and :mod:`outrider_triton.jit.fused`."""
+    block_m = max(16, m)
+    few = block_m <= 32
+    tiles = [(16, 256), (32, 128), (32, 256), (64, 64), (64, 128), (64, 256), (128, 64)]
+    if not few:
+        tiles = [(32, 64), (32, 128), (64, 64), (64, 128), (128, 64)]
+    if operator == "linear_rope":
+        tiles = [tile for tile in tiles if tile[0] in (32, 64, 128)]  # both rows of a pair
+    elif operator in _ADDED:
+        tiles = [tile for tile in tiles if tile[0] >= 32]  # each program leaves a share of the sum of squares
+    ahead = 256 if facts.pdl else 0
+    rows = n // 2 if operator in (*_GATED, "linear_rope") else n
+    for (block_n, block_k), split, stages in itertools.product(tiles, _splits(operator), (4, 3, 5, 2)):
+        most = block_n // 2 if operator == "linear_rope" else block_n
+        even = {-(-rows * split // (facts.processors * waves)) for waves in (1, 2, 3, 4)}
+        shared = {0} | {each for each in (-(-each // 8) * 8 for each in even) if most // 2 < each < most}
+        weight_rows = block_n * (2 if operator in _GATED else 1)
+        warps = 8 if weight_rows * block_m > 4096 else 4
+        for each in sorted(shared):
+            yield MatmulConfig(block_m, block_n, block_k, split, warps, stages, ahead, 0, each)
+
+
+def _splits(operator: str) -> tuple[int, ...]:
+    return (1, 2, 4, 8) if operator == "linear_parts" else (1,)
+
+
+def _rings(facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int) -> Iterator[MatmulConfig]:
+    """Those of :mod:`outrider_triton.jit.streamed`: shares of the pairs of rows, in boxes that divide what they lie in."""
+    folded = operator == "linear" or operator in _ADDED
+    for waves, box, split in itertools.product((1, 2), (32, 16, 8), _splits(operator)):
+        if operator == "linear_parts" and split > 1:
+            each, fold = _PAIRS, 1
+        else:
+            pairs = n if folded or operator == "linear_parts" else n // 2
+            fold = 2 if folded or operator == "linear_parts" else 1
+            each = -(-pairs // (facts.processors * waves * box)) * box
+        inside = {"linear_rope": half, "linear_silu_mul": n // 2, "scaled_silu_mul": n // 2}.get(operator, _PAIRS)
+        if inside % box or (fold == 2 and each > _PAIRS):
+            continue
+        rooms = (facts.processor_shared // 2 - 1024,) if waves > 1 else _ROOMS[operator == "linear_add_scaled"]
+        for room, block_k in itertools.product(rooms, (128, 256)):
+            width = fold * max(8, m)
+            stage = (2 * _PAIRS + width) * block_k * 2
+            stages = (min(room, facts.shared_bytes) - 8 * _PAIRS * width - 1024) // stage
+            if stages > 1 and k % (split * block_k * fold) == 0:
+                yield MatmulConfig(max(8, m), box, block_k, split, 4, stages, 0, STREAMED, each)
+
+
+def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig) -> int:
+    """Bytes of shared memory of a program, a few too many rather than too few."""
+    tokens, columns = config.block_m, config.block_k
+    if config.descriptor == STREAMED:
+        folded = operator in ("linear", *_ADDED) or (operator == "linear_parts" and config.split == 1)
+        width = tokens * (2 if folded else 1)
+        return config.stages * ((2 * _PAIRS + width) * columns * 2 + 16) + 2 * _PAIRS * width * 4 + 512
+    rows = config.block_n * (2 if operator in _GATED else 1)
+    # Where the matrix unit reads shared memory itself, a tile is still being read when the next one is asked for.
+    tiles = config.stages if facts.warpgroups and config.block_n >= 64 else max(config.stages - 1, 1)
+    result = config.block_n * tokens * 4 * (2 if operator in _GATED else 1)
+    return max(tiles * (rows + tokens) * columns * 2, result) + 512
+
+
+# -- the estimate --------------------------------------------------------------------------------------------------
+
+
+def estimate(facts: DeviceFacts, operator: str, config: MatmulConfig, *, m: int, n: int, k: int) -> float:
+    """Seconds that a product is expected to take, for ranking: bytes of the busiest multiprocessor, and what is in flight."""
+    streamed = config.descriptor == STREAMED
+    paired = operator in (*_GATED, "linear_rope")
+    folded = streamed and not paired and config.split == 1
+    rows_of = 2 if paired or (streamed and not folded) else 1  # rows of the weight for each of ``each``
+    pairs = -(-n // rows_of)
+    tall = config.block_n // 2 if operator == "linear_rope" and not streamed else config.block_n
+    each = min(config.each or tall, pairs)
+    programs = -(-pairs // each) * config.split * -(-m // config.block_m)
+    columns = -(-k // config.split)
+    if not streamed:
+        columns = -(-columns // config.block_k) * config.block_k
+    resident = _resident(facts, operator, config)
+    if not resident:
+        return float("inf")
+    rounds = -(-programs // facts.processors)
+    share = facts.bytes_per_second / facts.processors
+    own = each * rows_of * columns * 2
+    loaded = (config.block_n if not streamed else 2 * _PAIRS) * (2 if operator in _GATED and not streamed else 1)
+    # All that a ring holds is on its way; otherwise one tile is being multiplied, and another half of the time waited for.
+    flying = min(resident, rounds) * (config.stages - (0 if streamed else 1.5)) * min(loaded, 2 * each) * config.block_k * 2
+    hidden = min(1.0, flying / (1.4 * _LATENCY * share))
+    memory = max(programs * own / facts.bytes_per_second, rounds * own / (_ALONE * share)) / hidden
+    tokens = programs * min(m, config.block_m) * columns * 2
+    cache = (programs * own + tokens) / (_CACHED * facts.bytes_per_second)
+    waste = max(1.0, loaded / (each * rows_of)) if not streamed else 2.0 if folded else 1.0
+    tile = 1.0 if streamed else 1 + 8 * (1 / loaded + 1 / config.block_m)  # what a small one reads again
+    unit = 2.0 * config.block_m * n * k * waste * tile * -(-m // config.block_m) / (_REACHED * facts.flops)
+    behind = 0.0
+    if config.split > 1:  # parts are written, and read by the norm
+        behind = 8.0 * config.split * m * n / (_CACHED * facts.bytes_per_second) + 0.7e-6 * config.split
+    elif operator == "linear_parts":
+        behind = 4.0 * m * n / (_CACHED * facts.bytes_per_second)
+    # A program that comes after another on the same multiprocessor begins with nothing on its way, unless two fit beside.
+    starts = 0.1e-6 * (-(-rounds // resident) - 1) + (0.1e-6 if resident == 1 and rounds > 1 else 0.0)
+    even = k % (config.split * config.block_k) == 0
+    # Pointers to 128 bytes of a row are more requests than those to 256.
+    plain = (1.03 if even else 1.08) * (1.02 if config.block_k < 128 else 1.0)
+    slower = _BOXES[config.block_n] if streamed else plain * _TILES[config.block_n]
+    return (max(memory, cache, unit) + starts + behind) * slower + _LAUNCH
+
+
+def _resident(facts: DeviceFacts, operator: str, config: MatmulConfig) -> int:
+    """Programs that a multiprocessor has room for."""
+    sums = config.block_n * config.block_m * (2 if operator in _GATED else 1)
+    threads = config.warps * facts.warp + (facts.warp if config.descriptor == STREAMED else 0)
+    registers = max(64 * threads, sums + 48 * threads)
+    return min(
+        facts.processor_shared // (shared_bytes(facts, operator, config) + 1024),
+        _THREADS // threads,
+        facts.registers // registers,
+        8,
+    )
+
+
+def every(facts: DeviceFacts, operator: str, *, n: int, k: int, half: int = 0, above: int = 0) -> tuple[MatmulConfig, ...]:
+    """Each configuration that a weight has for some number of tokens, more than ``above``."""
+    found = (choose(facts, operator, m=size, n=n, k=k, half=half) for size in BUCKETS if size > above)
+    return tuple(dict.fromkeys(config for config in found if config is not None))

@@ -1,0 +1,87 @@
+"""How attention over the cache is cut up: blocks that fit, and among how many programs a sequence's tokens are shared out.
+
+A capture knows the capacity of the context and not how long a sequence is when the graph runs. So the number of splits, which
+is a constant of the launch, is what the device can use at most, and each program takes its share of what there really is: see
+:func:`outrider_triton.jit.attention.paged_attention`. A short context in a large capacity leaves programs without work, which
+end at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider_triton.facts import DeviceFacts
+from outrider_triton.launch import power_of_two
+from outrider_triton.table import AttentionConfig
+
+_MOST_SPLITS = 16
+_LONG = 16384
+"""A capacity beyond which there may be twice as many splits: each costs a little, also where nothing is left for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heads:
+    """What attention computes with: ``group`` query heads a key head, ``size`` numbers a head of ``bytes`` each."""
+
+    group: int
+    kv_heads: int
+    size: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionCut:
+    """A launch: rows and cached tokens of a block, splits, warps, stages."""
+
+    block_rows: int
+    block_kv: int
+    split: int
+    warps: int
+    stages: int
+
+    def as_list(self) -> list[int]:
+        """As the operator takes it."""
+        return [self.block_rows, self.block_kv, self.split, self.warps, self.stages]
+
+
+def attention_bytes(facts: DeviceFacts, heads: Heads, rows: int, block_kv: int) -> int:
+    """Bytes of shared memory of a program, a few too many rather than too few."""
+    size = max(power_of_two(heads.size), 16)
+    tile, queries = 2 * block_kv * size * heads.bytes, rows * size * heads.bytes
+    if facts.warpgroups and rows >= 64 and heads.bytes == 2:
+        return 3 * tile + queries + 1024
+    return tile + queries + rows * block_kv * heads.bytes + 1024
+
+
+def programs(heads: Heads, rows: int, batch: int, max_query: int) -> int:
+    """Of a launch without splits; ``batch`` as its bucket."""
+    return power_of_two(batch) * heads.kv_heads * -(-max_query // (rows // heads.group))
+
+
+def cut(
+    facts: DeviceFacts, heads: Heads, *, batch: int, max_query: int, max_kv: int, tuned: AttentionConfig | None
+) -> AttentionCut:
+    """The launch for ``batch`` sequences of ``max_query`` new and at most ``max_kv`` cached tokens.
+
+    ``tuned``: what was measured for so many programs, whose blocks are taken, and whose splits at least.
+    """
+    fewest = max(16, power_of_two(heads.group))
+    rows = max(fewest, min(64, power_of_two(max_query * heads.group)))
+    block = tuned.block_kv if tuned else 32 if heads.bytes > 2 else 64
+    while attention_bytes(facts, heads, rows, block) > facts.shared_bytes and block > 16:
+        block //= 2
+    while attention_bytes(facts, heads, rows, block) > facts.shared_bytes and rows > fewest:
+        rows //= 2
+    groups = programs(heads, rows, batch, max_query)
+    # Twice as many programs as there are multiprocessors; where sequences alone are as many, none is split.
+    most = _MOST_SPLITS if max_kv <= _LONG else 2 * _MOST_SPLITS
+    split = _floor(max(1, min(most, 2 * facts.processors // groups, max_kv // block)))
+    if tuned:
+        split = max(split, _floor(max(1, min(tuned.split, max_kv // block))))
+    stages = tuned.stages if tuned else 2 if heads.bytes > 2 or facts.capability == 0 else 3
+    return AttentionCut(block_rows=rows, block_kv=block, split=split, warps=tuned.warps if tuned else 4, stages=stages)
+
+
+def _floor(value: int) -> int:
+    """The largest power of two that isn't above ``value``."""
+    return 1 << (value.bit_length() - 1)

@@ -1,0 +1,121 @@
+"""What tuning found on one machine, kept for the next start: a file a choice, by device, software and sources of the kernels.
+
+A file is written beside its place and renamed, so that a reader finds a whole one or none; there are no locks. One that can't
+be read is a miss: what it would say is derived.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from outrider_triton.derive import OPERATORS, shared_bytes
+from outrider_triton.facts import DeviceFacts
+from outrider_triton.table import Table, parse, slug
+
+Row = Mapping[str, Any]
+"""A choice as a table's file has it: of a product (``operator`` among its keys), or of attention."""
+
+
+def software() -> dict[str, str]:
+    """What a choice was measured with: another release or another kernel may want another one."""
+    digest = hashlib.sha256()
+    package = resources.files("outrider_triton")
+    for folder in (package, package.joinpath("jit")):
+        for file in sorted(folder.iterdir(), key=lambda each: each.name):
+            if file.name.endswith(".py"):
+                digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return {"torch": torch.__version__, "triton": triton.__version__, "kernels": digest.hexdigest()[:16]}
+
+
+class TunedStore:
+    """The files of one device under ``directory``, which needn't exist yet."""
+
+    def __init__(self, directory: Path, facts: DeviceFacts) -> None:
+        self._facts = facts
+        found = software()
+        versions = "-".join(re.sub(r"[^A-Za-z0-9.+]+", "-", found[name]) for name in ("torch", "triton", "kernels"))
+        self.home = directory / "triton" / f"{slug(facts.name)}-{facts.architecture}-{facts.processors}" / versions
+
+    def read(self) -> list[Row]:
+        """Every choice that can be read and used."""
+        try:
+            files = sorted(self.home.glob("*.json"))
+        except OSError:
+            return []
+        return [row for row in map(self._row, files) if row is not None]
+
+    def _row(self, path: Path) -> Row | None:
+        try:
+            row = json.loads(path.read_text(encoding="utf-8"))
+            parse(_data(self._facts.name, [row]))
+            sane = path.name == _name(row) and self._fits(row)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+        return row if sane else None
+
+    def _fits(self, row: Row) -> bool:
+        if "operator" not in row or row["config"] is None:
+            return True
+        entries = next(iter(parse(_data("", [row])).entries.values()))
+        config = entries[0].config
+        return (
+            config is not None
+            and row["operator"] in OPERATORS
+            and min(config.as_list()) >= 0
+            and (shared_bytes(self._facts, row["operator"], config) <= self._facts.shared_bytes)
+        )
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Keep choices; each replaces the one of the same name. Raises OSError where the directory can't be written."""
+        self.home.mkdir(parents=True, exist_ok=True)
+        for row in rows:
+            path = self.home / _name(row)
+            beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+            try:
+                beside.write_text(json.dumps(row) + "\n", encoding="utf-8")
+                beside.replace(path)
+            finally:
+                beside.unlink(missing_ok=True)
+
+
+def merged(table: Table | None, facts: DeviceFacts, rows: Sequence[Row]) -> Table | None:
+    """``table`` with ``rows`` in place of its own entries for the same; None where there is neither."""
+    if not rows:
+        return table
+    made = parse(_data(facts.name, rows))
+    if table is None:
+        return made
+    entries = dict(table.entries)
+    for key, found in made.entries.items():
+        by_m = {entry.m: entry for entry in (*entries.get(key, ()), *found)}
+        entries[key] = tuple(by_m[m] for m in sorted(by_m))
+    places = {(entry.groups, entry.head_size) for entry in made.attention}
+    kept = tuple(entry for entry in table.attention if (entry.groups, entry.head_size) not in places)
+    return replace(table, entries=entries, attention=(*kept, *made.attention))
+
+
+def _data(device: str, rows: Sequence[Row]) -> dict[str, Any]:
+    return {
+        "device": device,
+        "software": {},
+        "kernels": {},
+        "matmul": [row for row in rows if "operator" in row],
+        "attention": [row for row in rows if "operator" not in row],
+    }
+
+
+def _name(row: Row) -> str:
+    if "operator" in row:
+        return f"{row['operator']}-{row['dtype']}-{row['n']}x{row['k']}-{row['m']}.json"
+    return f"attention-{row['head_size']}-{row['groups']}.json"

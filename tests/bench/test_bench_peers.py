@@ -1,0 +1,310 @@
+"""The same work on several engines: what each is given, what is made of its runs, and what is said where one can't."""
+
+import contextlib
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from outrider_bench.child import ChildFailed
+from outrider_bench.mixed_load import Arrivals, MixedLoad, quantiles
+from outrider_bench.peers.comparing import Found, compared
+from outrider_bench.peers.session import session
+from outrider_bench.peers.work import Work
+from outrider_bench.plot import series_svg
+from outrider_bench.synthetic import rates_of_length
+
+SMALL = ("--shape", "tiny", "--dtype", "float32")
+VLLM = """
+class SpeculativeConfig:
+    __dataclass_fields__ = {"synthetic_acceptance_rates": None}
+
+def output(number, count):
+    one = type("Output", (), {"token_ids": list(range(count))})
+    return type("Request", (), {"request_id": number, "outputs": [one]})
+
+class Engine:
+    def __init__(self): self.left = {}
+    def add_request(self, number, prompt, params):
+        assert params.given["output_kind"] == "delta" and prompt["prompt_token_ids"]
+        self.left[number] = params.count
+    def has_unfinished_requests(self): return bool(self.left)
+    def step(self):
+        made = [output(number, min(2, count)) for number, count in self.left.items()]
+        self.left = {number: count - 2 for number, count in self.left.items() if count > 2}
+        return made
+
+class SamplingParams:
+    def __init__(self, **given):
+        assert given["ignore_eos"] and given["temperature"] == 0.0
+        self.count, self.given = given["max_tokens"], given
+
+class Metric:
+    def __init__(self, name, value): self.name, self.value = name, value
+
+class LLM:
+    def __init__(self, model, **given):
+        import json, pathlib
+        config = json.loads((pathlib.Path(model) / "config.json").read_text())
+        assert config["num_hidden_layers"] == 2 and config["vocab_size"] == 512
+        assert given["load_format"] == "dummy" and not given["enable_prefix_caching"]
+        self.speculative = given.get("speculative_config")
+        self.drafts = self.passed = 0
+        if self.speculative:
+            draft = json.loads((pathlib.Path(self.speculative["model"]) / "config.json").read_text())
+            assert draft["num_hidden_layers"] == 1
+            assert self.speculative["rejection_sample_method"] == "synthetic"
+            rates = self.speculative["synthetic_acceptance_rates"]
+            assert abs(1 + sum(rates) - 2.5) < 1e-6 and abs(rates[1] - rates[0] ** 2) < 1e-6
+        self.llm_engine = Engine()
+    def generate(self, prompts, params, use_tqdm):
+        import time
+        time.sleep(0.004 * max(each.count for each in params))
+        self.drafts += 2 * len(prompts); self.passed += 3 * len(prompts)
+        return [output(str(i), params[i].count) for i in range(len(prompts))]
+    def get_metrics(self):
+        name = "vllm:spec_decode_num_"
+        return [Metric(name + "drafts", self.drafts), Metric(name + "accepted_tokens", self.passed)]
+"""
+SGLANG = """
+import os, time
+class Engine:
+    def __init__(self, **given):
+        assert given["load_format"] == "dummy" and given["disable_radix_cache"]
+        self.speculative = "speculative_algorithm" in given
+        assert ("SGLANG_SIMULATE_ACC_LEN" in os.environ) == self.speculative
+        if self.speculative:
+            assert os.environ["SGLANG_SIMULATE_ACC_LEN"] == "2.5" and given["speculative_num_draft_tokens"] == 4
+    def generate(self, input_ids, sampling_params):
+        counts = [each["max_new_tokens"] for each in sampling_params]
+        time.sleep(0.002 * max(counts))
+        return [{"meta_info": {"completion_tokens": count - SHORT, "spec_verify_ct": 3}} for count in counts]
+    def shutdown(self): pass
+"""
+
+
+def installed(tmp_path, name, source):
+    package = tmp_path / name
+    package.mkdir(exist_ok=True)
+    (package / "__init__.py").write_text(source)
+    if name == "vllm":
+        (package / "config.py").write_text("from vllm import SpeculativeConfig\n")
+        (package / "sampling_params.py").write_text("class RequestOutputKind:\n    DELTA = 'delta'\n")
+    metadata = tmp_path / f"{name}-9.9.dist-info"
+    metadata.mkdir(exist_ok=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.9\n")
+
+
+WORK = (*SMALL, "--batch", "1,2", "--prompt-tokens", "8", "--new-tokens", "11", "--accept-length", "2.5", "--json")
+MIXED = (
+    *("--phases", "decode,prefill,mixed", "--prefill-tokens", "16"),
+    *("--requests", "5", "--prompts", "2-9", "--outputs", "1-7"),
+)
+
+
+def interrupted_at_the_second(monkeypatch):
+    """Stands in for the children: the first answers one run, then Ctrl-C comes."""
+    answers = [{"iteration_ms": 4.5, "tokens_per_s": 600.0, "acceptance_length": 2.5, "limit_ms": 4.0}]
+
+    def ask(request, *, limit_s):
+        if not answers:
+            raise KeyboardInterrupt
+        return answers.pop()
+
+    @contextlib.contextmanager
+    def opened(module, work, *, variables, limit_s, log):
+        yield SimpleNamespace(about={"version": "1", "settings": "set", "start_s": 1.0}, ask=ask)
+
+    monkeypatch.setattr("outrider_bench.commands.peers.session", opened)
+
+
+INTERRUPTED = ("bench", "peers", "--backend", "cpu", "--engines", "outrider,transformers", "--repeat", "1")
+
+
+def test_what_was_measured_before_ctrl_c_is_shown(outrider, monkeypatch):
+    interrupted_at_the_second(monkeypatch)
+    result = outrider(*INTERRUPTED)
+    assert result.code == 130
+    assert "4.500" in result.out
+    assert "interrupted at outrider, eagle, after 1 of 3 measurements" in result.err
+
+
+def test_what_was_measured_before_ctrl_c_is_in_the_json(outrider, monkeypatch):
+    interrupted_at_the_second(monkeypatch)
+    result = outrider(*INTERRUPTED, "--json")
+    assert result.code == 130
+    assert result.json["error"]["type"] == "Interrupted"
+    (measured,) = result.json["engines"]
+    assert measured["results"][0]["iteration_ms"] == 4.5
+    assert measured["results"][0]["ratio_to_limit"] == 1.125
+
+
+def test_other_engines_get_the_same_work(child, tmp_path):
+    """Stand-ins with the parts of the real ones that are used; they check what they're given."""
+    installed(tmp_path, "vllm", VLLM)
+    installed(tmp_path, "sglang", SGLANG.replace("SHORT", "0"))
+    arguments = ("--engines", "vllm,sglang", *WORK, *MIXED, "--repeat", "1")
+    result = child("bench", "peers", "--backend", "cpu", *arguments, path=(tmp_path,)).json
+    found = {(each["engine"], each["speculate"]): each for each in result["engines"]}
+    untimed = "measured in part: times between tokens aren't measured with SGLang"
+    assert {(each["engine"], each["status"]) for each in found.values()} == {("vllm", "measured"), ("sglang", untimed)}
+    assert all(each["version"] == "9.9" for each in found.values())
+    for engine, ms in (("vllm", 4), ("sglang", 2)):
+        plain, speculative = found[engine, "none"], found[engine, "eagle"]
+        assert [row["batch"] for row in plain["results"]] == [1, 2]
+        for row in plain["results"]:
+            assert row["iteration_ms"] == pytest.approx(ms, rel=0.5)
+            assert row["tokens_per_s"] == pytest.approx(row["batch"] * 1e3 / row["iteration_ms"])
+        for row in speculative["results"]:
+            # As the engine counted it: 1 + 3/2 tokens a draft here, 10 tokens in 3 verifications there.
+            assert row["acceptance_length"] == pytest.approx({"vllm": 2.5, "sglang": 10 / 3}[engine])
+            assert row["iteration_ms"] == pytest.approx(ms * row["acceptance_length"], rel=0.5)
+        for each in (plain, speculative):
+            (row,) = each["prefill"]
+            assert row["prompt_tokens"] == 16
+            assert row["first_token_ms"] == pytest.approx(ms, rel=1)
+    mixed, seen = found["vllm", "none"]["mixed"], found["vllm", "none"]["latency"]
+    tokens = result["mixed"]["output_tokens"]
+    assert mixed["tokens_per_s"] == pytest.approx(tokens / mixed["seconds"])
+    assert set(seen["first_token_ms"]) == set(seen["between_tokens_ms"]) == {"p50", "p95", "p99", "max"}
+
+
+def test_an_engine_that_does_less_work_has_no_figures(child, tmp_path):
+    installed(tmp_path, "sglang", SGLANG.replace("SHORT", "1"))
+    arguments = ("--engines", "sglang", "--speculate", "none", "--repeat", "1", *WORK)
+    (found,) = child("bench", "peers", "--backend", "cpu", *arguments, path=(tmp_path,)).json["engines"]
+    assert found["results"] == []
+    assert found["status"] == "failed: asked for 1 new tokens, a request got 0: that isn't the same work"
+
+
+def test_what_is_not_installed_is_said_so_and_transformers_is_measured(outrider):
+    engines = ("--engines", "outrider,transformers,vllm", "--speculate", "none", "--repeat", "2")
+    result = outrider("bench", "peers", "--backend", "cpu", "--mode", "staged", *engines, *WORK).json
+    found = {each["engine"]: each for each in result["engines"]}
+    assert {name: each["status"] for name, each in found.items()} == {
+        "outrider": "measured",
+        "transformers": "measured",
+        "vllm": "not installed",
+    }
+    for each in found.values():
+        assert [row["batch"] for row in each["results"]] == ([1, 2] if each["status"] == "measured" else [])
+        assert all(len(row["runs"]) == 2 for row in each["results"])
+    first, second = found["outrider"]["results"][0], found["transformers"]["results"][0]
+    ratio = result["ratios"][0]
+    assert (ratio["engine"], ratio["phase"], ratio["case"]) == ("transformers", "decode", 1)
+    assert ratio["ratio"] == pytest.approx(first["tokens_per_s"] / second["tokens_per_s"])
+    assert ratio["at_equal_acceptance"] == pytest.approx(second["iteration_ms"] / first["iteration_ms"])
+    assert "no synthetic acceptance" in found["transformers"]["settings"]
+    assert result["acceptance"] == "synthetic, mean 2.5"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--engines", "outrider,outrider"), "--engines is 'outrider,outrider'"),
+        (("--speculate", "ngram"), "--speculate is 'ngram'"),
+        (("--phases", "decode,rest"), "--phases is 'decode,rest'"),
+        (("--prompts", "9-2"), "--prompts is '9-2'"),
+        (("--accept-length", "5"), "--accept-length is 5; with 3 drafted tokens it is 1 to 4"),
+        (("--plot", "x.png"), "expected a file that ends in .svg"),
+    ],
+)
+def test_bad_input(outrider, arguments, message):
+    result = outrider("bench", "peers", "--backend", "cpu", *arguments)
+    assert result.code == 1
+    assert message in result.err
+
+
+def test_a_session_that_dies_says_how_and_one_that_is_silent_is_ended(tmp_path):
+    (tmp_path / "dying.py").write_text("import sys; sys.exit('no such device')")
+    (tmp_path / "silent.py").write_text("import time; time.sleep(60)")
+    path = {"PYTHONPATH": str(tmp_path)}
+    with (
+        pytest.raises(ChildFailed, match="dying ended with exit code 1: no such device"),
+        session("dying", {}, variables=path, limit_s=30),
+    ):
+        pass
+    began = time.monotonic()
+    with pytest.raises(ChildFailed, match="silent didn't answer within"), session("silent", {}, variables=path, limit_s=0.2):
+        pass
+    assert time.monotonic() - began < 30
+
+
+WORKED = Work(
+    shape="tiny",
+    dtype="float32",
+    batches=(1, 4),
+    prompt_tokens=8,
+    new_tokens=16,
+    draft_tokens=3,
+    accept_length=2.5,
+    rates=rates_of_length(2.5, 3),
+    device="cpu",
+    phases=("decode", "prefill", "mixed"),
+    lengths=(32,),
+    requests=3,
+    seed=7,
+    prompts=(4, 8),
+    outputs=(2, 4),
+    max_requests=4,
+    max_context=None,
+    memory=0.5,
+)
+
+
+def runs(decode, prefill, mixed):
+    found = {("decode", 4): [{"iteration_ms": ms, "tokens_per_s": 4e3 / ms, "acceptance_length": 1.0} for ms in decode]}
+    found["prefill", 32] = [{"first_token_ms": ms} for ms in prefill]
+    found["mixed", "seconds"] = [{"seconds": s, "tokens_per_s": 10 / s, "acceptance_length": 1.0} for s in mixed]
+    return found
+
+
+def test_ratios_are_of_medians_and_above_one_where_this_engine_is_faster():
+    ours = Found(engine="outrider", speculate="none", status="measured", runs=runs((4, 2, 90), (5, 5, 5), (1, 2, 3)))
+    theirs = Found(engine="vllm", speculate="none", status="measured", runs=runs((8, 8, 8), (10, 1, 20), (4, 5, 6)))
+    found = compared([ours, theirs], WORKED)
+    ratios = {each["phase"]: each["ratio"] for each in found["ratios"]}
+    assert ratios == {"decode": pytest.approx(2.0), "prefill": pytest.approx(2.0), "mixed": pytest.approx(2.5)}
+    theirs.failures["decode"] = "it gave up"
+    assert {each["phase"] for each in compared([ours, theirs], WORKED)["ratios"]} == {"prefill", "mixed"}
+
+
+def test_the_cache_holds_what_runs_at_once():
+    longest = sorted((prompt + output + 8 for prompt, output in WORKED.load.lengths), reverse=True)
+    assert WORKED.context == 32 + 1 + 8
+    assert WORKED.cached_tokens >= max(4 * (8 + 16 + 8), sum(longest))
+
+
+def test_a_load_is_drawn_from_its_ranges_and_by_its_seed():
+    load = MixedLoad(requests=256, seed=7)
+    assert load.lengths == MixedLoad(requests=256, seed=7).lengths != MixedLoad(requests=256, seed=8).lengths
+    assert {32 <= prompt <= 1036 and 16 <= output <= 400 for prompt, output in load.lengths} == {True}
+    assert load.described()["prompt_tokens"] == sum(prompt for prompt, _ in load.lengths)
+
+
+def test_quantiles():
+    assert quantiles([]) is None
+    assert quantiles([0.001 * n for n in range(1, 101)]) == pytest.approx({"p50": 51, "p95": 96, "p99": 100, "max": 100})
+
+
+def test_gaps_are_between_what_one_request_gets():
+    arrivals = Arrivals()
+    arrivals.times = {"a": [1.0, 3.0], "b": [2.0, 2.5, 6.0]}
+    arrivals.tokens = 12
+    found = arrivals.summary()
+    assert (found["seconds"], found["tokens_per_s"]) == (6.0, 2.0)
+    assert found["first_token_ms"]["max"] == 2000
+    assert found["between_tokens_ms"]["max"] == 3500
+
+
+@pytest.mark.parametrize(("length", "drafted"), [(1.0, 1), (2.98, 3), (4.0, 3)])
+def test_equal_chances_make_the_length(length, drafted):
+    rates = rates_of_length(length, drafted)
+    assert 1 + sum(rates) == pytest.approx(length)
+    assert [rates[0] ** (place + 1) for place in range(drafted)] == pytest.approx(list(rates))
+
+
+def test_a_plot_has_each_engine_and_each_size():
+    drawn = series_svg({"ours": [(1, 2.0), (8, 3.0)], "<theirs>": [(8, 4.0)]}, title="t", across="batch size", up="ms")
+    assert drawn.count("<circle") == 3
+    assert "&lt;theirs&gt;, 8: 4.000" in drawn

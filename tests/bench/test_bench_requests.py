@@ -1,0 +1,71 @@
+"""bench prefill and bench mixed: whole requests, on the clock."""
+
+import pytest
+
+from outrider_bench.random_checkpoint import write_checkpoint
+
+SMALL = ("--backend", "cpu", "--shape", "tiny", "--dtype", "float32")
+
+
+def test_first_tokens(outrider, tmp_path):
+    plot = tmp_path / "prompts.svg"
+    arguments = ("--prompt-tokens", "8,40", "--repeat", "2", "--prefill-chunk", "16", "--plot", str(plot))
+    result = outrider("bench", "prefill", *SMALL, *arguments, "--json").json
+    assert [row["prompt_tokens"] for row in result["results"]] == [8, 40]
+    assert (result["speculate"], result["acceptance"], result["prefill_chunk"]) == ("eagle", "real", 16)
+    for row in result["results"]:
+        assert 0 < row["first_token_ms_min"] <= row["first_token_ms"] <= row["first_token_ms_max"]
+        assert len(row["runs"]) == 2
+        assert row["going_on_ms"] > 0
+        assert row["device_ms"] > 0
+        assert row["profile_clock"] == "host"
+    assert plot.read_text().count("<circle") == 2
+
+
+def test_a_written_checkpoint_is_loaded_and_a_simulated_device_has_times_of_its_own(outrider, tmp_path):
+    written = write_checkpoint("tiny", tmp_path, shard=100_000)
+    assert len(list(written.target.glob("model-*.safetensors"))) > 1
+    assert written.bytes == sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    files = ("--model", str(written.target), "--draft", str(written.draft), "--speculate", "eagle")
+    sizes = ("--prompt-tokens", "8", "--repeat", "1", "--dtype", "float32", "--mode", "staged", "--no-graphs")
+    shown = outrider("bench", "prefill", "--backend", "sim", *files, *sizes)
+    assert shown.code == 0, shown.err
+    (row,) = [line.split() for line in shown.out.splitlines() if line.strip().startswith("8 ")]
+    assert float(row[3]) > 0
+
+
+def test_a_mixed_load(outrider):
+    load = ("--requests", "6", "--prompts", "3-20", "--outputs", "2-9", "--max-requests", "3", "--accept-length", "2.5")
+    result = outrider("bench", "mixed", *SMALL, *load, "--json").json
+    assert result["load"]["requests"] == 6
+    assert result["tokens_per_s"] == pytest.approx(result["load"]["output_tokens"] / result["seconds"])
+    assert result["acceptance"] == "synthetic, mean 2.5"
+    assert result["max_requests"] == 3
+    for name in ("first_token_ms", "between_tokens_ms"):
+        shares = result[name]
+        assert 0 < shares["p50"] <= shares["p95"] <= shares["p99"] <= shares["max"] <= 1e3 * result["seconds"]
+
+
+def test_the_bundled_model_serves_a_load_too(outrider):
+    load = ("--requests", "3", "--prompts", "3-9", "--outputs", "2-5", "--draft-tokens", "2")
+    shown = outrider("bench", "mixed", "--backend", "cpu", *load)
+    assert shown.code == 0
+    assert "bundled model on cpu" in shown.out
+    assert "uniform 3 to 9" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("prefill", "--prompt-tokens", "8,x"), "--prompt-tokens is '8,x'"),
+        (("prefill", "--plot", "x.png"), "expected a file that ends in .svg"),
+        (("mixed", "--prompts", "20-3"), "--prompts is '20-3'"),
+        (("mixed", "--accept-length", "2"), "--accept-length is synthetic"),
+        (("mixed", "--shape", "tiny", "--draft", "x"), "leave out --model and --draft"),
+    ],
+)
+def test_bad_input(outrider, arguments, message):
+    command, *rest = arguments
+    result = outrider("bench", command, "--backend", "cpu", *rest)
+    assert result.code == 1
+    assert message in result.err

@@ -1,0 +1,106 @@
+"""What commands and engines choose for their user, that they say it, and that what is given stays."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outrider import Engine, EngineConfig
+from outrider.cli.differences import Closer
+from outrider.cli.models import bundled
+from outrider_cpu.backend import CpuBackend
+from outrider_proof import tiny
+
+PLAIN = ("generate", "--prompt", "def read(", "--max-tokens", "3", "--speculate", "none")
+
+
+def chosen(report):
+    return {choice["name"]: choice["value"] for choice in report["chosen"]}
+
+
+def test_generate_runs_the_best_mode_that_the_backend_declares(outrider):
+    report = outrider(*PLAIN, "--backend", "sim", "--json")
+    made = chosen(report.json)
+    assert (made["mode"], made["overlap"], made["dtype"]) == ("fused", True, "bfloat16")
+    assert (made["max_requests"], made["prefill_chunk"], made["max_context"]) == (1, 2048, 2048)
+    assert {key: report.json[key] for key in ("mode", "graphs", "overlap", "dtype")} == {
+        "mode": "fused",
+        "graphs": False,
+        "overlap": True,
+        "dtype": "bfloat16",
+    }
+    assert all(choice["why"] for choice in report.json["chosen"])
+    assert "chosen" not in report.err
+
+
+def test_people_read_it_on_standard_error(outrider):
+    result = outrider(*PLAIN, "--backend", "cpu")
+    (line,) = [line for line in result.err.splitlines() if line.startswith("outrider: chosen for cpu: ")]
+    assert "max_requests 1 (the samples of this command); " in line
+    assert "mode staged (the device captures no graphs); " in line
+    assert "overlap off (" in line
+    assert "tokens in " in line
+    assert "chosen" not in result.out
+
+
+def test_what_is_given_stays(outrider):
+    options = (
+        "--max-context 64 --page-size 8 --prefill-chunk 16 --max-requests 2 --kv-memory 0.001 --dtype float32 --mode staged"
+    )
+    report = outrider(*PLAIN, "--backend", "cpu", *options.split(), "--no-graphs", "--no-overlap", "--json").json
+    assert list(chosen(report)) == ["num_pages"]
+    assert "kv_memory 0.001 of" in report["chosen"][0]["why"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--kv-memory", "1.5"), "kv_memory is 1.5; expected a share"),
+        (("--max-context", "4096"), "max_context is 4096, the model was made for 2048 at most"),
+        (("--page-size", "0"), "page_size is 0; expected a whole number of at least 1"),
+        (("--dtype", "float8"), "dtype is 'float8'"),
+    ],
+)
+def test_what_cannot_be_is_an_error(outrider, options, says):
+    result = outrider(*PLAIN, "--backend", "cpu", *options, "--json")
+    assert result.code == 1
+    assert says in result.json["error"]["message"]
+
+
+def test_comparing_is_done_in_float32_and_says_so(outrider):
+    first, second = outrider(*PLAIN, "--backend", "cpu", "--compare", "--json").json["chosen"][:2]
+    assert (first["name"], first["value"]) == ("dtype", "float32")
+    assert "--compare compares tokens" in first["why"]
+    assert second["name"] == "max_requests"
+    assert outrider(*PLAIN, "--backend", "cpu", "--compare", "--dtype", "bfloat16", "--json").json["dtype"] == "bfloat16"
+
+
+def test_a_difference_has_the_gap_of_the_logits():
+    """The token that plain decoding takes has the largest logit, so the gap is that of the other one."""
+    plain = Engine(tiny.target(), tiny.BACKEND, config=tiny.plain_config(dtype="float64", max_context=32))
+    prompt, right = (1, 2, 3), tiny.plain((1, 2, 3), 4)
+    wrong = (*right[:2], (right[2] + 1) % tiny.VOCABULARY, right[3])
+    closer = Closer(plain)
+    found = closer.look(prompt, wrong, right, number=5)
+    assert (found.prompt, found.position, found.speculative, found.plain) == (5, 2, wrong[2], right[2])
+    assert found.gap > 0
+    assert found.gap_roundings > 1
+    assert closer.look(prompt, right[:2], right) is None  # in the length alone
+
+
+class Preferring(CpuBackend):
+    """A device whose kernels want what Ascend's want."""
+
+    @property
+    def capabilities(self):
+        return replace(super().capabilities, preferred_dtypes=(torch.bfloat16, torch.float16), page_size=128)
+
+
+def test_an_engine_takes_what_the_device_prefers():
+    engine = Engine.from_checkpoint(bundled("target"), Preferring(), config=EngineConfig(max_requests=1))
+    assert (engine.config.page_size, engine.config.dtype, engine.model.dtype) == (128, "bfloat16", torch.bfloat16)
+    assert engine.max_context == engine.config.max_context == 2048
+    why = {choice.name: choice.why for choice in engine.chosen}
+    assert why["dtype"] == "the checkpoint's"
+    again = Engine(engine.model, engine.backend, config=engine.config)
+    assert again.config is engine.config

@@ -1,0 +1,588 @@
+"""Ways in which real drivers break streams, events, copies, memory and graphs: each shows now and then, in the right company.
+
+A fault of a verb that shows at its first use dies by the tests that are written for the verb. These need a program: an event
+that was recorded elsewhere, the twentieth replay in a row, an odd offset, two graphs at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+from conformance.mutants.catalogue import patch, previous, under
+from conformance.mutants.generated import Generated, reach
+
+THREADS, SIM, NPU = "threads", "sim", "sim like npu"
+
+
+def mutants() -> Iterator[Generated]:
+    for kind, rule, fault, base, level, apply in (
+        ("other thread", "Stream._wait", "is nothing for another thread's record", THREADS, 1, _wait_foreign),
+        ("other thread", "Stream._wait", "is nothing for another thread's record", SIM, 1, _wait_foreign),
+        ("other thread", "Event._synchronize", "returns for another thread's record", THREADS, 1, _sync_foreign),
+        ("other thread", "Backend._on", "places a thread's work on the first thread's stream", SIM, 1, _thread_stream),
+        ("dropped", "Stream._wait", "is lost when sixteen are pending", THREADS, 1, _wait_lost_when_pending),
+        ("dropped", "Stream._wait", "is lost when sixteen are pending", SIM, 1, _wait_lost_when_pending),
+        ("dropped", "Stream._wait", "is lost behind a copy", SIM, 1, _wait_lost_behind_copy),
+        (
+            "dropped",
+            "Stream._wait",
+            "is dropped when the stream waited for the same event before",
+            SIM,
+            1,
+            _wait_deduplicated,
+        ),
+        ("late", "Stream._wait", "begins with the second operation after it", SIM, 1, _wait_late),
+        ("early", "Stream._record", "doesn't cover the last copy", THREADS, 1, _record_before_copy),
+        ("stale generation", "Stream._wait", "takes the generation before when the record is fresh", SIM, 1, _wait_stale),
+        ("stale generation", "Event._synchronize", "is for the generation before from the third on", THREADS, 1, _sync_stale),
+        ("stale generation", "Event._query", "is True once any generation was", SIM, 1, _query_sticky),
+        ("early", "Event._query", "is True while the last operation runs", SIM, 1, _query_early),
+        ("wrong slice", "Backend._copy_async", "rounds odd offsets down to four elements", THREADS, 1, _copy_offset_rounded),
+        ("wrong slice", "Backend._copy_async", "rounds odd offsets down to four elements", SIM, 1, _copy_offset_rounded),
+        ("wrong slice", "Backend._copy_async", "takes strided destinations for dense ones", SIM, 1, _copy_stride_ignored),
+        ("wrong slice", "Backend._copy_async", "copies whole words of eight bytes", THREADS, 1, _copy_words),
+        ("wrong slice", "Backend._copy_async", "cuts what is longer than a MiB", SIM, 1, _copy_cut),
+        ("wrong slice", "Backend._copy_async", "refuses no bytes", SIM, 1, _copy_empty_fails),
+        ("wrong slice", "Backend._copy_async", "quiets a NaN", SIM, 1, _copy_quiets),
+        ("early", "Backend._copy_async", "from the host is read at the call when it's short", SIM, 1, _copy_snapshot),
+        ("shared scratch", "Backend._capture", "gives graphs the temporaries of the one before", THREADS, 2, _shared_scratch),
+        ("shared scratch", "Backend._capture", "gives graphs one pool", SIM, 2, _one_pool),
+        ("dropped", "Graph._replay", "is skipped when twenty are pending", THREADS, 2, _replay_skipped),
+        ("dropped", "Graph._replay", "is skipped when twenty are pending", SIM, 2, _replay_skipped),
+        ("late", "Backend._capture", "reads scalars at the replay", SIM, 2, _scalars_at_replay),
+        ("dropped", "Graph", "takes queued replays along when it's dropped", THREADS, 2, _dropped_graph),
+        ("dropped", "Graph", "takes queued replays along when it's dropped", SIM, 2, _dropped_graph),
+        ("early", "Backend.keep_alive", "holds nothing", SIM, 1, _holds_nothing),
+        ("early", "memory", "is reused while work that reads it is queued", SIM, 1, _freed_early),
+        ("dropped", "Event", "takes pending waits along when it's dropped", SIM, 1, _dropped_event),
+        ("stale generation", "Graph._update_params", "comes too late for the next replay but one", NPU, 3, _update_late),
+    ):
+        yield Generated(kind, rule, fault, base, level, apply)
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+def _remember_thread(base):
+    def make(original):
+        def record(self, event):
+            original(self, event)
+            event.recorded_by = threading.get_ident()
+
+        return record
+
+    patch(base.stream, "_record", make)
+
+
+def _wait_foreign(base):
+    _remember_thread(base)
+
+    def make(original):
+        def wait(self, event):
+            if event.recorded_by == threading.get_ident() or self.backend.active_capture is not None:
+                original(self, event)
+            else:
+                reach()
+
+        return wait
+
+    patch(base.stream, "_wait", make)
+
+
+def _sync_foreign(base):
+    _remember_thread(base)
+
+    def make(original):
+        def synchronize(self):
+            if self.recorded_by == threading.get_ident():
+                original(self)
+            else:
+                reach()
+
+        return synchronize
+
+    patch(base.event, "_synchronize", make)
+
+
+def _thread_stream(base):
+    from outrider_sim.machine import Machine
+
+    main = threading.get_ident()
+
+    def get(self):
+        if threading.get_ident() != main and self.local.thread is None:
+            reach()
+            return self.main_stream
+        return self.local.stream or self.main_stream
+
+    Machine.stream = property(get)
+
+
+# -- waits ------------------------------------------------------------------------------------------------------------
+
+
+def _pending(stream):
+    """How much is queued on a stream."""
+    worker = getattr(stream, "worker", None)
+    if worker is not None:
+        return worker._enqueued - worker._state.finished
+    return len(stream.queue_state.queue)
+
+
+def _wait_lost_when_pending(base):
+    def make(original):
+        def wait(self, event):
+            if _pending(self) < 16:
+                original(self, event)
+            else:
+                reach()
+
+        return wait
+
+    patch(base.stream, "_wait", make)
+
+
+def _wait_lost_behind_copy(base):
+    from outrider_sim.queue import Kind
+
+    def make(original):
+        def wait(self, event):
+            queue = self.queue_state.queue
+            if queue and queue[-1].kind == Kind.COPY:
+                reach()
+            else:
+                original(self, event)
+
+        return wait
+
+    patch(base.stream, "_wait", make)
+
+
+def _wait_deduplicated(base):
+    def make(original):
+        def wait(self, event):
+            known = self.__dict__.setdefault("waited_for", {})
+            if known.get(id(event)) == event._generation - 1:
+                reach()
+            else:
+                original(self, event)
+            known[id(event)] = event._generation
+
+        return wait
+
+    patch(base.stream, "_wait", make)
+
+
+def _wait_late(base):
+    from outrider_sim.machine import Machine
+    from outrider_sim.queue import Kind
+
+    def make(original):
+        def enqueue(self, op, stream):
+            original(self, op, stream)
+            queue = stream.queue
+            if stream.capture is None and op.kind < Kind.RECORD and len(queue) > 1 and queue[-2].kind == Kind.WAIT:
+                reach()
+                queue[-1], queue[-2] = queue[-2], queue[-1]
+
+        return enqueue
+
+    patch(Machine, "enqueue", make)
+
+
+def _record_before_copy(base):
+    def copy(original):
+        def copied(self, destination, source):
+            stream = self._thread.stream
+            stream.ahead = stream.worker.mark() if self.program is None else None
+            original(self, destination, source)
+            stream.count = stream.worker._enqueued
+
+        return copied
+
+    def make(original):
+        def record(self, event):
+            original(self, event)
+            ahead = getattr(self, "ahead", None)
+            if self._backend.program is None and ahead is not None and self.worker._enqueued == self.count + 1:
+                reach()
+                event.mark = ahead
+
+        return record
+
+    patch(base.backend, "_copy_async", copy)
+    patch(base.stream, "_record", make)
+
+
+def _wait_stale(base):
+    previous(base)
+
+    def make(original):
+        def wait(self, event):
+            record = base.get_record(event)
+            fresh = self.backend.active_capture is None and not record.done and event.before is not record
+            if fresh and event._generation > 1:
+                reach()
+                under(base, event, event.before, lambda: original(self, event))
+            else:
+                original(self, event)
+
+        return wait
+
+    patch(base.stream, "_wait", make)
+
+
+def _sync_stale(base):
+    previous(base)
+
+    def make(original):
+        def synchronize(self):
+            if self._generation > 2:
+                reach()
+                under(base, self, self.before, lambda: original(self))
+            else:
+                original(self)
+
+        return synchronize
+
+    patch(base.event, "_synchronize", make)
+
+
+def _query_sticky(base):
+    def make(original):
+        def query(self):
+            if getattr(self, "was", False):
+                reach()
+                return True
+            self.was = original(self)
+            return self.was
+
+        return query
+
+    patch(base.event, "_query", make)
+
+
+def _query_early(base):
+    def query(self):
+        generation = self.state.latest
+        machine = self.backend.sim.machine
+        reach()
+        return machine.query(lambda: generation.done or generation.stream.done >= generation.issued - 1, generation)
+
+    base.event._query = query
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+def _copies(base, change):
+    """`change(destination, source)` gives what is copied instead, or None."""
+
+    def make(original):
+        def copy(self, destination, source):
+            changed = change(destination, source)
+            if changed is not None:
+                reach()
+            original(self, *(changed or (destination, source)))
+
+        return copy
+
+    patch(base.backend, "_copy_async", make)
+
+
+def _copy_offset_rounded(base):
+    def change(destination, source):
+        offset = source.storage_offset()
+        if source.dim() == 1 and source.is_contiguous() and source.numel() and offset % 4 == 3:
+            return destination, source.as_strided(source.shape, source.stride(), offset - 3)
+        return None
+
+    _copies(base, change)
+
+
+def _copy_stride_ignored(base):
+    def change(destination, source):
+        if destination.dim() == 1 and destination.numel() > 2 and destination.stride(0) == 2:
+            return destination.as_strided(destination.shape, (1,), destination.storage_offset()), source
+        return None
+
+    _copies(base, change)
+
+
+def _copy_words(base):
+    def change(destination, source):
+        size = destination.element_size()
+        left = destination.numel() * size % 8 // size
+        if destination.dim() == 1 and destination.numel() > 8 and left:
+            return destination[:-left], source[:-left]
+        return None
+
+    _copies(base, change)
+
+
+def _copy_cut(base):
+    def change(destination, source):
+        most = (1 << 20) // destination.element_size()
+        return (destination[:most], source[:most]) if destination.dim() == 1 and destination.numel() > most else None
+
+    _copies(base, change)
+
+
+def _copy_empty_fails(base):
+    def change(destination, source):
+        if not destination.numel():
+            reach()
+            raise RuntimeError("invalid argument: no bytes")
+
+    _copies(base, change)
+
+
+def _copy_quiets(base):
+    import torch
+
+    def make(original):
+        def copy(self, destination, source):
+            original(self, destination, source)
+            if destination.dtype == torch.float32 and destination.device.type != "cpu" and destination.numel():
+                reach()
+                nan = destination != destination
+                destination.copy_(torch.where(nan, torch.full_like(destination, float("nan")), destination))
+
+        return copy
+
+    patch(base.backend, "_copy_async", make)
+
+
+def _copy_snapshot(base):
+    def change(destination, source):
+        if source.device.type == "cpu" and source.numel() * source.element_size() <= 64:
+            return destination, _snapshot(source)
+        return None
+
+    _copies(base, change)
+
+
+def _snapshot(source):
+    from outrider_sim.pinned import alias, pin
+
+    return pin(alias(source).clone(), source._alloc)
+
+
+# -- graphs -----------------------------------------------------------------------------------------------------------
+
+
+def _shared_scratch(base):
+    from outrider_threads import queueing
+
+    memory = {}
+
+    def make(original):
+        def allocated(value):
+            made = original(value)
+            import torch
+
+            if not isinstance(made, torch.Tensor) or not getattr(_capturing, "on", False):
+                return made
+            key = (_capturing.count, tuple(made.shape), tuple(made.stride()), made.dtype)
+            _capturing.count += 1
+            if key in memory:
+                reach()
+            return memory.setdefault(key, made)
+
+        return allocated
+
+    patch(queueing, "_allocated", make)
+
+    def capture(original):
+        def captured(self, *arguments):
+            _capturing.on, _capturing.count = True, 0
+            try:
+                return original(self, *arguments)
+            finally:
+                _capturing.on = False
+
+        return captured
+
+    patch(base.backend, "_capture", capture)
+
+
+_capturing = threading.local()
+
+
+def _one_pool(base):
+    from outrider_sim.memory import Pool
+
+    shared = {}
+
+    def capture(original):
+        def captured(self, name, fn, context, stream, pool):
+            from outrider.device import GraphPool
+
+            if pool is None:
+                reach()
+                pool = shared.setdefault(id(self), GraphPool(self, "all", Pool("all")))
+            return original(self, name, fn, context, stream, pool)
+
+        return captured
+
+    patch(base.backend, "_capture", capture)
+
+
+def _replay_skipped(base):
+    def make(original):
+        def replay(self, stream):
+            recent = self.__dict__.setdefault("recent", [])
+            recent.append(stream)
+            # Nothing on this stream has been waited for since: twenty in a row.
+            if len(recent) >= 20 and _pending(stream) >= 19:
+                reach()
+                return
+            original(self, stream)
+
+        return replay
+
+    patch(base.graph, "_replay", make)
+
+
+def _scalars_at_replay(base):
+    from types import MappingProxyType
+
+    def capture(original):
+        def captured(self, name, fn, *, scalars=None, **others):
+            made = original(self, name, fn, scalars=scalars, **others)
+            made.given, made.frozen = scalars, dict(scalars or {})
+            return made
+
+        return captured
+
+    def replay(original):
+        def replayed(self, stream):
+            if self.given is not None and dict(self.given) != self.frozen:
+                reach()
+                object.__setattr__(self.context, "scalars", MappingProxyType(dict(self.given)))
+                fresh = self.backend.record_program(self, self.fn, self.origin, self.pool, seen=False)
+                self.program = fresh
+                self.frozen = dict(self.given)
+            original(self, stream)
+
+        return replayed
+
+    patch(base.backend, "capture", capture)
+    patch(base.graph, "_replay", replay)
+
+
+def _dropped_graph(base):
+    import weakref
+
+    if base.spec == THREADS:
+
+        def replay(self, stream):
+            alive = weakref.ref(self)
+
+            def run():
+                graph = alive()
+                if graph is None:
+                    reach()
+                else:
+                    graph._run()
+
+            stream.put(run)
+
+        base.graph._replay = replay
+        return
+
+    def make(original):
+        def replay(self, stream):
+            queue = stream.queue_state.queue
+            before = len(queue)
+            original(self, stream)
+            mine = list(queue)[before:]
+
+            def gone():
+                for op in mine:
+                    if op in queue:
+                        reach()
+                        op.fn, op.args, op.kwargs, op.post = _nothing, (), {}, None
+
+            weakref.finalize(self, gone)
+
+        return replay
+
+    patch(base.graph, "_replay", make)
+
+
+def _nothing(*_, **__):
+    return None
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _holds_nothing(base):
+    def keep_alive(self, objects, *, until):
+        reach()
+
+    base.backend.keep_alive = keep_alive
+
+
+def _freed_early(base):
+    from outrider_sim.memory import Memory
+
+    def make(original):
+        def allocate(self, nbytes, stream):
+            if stream.capture is None:
+                for (ident, size), blocks in self.pool.free.items():
+                    if blocks and ident != stream.id and nbytes <= size <= 2 * nbytes + 512:
+                        reach()
+                        self.pool.free.setdefault((stream.id, size), []).append(blocks.pop())
+                        break
+            return original(self, nbytes, stream)
+
+        return allocate
+
+    patch(Memory, "allocate", make)
+
+
+def _dropped_event(base):
+    import weakref
+
+    def make(original):
+        def wait(self, event):
+            original(self, event)
+            queue = self.queue_state.queue
+            if self.backend.active_capture is not None or not queue:
+                return
+            op = queue[-1]
+
+            def gone():
+                if op in queue:
+                    reach()
+                    op.target = _Done
+
+            weakref.finalize(event, gone)
+
+        return wait
+
+    patch(base.stream, "_wait", make)
+
+
+class _Done:
+    done = True
+    time = 0.0
+
+
+def _update_late(base):
+    def make(original):
+        def update(self, params, stream):
+            late = getattr(self, "late", None)
+            self.late = params
+            if late is None:
+                original(self, params, stream)
+            else:
+                reach()
+                original(self, late, stream)
+
+        return update
+
+    patch(base.graph, "_update_params", make)

@@ -1,0 +1,171 @@
+"""`python -m conformance.mutants.matrix`: generated mutants, judged by the default run, for several seeds.
+
+`--json FILE` keeps every outcome; `--write` puts the matrix into the docs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+from conformance.mutants.bases import ROOT
+
+PAGE = ROOT / "docs" / "conformance-mutations.md"
+_BEGIN, _END = "<!-- made by python -m conformance.mutants.matrix --write -->", "<!-- end of the matrix -->"
+KERNEL_TESTS = ("test_l4_kernels", "test_l4_kernels_drawn", "test_l4_laws", "test_l4_plans")
+LEVELS = (0, 1, 2, 3, 4)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m conformance.mutants.matrix", description=__doc__)
+    parser.add_argument("--only", default="", metavar="TEXT", help="those with TEXT in their class or name")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="run the kit with the seeds 0 to N-1")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="each Nth mutant alone")
+    parser.add_argument("--known", action="store_true", help="each against the one test that the page names for it, seed 0")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="keep outcomes there; what it has isn't run again")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome there")
+    parser.add_argument("--write", action="store_true", help="put the matrix into docs/conformance-mutations.md")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+    import outrider_sanitizer.sanitizer  # noqa: F401  (heavy imports once, before the processes part)
+    from conformance.mutants import generated, harness
+
+    table = generated.mutants()
+    chosen = {n: m for n, m in table.items() if options.only in f"{m.kind} {n}"}
+    known = read() if options.known else {}
+    if options.known:
+        chosen = {name: one for name, one in chosen.items() if name in known}
+        options.seeds = 1
+    chosen = dict(list(chosen.items())[:: options.every])
+    outcomes = _recorded(options.record, chosen, options.seeds)
+    jobs = [
+        ((name, seed), (one.base, one.apply, one.level, _tests(one, known), True, seed, one.near))
+        for seed in range(options.seeds)
+        for name, one in chosen.items()
+        if str(seed) not in outcomes[name]
+    ]
+    if jobs:
+        harness.warm_up()
+    for (name, seed), outcome in harness.run_all(jobs, options.jobs):
+        outcomes[name][str(seed)] = entry = _entry(outcome)
+        if options.record is not None:
+            with options.record.open("a") as file:
+                file.write(json.dumps([name, seed, entry]) + "\n")
+        print(f"{_word(entry):<9} {seed} {chosen[name].kind} | {name} | {entry['by']} | {entry['seconds']} s", flush=True)
+        if not outcome.ran or (outcome.broke and not outcome.failed):
+            print(outcome.output[-1500:], flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(outcomes, indent=1, sort_keys=True), encoding="utf-8")
+    text = render(outcomes, table, options.seeds)
+    if not options.known:
+        print(text)
+    if options.write:
+        page = PAGE.read_text(encoding="utf-8")
+        before, after = page.index(_BEGIN), page.index(_END) + len(_END)
+        PAGE.write_text(page[:before] + text + page[after:], encoding="utf-8")
+    return 1 if any(killed(found) != len(found) for name, found in outcomes.items() if not chosen[name].survives) else 0
+
+
+def _recorded(path, chosen, seeds):
+    """Outcomes by name and seed that the file has."""
+    outcomes: dict = {name: {} for name in chosen}
+    lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
+    for name, seed, entry in map(json.loads, lines):
+        if name in outcomes and seed < seeds:
+            outcomes[name][str(seed)] = entry
+    return outcomes
+
+
+def _entry(outcome):
+    return {
+        "level": outcome.level,
+        "by": outcome.failed[0][0] if outcome.failed else "",
+        "reason": outcome.failed[0][2][:300] if outcome.failed else outcome.broke,
+        "reached": outcome.reached or bool(outcome.broke),
+        "seconds": round(outcome.seconds, 1),
+    }
+
+
+def _word(entry):
+    if entry["level"] is not None:
+        return "killed"
+    return "SURVIVES" if entry["reached"] else "UNREACHED"
+
+
+def _tests(one, known):
+    """A mutant of a kernel passes L0 to L3 as the unbroken backend does; only what calls kernels is run."""
+    if one.name in known:
+        return (known[one.name].partition("[")[0],)  # pytest takes no parameters in a name that it looks up as a package
+    return KERNEL_TESTS if one.kind.startswith("kernels") else ()
+
+
+def read() -> dict[str, str]:
+    """Mutant's name → the test that convicts it, from the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^|`]+ \| `([^`]+)` \| (.*) \| ([^|]*) \| L\d \| `([^`]+)` \|$", text, re.MULTILINE)
+    return {f"{rule}: {fault} ({base})": test for rule, fault, base, test in rows}
+
+
+def killed(found) -> int:
+    """In how many seeds."""
+    return sum(entry["level"] is not None for entry in found.values())
+
+
+def render(outcomes, table, seeds) -> str:
+    """The matrix by class and level, and the survivors."""
+    import torch
+
+    legal = [name for name in outcomes if table[name].survives.startswith("legal: ")]
+    outcomes = {name: found for name, found in outcomes.items() if name not in legal}
+    kinds = Counter(table[name].kind for name in outcomes)
+    total = sum(map(len, outcomes.values()))
+    dead = sum(killed(found) for found in outcomes.values())
+    when = datetime.datetime.now(datetime.UTC)
+    lines = [
+        _BEGIN,
+        "",
+        f"{when:%Y-%m-%d}, torch {torch.__version__}, {platform.system()} {platform.machine()}: "
+        f"{len(outcomes)} mutants, {seeds} seeds of the kit each; {dead} of {total} runs convict.",
+        "",
+        "| class | mutants | " + " | ".join(f"L{level}" for level in LEVELS) + " | convicted | by seed |",
+        "|---|---|" + "---|" * len(LEVELS) + "---|---|",
+    ]
+    for kind, count in sorted(kinds.items()):
+        mine = {name: found for name, found in outcomes.items() if table[name].kind == kind}
+        first = Counter(
+            min((e["level"] for e in found.values() if e["level"] is not None), default=None) for found in mine.values()
+        )
+        by_seed = [
+            sum(found[str(s)]["level"] is not None for found in mine.values() if str(s) in found) for s in range(seeds)
+        ]
+        share = sum(by_seed) / max(sum(map(len, mine.values())), 1)
+        per = " | ".join(str(first[level] or "") for level in LEVELS)
+        lines.append(f"| {kind} | {count} | {per} | {share:.0%} | {', '.join(map(str, by_seed))} |")
+    lived = [name for name, found in outcomes.items() if killed(found) < len(found)]
+    words = "Survivors, in some seed or all:" if lived else "There are no survivors."
+    lines += ["", f"Columns L0 to L4: the first level that convicts. {words}", *([""] if lived or legal else [])]
+    for name in lived:
+        seen = [seed for seed, entry in sorted(outcomes[name].items()) if entry["level"] is None]
+        lines.append(f"- {name}, seeds {', '.join(seen)}: {table[name].survives or 'not explained'}")
+    lines += [f"- {name} isn't counted; {table[name].survives}" for name in legal]
+    lines += ["", "| class | rule | fault | in | level | convicted by |", "|---|---|---|---|---|---|"]
+    for name, found in outcomes.items():
+        one = table[name]
+        by = next((f"`{e['by']}`".replace("|", " ") for e in found.values() if e["by"]), "survives")
+        level = min((e["level"] for e in found.values() if e["level"] is not None), default=None)
+        lines.append(
+            f"| {one.kind} | `{one.rule}` | {one.fault} | {one.base} | {'' if level is None else f'L{level}'} | {by} |"
+        )
+    return "\n".join([*lines, "", _END])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

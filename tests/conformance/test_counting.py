@@ -1,0 +1,111 @@
+"""Who answered a call: an override, or what it was left to."""
+
+import pytest
+import torch
+
+from outrider.device import KernelSet, SeamError, WrappedKernels
+from outrider_conformance.counting import KERNELS, counting
+
+
+class Halfway(KernelSet):
+    """Products of few rows are its own; its norm always goes to the reference, in two calls."""
+
+    name = "halfway"
+
+    def linear(self, x, weight, bias=None):
+        return x @ weight.T if x.shape[0] < 4 else super().linear(x, weight, bias)
+
+    def rms_norm(self, x, weight, eps):
+        return super().rms_norm(x.clone(), weight, eps)
+
+    def linear_silu_mul(self, x, weight, bias=None):
+        return KernelSet().linear_silu_mul(x, weight, bias)  # another's: computed here all the same
+
+
+class Around(WrappedKernels):
+    def linear(self, x, weight, bias=None):
+        return -super().linear(-x, weight, bias) if x.shape[0] == 2 else x @ weight.T
+
+
+X, W = torch.ones(2, 3), torch.ones(6, 3)
+
+
+def test_calls_that_an_override_leaves_to_the_reference_are_seen():
+    kernels = Halfway()
+    with counting(kernels) as calls:
+        kernels.linear(X, W)
+        kernels.linear(torch.ones(8, 3), W)
+        kernels.rms_norm(X, torch.ones(3), 1e-5)
+        kernels.linear_silu_mul(X, W)
+        kernels.silu_mul(torch.ones(2, 6))
+        with calls.during("draft"):
+            kernels.linear(X, W, bias=None)
+    assert calls.overridden == {"halfway": {"linear", "rms_norm", "linear_silu_mul"}}
+    assert (calls.count("linear", own=True), calls.count("linear", own=False)) == (2, 1)
+    assert calls.count("linear", own=True, use="draft") == 1
+    assert (calls.count("rms_norm", own=True), calls.count("rms_norm", own=False)) == (0, 1)
+    assert (calls.count("linear_silu_mul", own=True), calls.count("linear_silu_mul", own=False)) == (1, 0)
+    assert calls.count("silu_mul", own=False) == 1
+    assert "float32[8, 3], float32[6, 3]" in {call.shape for call in calls.counts if call.kernel == "linear"}
+
+
+def test_a_composition_of_the_reference_asks_overrides_of_its_parts():
+    """``linear_add`` is the reference's, its product the plugin's."""
+    kernels = Halfway()
+    with counting(kernels) as calls:
+        kernels.linear_add(X, W, None, torch.zeros(2, 6))
+    assert (calls.count("linear_add", own=False), calls.count("linear", own=True)) == (1, 1)
+
+
+def test_a_set_without_overrides_leaves_everything():
+    with counting(KernelSet()) as calls:
+        pass
+    assert calls.overridden == {"torch": frozenset()}
+    kernels = KernelSet()
+    with counting(kernels) as calls:
+        kernels.linear_silu_mul(X, W)
+    assert {(call.kernel, call.own) for call in calls.counts} == {
+        (name, False) for name in ("linear_silu_mul", "linear", "silu_mul")
+    }
+
+
+def test_wrapped_kernels_are_counted_apart_from_those_inside():
+    kernels = Around(Halfway())
+    kernels.name = "around"
+    with counting(kernels) as calls:
+        kernels.linear(X, W)
+        kernels.linear(X[:1], W)
+        kernels.rms_norm(X, torch.ones(3), 1e-5)
+    found = {(call.kernels, call.kernel, call.own) for call in calls.counts}
+    assert found == {
+        ("around", "linear", False),
+        ("halfway", "linear", True),
+        ("around", "linear", True),
+        ("around", "rms_norm", False),
+        ("halfway", "rms_norm", False),
+    }
+
+
+def test_the_kernels_are_as_they_were_afterwards():
+    kernels = Halfway()
+    right = KernelSet().linear(X, W)
+    with counting(kernels) as calls:
+        assert isinstance(kernels, Halfway)
+        assert torch.equal(kernels.linear(X, W), right)
+        with pytest.raises(SeamError, match="counted already"), counting(kernels):
+            pass
+    assert type(kernels) is Halfway
+    kernels.linear(X, W)
+    assert calls.count("linear", own=True) == 1
+
+
+def test_an_override_that_raises_has_not_answered():
+    kernels = Halfway()
+    with counting(kernels) as calls, pytest.raises(RuntimeError):
+        kernels.linear(X, torch.ones(6, 4))
+    assert not calls.counts
+
+
+def test_every_kernel_is_counted():
+    assert {"paged_attention", "verify_tree", "move_cache", "plan_attention"} <= set(KERNELS)
+    assert not {"every_variant", "compiled", "batch_invariant", "name"} & set(KERNELS)

@@ -1,0 +1,95 @@
+"""What the kit draws for kernels: all of them, with the seam's own noise, and judged by tests that refuse what is wrong."""
+
+import inspect
+
+import pytest
+import torch
+
+from outrider.device import KernelSet
+from outrider.device.kernels.philox import uniforms
+from outrider_conformance.drawn import bounds, laws, noise
+from outrider_conformance.drawn.judging import judge_with
+from outrider_conformance.drawn.kernels import KERNELS, problem
+
+SMALL = {"tokens": 5, "inner": 40, "outer": 24, "hidden": 24, "gates": 20, "vocabulary": 37, "heads": 2, "size": 0, "page": 1}
+SMALL |= {"batch": 3, "new": 2, "context": 30, "ragged": 1, "tree": 0, "window": 0, "padding": 1, "moves": 9, "layout": 1}
+SMALL |= {"bias": 1, "levels": 0, "drafts": 2, "nodes": 4, "depth": 2, "sampling": 1, "draft": 0, "entries": 4, "width": 35}
+SMALL |= {"deep": 0, "flag": 1, "count": 3}
+
+NOT_DRAWN = {"plan_attention", "batch_invariant", "every_variant", "compiled"}  # they compute nothing
+
+
+def small(name):
+    drawn = KERNELS[name]
+    return problem(drawn, {dimension: SMALL[dimension] for dimension in drawn.dimensions}, torch.float32, 0)
+
+
+def test_every_kernel_is_drawn_for():
+    methods = {name for name, _ in inspect.getmembers(KernelSet, inspect.isfunction) if not name.startswith("_")}
+    assert {name.partition(",")[0] for name in KERNELS} == methods - NOT_DRAWN
+
+
+def test_a_problem_is_the_same_each_time():
+    drawn = KERNELS["verify_chain"]
+    one, other = (problem(drawn, drawn.corners[0], torch.float32, 3) for _ in range(2))
+    assert all(torch.equal(one.operands[name].tensor, operand.tensor) for name, operand in other.operands.items())
+
+
+def test_the_noise_is_the_seams():
+    seeds, positions = torch.tensor([0, 5, -1, 2**40 + 3, -(2**62)]), torch.tensor([0, 7, 2**33, 1, 99])
+    for lane in range(4):
+        assert torch.equal(noise.uniforms(seeds, positions, lane, 11).float(), uniforms(seeds, positions, lane, 11))
+
+
+@pytest.mark.parametrize("kernel", ["linear", "paged_attention", "verify_chain", "truncate_logits", "place_tokens"])
+def test_operands_that_are_only_read_are_watched(kernel):
+    class Scribbles(KernelSet):
+        pass
+
+    def scribbling(self, *arguments, **options):
+        first = next(a for a in arguments if isinstance(a, torch.Tensor))
+        made = getattr(KernelSet, kernel)(self, *arguments, **options)
+        first[(0,) * first.dim()] = 1
+        return made
+
+    setattr(Scribbles, kernel, scribbling)
+    made = small(kernel)
+    judge_with(KernelSet(), made)
+    with pytest.raises(AssertionError, match="which the kernel only reads"):
+        judge_with(Scribbles(), made)
+
+
+def test_bounds_tell_a_dtype_from_the_next():
+    x, weight = torch.randn(9, 300), torch.randn(40, 300)
+    wanted = bounds.product(bounds.exact(x), weight, None, torch.float32)
+    bounds.compare(x @ weight.T, wanted, "float32")
+    for narrow in (torch.float16, torch.bfloat16):
+        with pytest.raises(AssertionError, match="further off than rounding allows"):
+            bounds.compare((x.to(narrow).float() @ weight.T), wanted, "rounded")
+
+
+def test_laws_refuse_what_is_a_little_off():
+    law = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    right = torch.multinomial(law, laws.ROWS, replacement=True, generator=generator)
+    laws.follows(right, law, "right")
+    for wrong in ([0.44, 0.28, 0.19, 0.09, 0.0], [0.4, 0.3, 0.2, 0.099, 0.001]):
+        drawn = torch.multinomial(torch.tensor(wrong), laws.ROWS, replacement=True, generator=generator)
+        with pytest.raises(AssertionError):
+            laws.follows(drawn, law, "wrong")
+    with pytest.raises(AssertionError, match="aren't independent"):
+        laws.independent(right, (right + 1) % 5, law, law.roll(1), "a draw and its neighbour")
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero encountered in log")  # a residual of 0, in the interpreter's numpy
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("which", ["batch-invariant", "triton"])
+def test_other_right_kernels_pass(name, which):
+    """The batch-invariant set, and Triton's by its interpreter."""
+    if which == "triton":
+        from outrider_triton.kernelset import TritonKernels
+
+        kernels = TritonKernels(table=None, everywhere=True, processors=4, pdl=False)
+    else:
+        kernels = KernelSet().batch_invariant()
+    judge_with(kernels, small(name))

@@ -1,0 +1,122 @@
+"""Prompts from graphs: the same tokens as from calls, in buckets that chunks don't fill, and what is never replayed."""
+
+import pytest
+from tests.engine.conftest import Tiny
+
+from outrider import SamplingParams
+from outrider.device import CapabilityError, ConfigError
+from outrider.engine.config import EngineConfig
+from outrider.engine.prefill_graphs import PrefillGraphs, token_buckets
+from outrider.engine.requests.batch import Batch, PrefillChunk
+from outrider.registry import get_backend
+from outrider_proof import tiny
+from outrider_proof.proposers import MAKERS
+from outrider_sanitizer import watch
+
+MODES = {"graphs": {"graphs": True}, "fused": {"mode": "fused"}}
+SIZES = {"max_requests": 5, "max_context": 96, "draft_tokens": 3, "page_size": 4, "prefill_chunk": 40, "overlap": True}
+
+
+@pytest.fixture(scope="module", params=["cpu", "sim"])
+def bundle(request):
+    return Tiny(get_backend(request.param))
+
+
+def prompts_of(tiny_tokens):
+    """Of 1 token to more than a chunk has; several fit into one chunk."""
+    long = [token for prompt in tiny_tokens for token in prompt]
+    lengths = (16, 1, 5, 39, 12, 3, 70, 40, 2, 17)
+    return [long[3 * i : 3 * i + length] for i, length in enumerate(lengths)]
+
+
+def noted_replays(monkeypatch):
+    """Buckets of the chunks that are replayed, with the number of their sequences."""
+    found = []
+    launch = PrefillGraphs.launch
+
+    def noted(graphs, batch, bucket):
+        found.append((bucket.tokens, len(batch.prefill)))
+        launch(graphs, batch, bucket)
+
+    monkeypatch.setattr(PrefillGraphs, "launch", noted)
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("speculate", ["eagle", "tree", "none"])
+def test_the_same_tokens_as_without(bundle, tiny_tokens, mode, speculate, monkeypatch):
+    """Half the requests sample. Chunks of several requests, of a part of one, and of a request behind cached pages."""
+    prompts = prompts_of(tiny_tokens)
+    params = [SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.8 * (i % 2), seed=i) for i in range(len(prompts))]
+    called = bundle.engine(speculate=speculate, prefill_graphs=0, **SIZES, **MODES[mode])
+    wanted = [done.token_ids for done in called.generate([*prompts, prompts[3]], [*params, params[0]])]
+    found = noted_replays(monkeypatch)
+    with watch(bundle.backend) as report:  # what is captured before isn't seen in replays
+        engine = bundle.engine(speculate=speculate, prefill_graphs=40, **SIZES, **MODES[mode])
+        assert engine.captured_prefill.buckets == (16, 40)
+        assert [done.token_ids for done in engine.generate([*prompts, prompts[3]], [*params, params[0]])] == wanted
+    assert not report.findings
+    assert {size for size, _ in found} == {16, 40}
+    assert max(count for _, count in found) > 2
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS))
+def test_every_proposer_takes_padding_in_or_says_that_it_doesnt(name):
+    """A wrong draft costs acceptance and no token, so the number of iterations is compared, too."""
+    prompts = [(3,), (1, 2, 3, 4, 5), (7, 8, 9)]
+    counts = []
+    for size in (0, 16):
+        proposer = MAKERS[name](tiny.target(), tiny.BACKEND)
+        if size and proposer is not None and not proposer.takes_padding:
+            with pytest.raises(CapabilityError, match=f"the proposer '{proposer.name}' doesn't take padding in"):
+                tiny.engine(proposer, max_requests=4, mode="fused", prefill_graphs=size)
+            return
+        engine = tiny.engine(proposer, max_requests=4, mode="fused", prefill_graphs=size, overlap=True)
+        found = engine.generate(prompts, SamplingParams(max_tokens=10))
+        assert [done.token_ids for done in found] == [tiny.plain(prompt, 10) for prompt in prompts]
+        counts.append(engine.stats.iterations)
+    assert counts[0] == counts[1]
+
+
+def test_what_only_calls_serve_is_called(bundle, tiny_tokens, monkeypatch):
+    """Options and log-probabilities, alone or beside a request without; and a chunk that is too large."""
+    prompts = prompts_of(tiny_tokens)[:3]
+    found = noted_replays(monkeypatch)
+    engine = bundle.engine(prefill_graphs=16, mode="fused", **{**SIZES, "prefill_chunk": 60})
+    for params in (SamplingParams(max_tokens=2, logprobs=2), SamplingParams(max_tokens=2, logit_bias={3: 1.0})):
+        engine.generate(prompts, [SamplingParams(max_tokens=2), params, SamplingParams(max_tokens=2)])
+    assert found == []
+    engine.generate(prompts[:1], SamplingParams(max_tokens=2, temperature=0.5))
+    assert found == [(16, 1)]
+
+
+def test_nobody_is_padded_by_much():
+    assert token_buckets(2048)[:4] == (16, 64, 128, 256)
+    assert token_buckets(2048)[-2:] == (1792, 2048)
+    assert token_buckets(9) == (9,)
+    assert {512, 1024} < set(token_buckets(2048))
+
+
+def test_a_bucket_is_the_least_that_holds_the_chunks(tiny64):
+    engine = tiny64.engine(prefill_graphs=40, mode="fused", **SIZES)
+    graphs, requests = engine._step._prefill_graphs, []
+    for length in (15, 16, 17):
+        engine.add_request([1] * length, SamplingParams(max_tokens=1))
+        requests.append(list(engine._requests.values())[-1])
+    chunks = [PrefillChunk(request, 0, len(request.context)) for request in requests]
+
+    def bucket(*which):
+        found = graphs.bucket(Batch(tuple(which), (), (), ()))
+        return None if found is None else found.tokens
+
+    assert bucket() is None
+    assert [bucket(chunk) for chunk in chunks] == [16, 16, 40]
+    assert bucket(*chunks[:2]) == 40
+    assert bucket(*chunks) is None
+
+
+def test_what_was_asked_for_and_cant_be_is_an_error(tiny64):
+    with pytest.raises(CapabilityError, match="decoding isn't replayed from graphs either"):
+        tiny64.engine(prefill_graphs=16)
+    with pytest.raises(ConfigError, match="prefill_graphs is -1"):
+        EngineConfig(prefill_graphs=-1)

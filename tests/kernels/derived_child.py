@@ -1,0 +1,145 @@
+"""Compile derived configurations for devices that aren't here: ``derived_child.py few|all ARCHITECTURE...``.
+
+Prints a JSON line for each: what it is, the bytes of shared memory that the compiler takes, what was expected at most, and
+what the device has. ``few``: the largest of each kind of kernel for three shapes. ``all``: every one.
+"""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from compile_child import HALF, PLAIN, PRODUCT, SCALED, WIDE, compiled, descriptor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from kernels.devices import DEVICES
+from kernels.test_derive import products, shards
+from outrider.model.shapes import SHAPES
+from outrider_triton.derive import BUCKETS, choose, shared_bytes
+from outrider_triton.derive_attention import Heads, attention_bytes, cut
+from outrider_triton.jit import attention, fused, matmul, streamed
+from outrider_triton.launch import power_of_two
+from outrider_triton.table import STREAMED
+
+OF = {"sm_80": "A100", "sm_86": "RTX 3090", "sm_89": "L4", "sm_90": "H100", "sm_100": "B200", "sm_120": "RTX 5090"}
+OF["gfx942"] = "MI300X"
+ALIGNED = ("x", "weight", "out", "k", "n", "x_stride", "residual", "norm", "scaled", "squares", "q", "k_cache", "v_cache")
+ALIGNED += ("size", "q_token", "q_head", "cache_slot", "cache_head", "cos", "sin", "angles_token", "parts", "stats")
+FLOATS = dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*fp32")
+
+
+def target_of(facts):
+    if facts.capability:
+        return GPUTarget("cuda", facts.capability, 32)
+    return GPUTarget("hip", facts.architecture, facts.warp)
+
+
+def chosen(facts, shapes):
+    """Each configuration of a product once, with a shape that has it, and each of attention."""
+    found = {}
+    for shape in shapes:
+        half = shape.head_size // 2
+        for (operator, n, k), m in itertools.product(products(shape), BUCKETS):
+            config = choose(facts, operator, m=m, n=n, k=k, half=half)
+            if config is not None:
+                even = k % (config.split * config.block_k) == 0
+                found.setdefault((operator, config, even), (k, half))
+        group, kv_heads = shape.heads // shape.kv_heads, shape.kv_heads
+        for (batch, width), cached, item in itertools.product(((1, 1), (1, 4), (8, 8), (64, 4)), (512, 16384), (2, 4)):
+            heads = Heads(group=group, kv_heads=kv_heads, size=shape.head_size, bytes=item)
+            made = cut(facts, heads, batch=batch, max_query=width, max_kv=cached, tuned=None)
+            block = made.block_rows, made.block_kv, min(made.split, 16), made.warps, made.stages
+            found.setdefault(("attention", block, item), heads)
+    return found
+
+
+def product(facts, operator, config, even, k, half, target):
+    pdl = facts.pdl
+    if config.descriptor == STREAMED:
+        fold = operator in ("linear", "linear_add", "linear_add_scaled") or (operator == "linear_parts" and config.split == 1)
+        span = config.split * config.block_k * (2 if fold else 1)
+        own = {"STEPS": k // span, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "STAGES": config.stages, "PDL": pdl}
+        ends = {"x": descriptor(config.block_m, config.block_k), "w": descriptor(config.block_n, config.block_k)}
+        kernel, given, types = {
+            "linear": (streamed.streamed_linear, {**PLAIN, "FOLD": True}, {}),
+            "linear_parts": (streamed.streamed_linear, {**PLAIN, "FOLD": fold}, {} if fold else {"out": WIDE}),
+            "linear_silu_mul": (streamed.streamed_silu_mul, PLAIN, {"k": "i32"}),
+            "scaled_silu_mul": (streamed.streamed_silu_mul, SCALED, {"k": "i32"}),
+            "linear_add": (streamed.streamed_linear_add, {**PLAIN, "norm": None, "NORM": False}, {"scaled": HALF}),
+            "linear_add_scaled": (streamed.streamed_linear_add, {**PLAIN, "NORM": True}, {"norm": HALF, "scaled": HALF}),
+            "linear_rope": (streamed.streamed_rope_write_cache, {**SCALED, "HALF": half}, {"k": "i32"}),
+        }[operator]
+        given = {name: value for name, value in {**given, **own}.items() if name in kernel.arg_names}
+        return compiled(GluonASTSource, kernel, {**types, **ends}, given, target, warps=config.warps)
+    own = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "EVEN": even, "PDL": pdl}
+    plain = {"descriptor": None, "DESCRIPTOR": False}
+    kernel, given, types = {
+        "linear": (matmul.linear, {**plain, "SPLIT": 1}, {}),
+        "linear_parts": (matmul.linear, {**plain, "SPLIT": config.split}, {"out": WIDE} if config.split > 1 else {}),
+        "linear_silu_mul": (matmul.linear_silu_mul, {}, {}),
+        "scaled_silu_mul": (fused.scaled_silu_mul, {"SHARES": 128}, {"eps": "fp32"}),
+        "linear_add": (fused.linear_add, {**plain, "norm": None, "NORM": False}, {"scaled": HALF}),
+        "linear_add_scaled": (fused.linear_add, {**plain, "NORM": True}, {"norm": HALF, "scaled": HALF}),
+        "linear_rope": (fused.linear_rope_write_cache, {"SCALED": True, "SHARES": 128, "HALF": half}, {}),
+    }[operator]
+    aligned = [name for name in ALIGNED if name in kernel.arg_names]
+    made = {**PRODUCT, **given, **own}
+    return compiled(
+        ASTSource, kernel, {"k": "i32", **types}, made, target, warps=config.warps, stages=config.stages, aligned=aligned
+    )
+
+
+def looked_back(facts, block, item, heads, target, *, settled):
+    rows, kv, split, warps, stages = block
+    kernel = attention.paged_attention
+    given = {"PAGE": 16, "GROUP": heads.group, "WINDOW": 0, "SPLITS": split, "BLOCK_ROWS": rows, "BLOCK_KV": kv}
+    given |= {"BLOCK_SIZE": max(power_of_two(heads.size), 16), "TREE": False, "SETTLED": settled, "PDL": facts.pdl}
+    types = {"tokens": "i32", **(FLOATS if item == 4 else {})}
+    aligned = [name for name in ALIGNED if name in kernel.arg_names]
+    return compiled(ASTSource, kernel, types, given, target, warps=warps, stages=stages, aligned=aligned)
+
+
+def few(facts, found):
+    """The largest of each kind."""
+    kinds = {}
+    for key, beside in found.items():
+        if key[0] == "attention":
+            kind, size = f"attention {key[2]}", attention_bytes(facts, beside, *key[1][:2])
+        else:
+            kind = "ring" if key[1].descriptor == STREAMED else "product"
+            size = shared_bytes(facts, key[0], key[1])
+        if kind != "attention 4" and (kind not in kinds or size > kinds[kind][0]):
+            kinds[kind] = size, key
+    return [key for _, key in kinds.values()]
+
+
+def main() -> None:
+    which, *architectures = sys.argv[1:]
+    torch.set_num_threads(1)
+    if which == "few":
+        shapes = [next(shards(name)) for name in ("llama-3.1-8b", "phi-3-mini", "qwen2.5-0.5b")]
+    else:
+        shapes = [shape for name in sorted(set(SHAPES) - {"tiny"}) for shape in shards(name)]
+    for architecture in architectures:
+        facts = DEVICES[OF[architecture]]
+        target, found = target_of(facts), chosen(facts, shapes)
+        for key in few(facts, found) if which == "few" else list(found):
+            if key[0] == "attention":
+                settled = facts.pdl and key[1][2] > 1
+                made = looked_back(facts, key[1], key[2], found[key], target, settled=settled)
+                expected = attention_bytes(facts, found[key], *key[1][:2])
+            else:
+                operator, config, even = key
+                made = product(facts, operator, config, even, *found[key], target)
+                expected = shared_bytes(facts, operator, config)
+            said = {"architecture": architecture, "what": [str(part) for part in key], "taken": made.metadata.shared}
+            print(json.dumps({**said, "expected": expected, "there": facts.shared_bytes}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

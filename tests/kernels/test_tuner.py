@@ -1,0 +1,217 @@
+"""Tuning without a device: what is measured in which order, what is kept where, and what an early end leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
+
+from kernels.devices import DEVICES
+from outrider.device import CapabilityError, ConfigError, KernelSet, WrappedKernels
+from outrider.model.shapes import decoder_shape, shape_config
+from outrider_triton import tuner
+from outrider_triton.kernelset import TritonKernels
+from outrider_triton.table import MatmulConfig
+from outrider_triton.tuned_store import TunedStore, merged
+
+FACTS = replace(DEVICES["H200"], name="made up")
+SHAPE = decoder_shape(shape_config("llama-3.2-1b"), torch.bfloat16)
+GATES = ("linear_silu_mul", "bfloat16", 2 * SHAPE.inner, SHAPE.hidden)
+
+
+class Ruler:
+    """Stands in for a chain: a layer's time by what its table chooses for the gates; each measurement takes its time."""
+
+    right = True
+    took = 0.0
+
+    def __init__(self, shape, kernels, _device, **_):
+        self.shape, self.kernels, self.context = shape, kernels, 640
+
+    def prepare(self, batch, width, _context):
+        self.groups, self.m = batch * self.shape.kv_heads, batch * width
+
+    def attempt(self, table):
+        self.kernels.table = table
+        time.sleep(self.took)
+        us = 100.0
+        for operator, dtype, n, k in table.entries:
+            entry = table.entry(operator, dtype, n=n, k=k, m=self.m)
+            if entry is not None and entry.config is not None and "silu" in operator:
+                us -= entry.config.stages
+        return us
+
+    def run(self, _):
+        wrong = isinstance(self.kernels, TritonKernels) and not self.right
+        return torch.full((4,), 2.0 if wrong else 1.0)
+
+
+class Here:
+    """Stands in for the processes that compile."""
+
+    def __init__(self, _device, **_):
+        self.asked = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def ask(self, jobs):
+        self.asked += list(jobs)
+
+    def wait(self, job, _timeout):
+        assert job in self.asked
+        return True
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    module = SimpleNamespace(mem_get_info=lambda device: (1 << 34, 1 << 35), empty_cache=lambda: None)
+    monkeypatch.setattr(tuner, "Chain", type("Own", (Ruler,), {}))
+    monkeypatch.setattr(tuner, "Compilers", Here)
+    monkeypatch.setattr(tuner, "normal", lambda device, *size: torch.empty(size, device="meta"))
+    monkeypatch.setattr(tuner, "microseconds", lambda module, call, *, calls: 5.0)
+    monkeypatch.setattr(tuner.torch, "get_device_module", lambda device: module)
+    return TritonKernels(FACTS, device=torch.device("meta"))
+
+
+def tuned(kernels, directory, seconds=60.0, shapes=(SHAPE,)):
+    said = []
+    results = kernels.tune(shapes, deadline_s=seconds, directory=directory, progress=lambda *line: said.append(line))
+    return results, said
+
+
+def test_what_is_faster_is_kept_and_another_process_takes_it_over(kernels, tmp_path):
+    (result,), said = tuned(kernels, tmp_path)
+    assert result.complete
+    assert result.after_us < result.before_us
+    assert [done for done, _, _ in said] == sorted(done for done, _, _ in said)
+    assert said[-1][0] == said[-1][1] == max(total for _, total, _ in said)
+    best = max(config.stages for config in tuner.candidates(kernels, SHAPE, GATES, 8))
+    other = TritonKernels(FACTS)
+    assert other.use_tuned(tmp_path) == result.kept > 20
+    weight = torch.empty(2 * SHAPE.inner, SHAPE.hidden, dtype=torch.bfloat16)
+    for own in (kernels, other):
+        both = [own.matmul_config(name, weight[:4], weight) for name in ("linear_silu_mul", "scaled_silu_mul")]
+        assert best in [config.stages for config in both if config is not None]
+        assert own.matmul_config("linear", weight[:4, : SHAPE.hidden], weight) is not None
+    for elsewhere in (replace(FACTS, name="another"), replace(FACTS, processors=78)):
+        assert TritonKernels(elsewhere).use_tuned(tmp_path) == 0
+
+
+def test_a_wrong_winner_is_left_out(kernels, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuner.Chain, "right", False)
+    (result,), said = tuned(kernels, tmp_path)
+    assert any("wrong" in text for _, _, text in said)
+    assert result.after_us == result.before_us
+    assert not [row for row in TunedStore(tmp_path, FACTS).read() if "silu" in row.get("operator", "")]
+
+
+def test_the_deadline_ends_it_and_what_was_chosen_stays(kernels, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuner.Chain, "took", 0.01)
+    began = time.monotonic()
+    (first, second), _ = tuned(
+        kernels, tmp_path, seconds=1.2, shapes=(SHAPE, decoder_shape(shape_config("qwen3-0.6b"), torch.bfloat16))
+    )
+    assert time.monotonic() - began < 3
+    assert not (first.complete and second.complete)
+    assert first.kept > 0
+    assert TritonKernels(FACTS).use_tuned(tmp_path) >= first.kept
+    (late,), _ = tuned(kernels, tmp_path, seconds=0.0)
+    assert (late.measured, late.kept, late.complete) == (0, 0, False)
+
+
+def test_ctrl_c_keeps_what_was_written(kernels, tmp_path):
+    def stop(done, total, text):
+        if done > 20:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kernels.tune([SHAPE], deadline_s=60, directory=tmp_path, progress=stop)
+    assert TritonKernels(FACTS).use_tuned(tmp_path) > 0
+
+
+def test_who_cannot_tune_says_so(tmp_path):
+    with pytest.raises(CapabilityError, match="don't tune"):
+        KernelSet().tune([SHAPE], deadline_s=1, directory=tmp_path)
+    assert KernelSet().use_tuned(tmp_path) == 0
+    with pytest.raises(CapabilityError, match="on a device alone"):
+        TritonKernels(FACTS).tune([SHAPE], deadline_s=1, directory=tmp_path)
+    with pytest.raises(ConfigError, match="bfloat16"):
+        TritonKernels(FACTS, device=torch.device("meta")).tune(
+            [replace(SHAPE, dtype=torch.float16)], deadline_s=1, directory=tmp_path
+        )
+    assert WrappedKernels(TritonKernels(FACTS)).tunes
+
+
+ROW = {"operator": "linear", "dtype": "bfloat16", "n": 64, "k": 256, "m": 8, "us": 1.0, "torch_us": 2.0}
+FINE = {**ROW, "config": [16, 64, 128, 1, 4, 3, 0, 0, 0]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        json.dumps({**ROW, "config": [1, 2]}),
+        json.dumps({**FINE, "n": "x"}),
+        json.dumps({**FINE, "m": 16}),  # another choice's name
+        json.dumps({**FINE, "operator": "linear_everything"}),
+        json.dumps({**FINE, "config": [128, 128, 256, 1, 8, 9, 0, 0, 0]}),  # more than the device has
+        json.dumps({**FINE, "config": [-16, 64, 128, 1, 4, 3, 0, 0, 0]}),
+    ],
+)
+def test_a_bad_file_is_a_miss(text, tmp_path):
+    store = TunedStore(tmp_path, FACTS)
+    store.write([FINE])
+    assert store.read() == [FINE]
+    (path,) = store.home.iterdir()
+    path.write_text(text)
+    assert store.read() == []
+    store.write([FINE])
+    assert store.read() == [FINE]
+
+
+def test_a_file_is_whole_or_as_before(tmp_path, monkeypatch):
+    store = TunedStore(tmp_path, FACTS)
+    store.write([FINE])
+    real = Path.write_text
+
+    def half(self, text, **options):
+        real(self, text[: len(text) // 2], **options)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="no space"):
+        store.write([{**FINE, "us": 3.0}])
+    assert store.read() == [FINE]
+    assert len(os.listdir(store.home)) == 1
+
+
+def test_a_choice_of_this_machine_goes_before_the_shipped_one():
+    from outrider_triton.table import load
+
+    shipped = load("NVIDIA H200")
+    config = [16, 32, 128, 1, 4, 3, 0, 0, 0]
+    rows = [
+        {**FINE, "n": 6144, "k": 4096, "config": config},
+        {"groups": 8, "max_kv": 640, "head_size": 128, "config": [64, 4, 4, 2]},
+    ]
+    table = merged(shipped, FACTS, rows)
+    assert table.entry("linear", "bfloat16", n=6144, k=4096, m=8).config == MatmulConfig(*config)
+    assert table.entry("linear", "bfloat16", n=6144, k=4096, m=4) == shipped.entry("linear", "bfloat16", n=6144, k=4096, m=4)
+    assert table.attention_config(8, 128).block_kv == 64
+    assert len(table.attention) == len(shipped.attention)
+    assert table.kernels == shipped.kernels

@@ -1,0 +1,100 @@
+"""The engine that a benchmark of whole requests runs on: random weights of a shape, or a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outrider.cli.models import Running, Sizes, Speculation, launched, load
+from outrider.device.errors import ConfigError
+from outrider_bench.random_model import RandomModel, check_acceptance
+
+if TYPE_CHECKING:
+    from outrider.engine.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What was asked of a command: a shape, or a model and its draft (both None: the bundled ones), and how to run it.
+
+    ``requests`` of ``context`` tokens at most: what the command itself makes, where ``sizes`` says nothing else.
+    """
+
+    backend: str | None
+    shape: str | None
+    model: Path | None
+    draft: Path | None
+    speculate: str | None
+    draft_tokens: int
+    accept_length: float | None
+    dtype: str | None
+    running: Running
+    sizes: Sizes
+    requests: int
+    context: int
+
+    def made(self, *, say: bool) -> tuple[Engine, Mapping[str, object]]:
+        """The engine, and what a report says about it. Raises :class:`ConfigError` for options that don't go together."""
+        check_acceptance(self.accept_length, self.shape)
+        requests = self.sizes.max_requests or self.requests
+        if self.shape is None:
+            speculation = Speculation.choose(
+                self.speculate, model=self.model, draft=self.draft, draft_tokens=self.draft_tokens
+            )
+            sizes = self.sizes if self.sizes.max_context else replace(self.sizes, max_context=self.context)
+            engine = load(
+                self.backend,
+                speculation,
+                max_requests=requests,
+                dtype=self.dtype,
+                running=self.running,
+                sizes=sizes,
+                say=say,
+            )
+            named: dict[str, object] = {
+                "model": "bundled" if self.model is None else str(self.model),
+                "speculate": speculation.kind,
+                "acceptance": "real",
+            }
+        else:
+            if self.model is not None or self.draft is not None:
+                raise ConfigError("--shape has random weights of its own; leave out --model and --draft")
+            random = RandomModel(
+                shape=self.shape,
+                speculate=self.speculate or "eagle",
+                draft_tokens=self.draft_tokens,
+                accept_length=None,
+                accept_rates=_rates(self.accept_length, self.draft_tokens),
+            )
+            engine = random.load(
+                self.backend,
+                running=self.running,
+                max_requests=requests,
+                dtype=self.dtype,
+                max_context=self.context,
+                sizes=self.sizes,
+                say=say,
+            )
+            named = dict(random.described)
+        return engine, {
+            "backend": engine.backend.name,
+            "device": str(engine.backend.device),
+            "versions": dict(engine.backend.versions()),
+            "kernels": engine.model.kernels.name,
+            **named,
+            "draft_tokens": engine.proposer.depth,
+            **launched(engine),
+            "prefill_chunk": engine.config.prefill_chunk,
+            "max_requests": engine.config.max_requests,
+            "max_context": engine.max_context,
+        }
+
+
+def _rates(accept_length: float | None, draft_tokens: int) -> tuple[float, ...] | None:
+    if accept_length is None:
+        return None
+    from outrider_bench.synthetic import rates_of_length
+
+    return rates_of_length(accept_length, draft_tokens)

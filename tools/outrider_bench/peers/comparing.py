@@ -1,0 +1,206 @@
+"""What was found on several engines: medians of their runs, and the ratios between them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outrider_bench.peers.work import Work
+
+OURS = "outrider"
+_DECODE = ("iteration_ms", "tokens_per_s", "acceptance_length", "limit_ms")
+
+
+@dataclass(kw_only=True, slots=True)
+class Found:
+    """One engine with or without drafts: its runs by phase and case, and why some are missing."""
+
+    engine: str
+    speculate: str
+    status: str = "not measured"
+    about: Mapping[str, Any] = field(default_factory=dict)
+    runs: dict[tuple[str, Any], list[dict[str, Any]]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is anything to say about it."""
+        return bool(self.runs or self.failures) or self.status not in ("not measured", "measured")
+
+    def failed(self, phase: str) -> bool:
+        """Whether a run of this phase failed: it has no figures then."""
+        return phase in self.failures
+
+    def row(self, phase: str, case: Any, keys: Sequence[str]) -> dict[str, Any] | None:
+        """Medians of the runs, and the runs themselves; None where there are none."""
+        runs = self.runs.get((phase, case))
+        if not runs or self.failed(phase):
+            return None
+        return {key: statistics.median(run[key] for run in runs) for key in keys if key in runs[0]} | {"runs": runs}
+
+
+def compared(found: Sequence[Found], work: Work) -> dict[str, object]:
+    """The engines' results and this engine's ratios to each of the others: above 1, it is faster."""
+    engines = [_engine(each, work) for each in found]
+    ours = {each["speculate"]: each for each in engines if each["engine"] == OURS}
+    ratios = [
+        ratio
+        for each in engines
+        if each["engine"] != OURS and each["speculate"] in ours
+        for ratio in _ratios(ours[each["speculate"]], each)
+    ]
+    return {"engines": engines, "ratios": ratios}
+
+
+def _engine(each: Found, work: Work) -> dict[str, Any]:
+    status = each.status
+    if status == "measured" and each.failures:
+        told = "; ".join(dict.fromkeys(each.failures.values()))
+        status = f"failed: {told}" if len(each.failures) == len(work.phases) else f"measured in part: {told}"
+    decode = [(batch, each.row("decode", batch, _DECODE)) for batch in work.batches]
+    results = []
+    for batch, row in decode:
+        if row is not None:
+            more = {"ratio_to_limit": row["iteration_ms"] / row["limit_ms"]} if "limit_ms" in row else {}
+            results.append({"batch": batch, "speculate": each.speculate, **row, **more})
+    prefill = [(length, each.row("prefill", length, ("first_token_ms",))) for length in work.lengths]
+    latency = each.row("mixed", "latency", ("seconds", "tokens_per_s"))
+    return {
+        "engine": each.engine,
+        "speculate": each.speculate,
+        "status": status,
+        "version": each.about.get("version"),
+        "settings": each.about.get("settings"),
+        "start_s": each.about.get("start_s"),
+        "results": results,
+        "prefill": [{"prompt_tokens": length, **row} for length, row in prefill if row is not None],
+        "mixed": each.row("mixed", "seconds", ("seconds", "tokens_per_s", "acceptance_length")),
+        "latency": None if latency is None else latency["runs"][0],
+    }
+
+
+def _ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Tokens a second, ours over theirs; for first tokens, their time over ours. ``at_equal_acceptance``: their iteration
+    over ours, which leaves out how lucky each was.
+    """
+    base = {"engine": theirs["engine"], "speculate": theirs["speculate"]}
+    found: list[dict[str, Any]] = []
+    by_batch = {row["batch"]: row for row in theirs["results"]}
+    for row in ours["results"]:
+        other = by_batch.get(row["batch"])
+        if other is not None:
+            found.append(
+                base
+                | {
+                    "phase": "decode",
+                    "case": row["batch"],
+                    "ratio": row["tokens_per_s"] / other["tokens_per_s"],
+                    "at_equal_acceptance": other["iteration_ms"] / row["iteration_ms"],
+                }
+            )
+    by_length = {row["prompt_tokens"]: row for row in theirs["prefill"]}
+    for row in ours["prefill"]:
+        other = by_length.get(row["prompt_tokens"])
+        if other is not None:
+            ratio = other["first_token_ms"] / row["first_token_ms"]
+            found.append(base | {"phase": "prefill", "case": row["prompt_tokens"], "ratio": ratio})
+    if ours["mixed"] and theirs["mixed"]:
+        ratio = ours["mixed"]["tokens_per_s"] / theirs["mixed"]["tokens_per_s"]
+        found.append(base | {"phase": "mixed", "case": None, "ratio": ratio})
+    return found
+
+
+def by_batch(found: Sequence[Found]) -> dict[str, list[tuple[float, float]]]:
+    """Milliseconds of an iteration over batch sizes, for each engine and kind."""
+    return {
+        f"{each.engine}, {'plain' if each.speculate == 'none' else each.speculate}": [
+            (case, statistics.median(run["iteration_ms"] for run in runs))
+            for (phase, case), runs in each.runs.items()
+            if phase == "decode"
+        ]
+        for each in found
+        if any(phase == "decode" for phase, _ in each.runs)
+    }
+
+
+def render(console: Console, data: Mapping[str, Any]) -> None:
+    """Tables for people."""
+    console.print(
+        f"random weights of {data['shape']} on {data['backend']} ({data['device']}), {data['dtype']}, "
+        f"{data['prompt_tokens']} prompt and {data['new_tokens']} new tokens, {data['draft_tokens']} draft tokens, "
+        f"median of {data['repeat']}"
+    )
+    console.print(f"ACCEPTANCE IS {str(data['acceptance']).upper()}: tokens/s is what it would be, the text is nonsense\n")
+    engines: list[dict[str, Any]] = data["engines"]
+    if "decode" in data["phases"]:
+        _decode_table(console, engines)
+    if "prefill" in data["phases"]:
+        _prefill_table(console, engines)
+    if "mixed" in data["phases"]:
+        _mixed_table(console, engines, data["mixed"])
+    if data["ratios"]:
+        table = Table("against", "speculate", "phase", "case", "ratio", "at equal acceptance", box=None, pad_edge=False)
+        for each in data["ratios"]:
+            equal = each.get("at_equal_acceptance")
+            case = "" if each["case"] is None else str(each["case"])
+            shown = (f"{each['ratio']:.3f}", "" if equal is None else f"{equal:.3f}")
+            table.add_row(each["engine"], each["speculate"], each["phase"], case, *shown)
+        console.print("\nhow many times as fast this engine is:")
+        console.print(table)
+    for each in engines:
+        if each["status"].startswith(("failed", "measured in part")):
+            console.print(f"{each['engine']}, {each['speculate']}: {each['status']}")
+    for engine, settings in {(each["engine"], each["settings"]): None for each in engines if each["settings"]}:
+        console.print(f"{engine}: {settings}")
+
+
+def _name(each: Mapping[str, Any]) -> str:
+    return str(each["engine"]) if each["version"] is None else f"{each['engine']} {each['version']}"
+
+
+def _decode_table(console: Console, engines: Sequence[Mapping[str, Any]]) -> None:
+    table = Table("engine", "speculate", "batch", "iteration, ms", "tokens/s", "accepted", box=None, pad_edge=False)
+    for each in engines:
+        if not each["results"]:
+            table.add_row(_name(each), each["speculate"], "", each["status"].split(":")[0])
+        for row in each["results"]:
+            figures = (f"{row[key]:.3f}" for key in ("iteration_ms", "tokens_per_s", "acceptance_length"))
+            table.add_row(_name(each), each["speculate"], str(row["batch"]), *figures)
+    console.print(table)
+
+
+def _prefill_table(console: Console, engines: Sequence[Mapping[str, Any]]) -> None:
+    table = Table("engine", "speculate", "prompt", "first token, ms", box=None, pad_edge=False)
+    for each in engines:
+        for row in each["prefill"]:
+            table.add_row(_name(each), each["speculate"], str(row["prompt_tokens"]), f"{row['first_token_ms']:.2f}")
+    console.print(table)
+
+
+def _mixed_table(console: Console, engines: Sequence[Mapping[str, Any]], load: Mapping[str, Any]) -> None:
+    console.print(
+        f"\nmixed: {load['requests']} requests, {load['prompt_tokens']} tokens in, {load['output_tokens']} out, "
+        f"{load['distribution']}, seed {load['seed']}"
+    )
+    headings = ("engine", "speculate", "s", "tokens/s", "first token p50/p95/p99, ms", "between tokens p50/p95/p99/max, ms")
+    table = Table(*headings, box=None, pad_edge=False)
+    for each in engines:
+        row, seen = each["mixed"], each["latency"]
+        if row is not None:
+            firsts = "n/a" if seen is None else _shares(seen["first_token_ms"])
+            gaps = "n/a" if seen is None else _shares(seen["between_tokens_ms"], largest=True)
+            table.add_row(_name(each), each["speculate"], f"{row['seconds']:.2f}", f"{row['tokens_per_s']:.0f}", firsts, gaps)
+    console.print(table)
+
+
+def _shares(found: Mapping[str, float] | None, *, largest: bool = False) -> str:
+    if found is None:
+        return "n/a"
+    return " / ".join(f"{found[key]:.1f}" for key in ("p50", "p95", "p99", *(("max",) if largest else ())))

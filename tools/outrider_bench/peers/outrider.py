@@ -1,0 +1,98 @@
+"""Outrider itself, through its own ``generate``."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from outrider_bench.mixed_load import Arrived
+from outrider_bench.peers.measuring import Peer
+from outrider_bench.peers.session import serve
+from outrider_bench.peers.work import Work
+
+if TYPE_CHECKING:
+    from outrider.engine.engine import Engine
+
+
+class Outrider(Peer):
+    """See :class:`~outrider_bench.peers.measuring.Peer`."""
+
+    def __init__(self, engine: Engine, *, settings: str, drafts: bool) -> None:
+        from outrider_bench.limits import measure_bandwidth
+
+        self.version = version("outrider")
+        self.settings = settings
+        self._engine = engine
+        self._drafts = drafts
+        self._counted = (0.0, 0.0)
+        self._bandwidth = measure_bandwidth(engine.backend)
+
+    def generate(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:
+        """See :class:`~outrider_bench.peers.measuring.Peer`."""
+        from outrider.engine.requests.request import SamplingParams
+
+        params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in counts]
+        made = self._engine.generate(prompts, params)
+        verified = sum(each.iterations for each in made)
+        passed = sum(each.iterations * (each.acceptance_length - 1) for each in made)
+        self._counted = self._counted[0] + verified, self._counted[1] + passed
+        return [len(each.token_ids) for each in made]
+
+    def accepted(self) -> tuple[float, float] | None:
+        """See :class:`~outrider_bench.peers.measuring.Peer`."""
+        return self._counted if self._drafts else None
+
+    def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
+        """See :class:`~outrider_bench.peers.measuring.Peer`."""
+        from outrider.engine.requests.request import SamplingParams
+
+        for prompt, count in zip(prompts, counts, strict=True):
+            self._engine.add_request(prompt, SamplingParams(max_tokens=count, ignore_eos=True))
+        while self._engine.has_unfinished:
+            for output in self._engine.step():
+                if output.tokens:
+                    arrived(output.request_id, len(output.tokens))
+
+    def limit_ms(self, batch: int, context: float) -> float | None:
+        """See :class:`~outrider_bench.peers.measuring.Peer`."""
+        from outrider_bench.limits import iteration_bytes
+
+        return 1e3 * iteration_bytes(self._engine, batch=batch, context=context) / self._bandwidth
+
+
+@contextmanager
+def opened(work: Work, speculate: str, backend: str, options: Mapping[str, Any]) -> Generator[Outrider]:
+    """An engine for this work; ``options``: its mode and its prefill chunk, None where it chooses."""
+    from outrider.cli.models import Running, Sizes
+    from outrider_bench.random_model import RandomModel
+
+    drafts = speculate != "none"
+    model = RandomModel(
+        shape=work.shape,
+        speculate=speculate,
+        draft_tokens=work.draft_tokens,
+        accept_length=None,
+        accept_rates=work.rates if drafts else None,
+    )
+    engine = model.load(
+        backend,
+        running=Running(mode=options["mode"]),
+        max_requests=work.max_requests,
+        dtype=work.dtype,
+        max_context=work.context,
+        sizes=Sizes(prefill_chunk=options["prefill_chunk"]),
+        cached_tokens=work.cached_tokens,
+    )
+    config = engine.config
+    launched = f"{config.mode}, {'overlapped' if config.overlap else 'not overlapped'}, chunk {config.prefill_chunk}"
+    yield Outrider(engine, settings=f"{launched}, {engine.model.kernels.name}", drafts=drafts)
+
+
+if __name__ == "__main__":
+    import json
+    import sys
+
+    given = json.loads(sys.argv[1])
+    serve(lambda work, speculate: opened(work, speculate, given["backend"], given["options"]))

@@ -1,0 +1,115 @@
+"""An engine in a process of its own that is asked for one run after another, so that the runs of several can alternate."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from outrider.device.errors import OutriderError
+from outrider.registry.children import end_with_parent, started
+from outrider_bench.child import ChildFailed
+from outrider_bench.environment import with_variables
+from outrider_bench.peers.measuring import Peer, Runs
+from outrider_bench.peers.work import Work
+
+_LINES = 6
+
+
+class Session:
+    """One child. Nothing runs in it between two answers."""
+
+    def __init__(self, module: str, child: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
+        self.module = module
+        self.about: Mapping[str, Any] = {}
+        self._child = child
+        self._errors = errors
+        self._buffer = b""
+
+    def ask(self, request: Mapping[str, object], *, limit_s: float) -> dict[str, Any]:
+        """One run's result. Raises :class:`ChildFailed`, after which the session is of no use."""
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(json.dumps(request).encode() + b"\n")
+            self._child.stdin.flush()
+        except BrokenPipeError:
+            self._fail()
+        return self.answer(limit_s=limit_s)
+
+    def answer(self, *, limit_s: float) -> dict[str, Any]:
+        """The next line of the child's. Raises :class:`ChildFailed`."""
+        assert self._child.stdout is not None
+        deadline = time.monotonic() + limit_s
+        file = self._child.stdout.fileno()
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([file], [], [], left)[0]:
+                raise ChildFailed(f"{self.module} didn't answer within {limit_s:g} s; its processes were ended")
+            more = os.read(file, 1 << 16)
+            if not more:
+                self._fail()
+            self._buffer += more
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        found: dict[str, Any] = json.loads(line)
+        if "failed" in found:
+            raise ChildFailed(str(found["failed"]))
+        return found
+
+    def _fail(self) -> None:
+        code = self._child.wait()
+        self._errors.seek(0)
+        told = self._errors.read().decode(errors="replace").strip().splitlines()
+        last = " | ".join(line.strip() for line in told[-_LINES:])
+        raise ChildFailed(f"{self.module} ended with exit code {code}: {last or 'it said nothing'}")
+
+
+@contextmanager
+def session(
+    module: str, work: Mapping[str, object], *, variables: Mapping[str, str], limit_s: float, log: Path | None = None
+) -> Generator[Session]:
+    """Start ``python -m module`` and wait until its engine is ready. Leaving the scope ends it and what it has started.
+
+    ``log``: a file for what it prints. Raises :class:`ChildFailed`.
+    """
+    command = [sys.executable, "-m", module, json.dumps(work)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with (
+        tempfile.TemporaryFile() if log is None else log.open("w+b") as errors,
+        started(command, environment=with_variables(variables), stderr=errors, **pipes) as child,
+    ):
+        found = Session(module, child, errors)
+        found.about = found.answer(limit_s=limit_s)
+        yield found
+
+
+def serve(opened: Callable[[Work, str], AbstractContextManager[Peer]]) -> None:
+    """What such a child calls: open the engine, then answer each line of standard input with one line on standard output.
+
+    Whatever the engine itself prints goes to standard error.
+    """
+    end_with_parent()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(found: Mapping[str, object]) -> None:
+        print(json.dumps(found), file=answers, flush=True)
+
+    given = json.loads(sys.argv[1])
+    began = time.perf_counter()
+    try:
+        work = Work.of(given)
+        with opened(work, given["speculate"]) as peer:
+            runs = Runs(peer, work)
+            say({"version": peer.version, "settings": peer.settings, "start_s": time.perf_counter() - began})
+            for line in sys.stdin:
+                say(runs.run(json.loads(line)))
+    except OutriderError as error:
+        say({"failed": str(error)})

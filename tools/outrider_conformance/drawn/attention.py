@@ -1,0 +1,341 @@
+"""Drawn batches over a paged cache: attention, rotation with the write to the cache, and moves within it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outrider.device import AttentionMetadata, KernelSet, Product, RotaryArgs
+from outrider_conformance.drawn import bounds
+from outrider_conformance.drawn.dense import EPS, TOKENS, normed, taken
+from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape
+
+_HEADS = ((1, 1), (4, 4), (8, 2), (7, 1), (12, 4), (16, 1))
+_SIZES = (64, 96, 128, 256)
+_PAGES = (4, 16, 32, 128)
+Mapped = Mapping[str, Tensor]
+NOWHERE = float("inf")
+
+
+def _lengths(shape: Shape, dice: Dice) -> tuple[list[int], list[int]]:
+    """New tokens and context of each sequence."""
+    batch, most, context = shape["batch"], shape["new"], shape["context"]
+    new = dice.whole(1, most + 1, batch).tolist() if shape["ragged"] else [most] * batch
+    before = dice.whole(0, context + 1, batch).tolist()
+    new[-1], before[-1] = most, context
+    if batch > 2:
+        before[0] = 0  # a prompt from its beginning
+    return new, before
+
+
+def _tree(counts: list[int], padding: int, width: int, dice: Dice) -> Tensor:
+    """Who sees whom: each node its ancestors and itself. Columns that are no node hold anything."""
+    mask = dice.whole(0, 2, sum(counts) + padding, width).bool()
+    first = 0
+    for count in counts:
+        mask[first : first + count, :count] = False
+        for node in range(count):
+            if node:
+                mask[first + node] = mask[first + int(dice.whole(0, node, 1))]
+                mask[first + node, count:] = dice.whole(0, 2, width - count).bool()
+            mask[first + node, node] = True
+        first += count
+    return mask
+
+
+def _attention(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    heads, kv_heads = _HEADS[shape["heads"]]
+    size, page = _SIZES[shape["size"]], _PAGES[shape["page"]]
+    new, before = _lengths(shape, dice)
+    batch, tokens, padding = len(new), sum(new), shape["padding"]
+    width = max(n + c for n, c in zip(new, before, strict=True)) // page + 2
+    used = [-(-(n + c) // page) for n, c in zip(new, before, strict=True)]
+    pages = 1 + sum(used) + 2
+    table, free = torch.zeros(batch, width, dtype=torch.int32), (dice.order(pages - 1) + 1).tolist()
+    caches = [torch.full((pages, page, kv_heads, size), torch.nan, dtype=dtype) for _ in range(2)]
+    keys, values = [], []
+    for row, (count, context) in enumerate(zip(new, before, strict=True)):
+        mine = [free.pop() for _ in range(used[row])]
+        table[row, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
+        total = count + context
+        pair = (dice.normal(total, kv_heads, size, dtype=dtype), dice.normal(total, kv_heads, size, dtype=dtype))
+        pair[0][total - 1] *= 2
+        pair[1][0] += 3  # what a block left out would take along
+        for cache, part in zip(caches, pair, strict=True):
+            slot = torch.arange(total)
+            cache[torch.tensor(mine)[slot // page], slot % page] = part
+        keys.append(pair[0].double())
+        values.append(pair[1].double())
+    q = dice.normal(tokens + padding, heads, size, dtype=dtype)
+    mask = _tree(new, padding, max(new) + shape["padding"], dice) if shape["tree"] else None
+    window = 0 if mask is not None or not shape["window"] else 1 + shape["window"] * 7
+    scale = size**-0.5 * (1.0 + shape["ragged"])
+    starts = torch.tensor([sum(new[:row]) for row in range(batch + 1)], dtype=torch.int32)
+    operands = {
+        "q": Operand(q, "wide"),  # a part of the heads of one product
+        "k_cache": Operand(caches[0]),
+        "v_cache": Operand(caches[1]),
+        "query_start": Operand(starts),
+        "seq_lens": Operand(torch.tensor([n + c for n, c in zip(new, before, strict=True)], dtype=torch.int32)),
+        "block_table": Operand(table),
+    }
+    if mask is not None:
+        operands["tree_mask"] = Operand(mask)
+    most = mask.shape[1] if mask is not None else max(new)
+    longest = max(n + c for n, c in zip(new, before, strict=True)) + shape["padding"]
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        metadata = AttentionMetadata(
+            query_start=o["query_start"],
+            seq_lens=o["seq_lens"],
+            block_table=o["block_table"],
+            max_query=most,
+            max_kv=longest,
+            tree_mask=o.get("tree_mask"),
+            uniform=not padding and len(set(new)) == 1 and most == new[0],
+        )
+        return {"out": kernels.paged_attention(o["q"], o["k_cache"], o["v_cache"], metadata, scale=scale, window=window)}
+
+    parts, first = [], 0
+    for row, count in enumerate(new):
+        own = None if mask is None else mask[first : first + count, :count]
+        queries = q[first : first + count].double()
+        parts.append(attend(queries, keys[row], values[row], own, window, scale, dtype))
+        first += count
+    rest = torch.zeros(padding, heads, size, dtype=torch.float64)
+    value = torch.cat([part.value for part in parts] + [rest])
+    error = torch.cat([part.error for part in parts] + [rest + NOWHERE])
+    return Problem(operands, call, {"out": bounds.Number(value, error)})
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, tree: Tensor | None, window: int, scale: float, dtype: torch.dtype
+) -> bounds.Number:
+    """Attention of one sequence's ``q`` [n, Hq, D] over its ``keys`` and ``values`` [L, Hkv, D], all float64.
+
+    Scores lose what their sum of D products loses, and a query may be scaled in its own dtype first. A weight is off by that
+    of the scores, twice since all weights are divided by their sum, and may be rounded to the dtype before the last product.
+    """
+    count, total, size = q.shape[0], keys.shape[0], q.shape[-1]
+    group = q.shape[1] // keys.shape[1]
+    k, v = (part.repeat_interleave(group, dim=1).transpose(0, 1) for part in (keys, values))  # [Hq, L, D]
+    queries = q.transpose(0, 1)
+    place, node = torch.arange(total), torch.arange(count)
+    index = place - (total - count)
+    visible = index <= node.unsqueeze(1)
+    if tree is not None:
+        visible = (index < 0) | tree[:, index.clamp(min=0)]
+    if window:
+        visible = visible & (index > node.unsqueeze(1) - window)
+    scores = (queries @ k.transpose(1, 2)) * scale
+    unit = bounds.wide(dtype)
+    loss = (queries.abs() @ k.abs().transpose(1, 2)) * abs(scale)
+    slack = (bounds.growth(size, unit) + bounds.UNIT[dtype]) * loss + 4 * unit * scores.abs() + 8 * unit
+    weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1)
+    worst = slack.masked_fill(~visible, 0.0)
+    mean = (weights * worst).sum(-1, keepdim=True)  # what the sum of all weights is off
+    relative = torch.expm1(worst + mean) + bounds.UNIT[dtype] + bounds.growth(total, unit)
+    value = weights @ v
+    error = (weights * relative) @ v.abs()
+    return bounds.rounded(bounds.Number(value.transpose(0, 1), error.transpose(0, 1)), dtype)
+
+
+# -- rotation and the cache ------------------------------------------------------------------------------------------
+
+
+def _rotary(
+    shape: Shape, dtype: torch.dtype, dice: Dice, tokens: int, kv_heads: int, size: int
+) -> tuple[dict[str, Operand], Tensor]:
+    """cos, sin, caches and slots; which tokens are real. The others write to page 0."""
+    page = _PAGES[shape["page"]]
+    pages = tokens // page + 3
+    slots = dice.order((pages - 1) * page)[:tokens] + page
+    real = torch.arange(tokens) < max(tokens - shape["padding"], 1)
+    slots = torch.where(real, slots, torch.arange(tokens) % page)
+    angle = dice.uniform(tokens, size // 2) * 6.28
+    caches = [dice.normal(pages, page, kv_heads, size, dtype=dtype) for _ in range(2)]
+    for cache in caches:
+        cache[:, -1] = torch.nan  # an entry that nobody may touch keeps what it holds
+    made = {"cos": angle.cos(), "sin": angle.sin()}
+    operands = {name: Operand(value.repeat(1, 2).to(dtype), "wide") for name, value in made.items()}
+    operands |= {"k_cache": Operand(caches[0]), "v_cache": Operand(caches[1]), "slots": Operand(slots)}
+    return operands, real
+
+
+def _written(cache: Tensor, slots: Tensor, made: bounds.Number, real: Tensor) -> bounds.Number:
+    """A cache after the write; page 0 belongs to padding."""
+    page = cache.shape[1]
+    wanted = bounds.exact(cache)
+    wanted.error[0] = NOWHERE
+    wanted.value[0] = torch.nan
+    at = slots[real]
+    wanted.value[at // page, at % page] = made.value[real]
+    wanted.error[at // page, at % page] = made.error[real]
+    return wanted
+
+
+def _of_real(x: bounds.Number, real: Tensor) -> bounds.Number:
+    """Padding may give anything finite."""
+    return bounds.Number(x.value, torch.where(real.view(-1, *[1] * (x.value.dim() - 1)), x.error, NOWHERE))
+
+
+def _rope(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    heads, kv_heads = _HEADS[shape["heads"]]
+    tokens, size = shape["tokens"], _SIZES[shape["size"]]
+    q, k, v = (dice.normal(tokens, n, size, dtype=dtype) for n in (heads, kv_heads, kv_heads))
+    operands, real = _rotary(shape, dtype, dice, tokens, kv_heads, size)
+    cos, sin, slots = (operands[name].tensor for name in ("cos", "sin", "slots"))
+    turned = {name: bounds.rotate(bounds.exact(x), cos, sin, dtype) for name, x in (("q", q), ("k", k))}
+    wanted = {name: _of_real(x, real) for name, x in turned.items()}
+    wanted["k_cache"] = _written(operands["k_cache"].tensor, slots, turned["k"], real)
+    wanted["v_cache"] = _written(operands["v_cache"].tensor, slots, bounds.exact(v), real)
+    operands |= {"q": Operand(q, "wide"), "k": Operand(k, "wide"), "v": Operand(v, "wide")}
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        names = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "slots")
+        kernels.rope_write_cache(*(o[name] for name in names))
+        return {}
+
+    return Problem(operands, call, wanted)
+
+
+def _turned(
+    made: bounds.Number, operands: Mapping[str, Operand], heads: int, kv_heads: int, real: Tensor, dtype: torch.dtype
+) -> dict[str, bounds.Number]:
+    """Queries, and both caches, of a product [T, (Hq + 2 Hkv) D]. Rotation may work on a product that isn't rounded."""
+    size = operands["k_cache"].tensor.shape[-1]
+    value, error = (x.view(-1, heads + 2 * kv_heads, size) for x in (made.value, made.error))
+    cuts = (heads, kv_heads, kv_heads)
+    q, k, v = (bounds.Number(*pair) for pair in zip(value.split(cuts, 1), error.split(cuts, 1), strict=True))
+    cos, sin, slots = (operands[name].tensor for name in ("cos", "sin", "slots"))
+    k = bounds.rotate(k, cos, sin, dtype)
+    return {
+        "out": _of_real(bounds.rotate(q, cos, sin, dtype), real),
+        "k_cache": _written(operands["k_cache"].tensor, slots, k, real),
+        "v_cache": _written(operands["v_cache"].tensor, slots, v, real),
+    }
+
+
+def _of(o: Mapped) -> RotaryArgs:
+    return RotaryArgs(o["cos"], o["sin"], o["k_cache"], o["v_cache"], o["slots"])
+
+
+def _linear_rope(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    heads, kv_heads = _HEADS[shape["heads"]]
+    size, inner = _SIZES[shape["size"]], shape["inner"]
+    operands, real = _rotary(shape, dtype, dice, shape["tokens"], kv_heads, size)
+    x = dice.factors(shape["tokens"], inner, dtype=dtype)
+    rows = (heads + 2 * kv_heads) * size
+    weight = dice.normal(rows, inner, dtype=dtype, scale=inner**-0.5)
+    bias = dice.normal(rows, dtype=dtype) if shape["bias"] else None
+    operands |= {"x": Operand(x), "weight": Operand(weight)} | ({} if bias is None else {"bias": Operand(bias)})
+    made = bounds.product(bounds.exact(x), weight, bias, dtype)
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        return {"out": kernels.linear_rope_write_cache(Product(o["x"], o["weight"], o.get("bias")), _of(o))}
+
+    return Problem(operands, call, _turned(made, operands, heads, kv_heads, real, dtype))
+
+
+def _norm_linear_rope(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    heads, kv_heads = _HEADS[shape["heads"]]
+    size = _SIZES[shape["size"]]
+    operands, grown, middle = normed({**shape, "layout": 0}, dtype, dice)
+    more, real = _rotary(shape, dtype, dice, shape["tokens"], kv_heads, size)
+    rows = (heads + 2 * kv_heads) * size
+    qkv = dice.normal(rows, shape["outer"], dtype=dtype, scale=shape["outer"] ** -0.5)
+    bias = dice.normal(rows, dtype=dtype) if shape["bias"] else None
+    operands |= more | {"qkv": Operand(qkv)} | ({} if bias is None else {"qkv_bias": Operand(bias)})
+    wanted = _turned(taken(middle, qkv, bias, dtype), operands, heads, kv_heads, real, dtype)
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        added, weights = Product(o["x"], o["weight"], o.get("bias")), (o["qkv"], o.get("qkv_bias"))
+        return {"out": kernels.norm_linear_rope_write_cache(added, o["residual"], o["norm"], EPS, *weights, _of(o))}
+
+    return Problem(operands, call, {**wanted, "residual": grown})
+
+
+def _move(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    """Moves that overlap, some onto themselves, some of padding within page 0."""
+    page, size, moves = _PAGES[shape["page"]], _SIZES[shape["size"]], shape["moves"]
+    pages = moves // page + 3
+    caches = [dice.normal(pages, page, 2, size, dtype=dtype) for _ in range(2)]
+    sources = dice.whole(page, pages * page, moves)
+    destinations = dice.order((pages - 1) * page)[:moves] + page
+    half = moves // 2
+    sources[:half] = destinations[:half].roll(1)  # a ring: each source is another's destination
+    destinations[half : half + moves // 8] = sources[half : half + moves // 8] = 0
+    if moves > 8:
+        kept = torch.ones(pages * page, dtype=torch.bool)
+        kept[destinations] = False
+        alone = int(kept[page:].nonzero()[0]) + page
+        sources[-1] = destinations[-1] = alone
+    wanted = {}
+    for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
+        after = cache.view(-1, 2, size).clone()
+        after[destinations] = after[sources].clone()
+        wanted[name] = bounds.exact(after.view(cache.shape))
+    operands = {"k_cache": Operand(caches[0]), "v_cache": Operand(caches[1])}
+    operands |= {"sources": Operand(sources), "destinations": Operand(destinations)}
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        kernels.move_cache(o["k_cache"], o["v_cache"], o["sources"], o["destinations"])
+        return {}
+
+    return Problem(operands, call, wanted)
+
+
+_HEAD, _SIZE, _PAGE = st.integers(0, len(_HEADS) - 1), st.integers(0, len(_SIZES) - 1), st.integers(0, len(_PAGES) - 1)
+_FLAG = st.integers(0, 1)
+_BATCHES = {
+    "batch": st.integers(1, 6),
+    "new": st.one_of(st.integers(1, 9), st.sampled_from((33, 65))),
+    "context": st.one_of(st.integers(0, 300), st.sampled_from((511, 512, 1023, 1025))),
+    "ragged": _FLAG,
+    "tree": _FLAG,
+    "window": st.sampled_from((0, 0, 1, 9)),
+    "padding": st.sampled_from((0, 0, 1, 5)),
+    "heads": _HEAD,
+    "size": _SIZE,
+    "page": _PAGE,
+}
+_PLAIN = {"ragged": 0, "tree": 0, "window": 0, "padding": 0, "heads": 2, "size": 0, "page": 1}
+_ROTARY = {"tokens": TOKENS, "heads": _HEAD, "size": _SIZE, "page": _PAGE, "padding": st.sampled_from((0, 3))}
+_TURNED = {"tokens": 17, "heads": 2, "size": 0, "page": 1, "padding": 3}
+_INNER = st.sampled_from((40, 96, 264, 520))
+ATTENTION = (
+    Drawn(
+        "paged_attention",
+        _attention,
+        _BATCHES,
+        (
+            {**_PLAIN, "batch": 2, "new": 1, "context": 4500},
+            {**_PLAIN, "batch": 3, "new": 9, "context": 2100, "tree": 1, "ragged": 1, "size": 2, "heads": 3},
+            {**_PLAIN, "batch": 3, "new": 70, "context": 131, "ragged": 1, "padding": 5, "size": 1},
+            {**_PLAIN, "batch": 2, "new": 5, "context": 1500, "window": 9, "heads": 1, "size": 3, "page": 3},
+            {**_PLAIN, "batch": 260, "new": 1, "context": 30, "heads": 0, "page": 0},
+        ),
+    ),
+    Drawn("rope_write_cache", _rope, _ROTARY, (_TURNED, {**_TURNED, "tokens": 257, "size": 2, "heads": 3, "page": 0})),
+    Drawn(
+        "linear_rope_write_cache",
+        _linear_rope,
+        {**_ROTARY, "inner": _INNER, "bias": _FLAG},
+        ({**_TURNED, "inner": 520, "bias": 1}, {**_TURNED, "tokens": 130, "inner": 40, "bias": 0, "size": 1}),
+    ),
+    Drawn(
+        "norm_linear_rope_write_cache",
+        _norm_linear_rope,
+        {**_ROTARY, "inner": _INNER, "outer": _INNER, "bias": _FLAG},
+        ({**_TURNED, "inner": 520, "outer": 96, "bias": 1}, {**_TURNED, "tokens": 130, "inner": 40, "outer": 264, "bias": 0}),
+    ),
+    Drawn(
+        "move_cache",
+        _move,
+        {"moves": st.one_of(st.integers(1, 40), st.sampled_from((255, 257))), "size": _SIZE, "page": _PAGE},
+        ({"moves": 33, "size": 0, "page": 1}, {"moves": 300, "size": 1, "page": 0}),
+    ),
+)

@@ -1,0 +1,293 @@
+"""Drawn bookkeeping of an iteration: copies of rows, places of tokens, accepted tokens, and what a probe finds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outrider.device import KernelSet, RequestInputs, RequestRows
+from outrider_conformance.drawn import bounds
+from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape, Wanted
+
+Mapped = Mapping[str, Tensor]
+
+
+def _rows(dice: Dice, batch: int, requests: int) -> Tensor:
+    """Distinct rows of requests; where there are several, some padding (row 0)."""
+    rows = dice.order(requests - 1)[:batch] + 1
+    if batch > 2:
+        rows[1] = 0
+    if batch > 4:
+        rows[-1] = 0
+    return rows
+
+
+def _state(shape: Shape, dtype: torch.dtype, dice: Dice) -> Tensor:
+    many = (shape["batch"] + 4, *((3,) if shape["deep"] else ()), shape["width"])
+    return dice.normal(*many, dtype=dtype)
+
+
+def _gather(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    state = _state(shape, dtype, dice)
+    rows = dice.whole(0, state.shape[0], shape["batch"])
+    rows[-1] = state.shape[0] - 1
+    operands = {"state": Operand(state), "rows": Operand(rows)}
+    wanted = {"out": bounds.exact(state[rows])}
+    return Problem(operands, lambda k, o: {"out": k.gather_rows(o["state"], o["rows"])}, wanted)
+
+
+def _scatter(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    state = _state(shape, dtype, dice)
+    rows = _rows(dice, shape["batch"], state.shape[0])
+    values = dice.normal(shape["batch"], *state.shape[1:], dtype=dtype)
+    after = state.clone()
+    after[rows[rows > 0]] = values[rows > 0]
+    operands = {"state": Operand(state), "rows": Operand(rows), "values": Operand(values, "wide")}
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        kernels.scatter_rows(o["state"], o["rows"], o["values"])
+        return {}
+
+    return Problem(operands, call, {"state": bounds.exact(after)})
+
+
+_OF_REQUESTS = ("rows", "lens", "last_tokens", "seeds", "temperature", "tables")
+
+
+def _requests(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    batch, requests, by_row = shape["batch"], shape["batch"] + 4, bool(shape["flag"])
+    rows = _rows(dice, batch, requests)
+    state = {
+        "rows": rows,
+        "lens": dice.whole(0, 5000, requests if by_row else batch),
+        "last_tokens": dice.whole(0, 1 << 20, requests),
+        "seeds": dice.whole(-(1 << 62), 1 << 62, requests),
+        "temperature": dice.uniform(requests),
+        "tables": dice.whole(0, 1 << 20, requests, shape["width"], dtype=torch.int32),
+    }
+    wanted: dict[str, Wanted] = {}
+    for name, value in state.items():
+        taken = value if name == "rows" or (name == "lens" and not by_row) else value[rows]
+        wanted[f"own_{name}"] = taken if not taken.is_floating_point() else bounds.exact(taken)
+    own = {f"own_{name}": Operand(torch.zeros(batch, *value.shape[1:], dtype=value.dtype)) for name, value in state.items()}
+    wanted["found"] = torch.full((batch, 6), -1)
+    operands = {name: Operand(value) for name, value in state.items()} | own
+    operands["found"] = Operand(torch.zeros(batch, 6, dtype=torch.int64), "wide")
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        read = RequestRows(o["last_tokens"], o["seeds"], o["temperature"], o["tables"])
+        mine = RequestInputs(*(o[f"own_{name}"] for name in _OF_REQUESTS))
+        kernels.gather_requests(o["rows"], o["lens"], read, mine, o["found"], lens_by_row=by_row)
+        return {}
+
+    return Problem(operands, call, wanted)
+
+
+def _spoil(numbers: Tensor, dice: Dice) -> Tensor:
+    """NaN in some rows, more than one of them, at the very ends too; infinity, which is none."""
+    flat = numbers.view(numbers.shape[0], -1)
+    size = flat.shape[1]
+    flat[0, -1] = torch.nan
+    for row in range(1, flat.shape[0]):
+        kind = int(dice.whole(0, 4, 1))
+        if kind == 1:
+            flat[row, dice.whole(0, size, 3)] = torch.nan
+        elif kind == 2:
+            flat[row, 0] = flat[row, -1] = torch.nan
+        elif kind == 3:
+            flat[row, -1] = torch.inf
+    return numbers
+
+
+def _first(bad: Tensor, values: Tensor | None) -> Tensor:
+    index = torch.where(bad.any(1), bad.to(torch.int8).argmax(1), -1)
+    value = torch.full_like(index, -1)
+    if values is not None:
+        value = torch.where(index >= 0, values.gather(1, index.clamp(min=0).unsqueeze(1)).squeeze(1), -1)
+    return torch.stack((index, value), dim=1)
+
+
+def _find(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    x = _spoil(dice.normal(shape["batch"], shape["width"], dtype=dtype), dice)
+    operands = {
+        "x": Operand(x, "wide" if shape["flag"] else "rows"),
+        "found": Operand(torch.zeros(shape["batch"], 2, dtype=torch.int64), "wide"),
+    }
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        kernels.find_nan(o["x"], o["found"])
+        return {}
+
+    return Problem(operands, call, {"found": _first(x.isnan(), None)})
+
+
+def _checked(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    """Numbers, looked at for NaN."""
+    source = _spoil(dice.normal(shape["batch"] + 3, 2, shape["width"], dtype=dtype), dice)
+    return _looked(source, None, shape, dice)
+
+
+def _checked_tokens(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    """Whole numbers within bounds, or out of them by one or by far."""
+    low, high = int(dice.whole(-3, 3, 1)), int(dice.whole(5, 2000, 1))
+    source = dice.whole(low, high, shape["batch"] + 3, shape["width"] % 30 + 1)
+    for row in range(source.shape[0]):
+        bad = (None, low - 1, high, 1 << 40, -(1 << 40), high - 1)[int(dice.whole(0, 6, 1))]
+        if bad is not None:
+            source[row, dice.whole(0, source.shape[1], 2)] = bad
+    source[0, -1] = high
+    return _looked(source, (low, high), shape, dice)
+
+
+def _looked(source: Tensor, limits: tuple[int, int] | None, shape: Shape, dice: Dice) -> Problem:
+    rows = dice.whole(0, source.shape[0], shape["batch"]) if shape["flag"] else None
+    value = source if rows is None else source[rows]
+    flat = value.reshape(value.shape[0], -1)
+    if limits is None:
+        found = _first(flat.isnan(), None)
+        out: Wanted = bounds.exact(value)
+    else:
+        found = _first((flat < limits[0]) | (flat >= limits[1]), flat)
+        out = torch.where((found[:, :1] < 0), value, limits[0])
+    operands = {
+        "source": Operand(source),
+        "out": Operand(torch.zeros_like(value)),
+        "found": Operand(torch.zeros_like(found), "wide"),
+    }
+    if rows is not None:
+        operands["rows"] = Operand(rows)
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        kernels.gather_checked(o["source"], o.get("rows"), o["out"], o["found"], bounds=limits)
+        return {}
+
+    return Problem(operands, call, {"out": out, "found": found})
+
+
+def _place(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    batch, count, pages, page = shape["batch"], shape["count"], shape["width"] % 40 + 1, (4, 16, 128)[shape["page"]]
+    ends = int(dice.whole(1, count + 1, 1))
+    capacity = pages * page
+    lens = dice.whole(0, capacity, batch)
+    lens[-1] = capacity - 1  # the table ends among the new tokens
+    if batch > 1:
+        lens[0] = 0
+    tables = dice.whole(1, 10_000, batch, pages, dtype=torch.int32)
+    last = int(dice.whole(capacity // 2, capacity + count, 1))
+    positions, slots = (torch.zeros(batch, count, dtype=torch.int64) for _ in range(2))
+    seq_lens = torch.zeros(batch, ends, dtype=torch.int32)
+    for row in range(batch):
+        for node in range(count):
+            at = int(lens[row]) + node
+            positions[row, node] = min(at, last)
+            index = at // page
+            slots[row, node] = (int(tables[row, index]) if index < pages else 0) * page + at % page
+            if node >= count - ends:
+                seq_lens[row, node - count + ends] = min(at + 1, capacity)
+    names = ("positions", "slots", "seq_lens")
+    values = (positions, slots, seq_lens)
+    operands = {"lens": Operand(lens), "tables": Operand(tables)}
+    layouts = ("wide", "columns", "wide")
+    operands |= {n: Operand(torch.zeros_like(v), how) for n, v, how in zip(names, values, layouts, strict=True)}
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        kernels.place_tokens(o["lens"], o["tables"], page, last, *(o[name] for name in names))
+        return {}
+
+    return Problem(operands, call, dict(zip(names, values, strict=True)))
+
+
+def _decided(dice: Dice, batch: int, count: int) -> tuple[Tensor, Tensor]:
+    """Tokens [B, E], -1 behind the decided one, and how many were accepted, none and all among them."""
+    accepted = dice.whole(0, count, batch)
+    accepted[0] = count - 1
+    tokens = dice.whole(0, 1 << 20, batch, count)
+    tokens[torch.arange(count) > accepted.unsqueeze(1)] = -1
+    return tokens, accepted
+
+
+def _publish(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    batch, requests = shape["batch"], shape["batch"] + 4
+    rows = _rows(dice, batch, requests)
+    tokens, accepted = _decided(dice, batch, shape["count"])
+    lens = dice.whole(0, 5000, batch)
+    lengths, last = dice.whole(0, 5000, requests), dice.whole(0, 1 << 20, requests)
+    lengths[0] = last[0] = 0
+    wanted_lengths, wanted_last = lengths.clone(), last.clone()
+    for index, row in enumerate(rows.tolist()):
+        if row:
+            wanted_lengths[row] = lens[index] + accepted[index] + 1
+            wanted_last[row] = tokens[index, accepted[index]]
+    wanted: dict[str, Wanted] = {
+        "lengths": wanted_lengths,
+        "last_tokens": wanted_last,
+        "results": torch.cat((accepted.unsqueeze(1), tokens), dim=1),
+        "own_tokens": tokens,
+        "own_accepted": accepted,
+    }
+    operands = {name: Operand(value) for name, value in (("rows", rows), ("lens", lens), ("tokens", tokens))}
+    operands |= {"accepted": Operand(accepted), "lengths": Operand(lengths), "last_tokens": Operand(last)}
+    operands["results"] = Operand(torch.zeros(batch, 1 + shape["count"], dtype=torch.int64), "wide")
+    operands |= {"own_tokens": Operand(torch.zeros_like(tokens)), "own_accepted": Operand(torch.zeros_like(accepted))}
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        decided, own = (o["tokens"], o["accepted"]), (o["own_tokens"], o["own_accepted"])
+        kernels.publish_accepted(o["rows"], o["lens"], decided, o["lengths"], o["last_tokens"], o["results"], own)
+        return {}
+
+    return Problem(operands, call, wanted)
+
+
+def _extend(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    batch, count = shape["batch"], shape["count"]
+    tokens, accepted = _decided(dice, batch, count)
+    lens = dice.whole(0, 5000, batch)
+    wanted: dict[str, Wanted] = {
+        "following": tokens.clamp(min=0),
+        "last": torch.arange(batch) * count + accepted,
+        "positions": lens + accepted + 2,
+    }
+    operands = {"lens": Operand(lens), "tokens": Operand(tokens), "accepted": Operand(accepted)}
+    operands |= {name: Operand(torch.zeros_like(value)) for name, value in wanted.items() if isinstance(value, Tensor)}
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        names = ("lens", "tokens", "accepted", "following", "last", "positions")
+        kernels.place_accepted(*(o[name] for name in names))
+        return {}
+
+    return Problem(operands, call, wanted)
+
+
+_BATCH = st.one_of(st.integers(1, 9), st.sampled_from((64, 65, 257)))
+_WIDTH = st.one_of(st.integers(1, 70), st.sampled_from((1024, 1025, 4099)))
+_FLAG = st.integers(0, 1)
+_COUNT = st.integers(1, 9)
+_FEW, _WIDE, _TALL = {"batch": 6, "width": 24}, {"batch": 3, "width": 4099}, {"batch": 300, "width": 35}
+
+
+def _corners(**more: int) -> list[dict[str, int]]:
+    return [{**corner, **more} for corner in (_FEW, _WIDE, _TALL)]
+
+
+_ROWS = {"batch": _BATCH, "width": _WIDTH, "deep": _FLAG}
+_LOOKED = {"batch": _BATCH, "width": _WIDTH, "flag": _FLAG}
+BOOKKEEPING = (
+    Drawn("gather_rows", _gather, _ROWS, _corners(deep=1)),
+    Drawn("scatter_rows", _scatter, _ROWS, _corners(deep=1)),
+    Drawn("gather_requests", _requests, _LOOKED, [*_corners(flag=0), *_corners(flag=1)], choices=True),
+    Drawn("find_nan", _find, _LOOKED, [*_corners(flag=0), *_corners(flag=1)]),
+    Drawn("gather_checked", _checked, _LOOKED, [*_corners(flag=0), *_corners(flag=1)]),
+    Drawn("gather_checked, whole numbers", _checked_tokens, _LOOKED, [*_corners(flag=0), *_corners(flag=1)], choices=True),
+    Drawn(
+        "place_tokens",
+        _place,
+        {"batch": _BATCH, "width": _WIDTH, "count": _COUNT, "page": st.integers(0, 2)},
+        [*_corners(count=5, page=0), *_corners(count=9, page=1), *_corners(count=1, page=2)],
+        choices=True,
+    ),
+    Drawn("publish_accepted", _publish, {"batch": _BATCH, "count": _COUNT}, _corners(count=5)[::2], choices=True),
+    Drawn("place_accepted", _extend, {"batch": _BATCH, "count": _COUNT}, _corners(count=5)[::2], choices=True),
+)

@@ -1,0 +1,126 @@
+"""Numbers in float64 with a bound of their error, carried through each operation of a kernel.
+
+A bound comes from the operation: its length, the magnitudes that it adds, and the unit roundoff of the dtype. Kernels add up
+float16 and bfloat16 in float32. Sums of n terms use Higham and Mary's probabilistic bound (2019), lambda * sqrt(n) * u times
+the sum of magnitudes, which no order of summation exceeds in practice; never more than the certain bound n * u.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+_TINY = {torch.float64: 2.0**-1074, torch.float32: 2.0**-149, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
+_LAMBDA = 8.0
+_PARTS = 2.0
+"""Roundings of partial sums to a half dtype: a library may split a sum among programs that leave their parts rounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """``value`` float64 and ``error``, of one shape: how far a right result may be from it. Infinite: anything finite."""
+
+    value: Tensor
+    error: Tensor
+
+
+def exact(x: Tensor) -> Number:
+    """What the operand holds."""
+    value = x.to(torch.float64, copy=True)
+    return Number(value, torch.zeros_like(value))
+
+
+def wide(dtype: torch.dtype) -> float:
+    """Unit roundoff of statistics and sums."""
+    return UNIT[torch.float64 if dtype is torch.float64 else torch.float32]
+
+
+def growth(count: int, unit: float) -> float:
+    """Relative to the sum of magnitudes: what adding ``count`` terms may lose."""
+    return float(min(count, _LAMBDA * count**0.5) * unit)
+
+
+def rounded(x: Number, dtype: torch.dtype, times: float = 1.0) -> Number:
+    """``x`` after ``times`` roundings to ``dtype``."""
+    return Number(x.value, x.error + times * UNIT[dtype] * (x.value.abs() + x.error) + times * _TINY[dtype])
+
+
+def add(x: Number, y: Number, dtype: torch.dtype) -> Number:
+    """The sum, rounded to ``dtype``. Either operand may come rounded: the caller says so."""
+    return rounded(Number(x.value + y.value, x.error + y.error), dtype)
+
+
+def product(x: Number, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Number:
+    """``x @ weight.T + bias``, rounded to ``dtype``."""
+    w = weight.double()
+    magnitude = x.value.abs() @ w.abs().T
+    value = x.value @ w.T
+    error = x.error @ w.abs().T + growth(w.shape[-1], wide(dtype)) * magnitude
+    if dtype in (torch.float16, torch.bfloat16):
+        error = error + _PARTS * UNIT[dtype] * magnitude
+    if bias is None:
+        return rounded(Number(value, error), dtype)
+    error = error + UNIT[dtype] * value.abs()  # the bias may meet a product that is rounded already
+    return rounded(Number(value + bias.double(), error), dtype)
+
+
+def silu_mul(gate: Number, up: Number, dtype: torch.dtype) -> Number:
+    """``silu(gate) * up``: the activation and the product are rounded. The slope of silu stays below 1.1."""
+    active = Number(gate.value * torch.sigmoid(gate.value), 1.1 * gate.error)
+    active = rounded(rounded(active, dtype), _statistics(dtype), 8.0)
+    error = active.error * (up.value.abs() + up.error) + active.value.abs() * up.error
+    return rounded(Number(active.value * up.value, error), dtype)
+
+
+def rms_norm(x: Number, weight: Tensor, eps: float, dtype: torch.dtype) -> Number:
+    """The norm over the last dimension: its factor in float32, then the row and its product with the weight rounded."""
+    size = x.value.shape[-1]
+    mean = x.value.square().mean(-1, keepdim=True) + eps
+    factor = mean.rsqrt()
+    moved = (2 * x.value.abs() * x.error + x.error.square()).mean(-1, keepdim=True) / mean
+    relative = 0.5 * moved + growth(size, wide(dtype)) + 8 * wide(dtype)
+    normed = x.value * factor
+    error = x.error * factor * (1 + relative) + normed.abs() * relative
+    w = weight.double()
+    return rounded(Number(normed * w, error * w.abs()), dtype, 2.0)
+
+
+def rotate(x: Number, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Number:
+    """Halves of the last dimension turned, [T, heads, D] by [T, D]: two products and their sum, each rounded."""
+    half = x.value.shape[-1] // 2
+    c, s = cos.double().unsqueeze(1), sin.double().unsqueeze(1)
+
+    def turned(part: Tensor, sign: float) -> Tensor:
+        return torch.cat((sign * part[..., half:], part[..., :half]), dim=-1)
+
+    value = x.value * c + turned(x.value, -1.0) * s
+    magnitude = x.value.abs() * c.abs() + turned(x.value.abs(), 1.0) * s.abs()
+    error = x.error * c.abs() + turned(x.error, 1.0) * s.abs()
+    return Number(value, error + 3 * UNIT[dtype] * (magnitude + error) + 3 * _TINY[dtype])
+
+
+def _statistics(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def compare(made: Tensor, wanted: Number, what: str) -> None:
+    """Fail where ``made``, on the host, is further off than the bound; NaN and infinity must be where they belong."""
+    assert tuple(made.shape) == tuple(wanted.value.shape), (
+        f"{what}: shape {tuple(made.shape)}, expected {tuple(wanted.value.shape)}"
+    )
+    found, free = made.double(), wanted.error.isinf()
+    assert not (free & ~found.isfinite() & wanted.value.isfinite()).any(), f"{what}: NaN or infinity for padding"
+    alike = (found == wanted.value) | (found.isnan() & wanted.value.isnan()) | free
+    off = (found - wanted.value).abs()
+    bad = ~alike & ~(off <= wanted.error)
+    if not bad.any():
+        return
+    first = [int(index) for index in bad.nonzero()[0]]
+    at = tuple(first)
+    raise AssertionError(
+        f"{what}: {int(bad.sum())} of {bad.numel()} are further off than rounding allows; at {first} found "
+        f"{found[at].item():.9g}, expected {wanted.value[at].item():.9g} within {wanted.error[at].item():.3g}"
+    )

@@ -1,0 +1,77 @@
+"""Running a drawn problem on a backend, and judging results, written operands and everything beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from outrider.device import KernelSet, Stream
+from outrider_conformance.drawn.bounds import Number, compare
+from outrider_conformance.drawn.problem import Operand, Placed, Problem, same_bits
+from outrider_conformance.lab import Lab
+
+
+def judge(lab: Lab, stream: Stream, problem: Problem, *, again: bool = False, slow: bool = False) -> None:
+    """Run ``problem`` on ``stream``. ``again``: a second call with other values must leave the first one's results alone."""
+    backend = lab.backend
+    kernels = backend.kernels_in_use
+    placed = _place(lab, stream, problem.operands)
+    other = _place(lab, stream, _disturbed(problem)) if again else {}
+    stream.synchronize()
+    if slow:
+        lab.slow(stream)
+    with backend.on(stream):
+        made = dict(problem.call(kernels, {name: one.view for name, one in placed.items()}))
+        if again:
+            problem.call(kernels, {name: one.view for name, one in other.items()})
+    stream.synchronize()
+    _judge(problem, placed, {name: tensor.cpu() for name, tensor in made.items()})
+
+
+def judge_with(kernels: KernelSet, problem: Problem) -> None:
+    """The same for kernels on the host, without a backend."""
+    placed = {name: Placed(operand, torch.device("cpu")) for name, operand in problem.operands.items()}
+    made = problem.call(kernels, {name: one.view for name, one in placed.items()})
+    _judge(problem, placed, {name: tensor.clone() for name, tensor in made.items()})
+
+
+def _place(lab: Lab, stream: Stream, operands: Mapping[str, Operand]) -> dict[str, Placed]:
+    with lab.backend.on(stream):
+        return {name: Placed(operand, lab.backend.device) for name, operand in operands.items()}
+
+
+def _disturbed(problem: Problem) -> dict[str, Operand]:
+    """Other numbers of the same shapes; whole numbers stay, since they're indices."""
+    return {
+        name: Operand(one.tensor.flip(0) * 0.5 if one.tensor.is_floating_point() else one.tensor, one.layout)
+        for name, one in problem.operands.items()
+    }
+
+
+def _judge(problem: Problem, placed: Mapping[str, Placed], made: dict[str, Tensor]) -> None:
+    for name, one in placed.items():
+        now, kept = one.read()
+        assert kept, f"memory beside the operand {name!r} was written"
+        if name in problem.wanted:
+            made.setdefault(name, now)
+        else:
+            assert same_bits(now, one.before), f"the operand {name!r} was written, which the kernel only reads"
+    for name, wanted in problem.wanted.items():
+        found = made[name]
+        if isinstance(wanted, Number):
+            compare(found, wanted, f"{name!r}")
+            continue
+        assert tuple(found.shape) == tuple(wanted.shape), (
+            f"{name!r}: shape {tuple(found.shape)}, expected {tuple(wanted.shape)}"
+        )
+        wrong = found != wanted
+        if wrong.any():
+            at = tuple(int(index) for index in wrong.nonzero()[0])
+            raise AssertionError(
+                f"{name!r}: {int(wrong.sum())} of {wrong.numel()} differ; at {list(at)} found {found[at].item()}, "
+                f"expected {wanted[at].item()}"
+            )
+    if problem.judge is not None:
+        problem.judge(made)

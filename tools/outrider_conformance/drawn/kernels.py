@@ -1,0 +1,31 @@
+"""Every kernel that is drawn for, by name."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+import torch
+
+from outrider_conformance.drawn.attention import ATTENTION
+from outrider_conformance.drawn.bookkeeping import BOOKKEEPING
+from outrider_conformance.drawn.choices import CHOICES
+from outrider_conformance.drawn.dense import DENSE
+from outrider_conformance.drawn.logits import LOGITS
+from outrider_conformance.drawn.problem import Dice, Drawn, Problem, Shape
+
+KERNELS: Mapping[str, Drawn] = MappingProxyType(
+    {drawn.kernel: drawn for drawn in (*DENSE, *ATTENTION, *CHOICES, *LOGITS, *BOOKKEEPING)}
+)
+
+
+def corners(drawn: Drawn, dtype: torch.dtype, seed: int) -> Iterator[tuple[Shape, Problem]]:
+    """The problems that every run includes; ``seed`` draws their values."""
+    for number, shape in enumerate(drawn.corners):
+        yield shape, problem(drawn, shape, dtype, seed + number)
+
+
+def problem(drawn: Drawn, shape: Shape, dtype: torch.dtype, seed: int) -> Problem:
+    """One problem: the same for the same arguments, in every process."""
+    return drawn.make(shape, dtype, Dice(zlib.crc32(f"{drawn.kernel} {dtype} {seed}".encode())))

@@ -1,0 +1,149 @@
+"""One look at who answers the engine's calls of kernels: the device's own, or the references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from outrider.device import Backend, StepMode
+from outrider.engine.prefill import Prefill
+from outrider.engine.stages import DraftStage, Extend, Verify
+from outrider_conformance import engines
+from outrider_conformance.counting import KernelCalls, counting, layers_of
+from outrider_conformance.kernel_cases import CASES
+
+if TYPE_CHECKING:
+    from outrider_conformance.kit import Kit
+
+USES = ("prefill", "draft", "decode", "verify", "extend")
+"""What the engine calls attention for; decode is verification of nothing but the last token."""
+IN_A_GRAPH = ", in a graph"
+ALONE = "alone"
+"""A call by a test of the kit."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """``calls``: of engines in every declared mode and of the kit's cases, with the backend's page size and dtype.
+
+    ``layers``: the kernel sets that may answer, the outermost first, as (name, overrides, which of these are never used).
+    """
+
+    calls: KernelCalls
+    layers: tuple[tuple[str, frozenset[str], dict[str, str]], ...]
+
+    def judged(self, kernel: str) -> tuple[str, str] | None:
+        """The name of the kernel set that overrides ``kernel``, and why it isn't used here (empty: it is); None: nobody."""
+        for name, overrides, unused in self.layers:
+            if kernel in overrides:
+                return name, unused.get(kernel, "")
+        return None
+
+    def own(self, kernel: str, use: str = "") -> int:
+        """Calls that the kernel set of :meth:`judged` computed itself."""
+        return self._count(kernel, use, own=True)
+
+    def left(self, kernel: str, use: str = "") -> int:
+        """Calls that it left to what it overrides."""
+        return self._count(kernel, use, own=False)
+
+    def _count(self, kernel: str, use: str, *, own: bool) -> int:
+        judged = self.judged(kernel)
+        return sum(
+            count
+            for call, count in self.calls.counts.items()
+            if judged is not None
+            and (call.kernels, call.kernel, call.own) == (judged[0], kernel, own)
+            and use in ("", call.use.removesuffix(IN_A_GRAPH))
+        )
+
+    def shapes(self, kernel: str) -> str:
+        """The shapes that were left to others, for a message."""
+        found = {call.shape for call in self.calls.counts if call.kernel == kernel and not call.own}
+        return "; ".join(sorted(found)[:4])
+
+
+def modes_of(backend: Backend) -> tuple[str, ...]:
+    """The step modes that the backend's policy allows; ``graphs`` is staged mode whose stages are replayed from graphs."""
+    sync, has = backend.speculative_sync, backend.capabilities
+    rebinds = not sync.exact_host_lengths or (sync.rebind_params and has.updates_graph_params)
+    runs = {
+        "staged": StepMode.STAGED in sync.step_modes,
+        "graphs": StepMode.STAGED in sync.step_modes and has.captures_graphs and rebinds,
+        "fused": StepMode.FUSED in sync.step_modes and not backend.kernels_in_use.plans_on_host,
+    }
+    return tuple(mode for mode in engines.MODES if runs[mode])
+
+
+def observe(kit: Kit) -> Observed:
+    """Run the engine in every declared mode, plainly and with a draft, and each kernel's cases; count who answers.
+
+    What they compute is judged by other tests.
+    """
+    if kit.observed is None:
+        backend = kit.open()
+        with counting(backend.kernels_in_use) as calls:
+            _engines(backend, calls)
+            _cases(backend, calls)
+        backend.synchronize()
+        kit.observed = Observed(
+            calls,
+            tuple(
+                (each.name, calls.overridden[each.name], dict(each.unused_overrides()))
+                for each in layers_of(backend.kernels_in_use)
+            ),
+        )
+    return kit.observed
+
+
+def _engines(backend: Backend, calls: KernelCalls) -> None:
+    dtype, page_size = engines.preferred(backend), backend.capabilities.page_size
+    with _named(backend, calls):
+        for mode in modes_of(backend):
+            for speculate in ("none", "eagle"):
+                engine = engines.engine_on(
+                    backend,
+                    speculate=speculate,
+                    overlap=True,
+                    dtype=dtype,
+                    page_size=page_size,
+                    mode=mode,
+                    buckets=(engines.MAX_REQUESTS,),
+                )
+                engines.run(engine, engines.PROMPTS[:2], 8)
+
+
+def _cases(backend: Backend, calls: KernelCalls) -> None:
+    stream = backend.create_stream("cases")
+    dtype = engines.DTYPES[engines.preferred(backend)]
+    for case in CASES.values():
+        host = case.make(dtype)
+        with backend.on(stream), calls.during(ALONE):
+            case.call(backend.kernels_in_use, {name: tensor.to(backend.device) for name, tensor in host.items()})
+        stream.synchronize()
+
+
+@contextmanager
+def _named(backend: Backend, calls: KernelCalls) -> Generator[None]:
+    """Calls that the engine's stages make are counted for what the stage does."""
+
+    def naming(kind: type, method: str, use: Callable[[Any], str]) -> Any:
+        own = getattr(kind, method)
+
+        def run(stage: Any, *args: Any) -> Any:
+            capture = backend.active_capture
+            graph = IN_A_GRAPH if capture is not None and not capture.rehearsal else ""
+            with calls.during(use(stage) + graph):
+                return own(stage, *args)
+
+        return patch.object(kind, method, run)
+
+    with ExitStack() as stack:
+        stack.enter_context(naming(Prefill, "launch", lambda _: "prefill"))
+        stack.enter_context(naming(DraftStage, "run", lambda _: "draft"))
+        stack.enter_context(naming(Verify, "run", lambda stage: "verify" if stage.host_params["verify"] > 1 else "decode"))
+        stack.enter_context(naming(Extend, "run", lambda _: "extend"))
+        yield

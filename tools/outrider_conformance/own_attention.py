@@ -1,0 +1,182 @@
+"""Attention as the engine asks for it: pages and dtypes that it prefers, host lengths where its policy wants any."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from outrider.device import AttentionMetadata, Backend, CaptureContext, HostParam, KernelSet, Stream
+from outrider_conformance.counting import calls_of, layers_of
+from outrider_conformance.lab import Lab
+
+_HEADS, _KV_HEADS, _SIZE = 4, 2, 64
+_SCALE = 0.125
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+_LENGTHS = "lengths"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """``new`` tokens of each sequence. ``context``: tokens cached before, in pages, so that any page size has its ends."""
+
+    new: tuple[int, ...]
+    context: tuple[float, ...]
+    tree: bool = False
+    window: int = 0
+    padding: int = 0
+
+    @property
+    def uniform(self) -> bool:
+        """As the engine knows it: the sequences are of one length, and there is no padding."""
+        return len(set(self.new)) == 1 and not self.padding
+
+    def lengths(self, page_size: int) -> list[int]:
+        """Cached tokens, the new ones included."""
+        return [n + int(c * page_size) for n, c in zip(self.new, self.context, strict=True)]
+
+
+SHAPES: Mapping[str, Shape] = MappingProxyType(
+    {
+        "decoding": Shape((1, 1, 1), (0.1, 1.0, 1.5)),
+        "a chain": Shape((4, 4, 4), (0.0, 0.99, 1.9)),
+        "a tree": Shape((5, 5), (0.5, 1.0), tree=True),
+        "a window": Shape((3, 3), (0.3, 1.2), window=9),
+        "a ragged prompt": Shape((7, 1, 20), (0.0, 0.25, 1.0)),
+        "padding": Shape((3, 2), (0.1, 1.0), padding=3),
+    }
+)
+
+
+class OwnBatch:
+    """Operands of a shape: keys and values behind each sequence, and in page 0, are NaN."""
+
+    def __init__(self, backend: Backend, shape: Shape, dtype: torch.dtype, *, room: int = 0) -> None:
+        self.backend, self.shape, self.dtype = backend, shape, dtype
+        page = self.page_size = backend.capabilities.page_size
+        draw = torch.Generator().manual_seed(11)
+        lengths = shape.lengths(page)
+        columns = max(2, -(-(max(lengths) + room) // page))
+        pages = 1 + len(lengths) * columns
+        table = (torch.randperm(pages - 1, generator=draw) + 1).view(len(lengths), columns).to(torch.int32)
+        caches = [torch.randn(pages, page, _KV_HEADS, _SIZE, generator=draw).to(dtype) for _ in "kv"]
+        kept = torch.zeros(pages, page, dtype=torch.bool)
+        filled = torch.tensor(lengths).unsqueeze(1) + room > torch.arange(columns * page)
+        kept[table.long()] = filled.view(len(lengths), columns, page)
+        for cache in caches:
+            cache[~kept] = torch.nan
+        tokens = sum(shape.new) + shape.padding
+        starts = [sum(shape.new[:index]) for index in range(len(lengths) + 1)]
+        self.host: dict[str, Tensor] = {
+            "q": torch.randn(tokens, _HEADS, _SIZE, generator=draw).to(dtype),
+            "k_cache": caches[0],
+            "v_cache": caches[1],
+            "query_start": torch.tensor(starts, dtype=torch.int32),
+            "seq_lens": torch.tensor(lengths, dtype=torch.int32),
+            "block_table": table,
+        }
+        if shape.tree:
+            lane = torch.arange(max(shape.new))
+            branches = ((lane[:, None] - lane) % 2 == 0) & (lane[:, None] >= lane) | (lane == 0)
+            self.host["tree_mask"] = branches.repeat(len(lengths), 1)
+
+    def upload(self, stream: Stream) -> dict[str, Tensor]:
+        """On the device."""
+        with self.backend.on(stream):
+            made = {name: tensor.to(self.backend.device, copy=True) for name, tensor in self.host.items()}
+        stream.synchronize()
+        return made
+
+    def attend(self, kernels: KernelSet, o: Mapping[str, Tensor], exact: HostParam | None) -> Tensor:
+        """What the engine would call."""
+        metadata = AttentionMetadata(
+            query_start=o["query_start"],
+            seq_lens=o["seq_lens"],
+            block_table=o["block_table"],
+            max_query=max(self.shape.new),
+            max_kv=o["block_table"].shape[1] * self.page_size,
+            tree_mask=o.get("tree_mask"),
+            uniform=self.shape.uniform,
+            seq_lens_host=exact,
+        )
+        out = kernels.paged_attention(o["q"], o["k_cache"], o["v_cache"], metadata, scale=_SCALE, window=self.shape.window)
+        return out[: sum(self.shape.new)]
+
+    def check(self, found: Tensor, lengths: list[int], how: str) -> None:
+        """Against the reference on the host, in float64."""
+        wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in self.host.items()}
+        wide["seq_lens"] = torch.tensor(lengths, dtype=torch.int32)
+        wanted = self.attend(KernelSet(), wide, None)
+        off = float((found.cpu().double() - wanted).abs().nan_to_num(nan=float("inf")).max())
+        assert off <= _TOLERANCE[self.dtype], f"attention in {self.dtype}, pages of {self.page_size}, {how}: off by {off:.3g}"
+
+
+def dtypes_of(backend: Backend) -> tuple[torch.dtype, ...]:
+    """Those that the backend's own kernels are for; else all that it declares."""
+    has = backend.capabilities
+    return has.preferred_dtypes or tuple(sorted(has.dtypes, key=str))
+
+
+def check_called(lab: Lab, shape: Shape) -> None:
+    """Called behind a busy stream, in each of these dtypes."""
+    (stream,) = lab.streams("s")
+    backend = lab.backend
+    for dtype in dtypes_of(backend):
+        batch = OwnBatch(backend, shape, dtype)
+        lengths = shape.lengths(batch.page_size)
+        made = batch.upload(stream)
+        exact = HostParam(_LENGTHS, lengths) if backend.speculative_sync.exact_host_lengths else None
+        lab.slow(stream)
+        with backend.on(stream):
+            out = batch.attend(backend.kernels_in_use, made, exact)
+        stream.synchronize()
+        batch.check(out, lengths, "called")
+    _check_own(backend)
+
+
+def check_in_graph(lab: Lab, shape: Shape) -> None:
+    """Captured once, replayed for other lengths; what the host says of them is rebound."""
+    (stream,) = lab.streams("s")
+    backend = lab.backend
+    dtype = dtypes_of(backend)[0]
+    batch = OwnBatch(backend, shape, dtype, room=40)
+    made = batch.upload(stream)
+    exact = backend.speculative_sync.exact_host_lengths
+    lengths = shape.lengths(batch.page_size)
+    with backend.on(stream):
+        outputs = {"out": torch.zeros_like(made["q"][: sum(shape.new)])}
+    stream.synchronize()
+
+    def fn(context: CaptureContext) -> None:
+        param = context.params[_LENGTHS] if exact else None
+        context.outputs["out"].copy_(batch.attend(backend.kernels_in_use, context.inputs, param))
+
+    params = {_LENGTHS: lengths} if exact else {}
+    graph = backend.capture("attention", fn, stream=stream, inputs=made, outputs=outputs, params=params)
+    for more in (0, 17, 40):
+        now = [length + more for length in lengths]
+        with backend.on(stream):
+            made["seq_lens"].copy_(torch.tensor(now, dtype=torch.int32))
+        if exact:
+            graph.update_params({_LENGTHS: now}, stream=stream)
+        graph.replay(stream)
+        stream.synchronize()
+        batch.check(outputs["out"], now, f"in a graph, with {more} tokens more than at its capture")
+    _check_own(backend)
+
+
+def _check_own(backend: Backend) -> None:
+    """Nothing was left to others by the kernel set whose attention this is."""
+    calls = calls_of(backend.kernels_in_use)
+    for layer in layers_of(backend.kernels_in_use):
+        if "paged_attention" not in calls.overridden[layer.name]:
+            continue
+        if "paged_attention" in layer.unused_overrides():
+            return
+        counts = calls.counts
+        left = {c.shape for c in counts if (c.kernels, c.kernel, c.own) == (layer.name, "paged_attention", False)}
+        assert not left, f"{layer.name!r} left its own attention to what it overrides, with {'; '.join(sorted(left))}"
+        return

@@ -1,0 +1,40 @@
+"""What a failing program's script calls."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from outrider.device import Backend
+from outrider.registry import Registry
+from outrider_conformance.lab import Lab, Pace
+from outrider_conformance.programs.judging import broken
+from outrider_conformance.programs.language import Program
+from outrider_conformance.programs.model import judge
+from outrider_conformance.programs.running import Stage
+from outrider_conformance.programs.trial import try_program
+
+
+def main(program: Program) -> None:
+    """Run ``program`` on the backend that the command line names; the exit code is 1 where it fails."""
+    parser = argparse.ArgumentParser(description="One program over the seam, judged by the model of its contract.")
+    parser.add_argument("--backend", required=True, help="as `outrider backends` lists them")
+    parser.add_argument("--times", type=int, default=20, help="how often, where time decides")
+    options = parser.parse_args()
+    registry = Registry()
+    model, pace = judge(program), Pace(target_ms=1.0)
+
+    def opened() -> Backend:
+        return registry.create(registry.select(options.backend))
+
+    failed = 0
+    for number in range(options.times):
+        try:
+            try_program(Stage(Lab(opened(), pace)), model, number)
+        except Exception as error:
+            failed += 1
+            if failed == 1:
+                member, words = broken(model, error)
+                print(f"{member} promises: “{words}”\n{error}")
+    print(f"failed in {failed} of {options.times} runs")
+    sys.exit(1 if failed else 0)

@@ -1,0 +1,208 @@
+"""What a failed program says: which promise of the seam is broken, and the program as a script."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from outrider.device import DeviceError
+from outrider_conformance.programs import language as lang
+from outrider_conformance.programs.model import LAUNCH, ORDER, Cell, Expectation, Key, Model, Node
+from outrider_conformance.programs.running import StepFailed, WrongValue
+
+PROMISES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "Stream": ("Stream", "A queue of device work that runs in the order in which it was enqueued."),
+        "Stream.record": (
+            "Stream.record",
+            "Complete a new generation of ``event`` after everything that was enqueued on this stream so far.",
+        ),
+        "Stream.wait": (
+            "Stream.wait",
+            "Run what is enqueued on this stream from now on after the event's generation that is visible now.",
+        ),
+        "Stream.synchronize": (
+            "Stream.synchronize",
+            "Block the calling thread until everything enqueued on this stream so far has run.",
+        ),
+        "Stream.query": ("Stream.query", "Whether everything enqueued on this stream so far has run."),
+        "Event.synchronize": ("Event.synchronize", "Block the calling thread until the latest generation has completed."),
+        "Event.synchronize_within": ("Event.synchronize_within", "True once the generation has completed"),
+        "Event.query": ("Event.query", "Whether the latest generation has completed."),
+        "Backend.synchronize": ("Backend.synchronize", "Block the calling thread until every stream is empty."),
+        "Backend.copy_async": (
+            "Backend.copy_async",
+            "The bytes of the source are read, and those of the destination written, in stream order",
+        ),
+        "Backend.on": ("Backend.on", "Place the calling thread's torch work on ``stream``"),
+        "Backend.delay": ("Backend.delay", "Keep ``stream`` busy for about ``cycles`` device clocks."),
+        "Backend.keep_alive": (
+            "Backend.keep_alive",
+            "The way to hand memory to another stream: the allocator can't reuse it while it's held.",
+        ),
+        "Backend.empty_pinned": ("Backend.empty_pinned", "Page-locked host memory with undefined contents."),
+        "Backend.capture": ("Backend.capture", "Capture the device work of ``fn(context)`` on ``stream`` as a graph."),
+        "Graph.replay": ("Graph", "``replay`` enqueues the whole graph on a stream like one operation."),
+        "Graph.update_params": ("Graph.update_params", "Rebind host parameters for the replays enqueued after this call."),
+        "Flag.set": ("Flag.set", "Raise the flag after everything enqueued on ``stream`` so far; lost if it's up by then."),
+        "Flag.wait": ("Flag.wait", "Hold ``stream`` until the flag is up."),
+        "Flag.reset": ("Flag.reset", "Lower the flag, in the order of ``stream``."),
+        "event": ("Event", "A wait that is enqueued stays valid when the Python object is dropped."),
+        "graph": ("Graph", "A replay that is enqueued runs also when the Python object is dropped meanwhile."),
+    }
+)
+"""What makes an edge, or does work → the member of the seam, and its words. A test holds them against the docstrings."""
+
+_STEPS: Mapping[type, str] = MappingProxyType(
+    {
+        lang.Record: "Stream.record",
+        lang.Wait: "Stream.wait",
+        lang.Upload: "Backend.copy_async",
+        lang.Download: "Backend.copy_async",
+        lang.Lend: "Backend.keep_alive",
+        lang.Capture: "Backend.capture",
+        lang.Replay: "Graph.replay",
+        lang.Update: "Graph.update_params",
+        lang.DropGraph: "graph",
+        lang.Forget: "event",
+        lang.Signal: "Flag.wait",
+        lang.HostWrite: "Backend.empty_pinned",
+        lang.HostRead: "Backend.empty_pinned",
+    }
+)
+
+
+def broken(model: Model, error: BaseException) -> tuple[str, str]:
+    """(member, words) of the promise that a program found broken.
+
+    The value says how: an older one, then what was to order the write before the read didn't; a newer one, then what was to
+    order the read before a later write; another one, then whoever wrote it.
+    """
+    if isinstance(error, WrongValue):
+        return PROMISES[_blamed(model, error.expectation, error.found)]
+    if isinstance(error, StepFailed):
+        step = error.step
+        if isinstance(step, lang.Synchronize):
+            return PROMISES[
+                {
+                    "event": "Event.synchronize",
+                    "within": "Event.synchronize_within",
+                    "stream": "Stream.synchronize",
+                    "device": "Backend.synchronize",
+                }[step.how]
+            ]
+        if isinstance(step, lang.Query):
+            return PROMISES["Event.query" if step.what == "event" else "Stream.query"]
+        if isinstance(step, lang.Copy) and step.asynchronous:
+            return PROMISES["Backend.copy_async"]
+        return PROMISES[_STEPS.get(type(step), "Backend.on")]
+    return PROMISES["Stream"]
+
+
+def _blamed(model: Model, expectation: Expectation, found: Tensor | None) -> str:
+    reader, cell = expectation.reader, expectation.cell
+    writer = cell.writer
+    if found is None:
+        return reader.verb if reader.verb in PROMISES else "Backend.on"
+    if _holds(cell.before, found) and writer is not None:  # the last write to it wasn't there yet
+        return _edge(reader, writer)
+    while writer is not None and writer.effect is not None:
+        effect = writer.effect
+        if effect.source is None or effect.seen is None or effect.span is None or writer.verb == "Graph.replay":
+            return writer.verb
+        part = found[effect.to.view] if effect.target == expectation.key else None
+        if part is None or not len(part):
+            return writer.verb
+        older = effect.seen.before
+        while older is not None:
+            if _made(effect, older, part) and effect.seen.writer is not None:
+                return _edge(writer, effect.seen.writer)
+            older = older.before
+        later = _later(model, effect.source, effect.seen)
+        for newer in later:
+            if _made(effect, newer, part) and newer.writer is not None:
+                return _edge(newer.writer, writer)
+        before = effect.seen.writer
+        if before is None or before.effect is None or before.effect.source is None:
+            # Neither older nor newer: wrong bytes, or memory that was another's.
+            return _edge(writer, before) if before is not None and before.verb == "Graph.replay" else writer.verb
+        return _edge(writer, before)
+    return "Stream" if writer is None else writer.verb
+
+
+def _holds(cell: Cell | None, found: Tensor) -> bool:
+    return cell is not None and cell.data is not None and torch.equal(lang.bits(cell.data), lang.bits(found))
+
+
+def _made(effect: object, cell: Cell, part: Tensor) -> bool:
+    from outrider_conformance.programs.model import Effect
+
+    assert isinstance(effect, Effect)
+    if cell.data is None or effect.span is None:
+        return False
+    return torch.equal(lang.bits(effect.make(cell.data[effect.span.view]).contiguous()), lang.bits(part.contiguous()))
+
+
+def _later(model: Model, key: Key, seen: Cell) -> list[Cell]:
+    cell: Cell | None = model.state.cells[key]
+    found = []
+    while cell is not None and cell is not seen and cell.data is not seen.data:
+        found.append(cell)
+        cell = cell.before
+    return found[::-1]
+
+
+def _edge(late: Node, early: Node) -> str:
+    """What orders ``late`` behind ``early``, by the shortest way: the edge that isn't of a stream's own order."""
+    came: dict[Node, tuple[Node, str] | None] = {late: None}
+    waiting = deque([late])
+    while waiting:
+        node = waiting.popleft()
+        if node is early:
+            break
+        for cause, label in node.causes:
+            if cause not in came:
+                came[cause] = (node, label)
+                waiting.append(cause)
+    labels = []
+    step = came.get(early)
+    while step is not None:
+        labels.append(step[1])
+        step = came[step[0]]
+    named = [label for label in labels if label not in (ORDER, LAUNCH) and label in PROMISES]
+    if named:
+        return named[0]
+    verb = early.verb if early.verb in ("Graph.replay", "Backend.copy_async", "Graph.update_params") else late.verb
+    return verb if verb in PROMISES and verb != "Backend.on" else "Stream"
+
+
+def script(program: lang.Program, backend: str) -> str:
+    """A file that runs the program alone."""
+    names = sorted({type(step).__name__ for _, step in lang.walk(program.steps)} | {"Memory", "Program", "Span"})
+    steps = "".join(f"        {step!r},\n" for step in program.steps)
+    imports = "".join(f"    {name},\n" for name in names)
+    return (
+        f'"""Run it: python failing.py --backend {backend}"""\n\n'
+        f"from outrider_conformance.programs.alone import main\n"
+        f"from outrider_conformance.programs.language import (\n{imports})\n\n"
+        f"program = Program(\n    streams={program.streams},\n"
+        f"    buffers={program.buffers!r},\n    slots={program.slots!r},\n"
+        f"    events={program.events},\n    flags={program.flags},\n"
+        f"    steps=(\n{steps}    ),\n)\n\n"
+        f'if __name__ == "__main__":\n    main(program)\n'
+    )
+
+
+def said(model: Model, error: BaseException, backend: str) -> str:
+    """What the report says."""
+    member, words = broken(model, error)
+    kind = "device error" if isinstance(error.__cause__, DeviceError) else "outcome"
+    count = sum(1 for _ in lang.walk(model.program.steps))
+    return (
+        f"{member} promises: “{words}” A random program of {count} steps ends in an {kind} that the contract doesn't "
+        f"allow:\n{error}\n\nThe program, to be saved as failing.py:\n\n{script(model.program, backend)}"
+    )

@@ -1,0 +1,557 @@
+"""The reference: what a program may leave in memory, by the contract alone.
+
+Every step becomes *nodes*, one for each thing that a stream or the host does, with a vector clock: what must be over by
+then. Edges come from the seam's sentences and from nothing else: the order of a stream, a wait for a generation, the host
+that waits for one, a launch after what the host did before. Two accesses of one memory, one of them a write, must be ordered
+by edges; a step that isn't is refused with :class:`Unordered`, so a program that the model takes has one outcome for each
+read. Only a racy download may meet writes that nothing orders it with: it has several outcomes, any of them for each element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from outrider_conformance.programs import language as lang
+from outrider_conformance.programs.language import Path, Program, Span, Step
+
+Key = tuple[str, int]
+"""``("buffer", 2)``: memory, or something else that is read and written: a graph, its host parameter, a flag."""
+
+ORDER, LAUNCH = "Stream", "launch"
+"""Edges that every step has. The others are named by the verb that makes them."""
+
+
+class Unordered(Exception):
+    """A step would race: ``earlier`` are the nodes that it must come after and doesn't."""
+
+    def __init__(self, earlier: Sequence[Node]) -> None:
+        super().__init__(f"{len(earlier)} accesses aren't ordered")
+        self.earlier = tuple(earlier)
+
+
+class Senseless(Exception):
+    """A step that the contract forbids here, such as a wait for an event that was never recorded."""
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One thing that a stream or a host thread does. ``verb`` is the member of the seam that does it.
+
+    ``opaque``: what the memory that it writes held just before isn't promised, so that not even a racy read may meet it.
+    """
+
+    actor: int
+    clock: tuple[int, ...]
+    causes: tuple[tuple[Node, str], ...]
+    path: Path
+    verb: str
+    effect: Effect | None = None
+    opaque: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Effect:
+    """``to`` of ``target`` becomes ``make(source)``; ``seen`` is the content of ``source`` at the time."""
+
+    target: Key
+    to: Span
+    make: Callable[[Tensor | None], Tensor]
+    source: Key | None = None
+    span: Span | None = None
+    seen: Cell | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cell:
+    """One memory now: its contents, who wrote it last and who has read it since; ``others`` are further contents that are
+    allowed. ``before`` is what it was before that write.
+    """
+
+    data: Tensor | None
+    writer: Node | None = None
+    readers: tuple[Node, ...] = ()
+    peeks: tuple[Node, ...] = ()
+    others: tuple[Tensor, ...] = ()
+    before: Cell | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expectation:
+    """What a host-visible read must find: for each element one of ``allowed``. ``certain``: a query must answer yes."""
+
+    reader: Node
+    key: Key
+    allowed: tuple[Tensor, ...]
+    cell: Cell
+    certain: bool = False
+
+
+@dataclass(slots=True)
+class State:
+    """All that changes; lists are replaced or copied, contents never written in place."""
+
+    clocks: list[tuple[int, ...]]
+    lasts: list[Node | None]
+    events: list[Node | None]
+    cells: dict[Key, Cell]
+    graphs: dict[int, lang.Capture] = field(default_factory=dict)
+    params: dict[int, int] = field(default_factory=dict)
+    glances: tuple[tuple[Node, Key, Span, Key, Span], ...] = ()
+    host: int = 0
+    expectations: dict[Path, Expectation] = field(default_factory=dict)
+
+    def copy(self) -> State:
+        """For going back."""
+        return replace(
+            self,
+            clocks=list(self.clocks),
+            lasts=list(self.lasts),
+            events=list(self.events),
+            cells=dict(self.cells),
+            graphs=dict(self.graphs),
+            params=dict(self.params),
+            expectations=dict(self.expectations),
+        )
+
+
+class Model:
+    """The state of a program's execution, as far as the contract decides it."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        count = program.streams + 3  # three host threads: the one that is there, and two beside each other
+        zero = (0,) * count
+        cells: dict[Key, Cell] = {}
+        for kind, memories in (("buffer", program.buffers), ("slot", program.slots)):
+            for index, memory in enumerate(memories):
+                cells[kind, index] = Cell(lang.pattern(index, memory.count, lang.dtype_of(memory)))
+        self.state = State([zero] * count, [None] * count, [None] * program.events, cells, host=program.streams)
+
+    # -- nodes -----------------------------------------------------------------------------------------------------
+
+    def covers(self, clock: tuple[int, ...], node: Node) -> bool:
+        """Whether ``node`` is over for whoever has this clock."""
+        return clock[node.actor] >= node.clock[node.actor]
+
+    def clock_of(self, stream: int) -> tuple[int, ...]:
+        """What is over for the next thing that is enqueued there."""
+        return _join(self.state.clocks[stream], self.state.clocks[self.state.host])
+
+    @property
+    def host_clock(self) -> tuple[int, ...]:
+        """What the host knows to be over."""
+        return self.state.clocks[self.state.host]
+
+    def _node(
+        self, actor: int, path: Path, verb: str, causes: Sequence[tuple[Node | None, str]] = (), effect: Effect | None = None
+    ) -> Node:
+        state = self.state
+        edges = [(state.lasts[actor], ORDER), *causes]
+        clock = state.clocks[actor]
+        if actor < self.program.streams:
+            edges.append((state.lasts[state.host], LAUNCH))
+            clock = self.clock_of(actor)
+        for cause, _ in causes:
+            if cause is not None:
+                clock = _join(clock, cause.clock)
+        clock = (*clock[:actor], clock[actor] + 1, *clock[actor + 1 :])
+        node = Node(actor, clock, tuple((n, label) for n, label in edges if n is not None), path, verb, effect)
+        state.clocks[actor], state.lasts[actor] = clock, node
+        return node
+
+    # -- accesses --------------------------------------------------------------------------------------------------
+
+    def _check(self, clock: tuple[int, ...], reads: Sequence[Key], writes: Sequence[Key], *, frees: bool = False) -> None:
+        missing: list[Node] = []
+        for key in (*reads, *writes):
+            cell = self.state.cells.get(key)
+            if cell is None:
+                continue
+            missing += [cell.writer] if cell.writer is not None else []
+            if key in writes:
+                missing += cell.readers
+                missing += cell.peeks if frees else ()
+        missing = [node for node in missing if not self.covers(clock, node)]
+        if missing:
+            raise Unordered(missing)
+
+    def _read(self, node: Node, key: Key) -> None:
+        cell = self.state.cells[key]
+        self.state.cells[key] = replace(cell, readers=(*cell.readers, node))
+
+    def _write(self, node: Node, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            cells = self.state.cells
+            source = cells[effect.source] if effect.source is not None else None
+            made = effect.make(source.data[effect.span.view] if source and source.data is not None and effect.span else None)
+            before = cells[effect.target]
+            assert before.data is not None
+            glanced = any(before.writer is glance for glance, *_ in self.state.glances)
+            if (source is not None and source.others) or (glanced and effect.to.count < len(before.data)):
+                raise Senseless("several outcomes are for the host alone, and replaced as a whole")
+            node.effect = replace(effect, seen=source)
+            if effect.source is not None:
+                self._read(node, effect.source)
+            data = before.data.clone()
+            data[effect.to.view] = made
+            cells[effect.target] = Cell(data, node, before=before, peeks=before.peeks)
+            self._widen(node, effect.target)
+
+    def _widen(self, node: Node, key: Key) -> None:
+        """Racy downloads that this write may overtake can find it too."""
+        for glance, slot, to, source, span in self.state.glances:
+            cell = self.state.cells[slot]
+            if source == key and cell.writer is glance and not self.covers(node.clock, glance):
+                self._allow(slot, to, key, span)
+
+    def _allow(self, slot: Key, to: Span, source: Key, span: Span) -> None:
+        cells = self.state.cells
+        cell, now = cells[slot], cells[source]
+        assert cell.data is not None
+        assert now.data is not None
+        other = cell.data.clone()
+        other[to.view] = now.data[span.view]
+        cells[slot] = replace(cell, others=(*cell.others, other))
+
+    def work(self, stream: int, path: Path, verb: str, effects: Sequence[Effect], *more: Key) -> Node:
+        """One operation of a stream: its accesses must be ordered. ``more`` are things that it writes beside memory."""
+        reads = [e.source for e in effects if e.source is not None]
+        writes = [*(e.target for e in effects), *more]
+        self._check(self.clock_of(stream), reads, writes)
+        node = self._node(stream, path, verb)
+        self._write(node, effects)
+        for key in more:
+            self.state.cells[key] = Cell(None, node)
+        return node
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def apply(self, step: Step, path: Path) -> None:
+        """Carry out a step. Raises, with everything as before, where it would race or makes no sense."""
+        before = self.state.copy()
+        try:
+            getattr(self, "_" + type(step).__name__.lower())(step, path)
+        except (Unordered, Senseless):
+            self.state = before
+            raise
+
+    def finish(self) -> None:
+        """The end: the device is synchronised, and everything is read."""
+        path = (len(self.program.steps),)
+        self._synchronize(lang.Synchronize("device"), path)
+        for key, cell in list(self.state.cells.items()):
+            if cell.data is not None:
+                self._expect((*path, ("buffer", "slot").index(key[0]), key[1]), key)
+
+    def _expect(self, path: Path, key: Key, *, reader: Node | None = None, certain: bool = False) -> None:
+        cell = self.state.cells[key]
+        reader = reader or self._node(self.state.host, path, "read")
+        assert cell.data is not None
+        self.state.expectations[path] = Expectation(reader, key, (cell.data, *cell.others), cell, certain)
+
+    def _slow(self, step: lang.Slow, path: Path) -> None:
+        self._node(step.stream, path, "Backend.delay")
+
+    def _churn(self, step: lang.Churn, path: Path) -> None:
+        self._node(step.stream, path, "Backend.on")
+
+    def _fill(self, step: lang.Fill, path: Path) -> None:
+        self.work(step.stream, path, "Backend.on", [self.effect(step)])
+
+    def _copy(self, step: lang.Copy, path: Path) -> None:
+        self.work(step.stream, path, "Backend.copy_async" if step.asynchronous else "Backend.on", [self.effect(step)])
+
+    def _mix(self, step: lang.Mix, path: Path) -> None:
+        self.work(step.stream, path, "Backend.on", [self.effect(step)])
+
+    def effect(self, step: lang.Fill | lang.Copy | lang.Mix, scalar: int = 0, param: int = 0) -> Effect:
+        """What a kernel does to memory."""
+        target: Key = ("buffer", step.to.of)
+        if isinstance(step, lang.Fill):
+            kind, value = lang.dtype_of(self.program.buffers[step.to.of]), step.value
+            return Effect(target, step.to, lambda _: torch.full((step.to.count,), value, dtype=torch.int64).to(kind))
+        source: Key = ("buffer", step.source.of)
+        if isinstance(step, lang.Copy):
+            return Effect(target, step.to, _same, source, step.source)
+        add = {"scalar": scalar, "param": param}[step.add] if isinstance(step.add, str) else step.add
+        return Effect(target, step.to, lambda x: _mixed(x, add), source, step.source)
+
+    def _upload(self, step: lang.Upload, path: Path) -> None:
+        effect = Effect(("buffer", step.to.of), step.to, _same, ("slot", step.slot.of), step.slot)
+        self.work(step.stream, path, "Backend.copy_async", [effect])
+
+    def _download(self, step: lang.Download, path: Path) -> None:
+        source, slot = ("buffer", step.source.of), ("slot", step.slot.of)
+        effect = Effect(slot, step.slot, _same, source, step.source)
+        if not step.racy:
+            self.work(step.stream, path, "Backend.copy_async", [effect])
+            return
+        # Everything from the last write that is over for this stream, to the last one that there is so far.
+        clock, found = self.clock_of(step.stream), self.state.cells[source]
+        chain = [found]
+        while chain[-1].writer is not None and not self.covers(clock, chain[-1].writer):
+            assert chain[-1].before is not None
+            if chain[-1].writer.opaque:
+                raise Unordered([chain[-1].writer])
+            chain.append(chain[-1].before)
+        self._check(clock, (), (slot,))
+        node = self._node(step.stream, path, "Backend.copy_async")
+        now = self.state.cells[source]
+        self._write(node, [effect])
+        self.state.cells[source] = replace(now, peeks=(*now.peeks, node))
+        for cell in chain[1:]:
+            kept, self.state.cells[source] = self.state.cells[source], cell
+            self._allow(slot, step.slot, source, step.source)
+            self.state.cells[source] = kept
+        self.state.glances = (*self.state.glances, (node, slot, step.slot, source, step.source))
+
+    def _send(self, step: lang.Send, path: Path) -> None:
+        dtype = lang.dtype_of(self.program.buffers[step.to.of])
+        effect = Effect(("buffer", step.to.of), step.to, lambda _: lang.pattern(step.seed, step.to.count, dtype))
+        self.work(step.stream, path, "Backend.on", [effect])
+
+    def _item(self, step: lang.Item, path: Path) -> None:
+        key: Key = ("buffer", step.of)
+        self._check(self.clock_of(step.stream), (key,), ())
+        node = self._node(step.stream, path, "Backend.on")
+        self._read(node, key)
+        # Whether the value orders the host after anything else isn't promised: for the model it doesn't.
+        self._expect(path, key, reader=node)
+
+    def _lend(self, step: lang.Lend, path: Path) -> None:
+        if step.maker == step.user:
+            raise Senseless("nothing is lent")
+        source: Key = ("buffer", step.source.of)
+        self._check(self.clock_of(step.maker), (source,), ())
+        node = self._node(step.maker, path, "Backend.on")
+        self._read(node, source)
+        self._record(lang.Record(step.maker, step.event), path)
+        self._wait(lang.Wait(step.user, step.event), path)
+        self._node(step.user, path, "Backend.delay")
+        effect = Effect(("buffer", step.to.of), step.to, lambda x: _mixed(x, step.add), source, step.source)
+        # The temporary was made from what `source` held then: reading it again is the same, unless this step changes it.
+        if step.to.of == step.source.of:
+            raise Senseless("the source changes")
+        self.work(step.user, path, "Backend.keep_alive", [effect])
+        self._node(step.maker, path, "Backend.on")
+
+    def _renew(self, step: lang.Renew, path: Path) -> None:
+        key, home = ("buffer", step.of), self.program.buffers[step.of].home
+        if any(key[1] in _buffers(graph) for graph in self.state.graphs.values()):
+            raise Senseless("a graph keeps it alive")
+        clock = self.clock_of(home)
+        cell = self.state.cells[key]
+        self._check(clock, (), (key,), frees=True)
+        dtype, count = lang.dtype_of(self.program.buffers[step.of]), self.program.buffers[step.of].count
+        node = self._node(home, path, "Backend.on")
+        data = torch.full((count,), step.value, dtype=torch.int64).to(dtype)
+        whole = Span(step.of, 0, count)
+        node.effect, node.opaque = Effect(key, whole, lambda _: data), True
+        self.state.cells[key] = Cell(data, node, before=cell)
+
+    # -- order -----------------------------------------------------------------------------------------------------
+
+    def _record(self, step: lang.Record, path: Path) -> None:
+        self.state.events[step.event] = self._node(step.stream, path, "Stream.record")
+
+    def _wait(self, step: lang.Wait, path: Path) -> None:
+        self._node(step.stream, path, "Stream.wait", [(self._recorded(step.event), "Stream.wait")])
+
+    def _recorded(self, event: int) -> Node:
+        found = self.state.events[event]
+        if found is None:
+            raise Senseless("the event was never recorded")
+        return found
+
+    def _synchronize(self, step: lang.Synchronize, path: Path) -> None:
+        verb = {
+            "event": "Event.synchronize",
+            "within": "Event.synchronize_within",
+            "stream": "Stream.synchronize",
+            "device": "Backend.synchronize",
+        }[step.how]
+        if step.how in ("event", "within"):
+            causes = [(self._recorded(step.which), verb)]
+        elif step.how == "stream":
+            causes = [(node, verb) for node in self.state.lasts[step.which : step.which + 1] if node is not None]
+        else:
+            causes = [(node, verb) for node in self.state.lasts[: self.program.streams] if node is not None]
+        self._node(self.state.host, path, verb, causes)
+
+    def _query(self, step: lang.Query, path: Path) -> None:
+        target = self._recorded(step.which) if step.what == "event" else self.state.lasts[step.which]
+        certain = target is None or self.covers(self.host_clock, target)
+        verb = "Event.query" if step.what == "event" else "Stream.query"
+        key: Key = ("slot", step.slot or 0)
+        cell = self.state.cells[key]
+        clock = _join(self.host_clock, target.clock) if target is not None else self.host_clock
+        if step.slot is not None and cell.writer is not None and not self.covers(clock, cell.writer):
+            raise Senseless("the answer doesn't speak of the slot")
+        causes = ((target, verb),) if target is not None else ()
+        reader = Node(self.state.host, clock, causes, path, verb)
+        self._expect(path, key, reader=reader, certain=certain)
+
+    def _forget(self, step: lang.Forget, path: Path) -> None:
+        self.state.events[step.event] = None
+
+    def _signal(self, step: lang.Signal, path: Path) -> None:
+        if step.setter == step.waiter or step.before.stream != step.setter or step.after.stream != step.waiter:
+            raise Senseless("a flag is between two streams")
+        key: Key = ("flag", step.flag)
+        for stream in (step.setter, step.waiter):  # behind the reset of the round before: neither meets its set
+            self._check(self.clock_of(stream), (), (key,))
+        self.work(step.setter, path, "Backend.on", [self.effect(step.before)])
+        risen = self._node(step.setter, path, "Flag.set")
+        self._node(step.waiter, path, "Flag.wait", [(risen, "Flag.wait")])
+        self.work(step.waiter, path, "Backend.on", [self.effect(step.after)])
+        lowered = self._node(step.waiter, path, "Flag.reset")
+        self.state.cells[key] = Cell(None, lowered)
+        self._record(lang.Record(step.waiter, step.event), path)
+        self._wait(lang.Wait(step.setter, step.event), path)
+
+    # -- the host --------------------------------------------------------------------------------------------------
+
+    def _hostwrite(self, step: lang.HostWrite, path: Path) -> None:
+        key: Key = ("slot", step.slot.of)
+        self._check(self.host_clock, (), (key,))
+        dtype = lang.dtype_of(self.program.slots[step.slot.of])
+        node = self._node(self.state.host, path, "write")
+        self._write(node, [Effect(key, step.slot, lambda _: lang.pattern(step.seed, step.slot.count, dtype))])
+
+    def _hostread(self, step: lang.HostRead, path: Path) -> None:
+        self._check(self.host_clock, (("slot", step.slot),), ())
+        self._expect(path, ("slot", step.slot))
+
+    def _scope(self, step: lang.Scope, path: Path) -> None:
+        for number, within in enumerate(step.steps):
+            self.apply(within, (*path, 0, number))
+
+    def _elsewhere(self, step: lang.Elsewhere, path: Path) -> None:
+        for number, within in enumerate(step.steps):
+            self.apply(within, (*path, 0, number))
+
+    def _together(self, step: lang.Together, path: Path) -> None:
+        used = [_used(steps) for steps in (step.first, step.second)]
+        if used[0] & used[1] or ("device", 0) in used[0] | used[1]:
+            raise Senseless("the two threads share something")
+        state, home = self.state, self.state.host
+        for number, steps in enumerate((step.first, step.second)):
+            self.state.host = home + 1 + number
+            self.state.clocks[self.state.host] = _join(self.state.clocks[self.state.host], state.clocks[home])
+            self._node(self.state.host, path, LAUNCH, [(self.state.lasts[home], LAUNCH)])
+            for place, within in enumerate(steps):
+                self.apply(within, (*path, number, place))
+        self.state.host = home
+        self._node(home, path, LAUNCH, [(self.state.lasts[home + 1 + number], LAUNCH) for number in range(2)])
+
+    # -- graphs ----------------------------------------------------------------------------------------------------
+
+    def _capture(self, step: lang.Capture, path: Path) -> None:
+        if step.graph in self.state.graphs:
+            raise Senseless("there is such a graph already")
+        # A device may run it to warm up, or not: what it reads and writes must be ordered, and what it wrote is filled.
+        reads, writes = _accessed(step)
+        self._check(self.clock_of(step.stream), reads, writes, frees=True)
+        node = self._node(step.stream, path, "Backend.capture")
+        for key in reads:
+            self._read(node, key)
+        self._node(self.state.host, path, "Stream.synchronize", [(node, "Stream.synchronize")])
+        self.state.graphs[step.graph] = step
+        if step.param is not None:
+            self.state.params[step.graph] = step.param
+        for what in ("graph", "param"):
+            self.state.cells[what, step.graph] = Cell(None, node)
+        for _, index in sorted(set(writes)):
+            memory = self.program.buffers[index]
+            fill = lang.Fill(step.stream, Span(index, 0, memory.count), step.value)
+            self.work(step.stream, path, "Backend.on", [self.effect(fill)]).opaque = True
+
+    def _replay(self, step: lang.Replay, path: Path) -> None:
+        graph = self._graph(step.graph)
+        reads, writes = _accessed(graph)
+        for _ in range(step.times):
+            key: Key = ("graph", step.graph)
+            self._check(self.clock_of(step.stream), (*reads, ("param", step.graph)), (*writes, key))
+            node = self._node(step.stream, path, "Graph.replay")
+            for work in graph.work:
+                self._write(node, [self.effect(work, graph.scalar, self.state.params.get(step.graph, 0))])
+            self._read(node, ("param", step.graph))
+            self.state.cells[key] = Cell(None, node)
+
+    def _graph(self, number: int) -> lang.Capture:
+        found = self.state.graphs.get(number)
+        if found is None:
+            raise Senseless("there is no such graph")
+        return found
+
+    def _update(self, step: lang.Update, path: Path) -> None:
+        if self._graph(step.graph).param is None:
+            raise Senseless("the graph has no host parameter")
+        key: Key = ("param", step.graph)
+        self._check(self.clock_of(step.stream), (), (key,))
+        self.state.cells[key] = Cell(None, self._node(step.stream, path, "Graph.update_params"))
+        self.state.params[step.graph] = step.value
+
+    def _dropgraph(self, step: lang.DropGraph, path: Path) -> None:
+        self._graph(step.graph)
+        del self.state.graphs[step.graph]
+
+
+def judge(program: Program) -> Model:
+    """The model after the whole program. Raises :class:`Unordered` or :class:`Senseless` where the program is none."""
+    model = Model(program)
+    for index, step in enumerate(program.steps):
+        model.apply(step, (index,))
+    model.finish()
+    return model
+
+
+def _same(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def _mixed(tensor: Tensor | None, add: int) -> Tensor:
+    assert tensor is not None
+    return tensor * 3 + add
+
+
+def _join(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return one if one is other else tuple(map(max, one, other))
+
+
+def _buffers(graph: lang.Capture) -> set[int]:
+    return {key[1] for keys in _accessed(graph) for key in keys}
+
+
+def _accessed(graph: lang.Capture) -> tuple[list[Key], list[Key]]:
+    """(buffers that it reads, buffers that it writes)."""
+    reads: list[Key] = [("buffer", w.source.of) for w in graph.work if not isinstance(w, lang.Fill)]
+    return reads, [("buffer", w.to.of) for w in graph.work]
+
+
+def _used(steps: Sequence[Step]) -> set[tuple[str, int]]:
+    """Everything that steps name: streams, memory, events, graphs."""
+    found: set[tuple[str, int]] = set()
+    for _, step in lang.walk(tuple(steps)):
+        for name in step.__dataclass_fields__:
+            value = getattr(step, name)
+            if isinstance(value, Span):
+                kind = "slot" if name == "slot" else "buffer"
+                found.add((kind, value.of))
+            elif name in ("stream", "maker", "user", "fork", "setter", "waiter") and value is not None:
+                found.add(("stream", value))
+            elif name in ("event", "graph", "slot", "flag") and value is not None:
+                found.add((name, value))
+        if isinstance(step, lang.Synchronize | lang.Query):
+            kind = step.how if isinstance(step, lang.Synchronize) else step.what
+            found.add(("event" if kind == "within" else kind, step.which))
+        if isinstance(step, lang.Item | lang.Renew):
+            found.add(("buffer", step.of))
+        if isinstance(step, lang.Capture):
+            found |= {key for keys in _accessed(step) for key in keys}
+    return found

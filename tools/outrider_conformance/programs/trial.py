@@ -1,0 +1,137 @@
+"""Programs tried on a backend: drawn, carried out, and where one fails made smaller and explained."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from outrider.device import Backend, ControllableDevice
+from outrider_conformance.lab import Lab, Pace
+from outrider_conformance.programs.drawing import Abilities, programs
+from outrider_conformance.programs.judging import said, script
+from outrider_conformance.programs.model import Model
+from outrider_conformance.programs.running import Stage, run
+from outrider_conformance.programs.shrinking import shrink
+
+SECONDS_TO_SHRINK = 4.0
+_SHARES: Mapping[str, int] = MappingProxyType(
+    {"order": 50, "copies": 50, "memory": 45, "threads": 55, "graphs": 60, "bound": 40}
+)
+_AT_A_TIME = 50
+_DELAY_MS = 1.0
+_SCHEDULES = 2
+
+
+def share(family: str, total: int) -> int:
+    """How many of ``total`` programs are of ``family``."""
+    return max(1, round(total * _SHARES[family] / sum(_SHARES.values())))
+
+
+class Convicted(AssertionError):
+    """A backend did what the contract doesn't allow."""
+
+
+class _Caught(Exception):
+    """Leaves hypothesis's loop at the first failure."""
+
+
+def try_program(stage: Stage, model: Model, number: int = 0) -> None:
+    """One program, in several orders where the device takes schedules. Raises what it found wrong."""
+    control = stage.lab.backend.control
+    if control is None:
+        run(stage, model)
+        return
+    # In the order of the program, and the host first; then two orders that no other program has.
+    for first in (0, 2 + _SCHEDULES * number):
+        _explore(control, stage, model, first)
+
+
+def _explore(control: ControllableDevice, stage: Stage, model: Model, first: int) -> None:
+    def once(_: Backend) -> None:
+        run(stage, model)
+
+    failure = control.explore(once, strategy="mixed", iterations=_SCHEDULES, seed=first).failure
+    if failure is not None:
+        error = failure.error
+        orderings = "".join(f"\n  {sentence}" for sentence in failure.orderings)
+        if orderings and isinstance(error, AssertionError):
+            error.args = (f"{error}\nin the schedule {failure.shrunk}:{orderings}",)
+        raise error
+
+
+def convict(
+    opened: Callable[[], Backend],
+    *,
+    backend: str,
+    family: str,
+    count: int,
+    start: int = 0,
+    alive: Callable[[], None] = lambda: None,
+    pace: Pace | None = None,
+) -> int:
+    """Try ``count`` programs of ``family``, drawn from the seed ``start``; returns how many were tried.
+
+    ``opened`` gives a fresh backend, ``backend`` names it in scripts, ``alive`` is called before each program. Raises
+    :class:`Convicted` for the first program that fails, made smaller.
+    """
+    pace = pace or Pace(target_ms=_DELAY_MS)
+    numbers = itertools.count()
+    stages: list[Stage] = []
+    caught: list[tuple[Model, Exception]] = []
+    hung: list[BaseException] = []
+    abilities = Abilities.of(opened())
+
+    @seed(start)
+    @settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs(abilities, family))
+    def each(model: Model) -> None:
+        number = next(numbers)
+        if number % _AT_A_TIME == 0:
+            stages[:] = [Stage(Lab(opened(), pace))]
+        alive()
+        try:
+            try_program(stages[0], model, number)
+        except Exception as error:
+            caught.append((model, error))
+            raise _Caught from None
+        except BaseException as error:
+            print(script(model.program, backend))  # what hangs is shown as it is
+            hung.append(error)
+            raise
+
+    try:
+        each()
+    except BaseException:
+        if hung:
+            raise hung[0] from None
+        if not caught:
+            raise
+    if caught:
+        _explain(opened, pace, backend, alive, *caught[0])
+    return next(numbers)
+
+
+def _explain(
+    opened: Callable[[], Backend], pace: Pace, backend: str, alive: Callable[[], None], model: Model, error: Exception
+) -> None:
+    def fails(smaller: Model) -> BaseException | None:
+        # A fresh device each time: the last one may be stuck or lost. Where time decides, twice.
+        for number in range(2):
+            alive()
+            try:
+                try_program(Stage(Lab(opened(), pace)), smaller, number)
+            except Exception as found:
+                return found
+        return None
+
+    smallest, found = shrink(model, fails, SECONDS_TO_SHRINK)
+    raise Convicted(said(smallest, found or error, backend)) from None

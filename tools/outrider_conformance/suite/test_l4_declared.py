@@ -1,0 +1,66 @@
+"""L4: what the backend declares is what runs: modes, dtypes, and the device's own kernels where it has some."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider_conformance import engines
+from outrider_conformance.counting import KERNELS
+from outrider_conformance.lab import Lab, expect
+from outrider_conformance.observed import USES, Observed, modes_of
+from outrider_conformance.promises import promise
+from outrider_conformance.verdict import not_applicable
+
+_TOKENS = 12
+_BUCKETS = (1, engines.MAX_REQUESTS)  # two requests are padded, one isn't
+
+
+@promise("SpeculativeSync.step_modes", "The modes that are right on this device.")
+@pytest.mark.parametrize("dtype", engines.DTYPES)
+@pytest.mark.parametrize("mode", engines.MODES)
+def test_tokens_in_every_mode_and_dtype(lab: Lab, mode: str, dtype: str) -> None:
+    """Overlapped, with a draft, pages of the backend's size: the tokens of plain decoding on the reference in that dtype."""
+    if engines.DTYPES[dtype] not in lab.backend.capabilities.dtypes:
+        not_applicable(f"{dtype} isn't declared")
+    if mode not in modes_of(lab.backend):
+        not_applicable(f"{mode} isn't declared")
+    size = lab.backend.capabilities.page_size
+    engine = engines.engine_on(
+        lab.backend, speculate="eagle", overlap=True, dtype=dtype, page_size=size, mode=mode, buckets=_BUCKETS
+    )
+    found = engines.run(engine, engines.PROMPTS[:2], _TOKENS)
+    wrong = engines.first_wrong_token(found, engines.reference(speculate="none", dtype=dtype, tokens=_TOKENS), dtype)
+    assert not wrong, f"{mode} in {dtype}: {wrong}"
+
+
+@promise("KernelSet.unused_overrides", "Every other override must compute something itself where the kit calls it.")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_overridden_kernel_computes_something_itself(observed: Observed, kernel: str) -> None:
+    """Of all its calls, by engines in each declared mode and by the kit's cases, at least one isn't left to others."""
+    judged = observed.judged(kernel)
+    if judged is None:
+        not_applicable("the kernel set doesn't override it")
+    name, unused = judged
+    own, left = observed.own(kernel), observed.left(kernel)
+    if unused:
+        expect(own, 0, f"calls of {kernel} that {name!r} computed, though it says that it never does ({unused})")
+        not_applicable(f"never used here: {unused}")
+    assert own, (
+        f"{kernel} of {name!r} never computed anything: {left} calls were left to what it overrides, with operands "
+        f"{observed.shapes(kernel)}; nothing was shown of it. Declare in Capabilities the page_size and preferred_dtypes "
+        "that it takes, or name it in unused_overrides"
+    )
+
+
+@promise("KernelSet", "By that the two are told apart when the calls are counted")
+@pytest.mark.parametrize("use", USES)
+def test_own_attention_serves_the_engine(observed: Observed, use: str) -> None:
+    """A backend with attention of its own uses it for prompts, drafts, decoding, verification and draft-extend alike."""
+    judged = observed.judged("paged_attention")
+    if judged is None or judged[1]:
+        not_applicable("attention is the reference's")
+    own, left = observed.own("paged_attention", use), observed.left("paged_attention", use)
+    assert own, (
+        f"attention for {use} was left to the reference each of {left} times, with the page_size and dtype that the backend "
+        f"prefers: {observed.shapes('paged_attention')}"
+    )

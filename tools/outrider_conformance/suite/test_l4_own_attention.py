@@ -1,0 +1,23 @@
+"""L4: the backend's own attention, with the pages and dtypes that it declares to prefer, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider_conformance.lab import Lab
+from outrider_conformance.own_attention import SHAPES, check_called, check_in_graph
+from outrider_conformance.promises import promise
+
+
+@promise("Capabilities.page_size", "Tokens of a KV page with which the backend's own kernels run.")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_preferred_pages_and_dtypes_are_attended_to(lab: Lab, shape: str) -> None:
+    """Lengths on both sides of a page's end; NaN behind each sequence; and no call is left to the reference."""
+    check_called(lab, SHAPES[shape])
+
+
+@promise("KernelSet", "*Capture.* Every method may be captured; none reads a device value on the host.")
+@pytest.mark.parametrize("shape", ["decoding", "a chain", "a tree"])
+def test_attention_in_a_graph_follows_the_lengths(lab: Lab, shape: str) -> None:
+    """Replayed with longer sequences than at the capture, whose lengths are on the device and, where need be, rebound."""
+    check_in_graph(lab, SHAPES[shape])

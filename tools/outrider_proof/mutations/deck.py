@@ -1,0 +1,131 @@
+"""The host programs that judge a change of the engine, and the process in which each change is judged."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+
+from outrider.device.errors import OutriderError
+from outrider_proof.checks import once
+from outrider_proof.mutations.sites import Site, apply
+from outrider_proof.setups import MODES, PERSONALITIES, PROPOSERS, Setup, draw, runs
+
+_ENGINE = (
+    "loop",
+    "step",
+    "stages",
+    "plan_stages",
+    "prefill",
+    "graphs",
+    "requests.scheduler",
+    "requests.pages",
+    "requests.request",
+    "requests.batch",
+    "state.rows",
+    "state.staging",
+    "state.buffers",
+    "state.plans",
+    "state.results",
+    "state.intake",
+    "state.transfer",
+    "state.attention_plans",
+)
+_SPECULATIVE = ("eagle", "tree", "mtp", "draft_model", "ngram", "cached")
+MODULES = (*(f"outrider.engine.{name}" for name in _ENGINE), *(f"outrider.speculative.{name}" for name in _SPECULATIVE))
+"""What is changed: everything between the scheduler and the device, and the proposers."""
+
+_PER_PROPOSER = 3
+
+
+def programs() -> list[tuple[Setup, int]]:
+    """Setups and numbers of host programs: each proposer in each mode, the personalities in turn; a crowded program, one that
+    moves requests between two engines, and any.
+    """
+    moving = [number for number in range(1, 60, 2) if any(arrival.moves for arrival in draw(number).arrivals)]
+    found = []
+    for i, proposer in enumerate(PROPOSERS):
+        for j, mode in enumerate(MODES):
+            setup = Setup(proposer, mode, PERSONALITIES[(i + j) % len(PERSONALITIES)])
+            if not runs(setup):
+                setup = Setup(proposer, mode)
+            found.append((setup, (2 * i, moving[i % len(moving)], 2 * i + 1)[(i + j) % _PER_PROPOSER]))
+    return found
+
+
+class Unfit(OutriderError):
+    """A program fails on the engine as it is."""
+
+
+def _judges() -> list[tuple[str, Callable[[], str]]]:
+    return [(f"{setup.name}, {number}", partial(_judged, setup, number)) for setup, number in programs()]
+
+
+def _judged(setup: Setup, number: int) -> str:
+    outcome = once(setup, draw(number))
+    return outcome.error
+
+
+def warm() -> None:
+    """Load the models and find the right tokens, with the engine as it is. Raises :class:`Unfit`."""
+    for name, judge in _judges():
+        error = judge()
+        if error:
+            raise Unfit(f"{name} fails without any change: {error}")
+
+
+def judge(site: Site, limit: float) -> tuple[str | None, str | None]:
+    """(what killed the change, in which program), in a process of its own; (None, None): it survived."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _child(site, writer)
+    os.close(writer)
+    said, end = b"", time.monotonic() + limit
+    while time.monotonic() < end:
+        ready, _, _ = select.select([reader], [], [], end - time.monotonic())
+        piece = os.read(reader, 4096) if ready else b""
+        if not piece:
+            break
+        said += piece
+    over = time.monotonic() >= end
+    os.close(reader)
+    if over:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    lines = said.decode().splitlines()
+    if over:
+        return "hang", lines[-1] if lines else None
+    if lines and lines[-1] == "survived":
+        return None, None
+    *_, at = ["", *lines[: -1 if "\t" in lines[-1] else None]] if lines else ["", ""]
+    by = lines[-1].partition("\t")[2] if lines and "\t" in lines[-1] else "crash"
+    return by, at
+
+
+def _child(site: Site, writer: int) -> None:
+    """Say the program before it begins, then what it showed; end without what other ends do."""
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    try:
+        apply(import_module(site.module), site)
+        for name, judge_one in _judges():
+            os.write(writer, f"{name}\n".encode())
+            error = judge_one()
+            if error:
+                os.write(writer, f"by\t{error}\n".encode())
+                break
+        else:
+            os.write(writer, b"survived\n")
+    except BaseException as error:
+        os.write(writer, f"by\t{type(error).__name__}\n".encode())
+    finally:
+        sys.stdout = sys.stderr = None
+        os._exit(0)

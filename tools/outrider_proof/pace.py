@@ -1,0 +1,215 @@
+"""Whether an engine is as fast as it is built to be: batches are whole, launches run ahead, and no launch waits.
+
+Tokens say nothing of it: an engine that leaves a request out of a batch, or waits for each iteration, is right and slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from outrider.device import Fence, Observer, OutriderError, Stream, Waiter
+
+if TYPE_CHECKING:
+    from outrider.device import Backend
+    from outrider.engine.engine import Engine
+    from outrider.engine.loop import Loop
+    from outrider.engine.requests.batch import Batch
+    from outrider.engine.requests.request import Request
+    from outrider.engine.state.results import Ticket
+
+_R = TypeVar("_R")
+_BLOCKS = ("event_synchronized", "stream_synchronized", "device_synchronized")
+"""What an observer is told when the host was blocked."""
+
+
+class LostBatching(OutriderError):
+    """A request that could have been in a batch wasn't."""
+
+
+class FreedInFlight(OutriderError):
+    """A request's row and pages were given back while an iteration in flight may still use them."""
+
+
+class LostOverlap(OutriderError):
+    """The host waited for the device where it should have run ahead."""
+
+
+class Pace:
+    """Looks on while engines run, and raises at the first lapse; ``faults`` keeps it, should the engine swallow the error.
+
+    *Batching.* Each batch has every running request whose context was launched and whose output isn't sure to be complete.
+    *Overlap.* An iteration that follows another is launched before the results of that one are handled, unless the engine
+    had to settle what is in flight: before it preempts, or for a hand-over.
+    *Rows.* A row and its pages are given back when no iteration of their request is in flight.
+    *Launch.* Nothing in a launch blocks the host, but at the fences where the backend's policy says so, and where it prefills
+    images.
+
+    ``wrap`` is for the engines' ``wrap_fence``; :meth:`watch` then takes each engine, and ``observer`` the device's reports.
+    """
+
+    def __init__(self) -> None:
+        self.faults: list[OutriderError] = []
+        self.launches = 0
+        self.ran_ahead = 0
+        """Launches behind another iteration that was still in flight."""
+        self._launching = False
+        self._passing: str | None = None
+        self._may_block: frozenset[str] = frozenset()
+
+    def wrap(self, fence: Fence) -> Fence:
+        """The same fence; whoever waits at it on the host is known by its name."""
+        return _Named(fence, self)
+
+    def watch(self, engine: Engine, *, overlap: bool) -> None:
+        """Look on from now on. ``overlap``: the engine was built to run ahead."""
+        loop = engine._loop
+        sync, step = loop._backend.speculative_sync, loop.step
+        exact = sync.exact_host_lengths or step._plans_on_host
+        policy = {"lengths_on_host": exact, "published": sync.published_waiter is Waiter.HOST}
+        self._may_block |= {name for name, may in policy.items() if may}
+        _Watched(self, loop, overlap)
+
+    def observe(self, backend: Backend) -> Callable[[], None]:
+        """Hear when the host is blocked, through the observer that is attached, or one of its own; returns how to stop."""
+        observer = backend.observer
+        own = observer is None
+        if observer is None:
+            observer = Observer()
+            backend.attach(observer)
+        for name in _BLOCKS:
+            setattr(observer, name, self._blocking(getattr(observer, name), name))
+
+        def stop() -> None:
+            for name in _BLOCKS:
+                delattr(observer, name)
+            if own:
+                backend.detach()
+
+        return stop
+
+    def raise_if_any(self) -> None:
+        """Raise the first lapse, if there was one."""
+        if self.faults:
+            raise self.faults[0]
+
+    def fail(self, fault: OutriderError) -> None:
+        """Keep a lapse, and raise it."""
+        self.faults.append(fault)
+        raise fault
+
+    def _blocking(self, original: Callable[..., None], name: str) -> Callable[..., None]:
+        def told(*arguments: Any) -> None:
+            original(*arguments)
+            if self._launching and self._passing not in self._may_block:
+                at = f"at fence {self._passing!r}" if self._passing else f"({name.replace('_', ' ')})"
+                self.fail(LostOverlap(f"the host was blocked in a launch, {at}; expected: it enqueues and returns"))
+
+        return told
+
+
+class _Watched:
+    """One engine's loop."""
+
+    def __init__(self, pace: Pace, loop: Loop, overlap: bool) -> None:
+        self._pace, self._loop, self._overlap = pace, loop, overlap
+        self._followed = False  # the iteration before this one is to be in flight still
+        self._around(loop.scheduler, "next_batch", self._next_batch)
+        self._around(loop.scheduler, "_release", self._release)
+        self._around(loop.step, "launch", self._launch)
+        for name in ("drain", "settle", "_undo"):
+            self._around(loop, name, self._settled)
+
+    def _around(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+        setattr(owner, name, lambda *arguments, **named: wrapper(original, *arguments, **named))
+
+    def _settled(self, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        self._followed = False
+        return original(*arguments, **named)
+
+    def _next_batch(self, original: Callable[[], Batch | None]) -> Batch | None:
+        batch = original()
+        if batch is None:
+            self._followed = False
+        left_out = [request.id for request in self._loop.scheduler.running if self._left_out(request, batch)]
+        if left_out:
+            self._pace.fail(
+                LostBatching(
+                    f"requests {left_out} run, have their context, and aren't in the batch; expected: all in one batch"
+                )
+            )
+        return batch
+
+    def _release(self, original: Callable[[Request], None], request: Request) -> None:
+        if request.in_flight:
+            self._pace.fail(
+                FreedInFlight(
+                    f"request {request.id} gave row {request.row} back with {request.in_flight} iterations in flight; "
+                    "expected: none"
+                )
+            )
+        original(request)
+
+    @staticmethod
+    def _left_out(request: Request, batch: Batch | None) -> bool:
+        """Counts are those behind the batch: of a request that isn't in it they are the same as before."""
+        if batch is not None and request in batch.requests:
+            return False
+        unsure = len(request.output) + request.tokens_in_flight < request.params.max_tokens
+        return unsure and request.finish_reason is None and request.prefilled >= len(request.context)
+
+    def _launch(self, original: Callable[[Batch], Ticket], batch: Batch) -> Ticket:
+        pace = self._pace
+        if self._overlap and self._followed and not self._loop._in_flight:
+            pace.fail(LostOverlap("the results of an iteration were handled before the next one was launched"))
+        pace.launches += 1
+        pace.ran_ahead += bool(self._loop._in_flight)
+        # A vision tower of transformers reads the sizes of images on the host.
+        pace._launching = all(chunk.request.media is None for chunk in batch.prefill)
+        try:
+            ticket = original(batch)
+        finally:
+            pace._launching = False
+        self._followed = True
+        return ticket
+
+
+class _Named(Fence):
+    """Says who waits."""
+
+    def __init__(self, inner: Fence, pace: Pace) -> None:
+        super().__init__(inner.name)
+        self._inner, self._pace = inner, pace
+
+    @property
+    def mechanism(self) -> str:
+        """That of the fence itself."""
+        return self._inner.mechanism
+
+    def signal(self, stream: Stream) -> None:
+        """That of the fence itself."""
+        self._inner.signal(stream)
+
+    def wait(self, stream: Stream) -> None:
+        """That of the fence itself."""
+        self._inner.wait(stream)
+
+    def wait_host(self) -> None:
+        """Wait, by name."""
+        self._passing(self._inner.wait_host)
+
+    def wait_host_within(self, seconds: float) -> bool:
+        """Wait, by name."""
+        return self._passing(lambda: self._inner.wait_host_within(seconds))
+
+    def done(self) -> bool:
+        """That of the fence itself."""
+        return self._inner.done()
+
+    def _passing(self, wait: Callable[[], _R]) -> _R:
+        self._pace._passing = self.name.split("[")[0]
+        try:
+            return wait()
+        finally:
+            self._pace._passing = None
