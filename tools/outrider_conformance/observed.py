@@ -147,14 +147,14 @@ def _named(backend: Backend, calls: KernelCalls) -> Generator[None]:
         def run(stage: Any, *args: Any) -> Any:
             capture = backend.active_capture
             graph = IN_A_GRAPH if capture is not None and not capture.rehearsal else ""
-            with calls.during(use(stage) + graph):
+            with calls.during(use(*args) + graph):
                 return own(stage, *args)
 
         return patch.object(kind, method, run)
 
     with ExitStack() as stack:
-        stack.enter_context(naming(Prefill, "launch", lambda _: "prefill"))
+        stack.enter_context(naming(Prefill, "launch", lambda *_: "prefill"))
         stack.enter_context(naming(DraftStage, "run", lambda _: "draft"))
-        stack.enter_context(naming(Verify, "run", lambda stage: "verify" if stage.host_params["verify"] > 1 else "decode"))
+        stack.enter_context(naming(Verify, "run", lambda given: "verify" if given.batch.drafted else "decode"))
         stack.enter_context(naming(Extend, "run", lambda _: "extend"))
         yield
