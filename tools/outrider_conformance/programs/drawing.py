@@ -304,6 +304,10 @@ class _Drawing:
         self.emit(lang.Slow(a))
         self.emit(lang.Download(a, slot, buffer))
         self._perhaps_elsewhere(lang.Record(a, event))
+        if self.chance(30):  # pinned memory is read when the copy runs, not when it's enqueued
+            self.emit(lang.Wait(b, event))
+            self.emit(lang.Upload(b, buffer, slot))
+            return
         if self.chance(50):
             self._perhaps_elsewhere(lang.Query(*self.pick((("event", event), ("stream", a))), slot.of))
         how = self.pick(("event", "within", "event", "stream"))
