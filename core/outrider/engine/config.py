@@ -67,8 +67,8 @@ class EngineConfig:
     common prefix.
 
     ``token_budget``: tokens of an iteration in which requests decode: theirs and their drafts' first, then prompts, which
-    get a quarter of it at least; None: all requests with their drafts, and the fewer of ``prefill_chunk`` and 2,048 for
-    prompts. ``gather_iterations``: while half of the requests, and at least 8, decode, new prompts of less than 1,024 tokens
+    get a quarter of it at least; None: all requests with their drafts, and ``prefill_chunk`` for prompts.
+    ``gather_iterations``: while half of the requests, and at least 8, decode, new prompts of less than 1,024 tokens
     together (or ``prefill_chunk``) wait for others to share a launch, so many iterations at most; None: 4.
 
     ``mode``: ``staged`` launches stages on their own streams, ``fused`` replays the whole iteration from one graph.
