@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.device import Backend
-from outrider_proof.decode_program import HostProgram, WrongTokens, implied_by
+from outrider_proof.decode_program import HostProgram, WrongTokens, draft_length_of, implied_by
 from outrider_proof.fence_log import Drop, FenceLog
 from outrider_proof.pace import Pace
 from outrider_proof.setups import Served, Setup, alone, draw, engines_for, plain, simulated, synchronous
@@ -59,7 +59,8 @@ def serve(setup: Setup, program: HostProgram, log: FenceLog) -> dict[str, int]:
     if [(engine.free_pages, engine.free_rows) for engine in engines] != free:
         raise WrongTokens("pages or rows weren't given back at the end")
     # Where lengths change with iterations, which of them a request is in decides how much it accepts.
-    reference = {} if program.draft_lengths else synchronous(setup.proposer, program)
+    changing = draft_length_of(program, engines[0].proposer) is not None
+    reference = {} if changing else synchronous(setup.proposer, program)
     ours = served.acceptance()
     for index in ours.keys() & reference.keys():
         if ours[index] != reference[index]:

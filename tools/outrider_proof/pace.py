@@ -36,7 +36,7 @@ class LostOverlap(OutriderError):
 
 
 class Pace:
-    """Looks on while engines run, and raises at the first lapse; ``faults`` keeps it, should the engine swallow the error.
+    """Looks on while engines run and keeps the lapses, ``faults``; :meth:`raise_if_any` raises the first one, behind the run.
 
     *Batching.* Each batch has every running request whose context was launched and whose output isn't sure to be complete.
     *Overlap.* An iteration that follows another is launched before the results of that one are handled, unless the engine
@@ -93,17 +93,16 @@ class Pace:
         if self.faults:
             raise self.faults[0]
 
-    def fail(self, fault: OutriderError) -> None:
-        """Keep a lapse, and raise it."""
+    def note(self, fault: OutriderError) -> None:
+        """Keep a lapse. The run goes on: what comes of it may say more."""
         self.faults.append(fault)
-        raise fault
 
     def _blocking(self, original: Callable[..., None], name: str) -> Callable[..., None]:
         def told(*arguments: Any) -> None:
             original(*arguments)
             if self._launching and self._passing not in self._may_block:
                 at = f"at fence {self._passing!r}" if self._passing else f"({name.replace('_', ' ')})"
-                self.fail(LostOverlap(f"the host was blocked in a launch, {at}; expected: it enqueues and returns"))
+                self.note(LostOverlap(f"the host was blocked in a launch, {at}; expected: it enqueues and returns"))
 
         return told
 
@@ -134,7 +133,7 @@ class _Watched:
             self._followed = False
         left_out = [request.id for request in self._loop.scheduler.running if self._left_out(request, batch)]
         if left_out:
-            self._pace.fail(
+            self._pace.note(
                 LostBatching(
                     f"requests {left_out} run, have their context, and aren't in the batch; expected: all in one batch"
                 )
@@ -143,7 +142,7 @@ class _Watched:
 
     def _release(self, original: Callable[[Request], None], request: Request) -> None:
         if request.in_flight:
-            self._pace.fail(
+            self._pace.note(
                 FreedInFlight(
                     f"request {request.id} gave row {request.row} back with {request.in_flight} iterations in flight; "
                     "expected: none"
@@ -162,7 +161,7 @@ class _Watched:
     def _launch(self, original: Callable[[Batch], Ticket], batch: Batch) -> Ticket:
         pace = self._pace
         if self._overlap and self._followed and not self._loop._in_flight:
-            pace.fail(LostOverlap("the results of an iteration were handled before the next one was launched"))
+            pace.note(LostOverlap("the results of an iteration were handled before the next one was launched"))
         pace.launches += 1
         pace.ran_ahead += bool(self._loop._in_flight)
         # A vision tower of transformers reads the sizes of images on the host.

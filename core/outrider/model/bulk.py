@@ -97,7 +97,7 @@ def _read_through_buffers(
             slot.copied.synchronize()  # the copy out of it has run
             slot.buffer.renew()
         filling.append(slot)
-        return pool.submit(_read, piece, slot.buffer.tensor[: piece.values])
+        return pool.submit(_read_pinned, piece, slot.buffer.tensor[: piece.values])
 
     try:
         for piece, read in _ahead(pieces, max(1, len(slots) // 2), submit):
@@ -135,6 +135,13 @@ def _pieces(part: Part, largest: int) -> Iterator[_Piece]:
 
 def _memory(piece: _Piece) -> Tensor:
     return piece.part.destination.view(-1)[piece.first : piece.first + piece.values]
+
+
+def _read_pinned(piece: _Piece, into: Tensor) -> None:
+    """As :func:`_read`, by an operation of torch into the pinned memory: tools see that it's written."""
+    read = torch.empty(piece.values, dtype=into.dtype)
+    _read(piece, read)
+    into.copy_(read)
 
 
 def _read(piece: _Piece, into: Tensor) -> None:

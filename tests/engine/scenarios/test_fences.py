@@ -119,7 +119,9 @@ def test_8_a_barrier_over_everything_costs_what_overlap_gains(sim):
     """Waiting for the whole device in place of one fence is right, and slow: the plan is hidden no more."""
 
     def time(change):
-        Historical(sim, change=change, graphs=True).passes(TWO)
+        explorer = Historical(sim, change=change, graphs=True)
+        explorer.paced = change is None
+        explorer.passes(TWO)
         return sim.control.virtual_time()
 
     def synchronizes(engine):

@@ -131,9 +131,9 @@ def test_16_pools_of_stages_do_not_alias_and_outputs_lie_outside(sim, monkeypatc
 
     monkeypatch.setattr(type(sim), "_capture", capture)
     Historical(sim, graphs=True).passes(TWO)
-    assert set(pools) == {"draft", "verify", "extend"}
+    assert set(pools) == {"draft", "verify", "extend", "prefill"}
     assert all(len(each) == 1 for each in pools.values())
-    assert len(set().union(*pools.values())) == 3
+    assert len(set().union(*pools.values())) == 4
     assert before
     assert all(before)
 
