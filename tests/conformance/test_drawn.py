@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.kernels.devices import SMALL as SMALL_DEVICE
 
 from outrider.device import KernelSet
 from outrider.device.kernels import kernel_names
@@ -9,7 +10,6 @@ from outrider.device.kernels.philox import uniforms
 from outrider_conformance.drawn import bounds, laws, noise
 from outrider_conformance.drawn.judging import judge_with
 from outrider_conformance.drawn.kernels import KERNELS, problem
-from tests.kernels.devices import SMALL as SMALL_DEVICE
 
 SMALL = {"tokens": 5, "inner": 40, "outer": 24, "hidden": 24, "gates": 20, "vocabulary": 37, "heads": 2, "size": 0, "page": 1}
 SMALL |= {"batch": 3, "new": 2, "context": 30, "ragged": 1, "tree": 0, "window": 0, "padding": 1, "moves": 9, "layout": 1}

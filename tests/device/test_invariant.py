@@ -57,7 +57,7 @@ def test_what_is_no_kernel_is_passed_on_or_declared_absent(tmp_path):
             return {"linear": "this"}
 
         def use_tuned(self, directory):
-            raise AssertionError("measured for other shapes")
+            raise AssertionError(f"what {directory} has was measured for other shapes")
 
     kernels = InvariantKernels(Tuned())
     assert kernels.chosen() == {"linear": "this"}
