@@ -5,7 +5,8 @@ from inspect import getmembers, isfunction
 import pytest
 import torch
 
-from outrider.device import AttentionMetadata, KernelSet
+from outrider.device import AttentionMetadata, CapabilityError, KernelSet
+from outrider.device.kernels import kernel_names
 from outrider.device.kernels.invariant import InvariantKernels
 
 EXACT = {
@@ -40,11 +41,29 @@ ROWS = 37
 
 
 def test_every_kernel_is_wrapped_or_exact():
-    methods = {name for name, _ in getmembers(KernelSet, isfunction) if not name.startswith("_")}
-    wrapped = {name for name in vars(InvariantKernels) if not name.startswith("_")}
-    assert methods - wrapped == EXACT | COMPOSED
+    assert set(kernel_names()) - vars(InvariantKernels).keys() == EXACT | COMPOSED
     assert KERNELS.row_invariant
     assert not PLAIN.row_invariant
+
+
+def test_what_is_no_kernel_is_passed_on_or_declared_absent(tmp_path):
+    others = {name for name, _ in getmembers(KernelSet, isfunction) if not name.startswith("_")} - set(kernel_names())
+    assert others - vars(InvariantKernels).keys() == {"tune", "use_tuned", "unused_overrides"}
+
+    class Tuned(KernelSet):
+        name, tunes = "tuned", True
+
+        def chosen(self):
+            return {"linear": "this"}
+
+        def use_tuned(self, directory):
+            raise AssertionError(f"what {directory} has was measured for other shapes")
+
+    kernels = InvariantKernels(Tuned())
+    assert kernels.chosen() == {"linear": "this"}
+    assert (kernels.tunes, kernels.use_tuned(tmp_path)) == (False, 0)
+    with pytest.raises(CapabilityError, match="'tuned, batch-invariant' don't tune"):
+        kernels.tune((), deadline_s=1.0, directory=tmp_path)
 
 
 def bits(tensor):

@@ -11,7 +11,8 @@ from outrider.device import KernelSet, WrappedKernels
 METHODS = sorted(name for name, _ in getmembers(KernelSet, isfunction) if not name.startswith("_"))
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "batch_invariant"])
+# What a subclass does otherwise counts for these: the two are its own.
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("batch_invariant", "unused_overrides")])
 def test_each_method_is_passed_on(name):
     inner = Mock(spec=KernelSet)
     given = [object() for _ in signature(getattr(KernelSet, name)).parameters][1:]
@@ -33,6 +34,16 @@ def test_an_override_reaches_the_inner_kernels_and_keeps_its_own_flags():
     assert (kernels.name, kernels.row_invariant, kernels.plans_on_host) == ("planning", True, False)
     assert kernels.embedding(torch.tensor([1]), torch.eye(2)).tolist() == [[0.0, 2.0]]
     assert kernels.batch_invariant() is kernels
+
+
+def test_unused_overrides_are_the_subclasss_own():
+    """The kit asks each layer by itself: a subclass that overrides what ``inner`` never uses must still compute it."""
+
+    class Unused(KernelSet):
+        def unused_overrides(self):
+            return {"linear": "never here"}
+
+    assert WrappedKernels(Unused()).unused_overrides() == {}
 
 
 def test_batch_invariant_kernels_keep_what_a_wrapper_changes():

@@ -1,6 +1,7 @@
 """One engine for many tasks, loops and threads: the same tokens, and clean ends of every kind."""
 
 import asyncio
+import itertools
 import threading
 
 import pytest
@@ -85,12 +86,25 @@ def test_a_bad_request_harms_only_itself():
 @pytest.mark.parametrize("when", range(4))
 def test_a_task_that_is_cancelled_aborts_its_request(when):
     async def main(engine):
+        under_way, cancelled = asyncio.Event(), threading.Event()
+        loop, steps, step = asyncio.get_running_loop(), itertools.count(1), engine.engine.step
+
+        def held():
+            """The third step ends when the task is cancelled: until then the request can't end."""
+            outputs = step()
+            if next(steps) == 3:
+                loop.call_soon_threadsafe(under_way.set)
+                assert cancelled.wait(60)
+            return outputs
+
+        engine.engine.step = held
         task = asyncio.create_task(engine.generate(PROMPTS[1], SamplingParams(max_tokens=50, ignore_eos=True)))
         for _ in range(when):
             await asyncio.sleep(0)
         if when == 3:
-            await asyncio.sleep(0.05)
+            await under_way.wait()
         task.cancel()
+        cancelled.set()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await engine.generate(PROMPTS[0], PARAMS) == (tiny.plain(PROMPTS[0], 10),)

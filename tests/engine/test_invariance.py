@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider import Engine, SamplingParams
-from outrider.device import ConfigError, KernelSet
+from outrider.device import ConfigError
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import PlainProposer
 from outrider.speculative.tree import DynamicTree
@@ -93,12 +93,13 @@ def test_draws_depend_on_seed_and_position_alone(tiny64, tiny_tokens, speculate,
 
 def test_draws_that_depend_on_the_row_would_show(tiny64, tiny_tokens, monkeypatch):
     """The net catches: a request that isn't the first of its batch takes other draws."""
-    sample = KernelSet.sample
+    kernels = type(tiny64.target.kernels)
+    sample = kernels.sample
 
     def by_row(self, logits, temperature, seeds, positions, **options):
         return sample(self, logits, temperature, seeds + torch.arange(len(seeds)), positions, **options)
 
-    monkeypatch.setattr(KernelSet, "sample", by_row)
+    monkeypatch.setattr(kernels, "sample", by_row)
     prompt, params = tiny_tokens[0][:24], SamplingParams(max_tokens=14, temperature=1.0, seed=3)
     company = [(1, 10, 12, 0.5, False, 0, None)]
 

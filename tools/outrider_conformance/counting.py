@@ -8,28 +8,15 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, wraps
-from inspect import isfunction
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
-from outrider.device import (
-    AttentionMetadata,
-    BookkeepingKernels,
-    KernelSet,
-    ModelKernels,
-    SamplingKernels,
-    SeamError,
-    WrappedKernels,
-)
+from outrider.device import AttentionMetadata, KernelSet, SeamError, WrappedKernels
+from outrider.device.kernels import kernel_names
 
-KERNELS: tuple[str, ...] = tuple(
-    name
-    for part in (ModelKernels, SamplingKernels, BookkeepingKernels)
-    for name, method in vars(part).items()
-    if isfunction(method) and not name.startswith("_")
-)
+KERNELS: tuple[str, ...] = kernel_names()
 """The methods of a KernelSet that compute, in the order of its parts."""
 
 

@@ -40,21 +40,19 @@ _SPECULATIVE = ("eagle", "tree", "mtp", "draft_model", "ngram", "cached")
 MODULES = (*(f"outrider.engine.{name}" for name in _ENGINE), *(f"outrider.speculative.{name}" for name in _SPECULATIVE))
 """What is changed: everything between the scheduler and the device, and the proposers."""
 
-_PER_PROPOSER = 3
-
 
 def programs() -> list[tuple[Setup, int]]:
-    """Setups and numbers of host programs: each proposer in each mode, the personalities in turn; a crowded program, one that
-    moves requests between two engines, and any.
+    """Setups and numbers of host programs: one for each proposer, with modes and personalities in turn; a crowded program,
+    one that moves requests between two engines, and any, in turn too.
     """
     moving = [number for number in range(1, 60, 2) if any(arrival.moves for arrival in draw(number).arrivals)]
     found = []
     for i, proposer in enumerate(PROPOSERS):
-        for j, mode in enumerate(MODES):
-            setup = Setup(proposer, mode, PERSONALITIES[(i + j) % len(PERSONALITIES)])
-            if not runs(setup):
-                setup = Setup(proposer, mode)
-            found.append((setup, (2 * i, moving[i % len(moving)], 2 * i + 1)[(i + j) % _PER_PROPOSER]))
+        mode, turn = MODES[i % len(MODES)], i // len(MODES)  # each mode meets each personality and kind of program
+        setup = Setup(proposer, mode, PERSONALITIES[(i + turn) % len(PERSONALITIES)])
+        if not runs(setup):
+            setup = Setup(proposer, mode)
+        found.append((setup, (2 * i, moving[i % len(moving)], 2 * i + 1)[(i + 2 * turn) % 3]))
     return found
 
 

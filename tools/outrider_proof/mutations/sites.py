@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
@@ -35,7 +36,7 @@ _NOT_FOR_EFFECT = ("assert_never",)
 class Site:
     """One change: ``function`` of ``module`` by its qualified name, the ``rule``, and what the source says before and after.
 
-    ``number``: its place among the changes of the module.
+    ``number``: its place among the changes of the module. ``turn``: its place among those of the function that read the same.
     """
 
     module: str
@@ -45,11 +46,13 @@ class Site:
     before: str
     after: str
     number: int
+    turn: int = 1
 
     @property
     def name(self) -> str:
-        """As reports name it: it stays when other functions change."""
-        return f"{self.module}.{self.function}: {self.rule}: {self.before} → {self.after}"
+        """As reports name it: no other change has it, and it stays when other functions change."""
+        turn = f" ({self.turn})" if self.turn > 1 else ""
+        return f"{self.module}.{self.function}: {self.rule}: {self.before} → {self.after}{turn}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +68,13 @@ def sites(module: ModuleType) -> list[Site]:
     """Every change of the functions of a module, in the order of the source."""
     tree = ast.parse(inspect.getsource(module))
     found = []
+    turns: Counter[tuple[str, ...]] = Counter()
     for number, (function, change) in enumerate(_changes(tree)):
-        before, after = change.node, change.into(copy.deepcopy(change.node))
-        found.append(
-            Site(
-                module.__name__,
-                function,
-                getattr(before, "lineno", 0),
-                change.rule,
-                _short(before),
-                _short(after),
-                number,
-            )
-        )
+        before, after = _short(change.node), _short(change.into(copy.deepcopy(change.node)))
+        text = (function, change.rule, before, after)
+        turns[text] += 1
+        line = getattr(change.node, "lineno", 0)
+        found.append(Site(module.__name__, function, line, change.rule, before, after, number, turns[text]))
     return found
 
 

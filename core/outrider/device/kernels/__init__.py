@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from outrider._renamed import renamed_in
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
-from outrider.device.kernels.kernelset import KernelSet
+from outrider.device.kernels.kernelset import KernelSet, kernel_names
 from outrider.device.kernels.metadata import (
     AttentionMetadata,
     AttentionShape,
@@ -41,6 +41,7 @@ __all__ = [
     "TuningProgress",
     "TuningResult",
     "WrappedKernels",
+    "kernel_names",
 ]
 
 if not TYPE_CHECKING:

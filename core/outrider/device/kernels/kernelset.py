@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from inspect import isfunction
 from pathlib import Path
 
 from outrider.device.errors import CapabilityError
@@ -103,3 +104,11 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels):
     def chosen(self) -> Mapping[str, str]:
         """What was chosen by measurement so far, in words, by what it's for."""
         return {}
+
+
+def kernel_names() -> tuple[str, ...]:
+    """The methods of a KernelSet that are kernels: those of its three parts, in their order. The others, which
+    :class:`KernelSet` adds itself, choose, tune and tell.
+    """
+    parts = (ModelKernels, SamplingKernels, BookkeepingKernels)
+    return tuple(name for part in parts for name, method in vars(part).items() if isfunction(method) and name[0] != "_")

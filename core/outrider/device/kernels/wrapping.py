@@ -7,10 +7,7 @@ from functools import wraps
 from inspect import isfunction
 from typing import Any
 
-from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
-from outrider.device.kernels.kernelset import KernelSet
-from outrider.device.kernels.model_kernels import ModelKernels
-from outrider.device.kernels.sampling_kernels import SamplingKernels
+from outrider.device.kernels.kernelset import KernelSet, kernel_names
 
 _FLAGS = ("name", "row_invariant", "plans_on_host", "tunes")
 
@@ -48,7 +45,7 @@ def _pass_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-for _part in (ModelKernels, SamplingKernels, BookkeepingKernels, KernelSet):
-    for _name, _method in vars(_part).items():
-        if isfunction(_method) and not _name.startswith("_") and _name not in vars(WrappedKernels):
-            setattr(WrappedKernels, _name, _pass_on(_name, _method))
+_OTHERS = (name for name, member in vars(KernelSet).items() if isfunction(member) and not name.startswith("_"))
+for _name in (*kernel_names(), *_OTHERS):
+    if _name not in vars(WrappedKernels):
+        setattr(WrappedKernels, _name, _pass_on(_name, getattr(KernelSet, _name)))
