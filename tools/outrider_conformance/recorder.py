@@ -130,6 +130,8 @@ class Recorder:
                 "reason": "deselected, or the run ended before it",
                 "what": "",
                 "promise": None,
+                "where": "",
+                "causes": [],
                 "needs": [],
                 "waiver": None,
                 "seconds": 0.0,

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from outrider.device import Backend, ControllableDevice
 from outrider_conformance.lab import Lab, Pace
 from outrider_conformance.programs.drawing import Abilities, programs
-from outrider_conformance.programs.judging import said, script
+from outrider_conformance.programs.judging import broken, said, script
 from outrider_conformance.programs.model import Model
 from outrider_conformance.programs.running import Stage, run
 from outrider_conformance.programs.shrinking import shrink
@@ -31,7 +31,11 @@ def share(family: str, total: int) -> int:
 
 
 class Convicted(AssertionError):
-    """A backend did what the contract doesn't allow."""
+    """A backend did what the contract doesn't allow. ``promise``: which one broke, (member, words)."""
+
+    def __init__(self, said: str, promise: tuple[str, str]) -> None:
+        super().__init__(said)
+        self.promise = promise
 
 
 class _Caught(Exception):
@@ -134,4 +138,5 @@ def _explain(
         return None
 
     smallest, found = shrink(model, fails, SECONDS_TO_SHRINK)
-    raise Convicted(said(smallest, found or error, backend)) from None
+    shown = found or error
+    raise Convicted(said(smallest, shown, backend), broken(smallest, shown)) from None
