@@ -145,7 +145,7 @@ def diagnose(checked: Promise | None, error: BaseException, phase: str = "call")
     loading = any(frame.f_code.co_name in _LOADING and _module(frame).startswith("outrider.") for frame in frames)
     member, place = _raised_in(frames), _plugin_line(error)
     if isinstance(error, pytest.fail.Exception) and "still running" in str(error):
-        where = " in ".join(["while loading a checkpoint"] * loading + [member] * bool(member)) or _phase(phase)
+        where = ", in ".join(filter(None, ["while loading a checkpoint" if loading else "", member])) or _phase(phase)
         return Diagnosis(None if loading else checked, where, (_LATE,))
     if phase == "call" and not loading and (isinstance(error, pytest.fail.Exception) or _checked_here(error, frames)):
         return Diagnosis(checked, causes=_causes(checked, None))

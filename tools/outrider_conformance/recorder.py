@@ -132,6 +132,7 @@ class Recorder:
                 "promise": None,
                 "where": "",
                 "causes": [],
+                "alone": "",
                 "needs": [],
                 "waiver": None,
                 "seconds": 0.0,

@@ -50,8 +50,13 @@ def judge(
     report: pytest.TestReport,
     waivers: Sequence[Waiver],
     today: datetime.date,
+    *,
+    alone: str,
 ) -> None:
-    """Set the report's outcome by the kit's rules, and leave what the recorder needs in its user properties."""
+    """Set the report's outcome by the kit's rules, and leave what the recorder needs in its user properties.
+
+    ``alone``: the command that runs the test by itself.
+    """
     test = test_id(item)
     waiver = next((waiver for waiver in waivers if waiver.covers(test)), None)
     verdict, reason = Verdict.PASSED, ""
@@ -70,8 +75,9 @@ def judge(
         verdict = Verdict.FAILED
         reason = str(call.excinfo.value) if call.excinfo is not None else "failed"
         if call.excinfo is not None:
-            diagnosis = diagnose(checked, call.excinfo.value, report.when or "call")
+            diagnosis = diagnose(checked, call.excinfo.value, report.when)
         report.sections.append(("the promise", _explain(diagnosis, checked)))
+        report.sections.append(("alone", alone))
         if waiver is not None and not waiver.expired(today):
             report.outcome = "skipped"
             report.wasxfail = f"waived until {waiver.expires}: {waiver.reason} ({waiver.link})"
@@ -94,6 +100,7 @@ def judge(
                 "promise": {"member": promise[0], "words": promise[1]} if promise else None,
                 "where": diagnosis.where,
                 "causes": list(diagnosis.causes),
+                "alone": alone if verdict is Verdict.FAILED else "",
                 "needs": list(mark_of(item, "needs")),
                 "waiver": waiver.as_dict() if verdict is Verdict.WAIVED and waiver is not None else None,
             },
