@@ -155,7 +155,7 @@ class Placed:
 
     def read(self) -> tuple[Tensor, bool]:
         """What the operand holds now, on the host, and whether all around it is as it was, bit for bit."""
-        now = self._buffer.cpu()
+        now = self._buffer.to("cpu", copy=True)  # a result may be this memory, on a device that is the host
         found = self._inside(now).clone()
         self._inside(now).copy_(self._tensor)
         kept = same_bits(now, self._before)
