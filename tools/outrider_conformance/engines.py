@@ -79,7 +79,7 @@ def engine_on(
 def preferred(backend: Backend) -> str:
     """The dtype in which the backend's own kernels run, as an engine names it."""
     has = backend.capabilities
-    best = (*has.preferred_dtypes, *DTYPES.values())
+    best = (*has.preferred_dtypes, torch.bfloat16, *DTYPES.values())
     return next(str(dtype).removeprefix("torch.") for dtype in best if dtype in has.dtypes)
 
 

@@ -30,10 +30,20 @@ class Observed:
     """``calls``: of engines in every declared mode and of the kit's cases, with the backend's page size and dtype.
 
     ``layers``: the kernel sets that may answer, the outermost first, as (name, overrides, which of these are never used).
+    ``plans_on_host``: the outermost one plans on the host, and passes of a draft aren't planned.
     """
 
     calls: KernelCalls
     layers: tuple[tuple[str, frozenset[str], dict[str, str]], ...]
+    plans_on_host: bool
+
+    def served(self, kernel: str, use: str) -> int:
+        """Calls for ``use`` that one of the kernel sets computed itself."""
+        return sum(
+            count
+            for call, count in self.calls.counts.items()
+            if (call.kernel, call.own, call.use.removesuffix(IN_A_GRAPH)) == (kernel, True, use)
+        )
 
     def judged(self, kernel: str) -> tuple[str, str] | None:
         """The name of the kernel set that overrides ``kernel``, and why it isn't used here (empty: it is); None: nobody."""
@@ -95,6 +105,7 @@ def observe(kit: Kit) -> Observed:
                 (each.name, calls.overridden[each.name], dict(each.unused_overrides()))
                 for each in layers_of(backend.kernels_in_use)
             ),
+            backend.kernels_in_use.plans_on_host,
         )
     return kit.observed
 
@@ -136,14 +147,14 @@ def _named(backend: Backend, calls: KernelCalls) -> Generator[None]:
         def run(stage: Any, *args: Any) -> Any:
             capture = backend.active_capture
             graph = IN_A_GRAPH if capture is not None and not capture.rehearsal else ""
-            with calls.during(use(stage) + graph):
+            with calls.during(use(*args) + graph):
                 return own(stage, *args)
 
         return patch.object(kind, method, run)
 
     with ExitStack() as stack:
-        stack.enter_context(naming(Prefill, "launch", lambda _: "prefill"))
+        stack.enter_context(naming(Prefill, "launch", lambda *_: "prefill"))
         stack.enter_context(naming(DraftStage, "run", lambda _: "draft"))
-        stack.enter_context(naming(Verify, "run", lambda stage: "verify" if stage.host_params["verify"] > 1 else "decode"))
+        stack.enter_context(naming(Verify, "run", lambda given: "verify" if given.batch.drafted else "decode"))
         stack.enter_context(naming(Extend, "run", lambda _: "extend"))
         yield

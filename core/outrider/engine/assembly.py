@@ -35,10 +35,6 @@ from outrider.engine.streams import Streams
 from outrider.model import KVCache, LanguageModel, VisionTower
 from outrider.speculative.proposer import Proposer
 
-_PROMPT_BESIDE = 2048
-"""Prompt tokens that an iteration has room for beside a full batch, where the config doesn't say: with so many the products
-are bound by arithmetic already, and a running request waits for no more."""
-
 _CROWD, _GATHER_TOKENS, _GATHER_ITERATIONS = 8, 1024, 4
 """From how many decoding requests on prompts are gathered, unless half the rows are more; up to how many tokens; how long."""
 
@@ -365,7 +361,6 @@ def build_step(
 def build_loop(parts: EngineParts, step: Step, watchdog: Watchdog, draft_length: DraftLengthPolicy) -> Loop:
     """A loop over ``step`` with a scheduler of its own, which no request has used: all rows and pages are free."""
     config, proposer = parts.config, parts.proposer
-    beside = min(config.prefill_chunk, _PROMPT_BESIDE)
     scheduler = Scheduler(
         rows=FreeList("request row", config.max_requests + 1),
         pages=PagePool(
@@ -376,7 +371,7 @@ def build_loop(parts: EngineParts, step: Step, watchdog: Watchdog, draft_length:
             slots=proposer.slots,
             spare=parts.spare,
             prefill_chunk=config.prefill_chunk,
-            token_budget=config.token_budget or config.max_requests * (proposer.nodes + 1) + beside,
+            token_budget=config.token_budget or config.max_requests * (proposer.nodes + 1) + config.prefill_chunk,
             crowd=max(_CROWD, config.max_requests // 2),
             gather_tokens=min(config.prefill_chunk, _GATHER_TOKENS),
             gather_iterations=_GATHER_ITERATIONS if config.gather_iterations is None else config.gather_iterations,

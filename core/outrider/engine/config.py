@@ -67,22 +67,22 @@ class EngineConfig:
     common prefix.
 
     ``token_budget``: tokens of an iteration in which requests decode: theirs and their drafts' first, then prompts, which
-    get a quarter of it at least; None: all requests with their drafts, and the fewer of ``prefill_chunk`` and 2,048 for
-    prompts. ``gather_iterations``: while half of the requests, and at least 8, decode, new prompts of less than 1,024 tokens
+    get a quarter of it at least; None: all requests with their drafts, and ``prefill_chunk`` for prompts.
+    ``gather_iterations``: while half of the requests, and at least 8, decode, new prompts of less than 1,024 tokens
     together (or ``prefill_chunk``) wait for others to share a launch, so many iterations at most; None: 4.
 
     ``mode``: ``staged`` launches stages on their own streams, ``fused`` replays the whole iteration from one graph.
     ``graphs``: in staged mode too, stages are replayed from graphs, captured when the engine is made. ``buckets``: batch
-    sizes that graphs are captured for, the largest being ``max_requests``; None: 1, 2, 4, every 8 to 64, every 16 to 256,
-    every 32 behind that, and ``max_requests``; for batches that sample powers of two.
+    sizes that graphs are captured for, the largest being ``max_requests``; None: 1, 2, 4, every 8 to 32, every 16 to 96,
+    every 32 to 192, every 64 behind that, and ``max_requests``; fewer for batches that sample.
     ``plan_stream``: staged mode plans beside the draft; without, on the forward stream.
     ``prefill_graphs``: chunks of prompts of up to so many tokens in all are replayed from graphs, too; 0: none are; None: up
     to 2,048, where decoding is replayed and the parts of the engine allow it.
 
-    ``draft_length``: ``fixed``: every iteration drafts ``draft_tokens``; ``load``: as many as make the batch fastest, none
-    included, by what iterations were measured to take when the engine was made and by the acceptance so far. Greedy tokens
-    are the same; tokens that are drawn depend on the lengths. None: ``load`` where 8 or more requests run and stages
-    are replayed from graphs on a device that works beside the host, except for trees and with ``batch_invariant``.
+    ``draft_length``: ``fixed``: every iteration drafts ``draft_tokens``; ``load``: iterations of greedy requests alone draft
+    as many as make the batch fastest, none included, by what iterations were measured to take when the engine was made and by
+    the acceptance so far. Tokens are the same. None: ``load`` where 64 or more requests run and stages are replayed from
+    graphs on a device that works beside the host, except for trees and with ``batch_invariant``.
 
     ``penalties``: hold token counts for repetition, presence and frequency penalties, 4 bytes for each request row and
     token of the vocabulary. ``max_logprobs``: the most likeliest tokens that a request may ask for.

@@ -35,33 +35,33 @@ from outrider.speculative.seq_lens import HostSeqLens
 CaptureProgress = Callable[[int, int], None]
 AnyStage = Capturable[Any, Any]
 
-SHORTER_FROM = 8
+SHORTER_FROM = 64
 """From so many requests on a shorter draft may be faster."""
 
 
-def powers_up_to(most: int) -> tuple[int, ...]:
-    """Powers of two below ``most``, and ``most``: a batch is padded to less than twice its size."""
+def powers_up_to(most: int, base: int = 2) -> tuple[int, ...]:
+    """Powers of ``base`` below ``most``, and ``most``: a batch is padded to less than ``base`` times its size."""
     sizes = []
     size = 1
     while size < most:
         sizes.append(size)
-        size *= 2
+        size *= base
     return (*sizes, most)
 
 
 def buckets_up_to(most: int) -> tuple[int, ...]:
-    """1, 2, 4, then every 8 to 64, every 16 to 256, every 32 behind that, and ``most``: as many sizes as powers of two up to
-    8, and a larger batch is padded by less than a step.
+    """1, 2, 4, every 8 to 32, every 16 to 96, every 32 to 192, every 64 behind that, and ``most``: a batch is padded by a
+    third of it at most, from 8 requests on by half. A graph takes time to capture and holds memory, so there are no more.
     """
-    steps = (*range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32))
-    return (*(size for size in (1, 2, 4, *steps) if size < most), most)
+    steps = (1, 2, 4, *range(8, 32, 8), *range(32, 96, 16), *range(96, 192, 32), *range(192, most, 64))
+    return (*(size for size in steps if size < most), most)
 
 
 def sizes_of_shorter(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Those of ``sizes`` for which drafts are captured that are shorter than they can be: from 8 on, and the largest. Fewer
-    requests are bound by memory, so that they seldom need one; they can have the graph of 8.
+    """Those of ``sizes`` for which drafts are captured that are shorter than they can be: multiples of 64, and the largest.
+    Fewer requests are bound by memory, so that they seldom need one; they can have the graph of 64.
     """
-    return tuple(size for size in sizes if size >= SHORTER_FROM or size == max(sizes))
+    return tuple(size for size in sizes if size % SHORTER_FROM == 0 or size == max(sizes))
 
 
 class Runner(ABC):
@@ -128,9 +128,9 @@ class GraphRunner(Runner):
     """Captures the stages ``which`` for every bucket when it's made; nothing is captured later. Other stages are called.
 
     Three sets of features are captured: greedy, sampling, and everything. A batch gets the first that covers it.
-    ``buckets``: sizes of batches; None: :func:`buckets_up_to` the most requests for greedy ones, and powers of two for the
-    others. ``lengths``: of drafts, all nodes of a tree; the shorter ones are captured for :func:`sizes_of_shorter`.
-    ``capacity``: tokens that a block table holds.
+    ``buckets``: sizes of batches; None: :func:`buckets_up_to` the most requests for greedy ones, powers of two for those that
+    sample, of four for everything. ``lengths``: of drafts, all nodes of a tree; the shorter ones are captured for greedy
+    batches, of :func:`sizes_of_shorter`. ``capacity``: tokens that a block table holds.
     """
 
     def __init__(
@@ -148,17 +148,15 @@ class GraphRunner(Runner):
         progress: CaptureProgress | None = None,
     ) -> None:
         super().__init__(backend, buffers)
-        greedy = Features()
-        kinds = tuple(dict.fromkeys((greedy, Features(sampling=True), everything)))
-        given = None if buckets is None else tuple(sorted(buckets))
-        # Few batches sample, and fewer use everything: coarse sizes for them halve the number of graphs.
-        sizes = {kind: given or (buckets_up_to(most) if kind == greedy else powers_up_to(most)) for kind in kinds}
+        greedy, sampling = Features(), Features(sampling=True)
+        # Few batches sample, and fewer use everything: for them there are fewer sizes.
+        sizes = {greedy: buckets_up_to(most), sampling: powers_up_to(most), everything: powers_up_to(most, 4)}
+        if buckets is not None:
+            sizes = dict.fromkeys(sizes, tuple(sorted(buckets)))
         self.buckets = sizes[greedy]
-        self._sizes = {
-            (drafted, kind): sizes[kind] if drafted == max(lengths) else sizes_of_shorter(sizes[kind])
-            for drafted in sorted(lengths, reverse=True)
-            for kind in kinds
-        }
+        self._sizes = {(max(lengths), kind): sizes[kind] for kind in sizes}
+        # Only greedy batches are drafted for by less than can be.
+        self._sizes |= {(drafted, greedy): sizes_of_shorter(sizes[greedy]) for drafted in lengths if drafted < max(lengths)}
         self._stages = stages
         self._which = tuple(which)
         self._capacity = capacity

@@ -277,23 +277,6 @@ def holds_first(base):
     patch(keeper(), "hold", lambda original: lambda self, objects, until: (reach(), original(self, objects[:1], until))[1])
 
 
-def holds_later(base):
-    """Asks the event when it's released, not for the generation that was visible."""
-    from outrider.device.memory import KeepAlive
-
-    held: list = []
-
-    def hold(self, objects, until):
-        reach()
-        held.append((until, objects))
-
-    def release(self):
-        held[:] = [entry for entry in held if not entry[0].query()]
-        return len(held)
-
-    KeepAlive.hold, KeepAlive.release_finished = hold, release
-
-
 def drops_all(base):
     def make(original):
         def release(self):

@@ -51,11 +51,15 @@ class _Watch:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items) -> None:
-        """Within a level, what is about the broken verb comes first: the run ends at the first failure."""
+        """Within a level, what is about the broken verb comes first, then programs: the run ends at the first failure."""
         if self._near:
             from outrider_conformance.levels import level_of
 
-            items.sort(key=lambda item: (level_of(item.path) or 0, self._near not in item.nodeid))
+            def rank(item):
+                near = self._near in item.nodeid
+                return level_of(item.path) or 0, 0 if near else 1 if "_programs" in item.nodeid else 2
+
+            items.sort(key=rank)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config) -> None:

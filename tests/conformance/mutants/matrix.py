@@ -42,7 +42,9 @@ def main() -> int:
     chosen = {n: m for n, m in table.items() if options.only in f"{m.kind} {n}"}
     known = read() if options.known else {}
     if options.known:
-        chosen = {name: one for name, one in chosen.items() if name in known}
+        # Not those that count the calls of the whole run, nor those that take many programs to show.
+        chosen = {name: one for name, one in chosen.items() if "_programs" not in known.get(name, "_programs")}
+        chosen = {name: one for name, one in chosen.items() if "from the" not in one.fault}
         options.seeds = 1
     chosen = dict(list(chosen.items())[:: options.every])
     outcomes = _recorded(options.record, chosen, options.seeds)
@@ -133,7 +135,7 @@ def render(outcomes, table, seeds) -> str:
         _BEGIN,
         "",
         f"{when:%Y-%m-%d}, torch {torch.__version__}, {platform.system()} {platform.machine()}: "
-        f"{len(outcomes)} mutants, {seeds} seeds of the kit each; {dead} of {total} runs convict.",
+        f"{len(outcomes)} mutants in {total} runs with the seeds 0 to {seeds - 1}; {dead} runs convict.",
         "",
         "| class | mutants | " + " | ".join(f"L{level}" for level in LEVELS) + " | convicted | by seed |",
         "|---|---|" + "---|" * len(LEVELS) + "---|---|",
@@ -143,12 +145,12 @@ def render(outcomes, table, seeds) -> str:
         first = Counter(
             min((e["level"] for e in found.values() if e["level"] is not None), default=None) for found in mine.values()
         )
-        by_seed = [
-            sum(found[str(s)]["level"] is not None for found in mine.values() if str(s) in found) for s in range(seeds)
-        ]
-        share = sum(by_seed) / max(sum(map(len, mine.values())), 1)
+        by_seed = [[found[str(s)]["level"] is not None for found in mine.values() if str(s) in found] for s in range(seeds)]
+        share = sum(map(sum, by_seed)) / max(sum(map(len, mine.values())), 1)
         per = " | ".join(str(first[level] or "") for level in LEVELS)
-        lines.append(f"| {kind} | {count} | {per} | {share:.0%} | {', '.join(map(str, by_seed))} |")
+        lines.append(
+            f"| {kind} | {count} | {per} | {share:.0%} | {', '.join(f'{sum(each)} of {len(each)}' for each in by_seed)} |"
+        )
     lived = [name for name, found in outcomes.items() if killed(found) < len(found)]
     words = "Survivors, in some seed or all:" if lived else "There are no survivors."
     lines += ["", f"Columns L0 to L4: the first level that convicts. {words}", *([""] if lived or legal else [])]

@@ -7,73 +7,25 @@ no more ordered than they need to be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
-from outrider.device import Backend
 from outrider_conformance.programs import language as lang
+from outrider_conformance.programs.families import COMMON, FAMILIES, Abilities
 from outrider_conformance.programs.language import Memory, Program, Span, Step
-from outrider_conformance.programs.model import Model, Node, Senseless, Unordered
+from outrider_conformance.programs.model import Model
+from outrider_conformance.programs.nodes import Node, Senseless, Unordered
 
 _T = TypeVar("_T")
 _WHOLE = "int64"
-_OTHERS = ("int32", "int16", "uint8", "bool")
 _GRAPHS = 3
 _SLOWS = 6
 _HOST = ("host_read", "host_write", "query", "item", "send")
-
-
-@dataclass(frozen=True, slots=True)
-class Abilities:
-    """What of a backend decides which programs it can be given."""
-
-    dtypes: tuple[str, ...]
-    flags: bool
-    forks: bool
-    params: bool
-
-    @classmethod
-    def of(cls, backend: Backend) -> Abilities:
-        """Those that it declares."""
-        declared = backend.capabilities
-        return cls(
-            dtypes=(*sorted(str(dtype).removeprefix("torch.") for dtype in declared.dtypes), *_OTHERS),
-            flags=declared.flags,
-            forks=declared.forks_in_capture or not declared.captures_graphs,
-            params=declared.updates_graph_params or not declared.captures_graphs,
-        )
-
-
-_COMMON: Mapping[str, int] = MappingProxyType(
-    {"slow": 4, "fill": 3, "mix": 6, "copy": 4, "upload": 2, "download": 4, "host_write": 2, "host_read": 3, "record": 4}
-    | {"wait": 2, "synchronize": 2, "query": 2, "forget": 1, "elsewhere": 1, "scope": 1, "item": 1, "send": 1}
-)
-FAMILIES: Mapping[str, Mapping[str, int]] = MappingProxyType(
-    {
-        "order": {"mix": 10, "record": 8, "wait": 6, "query": 4, "forget": 3, "synchronize": 3, "pile": 2, "relay": 8},
-        "copies": {
-            "copy": 10,
-            "upload": 8,
-            "download": 10,
-            "send": 4,
-            "host_write": 5,
-            "host_read": 4,
-            "item": 2,
-            "relay": 2,
-        },
-        "memory": {"lend": 6, "renew": 5, "churn": 4, "mix": 10},
-        "threads": {"elsewhere": 8, "together": 4, "scope": 6, "record": 6, "relay": 12},
-        "graphs": {"capture": 5, "replay": 12, "drop_graph": 2, "churn": 2, "together": 1, "beside": 6, "relay": 2},
-        "bound": {"capture": 5, "replay": 12, "update": 8, "signal": 8, "drop_graph": 1},
-    }
-)
-"""What each family of programs is about: weights, beside those that all have."""
 
 
 @st.composite
@@ -92,7 +44,7 @@ class _Drawing:
     def __init__(self, random: Random, abilities: Abilities, family: str) -> None:
         self._random = random
         self.abilities = abilities
-        weights = {**_COMMON, **FAMILIES[family]}
+        weights = {**COMMON, **FAMILIES[family]}
         if not abilities.flags:
             weights.pop("signal", None)
         if not abilities.params:
@@ -352,6 +304,10 @@ class _Drawing:
         self.emit(lang.Slow(a))
         self.emit(lang.Download(a, slot, buffer))
         self._perhaps_elsewhere(lang.Record(a, event))
+        if self.chance(30):  # pinned memory is read when the copy runs, not when it's enqueued
+            self.emit(lang.Wait(b, event))
+            self.emit(lang.Upload(b, buffer, slot))
+            return
         if self.chance(50):
             self._perhaps_elsewhere(lang.Query(*self.pick((("event", event), ("stream", a))), slot.of))
         how = self.pick(("event", "within", "event", "stream"))

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from outrider.device import DeviceError
 from outrider_conformance.programs import language as lang
-from outrider_conformance.programs.model import LAUNCH, ORDER, Cell, Expectation, Key, Model, Node
+from outrider_conformance.programs.model import Model
+from outrider_conformance.programs.nodes import LAUNCH, ORDER, Cell, Effect, Expectation, Key, Node
 from outrider_conformance.programs.running import StepFailed, WrongValue
 
 PROMISES: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -110,6 +111,9 @@ def _blamed(model: Model, expectation: Expectation, found: Tensor | None) -> str
     if found is None:
         return reader.verb if reader.verb in PROMISES else "Backend.on"
     if _holds(cell.before, found) and writer is not None:  # the last write to it wasn't there yet
+        before = cell.before.writer if cell.before is not None else None
+        if before is not None and before.actor != writer.actor:  # or it came too early, and the one before it late
+            return _edge(writer, before)
         return _edge(reader, writer)
     while writer is not None and writer.effect is not None:
         effect = writer.effect
@@ -143,10 +147,7 @@ def _holds(cell: Cell | None, found: Tensor) -> bool:
     return cell is not None and cell.data is not None and torch.equal(lang.bits(cell.data), lang.bits(found))
 
 
-def _made(effect: object, cell: Cell, part: Tensor) -> bool:
-    from outrider_conformance.programs.model import Effect
-
-    assert isinstance(effect, Effect)
+def _made(effect: Effect, cell: Cell, part: Tensor) -> bool:
     if cell.data is None or effect.span is None:
         return False
     return torch.equal(lang.bits(effect.make(cell.data[effect.span.view]).contiguous()), lang.bits(part.contiguous()))

@@ -372,6 +372,12 @@ def walk(steps: tuple[Step, ...], path: Path = ()) -> Iterator[tuple[Path, Step]
             yield from walk(within, (*here, number))
 
 
+_EXPONENTS = {
+    torch.float16: 0x7C00,
+    torch.bfloat16: 0x7F80,
+    torch.float32: 0x7F80_0000,
+    torch.float64: 0x7FF0_0000_0000_0000,
+}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -388,7 +394,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def pattern(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """``count`` elements whose bits are scattered over all that the dtype has, the same for the same seed."""
+    """``count`` elements whose bits are scattered over all that the dtype has, the same for the same seed.
+
+    Of a floating dtype each fifth is an infinity or NaN with a payload.
+    """
     start = (seed + 1) * 0x3F58476D1CE4E5B9 & 0x7FFFFFFFFFFFFFFF
     numbers = torch.arange(1, count + 1, dtype=torch.int64) * 0x1E3779B97F4A7C15 + start
     numbers ^= numbers >> 29
@@ -396,4 +405,6 @@ def pattern(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     numbers ^= numbers >> 32
     if dtype == torch.bool:
         return (numbers & 1).to(torch.bool)
+    if dtype in _EXPONENTS:
+        numbers[::5] |= _EXPONENTS[dtype]
     return numbers.to(_BITS[dtype.itemsize]).view(dtype)

@@ -9,113 +9,27 @@ read. Only a racy download may meet writes that nothing orders it with: it has s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.language import Path, Program, Span, Step
-
-Key = tuple[str, int]
-"""``("buffer", 2)``: memory, or something else that is read and written: a graph, its host parameter, a flag."""
-
-ORDER, LAUNCH = "Stream", "launch"
-"""Edges that every step has. The others are named by the verb that makes them."""
-
-
-class Unordered(Exception):
-    """A step would race: ``earlier`` are the nodes that it must come after and doesn't."""
-
-    def __init__(self, earlier: Sequence[Node]) -> None:
-        super().__init__(f"{len(earlier)} accesses aren't ordered")
-        self.earlier = tuple(earlier)
-
-
-class Senseless(Exception):
-    """A step that the contract forbids here, such as a wait for an event that was never recorded."""
-
-
-@dataclass(eq=False, slots=True)
-class Node:
-    """One thing that a stream or a host thread does. ``verb`` is the member of the seam that does it.
-
-    ``opaque``: what the memory that it writes held just before isn't promised, so that not even a racy read may meet it.
-    """
-
-    actor: int
-    clock: tuple[int, ...]
-    causes: tuple[tuple[Node, str], ...]
-    path: Path
-    verb: str
-    effect: Effect | None = None
-    opaque: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Effect:
-    """``to`` of ``target`` becomes ``make(source)``; ``seen`` is the content of ``source`` at the time."""
-
-    target: Key
-    to: Span
-    make: Callable[[Tensor | None], Tensor]
-    source: Key | None = None
-    span: Span | None = None
-    seen: Cell | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Cell:
-    """One memory now: its contents, who wrote it last and who has read it since; ``others`` are further contents that are
-    allowed. ``before`` is what it was before that write.
-    """
-
-    data: Tensor | None
-    writer: Node | None = None
-    readers: tuple[Node, ...] = ()
-    peeks: tuple[Node, ...] = ()
-    others: tuple[Tensor, ...] = ()
-    before: Cell | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Expectation:
-    """What a host-visible read must find: for each element one of ``allowed``. ``certain``: a query must answer yes."""
-
-    reader: Node
-    key: Key
-    allowed: tuple[Tensor, ...]
-    cell: Cell
-    certain: bool = False
-
-
-@dataclass(slots=True)
-class State:
-    """All that changes; lists are replaced or copied, contents never written in place."""
-
-    clocks: list[tuple[int, ...]]
-    lasts: list[Node | None]
-    events: list[Node | None]
-    cells: dict[Key, Cell]
-    graphs: dict[int, lang.Capture] = field(default_factory=dict)
-    params: dict[int, int] = field(default_factory=dict)
-    glances: tuple[tuple[Node, Key, Span, Key, Span], ...] = ()
-    host: int = 0
-    expectations: dict[Path, Expectation] = field(default_factory=dict)
-
-    def copy(self) -> State:
-        """For going back."""
-        return replace(
-            self,
-            clocks=list(self.clocks),
-            lasts=list(self.lasts),
-            events=list(self.events),
-            cells=dict(self.cells),
-            graphs=dict(self.graphs),
-            params=dict(self.params),
-            expectations=dict(self.expectations),
-        )
+from outrider_conformance.programs.nodes import (
+    LAUNCH,
+    ORDER,
+    Cell,
+    Effect,
+    Expectation,
+    Key,
+    Node,
+    Senseless,
+    State,
+    Unordered,
+    join,
+)
 
 
 class Model:
@@ -139,7 +53,7 @@ class Model:
 
     def clock_of(self, stream: int) -> tuple[int, ...]:
         """What is over for the next thing that is enqueued there."""
-        return _join(self.state.clocks[stream], self.state.clocks[self.state.host])
+        return join(self.state.clocks[stream], self.state.clocks[self.state.host])
 
     @property
     def host_clock(self) -> tuple[int, ...]:
@@ -157,7 +71,7 @@ class Model:
             clock = self.clock_of(actor)
         for cause, _ in causes:
             if cause is not None:
-                clock = _join(clock, cause.clock)
+                clock = join(clock, cause.clock)
         clock = (*clock[:actor], clock[actor] + 1, *clock[actor + 1 :])
         node = Node(actor, clock, tuple((n, label) for n, label in edges if n is not None), path, verb, effect)
         state.clocks[actor], state.lasts[actor] = clock, node
@@ -388,7 +302,7 @@ class Model:
         verb = "Event.query" if step.what == "event" else "Stream.query"
         key: Key = ("slot", step.slot or 0)
         cell = self.state.cells[key]
-        clock = _join(self.host_clock, target.clock) if target is not None else self.host_clock
+        clock = join(self.host_clock, target.clock) if target is not None else self.host_clock
         if step.slot is not None and cell.writer is not None and not self.covers(clock, cell.writer):
             raise Senseless("the answer doesn't speak of the slot")
         causes = ((target, verb),) if target is not None else ()
@@ -441,7 +355,7 @@ class Model:
         state, home = self.state, self.state.host
         for number, steps in enumerate((step.first, step.second)):
             self.state.host = home + 1 + number
-            self.state.clocks[self.state.host] = _join(self.state.clocks[self.state.host], state.clocks[home])
+            self.state.clocks[self.state.host] = join(self.state.clocks[self.state.host], state.clocks[home])
             self._node(self.state.host, path, LAUNCH, [(self.state.lasts[home], LAUNCH)])
             for place, within in enumerate(steps):
                 self.apply(within, (*path, number, place))
@@ -518,10 +432,6 @@ def _same(tensor: Tensor | None) -> Tensor:
 def _mixed(tensor: Tensor | None, add: int) -> Tensor:
     assert tensor is not None
     return tensor * 3 + add
-
-
-def _join(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    return one if one is other else tuple(map(max, one, other))
 
 
 def _buffers(graph: lang.Capture) -> set[int]:

@@ -16,7 +16,8 @@ from outrider.device import Backend, CaptureContext, Event, Flag, Graph, PinnedB
 from outrider_conformance.lab import Lab
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.language import Path, Program, Span, Step
-from outrider_conformance.programs.model import Expectation, Model
+from outrider_conformance.programs.model import Model
+from outrider_conformance.programs.nodes import Expectation
 
 _LONG = 60.0
 _SOON = 5.0

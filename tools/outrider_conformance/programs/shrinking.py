@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.language import Program, Step
-from outrider_conformance.programs.model import Model, Senseless, Unordered, judge
+from outrider_conformance.programs.model import Model, judge
+from outrider_conformance.programs.nodes import Senseless, Unordered
 
 Steps = tuple[Step, ...]
 

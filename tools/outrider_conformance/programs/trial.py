@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from outrider.device import Backend, ControllableDevice
+from outrider.device import Backend, ControllableDevice, ExplorationResult
 from outrider_conformance.lab import Lab, Pace
-from outrider_conformance.programs.drawing import Abilities, programs
+from outrider_conformance.programs.drawing import programs
+from outrider_conformance.programs.families import Abilities
 from outrider_conformance.programs.judging import broken, said, script
 from outrider_conformance.programs.model import Model
 from outrider_conformance.programs.running import Stage, run
@@ -42,22 +45,30 @@ class _Caught(Exception):
     """Leaves hypothesis's loop at the first failure."""
 
 
-def try_program(stage: Stage, model: Model, number: int = 0) -> None:
-    """One program, in several orders where the device takes schedules. Raises what it found wrong."""
+def try_program(stage: Stage, model: Model, number: int = 0, *, brief: bool = False) -> None:
+    """One program, in several orders where the device takes schedules. Raises what it found wrong.
+
+    ``brief``: the schedule that shows it isn't made smaller, which takes many runs, where the device leaves the choice.
+    """
     control = stage.lab.backend.control
     if control is None:
         run(stage, model)
         return
     # In the order of the program, and the host first; then two orders that no other program has.
     for first in (0, 2 + _SCHEDULES * number):
-        _explore(control, stage, model, first)
+        _explore(control, stage, model, first, brief)
 
 
-def _explore(control: ControllableDevice, stage: Stage, model: Model, first: int) -> None:
+def _explore(control: ControllableDevice, stage: Stage, model: Model, first: int, brief: bool) -> None:
     def once(_: Backend) -> None:
         run(stage, model)
 
-    failure = control.explore(once, strategy="mixed", iterations=_SCHEDULES, seed=first).failure
+    explore: Callable[..., ExplorationResult] = control.explore
+    if brief and "shrinking" in inspect.signature(explore).parameters:
+        explore = partial(explore, shrinking=False)
+    failure = explore(once, strategy="mixed", iterations=_SCHEDULES, seed=first).failure
+    if failure is not None and brief:
+        raise failure.error
     if failure is not None:
         error = failure.error
         orderings = "".join(f"\n  {sentence}" for sentence in failure.orderings)
@@ -84,7 +95,7 @@ def convict(
     pace = pace or Pace(target_ms=_DELAY_MS)
     numbers = itertools.count()
     stages: list[Stage] = []
-    caught: list[tuple[Model, Exception]] = []
+    caught: list[tuple[Model, int, Exception]] = []
     hung: list[BaseException] = []
     abilities = Abilities.of(opened())
 
@@ -103,14 +114,16 @@ def convict(
             stages[:] = [Stage(Lab(opened(), pace))]
         alive()
         try:
-            try_program(stages[0], model, number)
+            try_program(stages[0], model, number, brief=True)
         except Exception as error:
-            caught.append((model, error))
+            caught.append((model, number, error))
             raise _Caught from None
         except BaseException as error:
             print(script(model.program, backend))  # what hangs is shown as it is
             hung.append(error)
             raise
+        finally:
+            alive()
 
     try:
         each()
@@ -125,18 +138,29 @@ def convict(
 
 
 def _explain(
-    opened: Callable[[], Backend], pace: Pace, backend: str, alive: Callable[[], None], model: Model, error: Exception
+    opened: Callable[[], Backend],
+    pace: Pace,
+    backend: str,
+    alive: Callable[[], None],
+    model: Model,
+    number: int,
+    error: Exception,
 ) -> None:
     def fails(smaller: Model) -> BaseException | None:
         # A fresh device each time: the last one may be stuck or lost. Where time decides, twice.
-        for number in range(2):
+        for orders in (number, 0):
             alive()
             try:
-                try_program(Stage(Lab(opened(), pace)), smaller, number)
+                try_program(Stage(Lab(opened(), pace)), smaller, orders, brief=True)
             except Exception as found:
                 return found
         return None
 
     smallest, found = shrink(model, fails, SECONDS_TO_SHRINK)
+    alive()
+    try:  # once more, for the smallest schedule too
+        try_program(Stage(Lab(opened(), pace)), smallest, number)
+    except Exception as explained:
+        found = explained
     shown = found or error
     raise Convicted(said(smallest, shown, backend), broken(smallest, shown)) from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from outrider_conformance.promises import needs, promise
 from outrider_conformance.verdict import not_applicable
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
+_LONG = 1 << 18  # numbers of a copy that is a MiB long
 
 
 @promise("Backend.empty_pinned", "Page-locked host memory with undefined contents. ``owner`` names it in reports.")
@@ -122,20 +125,26 @@ def test_a_copy_goes_to_its_stream_and_leaves_the_scope(lab: Lab) -> None:
 @promise("Backend.copy_async", "Copy on ``stream`` without blocking the host")
 @pytest.mark.parametrize("direction", ["to the host", "to the device", "on the device"])
 def test_a_copy_does_not_block_the_host(lab: Lab, direction: str) -> None:
-    """Behind a long job the copy's call returns while the job runs."""
+    """Behind a long job the copy's call returns while the job runs, be it short, long, or of nothing."""
 
-    def program(backend: Backend) -> None:
-        (a,) = lab.streams("a")
-        x, y = lab.full(a, 0), lab.full(a, 0)
-        pinned = backend.empty_pinned("pinned", (WIDTH,), torch.float32)
-        pinned.tensor.fill_(1)
-        lab.slow(a)
-        pair = {"to the host": (pinned.tensor, x), "to the device": (x, pinned.tensor), "on the device": (y, x)}[direction]
-        backend.copy_async(*pair, stream=a)
-        if not a.query():
-            raise Seen
+    def program(width: int) -> Callable[[Backend], None]:
+        def copying(backend: Backend) -> None:
+            (a,) = lab.streams("a")
+            x, y = lab.full(a, 0, width=width), lab.full(a, 0, width=width)
+            pinned = backend.empty_pinned("pinned", (width,), torch.float32)
+            pinned.tensor.fill_(1)
+            lab.slow(a)
+            busy = lab.record(a, "busy")
+            pair = {"to the host": (pinned.tensor, x), "to the device": (x, pinned.tensor), "on the device": (y, x)}
+            backend.copy_async(*pair[direction], stream=a)
+            if not busy.query():
+                raise Seen
 
-    lab.sometimes(program, f"the stream was always empty after a copy {direction}: the copy is synchronous")
+        return copying
+
+    for width in (WIDTH, _LONG, *([0] if direction == "on the device" else [])):
+        words = f"what came before was always done after a copy of {width} numbers {direction}: the copy is synchronous"
+        lab.sometimes(program(width), words)
 
 
 @promise("PinnedBuffer", "``tensor`` is the host tensor; slices of it stay pinned.")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 from outrider.device import Backend
 from outrider_conformance.lab import Lab, Seen, expect
@@ -382,6 +385,50 @@ def test_the_policys_fences_order_streams_and_the_host(lab: Lab) -> None:
             taken.wait_host()
             assert taken.done(), "done is False after wait_host"
             expect(lab.peek(y), turn, "what crossed the fence")
+
+    lab.always(program)
+
+
+@promise("Fence", "a ``wait`` takes the generation that is visible when it is enqueued.")
+def test_fences_serve_every_thread_behind_much_work(lab: Lab) -> None:
+    """Signalled and waited for behind thirty operations, by this thread and, where the device runs by itself, by others."""
+
+    def elsewhere(call: Callable[[], None]) -> None:
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                call()
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=run, name="at the fence")
+        thread.start()
+        thread.join()
+        if failures:
+            raise failures[0]
+
+    def here(call: Callable[[], None]) -> None:
+        call()
+
+    def program(backend: Backend) -> None:
+        a, b = lab.streams("a", "b")
+        x, y, z = lab.full(a, 0), lab.full(b, 0), lab.full(b, 0)
+        ready, taken = (backend.speculative_sync.create_fence(name) for name in ("ready", "taken"))
+        ready.signal(a)
+        taken.signal(b)
+        for turn, by in enumerate((here, elsewhere, here) if backend.control is None else (here, here), 1):
+            for stream in (a, b, a, a):  # both have much to do, and the one that signals has more
+                lab.slow(stream)
+            for _ in range(30):
+                lab.fill(a, x, turn)
+                lab.fill(b, z, turn)
+            by(partial(ready.signal, a))
+            by(partial(ready.wait, b))
+            lab.copy(b, y, x)
+            by(partial(taken.signal, b))
+            by(taken.wait_host)
+            expect(lab.peek(y), float(turn), "what crossed the fence")
 
     lab.always(program)
 

@@ -21,8 +21,8 @@ class DraftLengthPolicy(ABC):
     calls give the same lengths.
 
     ``lengths``: those that it may choose, from the shortest; graphs are captured for them. 0 is plain decoding, during which
-    the draft still takes in what the target decides, so that the next iteration can draft. An adaptation for single
-    requests would be told of them here.
+    the draft still takes in what the target decides, so that the next iteration can draft. Only batches that are greedy
+    throughout are asked about; for the others it's the longest.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -155,6 +155,5 @@ class FollowLoad(DraftLengthPolicy):
 
 
 def usual_lengths(draft_tokens: int) -> tuple[int, ...]:
-    """The lengths among which load chooses, from a chain of ``draft_tokens``: none, one, all, and half of a long one."""
-    half = (draft_tokens // 2,) if draft_tokens >= 6 else ()
-    return tuple(sorted({0, 1, *half, draft_tokens}))
+    """The lengths among which load chooses, from a chain of ``draft_tokens``: none, one, two thirds, all."""
+    return tuple(sorted({0, 1, -(-2 * draft_tokens // 3), draft_tokens}))

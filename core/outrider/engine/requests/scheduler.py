@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.engine.requests.draft_length import DraftLengthPolicy
+from outrider.engine.requests.features import Features
 from outrider.engine.requests.pages import FreeList, PageKey, PagePool
 from outrider.engine.requests.request import Request
 
@@ -91,7 +92,10 @@ class Scheduler:
         decode = tuple(r for r in self._running if self._decodes(r))
         drafted = None
         if decode and self._draft_length is not None:
-            drafted = self._draft_length.choose(len(decode), sum(request.known_length for request in decode))
+            # A draw depends on what was drafted: requests that draw are drafted for in full, whatever else runs.
+            drafted = self._draft_length.lengths[-1]
+            if Features.of(decode) == Features():
+                drafted = self._draft_length.choose(len(decode), sum(request.known_length for request in decode))
         prefill = self._chunks(len(decode), self._limits.growth if drafted is None else drafted + 1)
         arrivals = tuple((r, r.arrival) for r in admitted if r.arrival is not None)
         if not decode and not prefill and not arrivals:

@@ -1,0 +1,139 @@
+"""Random programs: what the model takes, refuses and allows; and what becomes of a backend that breaks a promise."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.registry import get_backend
+from outrider_conformance.lab import Lab
+from outrider_conformance.programs import language as lang
+from outrider_conformance.programs.families import FAMILIES, Abilities
+from outrider_conformance.programs.language import Memory, Program, Span
+from outrider_conformance.programs.model import judge
+from outrider_conformance.programs.nodes import Senseless, Unordered
+from outrider_conformance.programs.running import Stage, WrongValue
+from outrider_conformance.programs.trial import Convicted, convict, share, try_program
+
+WHOLE = Span(0, 0, 4)
+WRITE, READ = lang.Fill(0, WHOLE, 7), lang.Download(1, WHOLE, WHOLE)
+RECORD, WAIT = lang.Record(0, 0), lang.Wait(1, 0)
+LONG = Path(__file__).parent / "long_programs.py"
+
+
+def program(*steps, **more):
+    sizes = {"streams": 2, "buffers": (Memory("int64", 4),), "slots": (Memory("int64", 4),), "events": 2, **more}
+    return Program(steps=steps, **sizes)
+
+
+def expected(model, key):
+    return next(e for e in model.state.expectations.values() if e.key == key)
+
+
+@pytest.mark.parametrize(
+    ("steps", "free"),
+    [
+        ((WRITE, READ), False),
+        ((WRITE, RECORD, WAIT, READ), True),
+        ((RECORD, WRITE, WAIT, READ), False),  # the record was too early
+        ((WRITE, RECORD, READ, WAIT), False),  # the wait is too late
+        ((WRITE, RECORD, WAIT, READ, WRITE), False),  # nothing keeps the second write behind the read
+        ((WRITE, RECORD, lang.Synchronize("within", 0), READ), True),
+        ((WRITE, RECORD, lang.Record(1, 0), WAIT, READ), False),  # a later generation, of another stream
+        ((WRITE, lang.Synchronize("stream", 1), READ), False),
+        ((WRITE, lang.Elsewhere((RECORD, WAIT)), READ), True),
+        ((WRITE, lang.Together((RECORD,), (lang.Slow(1),)), READ), False),
+        ((WRITE, RECORD, WAIT, READ, lang.HostRead(0)), False),  # the host waited for nothing
+    ],
+)
+def test_the_model_takes_what_edges_order_and_nothing_else(steps, free):
+    if free:
+        judge(program(*steps))
+    else:
+        with pytest.raises(Unordered):
+            judge(program(*steps))
+
+
+def test_the_model_refuses_what_the_contract_forbids():
+    for steps in ((WAIT,), (lang.Replay(0, 0),), (lang.Together((WRITE,), (lang.Record(0, 0),)),)):
+        with pytest.raises(Senseless):
+            judge(program(*steps))
+
+
+def test_a_racy_read_may_find_each_write_that_nothing_orders_it_with():
+    steps = [lang.Fill(0, WHOLE, 1), RECORD, WAIT, lang.Fill(0, WHOLE, 2)]
+    steps += [lang.Download(1, WHOLE, WHOLE, racy=True), lang.Fill(0, WHOLE, 3), lang.Synchronize("device")]
+    model = judge(program(*steps, lang.Fill(0, WHOLE, 4)))
+    found = {int(allowed[0]) for allowed in expected(model, ("slot", 0)).allowed}
+    assert found == {1, 2, 3}  # not what was there before, nor what was written when it was over
+
+
+def test_replays_count_and_scalars_are_frozen():
+    buffers = (Memory("int64", 2), Memory("int64", 2))
+    body = (lang.Mix(0, Span(0, 0, 2), Span(0, 0, 2), "scalar"),)
+    steps = (lang.Capture(0, 0, body, scalar=5, value=1), lang.Replay(0, 0, times=3))
+    model = judge(program(*steps, buffers=buffers))
+    assert expected(model, ("buffer", 0)).allowed[0].tolist() == [92, 92]  # 1 → 8 → 29 → 92
+    for name in ("cpu", "sim"):
+        try_program(Stage(Lab(get_backend(name))), model)
+
+
+def test_a_pattern_has_every_kind_of_bits():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        assert lang.pattern(3, 70_000, dtype).isnan().any()
+        assert not torch.equal(lang.bits(lang.pattern(3, 9, dtype)), lang.bits(lang.pattern(4, 9, dtype)))
+    assert lang.pattern(0, 0, torch.bool).numel() == 0
+
+
+def test_shares_come_to_the_whole():
+    assert sum(share(family, 300) for family in FAMILIES) == 300
+    assert Abilities.of(get_backend("cpu")).params
+
+
+BROKEN = "sim:events=recycled"  # an event has one completed flag for all its records
+
+
+@pytest.fixture(scope="module")
+def conviction():
+    with pytest.raises(Convicted) as caught:
+        convict(lambda: get_backend(BROKEN), backend=BROKEN, family="order", count=50)
+    return str(caught.value)
+
+
+def test_a_conviction_names_the_promise(conviction):
+    assert "promises: “" in conviction
+    assert conviction.count("Record(") < 25, conviction  # it was made smaller
+
+
+@pytest.mark.parametrize(("backend", "code"), [(BROKEN, 1), ("sim", 0)])
+def test_a_failing_program_is_a_script_that_runs_alone(conviction, backend, code, monkeypatch):
+    text = conviction[conviction.index('"""Run it:') :]
+    monkeypatch.setattr(sys, "argv", ["failing.py", "--backend", backend, "--times", "3"])
+    with pytest.raises(SystemExit) as ended:
+        exec(compile(text, "failing.py", "exec"), {"__name__": "__main__"})
+    assert ended.value.code == code
+
+
+def test_the_same_seed_draws_the_same_programs(conviction):
+    with pytest.raises(Convicted) as again:
+        convict(lambda: get_backend(BROKEN), backend=BROKEN, family="order", count=50)
+    assert str(again.value).partition("A random program")[0] == conviction.partition("A random program")[0]
+
+
+def test_a_wrong_byte_is_found_among_many():
+    model = judge(program(WRITE, RECORD, WAIT, READ))
+    backend = get_backend("cpu")
+    copy = backend._copy_async
+    backend._copy_async = lambda to, source: copy(to[:-1], source[:-1])
+    with pytest.raises(WrongValue, match="element 3 is"):
+        try_program(Stage(Lab(backend)), model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["cpu", "sim", "sim:like=npu", "sim:like=rocm", "threads", "toy", "npu", "rocm"])
+def test_ten_thousand_programs_convict_no_right_backend(backend):
+    command = [sys.executable, str(LONG), "--backend", backend, "--programs", "10000", "--processes", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=7200, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
