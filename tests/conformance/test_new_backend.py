@@ -33,6 +33,29 @@ def test_the_package_installs_passes_level_0_and_fails_the_next(tmp_path):
     assert "L1  failed" in bench.shell("outrider conform --backend acme --level L1 || true")
 
 
+def test_a_device_without_a_torch_module_passes_level_2(tmp_path):
+    """As written, with its few programs drawn from another seed than a vendor's first run."""
+    bench = Workbench(tmp_path)
+    assert "--level L2" in bench.shell("outrider new-backend acme ./acme --kind own-queue")
+    bench.shell("pip install -e ./acme")
+    report = json.loads(bench.shell("outrider conform --backend acme --level L2 --programs 12 --seed 1 --json 2>/dev/null"))
+    assert report["reached"] == "L2", [test for test in report["tests"] if test["outcome"] == "failed"]
+    ran = {test["id"].partition("[")[0] for test in report["tests"] if test["outcome"] == "passed"}
+    assert "test_l1_errors::test_every_way_to_wait_raises_what_failed" in ran, "provoke_fault wasn't tested"
+    assert report["capabilities"]["captures_graphs"]
+
+
+def test_what_is_to_fill_in_is_marked(outrider, tmp_path):
+    """The driver is the vendor's; how torch calls are queued isn't."""
+    assert outrider("new-backend", "acme", str(tmp_path / "acme"), "--kind", "own-queue").code == 0
+    source = tmp_path / "acme/src/outrider_acme"
+    gaps = {path.name: path.read_text().count("GAP") for path in source.glob("*.py")}
+    assert gaps["driver.py"] > 8
+    assert gaps["backend.py"] > 3
+    assert gaps["queueing.py"] == 0
+    assert not (source / "stand_in.py").exists()
+
+
 def test_it_is_complete(outrider, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = outrider("new-backend", "acme_x2", "--json")
@@ -45,7 +68,9 @@ def test_it_is_complete(outrider, tmp_path, monkeypatch):
     for wanted in ("plugin.py", "backend.py", "py.typed"):
         assert f"src/outrider_acme_x2/{wanted}" in tree(place)
     left = [
-        path for path in tree(place) if re.search(r"@(name|package|distribution|Class|seam)@", (place / path).read_text())
+        path
+        for path in tree(place)
+        if re.search(r"@(name|package|distribution|Class|seam|level|adapted)@", (place / path).read_text())
     ]
     assert left == [], "a placeholder wasn't filled in"
     assert sum(line.startswith("    check(") for line in (place / "tests/test_conformance.py").read_text().splitlines()) == 1
@@ -55,10 +80,11 @@ RUFF = ("ruff", "check", "--no-cache", "--isolated", "--line-length", "126", "--
 MYPY = ("mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", "cache")
 
 
+@pytest.mark.parametrize("kind", ["torch", "own-queue"])
 @pytest.mark.parametrize("check", [RUFF, pytest.param(MYPY, marks=pytest.mark.slow)], ids=["ruff", "mypy"])
-def test_it_is_clean(outrider, tmp_path, check):
+def test_it_is_clean(outrider, tmp_path, check, kind):
     """As the vendor would run them."""
-    assert outrider("new-backend", "acme", str(tmp_path / "acme")).code == 0
+    assert outrider("new-backend", "acme", str(tmp_path / "acme"), "--kind", kind).code == 0
     done = subprocess.run(
         [sys.executable, "-m", *check, "src/outrider_acme"],
         cwd=tmp_path / "acme",

@@ -70,7 +70,7 @@ def test_every_marker_stands_before_a_block():
 
 
 def test_pages_have_code_that_runs():
-    assert {"index.md", "plugins.md", "ci.md", "conformance-report.md", "simulator.md", "sanitizer.md"} <= {
+    assert {"index.md", "plugins.md", "ci.md", "conformance-report.md", "simulator.md", "sanitizer.md", "own-queue.md"} <= {
         page.name for page in PAGES
     }
 

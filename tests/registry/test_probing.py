@@ -3,8 +3,10 @@
 import json
 import logging
 import os
+import textwrap
 
 import pytest
+import torch
 
 from harmful import HARMFUL
 from outrider.device import BackendNotFound, PluginContractError
@@ -79,12 +81,45 @@ def test_harm_is_not_remembered(install, probe):
 
 
 def test_a_plugin_that_changes_global_state_is_told_of(install, probe, monkeypatch):
+    """Also where it's the first to import torch, so that nobody knows what torch was like before."""
     monkeypatch.delenv("CHIP_HOME", raising=False)
-    install("chip", f"import os\nos.environ['CHIP_HOME'] = 'there'\n{LOADS}", probed=True)
-    try:
-        assert by_name(Registry(probe=probe))["chip"].changes == ("the environment",)
-    finally:
-        os.environ.pop("CHIP_HOME", None)
+    threads = torch.get_num_threads()
+    changing = """
+        import os, sys, threading
+        os.environ["CHIP_HOME"] = "there"
+        sys.setrecursionlimit(12345)
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        import torch
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True)
+        torch.set_float32_matmul_precision("medium")
+        torch.set_grad_enabled(False)
+        torch.manual_seed(1)
+    """
+    verdict = found_in_child(install, "chip", textwrap.dedent(changing))
+    assert verdict.harm == ""
+    assert verdict.changes == (
+        "torch's default dtype",
+        "torch's default device",
+        "torch's number of threads",
+        "torch's deterministic algorithms",
+        "torch's precision of float32 products",
+        "torch's gradient mode",
+        "torch's seed",
+        "the environment",
+        "the recursion limit",
+        "running threads",
+    )
+    assert torch.get_num_threads() == threads
+    assert found_in_child(install, "good", "import torch\n").changes == ()
+
+
+def found_in_child(install, name, source):
+    install(name, source + LOADS, probed=True)
+    (entry,) = (each for each in installed("outrider.backends").entry_points if each.name == name)
+    return probing.in_child([entry], "backend_info", limit_s=60)[entry]
 
 
 def test_a_named_backend_is_not_probed(install, monkeypatch):

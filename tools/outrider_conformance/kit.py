@@ -11,6 +11,7 @@ import pytest
 
 from outrider.device import SEAM_VERSION, Backend, BackendInfo
 from outrider.registry import Registry
+from outrider.registry.probing import Verdict
 from outrider_conformance.lab import Pace
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class Kit:
 
     def __init__(self, spec: str, registry: Registry | None = None) -> None:
         self.registry = registry or Registry()
+        self._installed = registry is None
         self.spec = self.registry.select(spec)
         self.pace = Pace()
         self._facts: dict[str, Any] = {}
@@ -46,6 +48,10 @@ class Kit:
         if not self._facts:
             self._facts = _facts(backend)
         return backend
+
+    def loading(self) -> Verdict | None:
+        """What loading the plugin does to a process, tried in a child; None where the registry is one of a test's own."""
+        return self.registry.tried(self.spec.name) if self._installed else None
 
     @property
     def facts(self) -> Mapping[str, Any]:

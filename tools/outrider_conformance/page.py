@@ -143,10 +143,13 @@ def _test(test: Mapping[str, Any], *, opened: bool = False) -> str:
         f"<blockquote><code>{escape(promise['member'])}</code>: {escape(promise['words'])}</blockquote>" if promise else ""
     )
     reason = f"<pre>{escape(test['reason'])}</pre>" if test["reason"] else ""
+    said = [("where", test.get("where", "")), *(("likely cause", cause) for cause in test.get("causes", ()))]
+    hints = "".join(f"<p><b>{name}</b>: {escape(text)}</p>" for name, text in said if text)
+    hints += f"<p><b>alone</b>: <code>{escape(test['alone'])}</code></p>" if test.get("alone") else ""
     return (
         f"<details{' open' if opened else ''}><summary>{_tag(test['outcome'])}<code>{escape(test['id'])}</code>"
         f' <span class="dim">{test["seconds"]:.2f} s</span></summary>'
-        f"<p>{escape(test['what'])}</p>{quote}{reason}</details>"
+        f"<p>{escape(test['what'])}</p>{quote}{reason}{hints}</details>"
     )
 
 

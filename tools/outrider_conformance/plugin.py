@@ -7,6 +7,7 @@ didn't ask for it.
 from __future__ import annotations
 
 import datetime
+import shlex
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--kit-draws", type=int, default=DRAWS, metavar="N", help="draws for each kernel and dtype, beside the fixed ones"
     )
+    group.addoption("--kit-test", action="append", default=[], metavar="ID", help="run this test alone; may be repeated")
     group.addoption("--kit-command", metavar="TEXT", help="the command line that the report names, if not pytest's own")
 
 
@@ -96,6 +98,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = sorted((pair for pair in ours if pair[1] <= limit), key=lambda pair: pair[1])
     items[:] = [*others, *(item for item, _ in kept)]
     config.stash[RECORDER].requested(test_id(item) for item, _ in kept)
+    chosen = set(config.getoption("--kit-test"))
+    if chosen:
+        absent = sorted(chosen - {test_id(item) for item, _ in kept})
+        if absent:
+            raise pytest.UsageError(f"no test is called {', '.join(absent)} at these levels; a report has the ids")
+        left = [item for item, _ in kept if test_id(item) not in chosen]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [*others, *(item for item, _ in kept if test_id(item) in chosen)]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -106,8 +116,17 @@ def pytest_runtest_makereport(
     report = yield
     if level_of(item.path) is not None and KIT in item.config.stash:
         today = datetime.datetime.now(datetime.UTC).date()
-        judge(item, call, report, item.config.stash[WAIVERS], today)
+        judge(item, call, report, item.config.stash[WAIVERS], today, alone=_alone(item))
     return report
+
+
+def _alone(item: pytest.Item) -> str:
+    """The command that runs a test by itself, drawing what this run drew."""
+    command = ["outrider", "conform", "--backend", str(item.config.stash[KIT].spec), "--test", test_id(item)]
+    for option, name, default in (("--programs", "--programs", DEFAULT_PROGRAMS), ("--kit-seed", "--seed", 0)):
+        if (value := item.config.getoption(option)) != default:
+            command += [name, str(value)]
+    return shlex.join(command)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -99,7 +99,7 @@ class Recorder:
         terminalreporter.section(f"conformance of {self._kit.spec}")
         for level, result in levels_of(list(self._tests()), self._level()).items():
             terminalreporter.write_line(f"{level}  {result['result']:<24}{result['counts']:<60}{LEVELS[int(level[1:])]}")
-        if self._directory is not None:
+        if self._directory is not None and self._directory != self._config.rootpath:  # that one goes away with the run
             terminalreporter.write_line(f"report: {self._directory / 'report.html'}")
 
     # -- the report ------------------------------------------------------------------------------------------------
@@ -130,6 +130,9 @@ class Recorder:
                 "reason": "deselected, or the run ended before it",
                 "what": "",
                 "promise": None,
+                "where": "",
+                "causes": [],
+                "alone": "",
                 "needs": [],
                 "waiver": None,
                 "seconds": 0.0,

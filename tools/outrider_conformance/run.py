@@ -35,6 +35,7 @@ def conform(
     programs: int | None = None,
     seed: int = 0,
     only: str = "",
+    tests: Sequence[str] = (),
     extra: Sequence[str] = (),
     command: str | None = None,
     output: TextIO | None = None,
@@ -43,7 +44,8 @@ def conform(
 
     Progress goes to ``output`` (standard output without it). ``workers`` spreads the tests over that many processes with
     pytest-xdist. ``programs``: how many random programs are tried, drawn from ``seed``; ``only``: of the tests those with
-    this word in their names, so that nothing is passed. Raises :class:`ConformanceError` where no report comes about.
+    this word in their names; ``tests``: those with these ids. Either of the two passes nothing. Raises
+    :class:`ConformanceError` where no report comes about.
     """
     for needed in ("pytest", "hypothesis", *(["xdist"] if workers else [])):
         if importlib.util.find_spec(needed) is None:
@@ -61,6 +63,7 @@ def conform(
             *(["--programs", str(programs)] if programs is not None else []),
             *(["--kit-seed", str(seed)] if seed else []),
             *(["-k", only] if only else []),
+            *(f"--kit-test={test}" for test in tests),
             *(["--waivers", str(waivers.absolute())] if waivers is not None else []),
             *extra,
         ]

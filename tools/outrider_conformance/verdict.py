@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import pytest
 
+from outrider_conformance.causes import Diagnosis, Promise, diagnose
 from outrider_conformance.levels import level_of
 from outrider_conformance.waivers import Waiver
 
@@ -49,11 +50,18 @@ def judge(
     report: pytest.TestReport,
     waivers: Sequence[Waiver],
     today: datetime.date,
+    *,
+    alone: str,
 ) -> None:
-    """Set the report's outcome by the kit's rules, and leave what the recorder needs in its user properties."""
+    """Set the report's outcome by the kit's rules, and leave what the recorder needs in its user properties.
+
+    ``alone``: the command that runs the test by itself.
+    """
     test = test_id(item)
     waiver = next((waiver for waiver in waivers if waiver.covers(test)), None)
     verdict, reason = Verdict.PASSED, ""
+    checked = _promise(item)
+    diagnosis = Diagnosis(checked)
     if report.skipped:
         reason = str(call.excinfo.value) if call.excinfo is not None else ""
         if reason.startswith("not declared: "):
@@ -66,7 +74,10 @@ def judge(
     elif report.failed:
         verdict = Verdict.FAILED
         reason = str(call.excinfo.value) if call.excinfo is not None else "failed"
-        report.sections.append(("the promise", _explain(item)))
+        if call.excinfo is not None:
+            diagnosis = diagnose(checked, call.excinfo.value, report.when)
+        report.sections.append(("the promise", _explain(diagnosis, checked)))
+        report.sections.append(("alone", alone))
         if waiver is not None and not waiver.expired(today):
             report.outcome = "skipped"
             report.wasxfail = f"waived until {waiver.expires}: {waiver.reason} ({waiver.link})"
@@ -76,7 +87,7 @@ def judge(
     elif report.when == "call" and waiver is not None:
         reason = f"passed, though {waiver.link} waives it: remove the waiver"
         verdict = _fail(report, reason)
-    promise = mark_of(item, "promise")
+    promise = diagnosis.promise
     report.user_properties.append(
         (
             VERDICT,
@@ -87,6 +98,9 @@ def judge(
                 "reason": reason,
                 "what": " ".join((getattr(getattr(item, "function", None), "__doc__", "") or "").split()),
                 "promise": {"member": promise[0], "words": promise[1]} if promise else None,
+                "where": diagnosis.where,
+                "causes": list(diagnosis.causes),
+                "alone": alone if verdict is Verdict.FAILED else "",
                 "needs": list(mark_of(item, "needs")),
                 "waiver": waiver.as_dict() if verdict is Verdict.WAIVED and waiver is not None else None,
             },
@@ -108,9 +122,17 @@ def _fail(report: pytest.TestReport, reason: str) -> Verdict:
     return Verdict.FAILED
 
 
-def _explain(item: pytest.Item) -> str:
-    promise = mark_of(item, "promise")
-    if not promise:
-        return "(this test checks the kit's own rules)"
-    member, words = promise
-    return f"{member} promises:\n" + textwrap.fill(f"“{words}”", 100, initial_indent="  ", subsequent_indent="  ")
+def _promise(item: pytest.Item) -> Promise | None:
+    marked = mark_of(item, "promise")
+    return (str(marked[0]), str(marked[1])) if marked else None
+
+
+def _explain(diagnosis: Diagnosis, checked: Promise | None) -> str:
+    if diagnosis.promise is not None:
+        member, words = diagnosis.promise
+        said = f"{member} promises:\n" + textwrap.fill(f"“{words}”", 100, initial_indent="  ", subsequent_indent="  ")
+    elif checked is not None:
+        said = "(what failed is nothing that the seam promises)"
+    else:
+        said = "(this test checks the kit's own rules)"
+    return "\n".join(filter(None, [said, diagnosis.text()]))

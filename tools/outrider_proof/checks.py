@@ -49,6 +49,9 @@ def serve(setup: Setup, program: HostProgram, log: FenceLog) -> dict[str, int]:
     stop = pace.observe(engines[0].backend)
     try:
         served.run()
+    except Exception as error:
+        pace.raise_if_any(error)  # what went wrong first
+        raise
     finally:
         stop()
     pace.raise_if_any()

@@ -179,14 +179,14 @@ class DecodeExplorer:
             try:
                 self._serve(program, expected)
                 backend.synchronize()
-                if self.paced:
-                    self.pace.raise_if_any()
             except Exception as error:
                 problem = error
             finally:
                 stop()
         # A race explains a wrong token, not the other way round.
         self.findings.raise_if_any()
+        if self.paced:
+            self.pace.raise_if_any(problem)
         if problem is not None:
             raise problem
 

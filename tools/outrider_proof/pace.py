@@ -88,10 +88,10 @@ class Pace:
 
         return stop
 
-    def raise_if_any(self) -> None:
-        """Raise the first lapse, if there was one."""
+    def raise_if_any(self, error: Exception | None = None) -> None:
+        """Raise the first lapse, if there was one, from what came of it."""
         if self.faults:
-            raise self.faults[0]
+            raise self.faults[0] from error
 
     def note(self, fault: OutriderError) -> None:
         """Keep a lapse. The run goes on: what comes of it may say more."""

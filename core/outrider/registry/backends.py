@@ -27,7 +27,7 @@ from outrider.device.plugin import (
     KernelInfo,
 )
 from outrider.registry.plugins import Candidate, PluginGroup, Plugins, describe_error, sentence, type_name
-from outrider.registry.probing import Probe
+from outrider.registry.probing import Probe, Verdict
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -141,6 +141,10 @@ class Registry:
     def info(self, name: str) -> BackendInfo:
         """What the named plugin says about itself; loads that plugin alone."""
         return self._backends.info(name)
+
+    def tried(self, name: str) -> Verdict:
+        """What loading the named plugin does to a process, found out in a child, whatever this process has loaded."""
+        return self._backends.tried(name)
 
     # -- choosing --------------------------------------------------------------------------------------------------
 

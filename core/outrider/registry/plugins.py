@@ -26,7 +26,7 @@ from outrider.device.errors import (
 from outrider.device.plugin import PluginInfo
 from outrider.registry.discovery import installed
 from outrider.registry.info_check import wrong_field
-from outrider.registry.probing import Probe, Verdict
+from outrider.registry.probing import Probe, Verdict, in_child
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -124,6 +124,11 @@ class Plugins(Generic[Info]):
         single = [offers[0].entry_point for offers in offered.values() if len(offers) == 1]
         verdicts = self._probe.verdicts(single, self.group.describe) if load else {}
         return tuple(self._examine(name, offered[name], verdicts, load=load) for name in sorted(offered))
+
+    def tried(self, name: str) -> Verdict:
+        """What loading the plugin of that name does to a process, found out in a child."""
+        entry_point = self.offer(name).entry_point
+        return in_child([entry_point], self.group.describe, limit_s=self._probe.limit_s)[entry_point]
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ LIMIT_S = 10.0
 """Seconds that a plugin may take to be loaded and to describe itself."""
 
 _TRUSTED = "outrider"
+_NOTICED = 2  # counts what is noticed of a plugin: what was remembered of less is found out again
 _FILES = 2000  # a larger package has no fingerprint
 _ENTRIES = 500  # of the cache: the newest stay
 _CHILD = (
@@ -131,7 +132,17 @@ def fingerprint(plugin: EntryPoint) -> str | None:
     except OSError:
         return None
     version = plugin.dist.version if plugin.dist is not None else ""
-    given = (plugin.group, plugin.name, plugin.value, version, _version("torch"), _version("outrider"), sys.version, stats)
+    given = (
+        plugin.group,
+        plugin.name,
+        plugin.value,
+        version,
+        _version("torch"),
+        _version("outrider"),
+        sys.version,
+        stats,
+        _NOTICED,
+    )
     return hashlib.sha256(repr(given).encode("utf-8", "surrogateescape")).hexdigest()
 
 

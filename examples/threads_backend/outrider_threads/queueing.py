@@ -47,15 +47,16 @@ class Queueing(TorchDispatchMode):
         except NotImplementedError:  # the shape depends on values
             self._synchronize()
             return func(*args, **kwargs)
+        held, named = tree_map(_held, args), tree_map(_held, kwargs)
         if kind.written:
             changed = [kwargs.get(which) if isinstance(which, str) else args[which] for which in kind.written]
             if shapes is None or (isinstance(shapes, Tensor) and len(func._schema.returns) == 1 and _aliased(func)):
-                self._enqueue(lambda: func(*args, **kwargs))
+                self._enqueue(lambda: func(*held, **named))
                 return None if shapes is None else changed[0]
         results = tree_map(_allocated, shapes)
 
         def fill() -> None:
-            made = func(*args, **kwargs)
+            made = func(*held, **named)
             for there, here in zip(_flat(results), _flat(made), strict=True):
                 there.copy_(here)
 
@@ -72,10 +73,10 @@ def _kind(func: Any) -> Kind:
             for position, argument in enumerate(arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         )
-        # A view moves no bytes, `empty` writes none, `set_` changes what a tensor looks at: they can be done at once.
-        allocates = func._schema.name.split("::")[1].startswith(("empty", "new_empty", "set_"))
+        # A view moves no bytes, `empty` writes none, `set_` and `t_` change what a tensor looks at: they're done at once.
+        allocates = func._schema.name.split("::")[1].startswith(("empty", "new_empty"))
         found = func._threads_kind = Kind(
-            at_once=allocates or (_aliased(func) and not written),
+            at_once=allocates or torch.Tag.inplace_view in func.tags or (_aliased(func) and not written),
             wants_values=bool(func._schema.returns) and not any("Tensor" in str(r.type) for r in func._schema.returns),
             written=written,
         )
@@ -90,6 +91,11 @@ def _on_meta(value: Any) -> Any:
     if isinstance(value, Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _held(value: Any) -> Any:
+    """The tensor as it is now: a task isn't to see what the tensor is set to look at meanwhile."""
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _allocated(value: Any) -> Any:

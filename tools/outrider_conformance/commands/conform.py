@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,20 +33,27 @@ def conform(
     only: Annotated[
         str, typer.Option("--only", metavar="WORD", help="Tests with this word in their names: passes no level.")
     ] = "",
+    test: Annotated[
+        list[str] | None,
+        typer.Option("--test", metavar="ID", help="This test, by its id in a report; may be repeated. Passes no level."),
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Then wait, and run what failed again whenever a file of the plugin changes.")
+    ] = False,
     verify: Annotated[
         Path | None, typer.Option("--verify", metavar="REPORT", help="Check a report.json instead of running anything.")
     ] = None,
     json_output: JsonOption = False,
 ) -> Report:
-    """Run the conformance suite for a backend. Exit code 1 unless every level asked for is passed; with --only, where one of
-    those tests fails.
+    """Run the conformance suite for a backend. Exit code 1 unless every level asked for is passed; with --only or --test,
+    where one of those tests fails.
     """
     from outrider_conformance.levels import parse_level
 
     if verify is not None:
         return _verify(verify)
     from outrider.registry import Registry
-    from outrider_conformance import run
+    from outrider_conformance import rerun, run
 
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
@@ -59,29 +66,42 @@ def conform(
     command += ["--programs", str(programs)] if programs is not None else []
     command += ["--seed", str(seed)] if seed else []
     command += ["--only", only] if only else []
-    data = run.conform(
-        chosen,
-        level=wanted,
-        report=report,
-        waivers=waivers,
-        workers=workers,
-        programs=programs,
-        seed=seed,
-        only=only,
-        command=shlex.join(command),
-        output=sys.stderr if json_output else None,
-    )
+    command += [word for each in test or () for word in ("--test", each)]
+
+    def conformed(tests: Sequence[str]) -> dict[str, Any]:
+        return run.conform(
+            chosen,
+            level=wanted,
+            report=report,
+            waivers=waivers,
+            workers=workers,
+            programs=programs,
+            seed=seed,
+            only=only,
+            tests=tests or test or (),
+            command=shlex.join(command),
+            output=sys.stderr if json_output else None,
+        )
+
+    if watch:
+        if json_output or report is not None:
+            raise ConfigError("--watch runs again and again: it goes with neither --json nor --report")
+        candidates = registry.candidates()
+        place = rerun.directory_of(next(each.entry_point for each in candidates if each.name == spec.name))
+        rerun.watch(conformed, place, lambda line: print(f"outrider: {line}", flush=True))
+    data = conformed(())
 
     def render(console: Console) -> None:
-        if only:
-            console.print(f"{chosen}: {'a test failed' if run.failed(data) else 'no test failed'} of those with {only!r}")
+        if only or test:
+            which = f"with {only!r}" if only else "that were asked for"
+            console.print(f"{chosen}: {'a test failed' if run.failed(data) else 'no test failed'} of those {which}")
             return
         reached = f"passes up to {data['reached']}" if data["reached"] else "passes no level"
         console.print(f"{chosen} {reached} ({wanted} was asked for)")
         if report is not None:
             console.print(f"report: {report / 'report.html'}")
 
-    good = not run.failed(data) if only else run.passed(data)
+    good = not run.failed(data) if only or test else run.passed(data)
     return Report(data=data, render=render, exit_code=0 if good else 1)
 
 

@@ -8,6 +8,8 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
@@ -32,9 +34,54 @@ _FILES: Mapping[str, str | None] = MappingProxyType(
         "src/@package@/__init__.py": "init.py.in",
         "src/@package@/plugin.py": "plugin.py.in",
         "src/@package@/backend.py": "backend.py.in",
-        "src/@package@/stand_in.py": "stand_in.py.in",
         "src/@package@/py.typed": None,
         "tests/test_conformance.py": "test_conformance.py.in",
+    }
+)
+
+
+class Kind(StrEnum):
+    """What the device is to torch."""
+
+    TORCH = "torch"
+    """A device type with a module of its own (``torch.get_device_module``)."""
+    OWN_QUEUE = "own-queue"
+    """Nothing: torch calls become tasks of the device's own queues."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """``files``: beside, or instead of, those of every package. ``level``: what it passes as written. ``adapted``: what has
+    happened once it drives the device. ``edit``: what to do first.
+    """
+
+    files: Mapping[str, str]
+    level: str
+    adapted: str
+    edit: str
+
+
+_TEMPLATES: Mapping[Kind, _Template] = MappingProxyType(
+    {
+        Kind.TORCH: _Template(
+            files=MappingProxyType({"src/@package@/stand_in.py": "stand_in.py.in"}),
+            level="L0",
+            adapted="DEVICE_TYPE is it",
+            edit="backend.py: DEVICE_TYPE, then CAPABILITIES, then what L1 says",
+        ),
+        Kind.OWN_QUEUE: _Template(
+            files=MappingProxyType(
+                {
+                    "README.md": "own_queue/README.md.in",
+                    "src/@package@/backend.py": "own_queue/backend.py.in",
+                    "src/@package@/driver.py": "own_queue/driver.py.in",
+                    "src/@package@/queueing.py": "own_queue/queueing.py.in",
+                }
+            ),
+            level="L2",
+            adapted="driver.py calls your driver",
+            edit="driver.py: what is marked GAP, then what L1 says",
+        ),
     }
 )
 
@@ -48,19 +95,24 @@ def new_backend(
     directory: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="Where to write; ./outrider-NAME without it.", show_default=False)
     ] = None,
+    kind: Annotated[
+        Kind, typer.Option("--kind", help="torch: torch has a module for the device; own-queue: it has none.")
+    ] = Kind.TORCH,
     json_output: JsonOption = False,
 ) -> Report:
-    """Write an installable plugin package for a new backend; it passes L0 of `outrider conform` as it is."""
+    """Write an installable plugin package for a new backend; it passes `outrider conform` as it is: L0 with --kind torch, L2
+    with own-queue.
+    """
     del json_output
     check_name(name)
     place = directory if directory is not None else Path(f"outrider-{name.replace('_', '-')}")
-    contents = skeleton(name)
+    contents = skeleton(name, kind)
     _write(place, contents)
-    backend = f"{place}/src/outrider_{name}/backend.py"
+    template = _TEMPLATES[kind]
     following = [
         f"pip install -e {place}",
-        f"outrider conform --backend {name} --level L0    # passes as it is",
-        f"edit {backend}: DEVICE_TYPE, then CAPABILITIES, then what L1 says",
+        f"outrider conform --backend {name} --level {template.level}    # passes as it is",
+        f"edit {place}/src/outrider_{name}/{template.edit}",
     ]
 
     def render(console: Console) -> None:
@@ -72,7 +124,7 @@ def new_backend(
             console.print(f"  {line}")
         console.print(f"\n{place}/README.md goes on from there, level by level")
 
-    data = {"name": name, "directory": str(place), "files": list(contents), "next": following}
+    data = {"name": name, "kind": str(kind), "directory": str(place), "files": list(contents), "next": following}
     return Report(data=data, render=render)
 
 
@@ -89,19 +141,22 @@ def check_name(name: str) -> None:
         raise ConfigError(f"a backend {name!r} is installed already, beside {', '.join(taken)}; choose another name")
 
 
-def skeleton(name: str) -> dict[str, str]:
+def skeleton(name: str, kind: Kind = Kind.TORCH) -> dict[str, str]:
     """The files of a new package: contents by path, relative to its directory."""
+    chosen = _TEMPLATES[kind]
     words = {
         "name": name,
         "package": f"outrider_{name}",
         "distribution": f"outrider-{name.replace('_', '-')}",
         "Class": "".join(part.capitalize() for part in name.split("_")),
         "seam": str(SEAM_VERSION),
+        "level": chosen.level,
+        "adapted": chosen.adapted,
     }
     source = files("outrider_conformance.commands") / "skeleton"
     return {
         _filled(path, words): "" if template is None else _filled((source / template).read_text(encoding="utf-8"), words)
-        for path, template in _FILES.items()
+        for path, template in {**_FILES, **chosen.files}.items()
     }
 
 

@@ -58,6 +58,7 @@ PROMISES: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 """What makes an edge, or does work → the member of the seam, and its words. A test holds them against the docstrings."""
 
+_WAITS = frozenset({"Stream.wait", "Stream.synchronize", "Event.synchronize", "Backend.synchronize", "Flag.wait"})
 _STEPS: Mapping[type, str] = MappingProxyType(
     {
         lang.Record: "Stream.record",
@@ -132,7 +133,11 @@ def _blamed(model: Model, expectation: Expectation, found: Tensor | None) -> str
                 return _edge(newer.writer, writer)
         before = effect.seen.writer
         if before is None or before.effect is None or before.effect.source is None:
-            # Neither older nor newer: wrong bytes, or memory that was another's.
+            # Neither older nor newer: a later write was early and read what this one was yet to make; else wrong bytes, or
+            # memory that was another's.
+            for newer in later:
+                if newer.writer is not None and (label := _edge(newer.writer, writer)) in _WAITS:
+                    return label
             return _edge(writer, before) if before is not None and before.verb == "Graph.replay" else writer.verb
         return _edge(writer, before)
     return "Stream" if writer is None else writer.verb

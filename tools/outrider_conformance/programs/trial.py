@@ -14,7 +14,7 @@ from outrider.device import Backend, ControllableDevice, ExplorationResult
 from outrider_conformance.lab import Lab, Pace
 from outrider_conformance.programs.drawing import programs
 from outrider_conformance.programs.families import Abilities
-from outrider_conformance.programs.judging import said, script
+from outrider_conformance.programs.judging import broken, said, script
 from outrider_conformance.programs.model import Model
 from outrider_conformance.programs.running import Stage, run
 from outrider_conformance.programs.shrinking import shrink
@@ -34,7 +34,11 @@ def share(family: str, total: int) -> int:
 
 
 class Convicted(AssertionError):
-    """A backend did what the contract doesn't allow."""
+    """A backend did what the contract doesn't allow. ``promise``: which one broke, (member, words)."""
+
+    def __init__(self, said: str, promise: tuple[str, str]) -> None:
+        super().__init__(said)
+        self.promise = promise
 
 
 class _Caught(Exception):
@@ -158,4 +162,5 @@ def _explain(
         try_program(Stage(Lab(opened(), pace)), smallest, number)
     except Exception as explained:
         found = explained
-    raise Convicted(said(smallest, found or error, backend)) from None
+    shown = found or error
+    raise Convicted(said(smallest, shown, backend), broken(smallest, shown)) from None

@@ -30,6 +30,18 @@ def test_it_describes_itself_again_and_again(kit: Kit) -> None:
     assert spent < _CHEAP_SECONDS, f"backend_info took {spent:.1f} s: it's asked for every installed backend"
 
 
+@promise("BackendHooks.backend_info", "Cheap, repeatable, without side effects.")
+def test_loading_it_leaves_the_process_as_it_was(kit: Kit) -> None:
+    """Environment, signal handlers, threads, torch's defaults: it's loaded on every machine, just to be described."""
+    verdict = kit.loading()
+    if verdict is None:
+        not_applicable("the plugin isn't installed, so no child process can load it")
+    assert not verdict.harm, verdict.harm
+    assert not verdict.changes, (
+        f"loading the plugin changes {', '.join(verdict.changes)}: do that in create_backend, if at all"
+    )
+
+
 @promise("PluginInfo", "``seam_min`` and ``seam_max`` are the interface versions that it supports.")
 def test_it_supports_this_interface_version(info: BackendInfo) -> None:
     """The range holds the version that is installed, and isn't empty."""

@@ -17,7 +17,7 @@ _JITTERS = 2
 _OPERATIONS = 200  # of two short requests, far fewer than there are
 
 
-@promise("SpeculativeSync", "The policy of one backend.")
+@promise("SpeculativeSync.step_modes", "The modes that are right on this device.")
 @pytest.mark.parametrize("overlap", [False, True], ids=["one at a time", "overlapped"])
 @pytest.mark.parametrize("speculate", ["none", "eagle"])
 def test_tokens_equal_plain_decoding_on_the_reference(lab: Lab, speculate: str, overlap: bool) -> None:

@@ -142,7 +142,7 @@ def test_overlap(lab: Lab, figure: Figure) -> None:
     figure("overlap of two streams", alone / max(beside, 1e-9), "of 2")
 
 
-@promise("SpeculativeSync", "The policy of one backend.")
+@promise("SpeculativeSync.step_modes", "The modes that are right on this device.")
 @pytest.mark.parametrize("speculate", ["none", "eagle"])
 def test_engine_speed(lab: Lab, figure: Figure, speculate: str) -> None:
     """The bundled model, three requests of 24 tokens, wall clock; how many tokens a verification yields."""

@@ -1,0 +1,100 @@
+"""`outrider conform --watch`: what failed runs again at a change, then everything; `--test` runs one test alone."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from outrider.device.errors import ConfigError
+from outrider_conformance import rerun
+from outrider_conformance.run import ConformanceError, conform
+
+
+class Ended(BaseException):
+    """As Ctrl-C."""
+
+
+def report(*failed):
+    return {"tests": [{"id": name, "outcome": "failed" if name in failed else "passed"} for name in ("a", "b", "c")]}
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """``watched(*results)``: the tests of each run, and what was said. Each wait sees a change at once."""
+
+    def run_all(*results):
+        runs, said, answers = [], [], iter(results)
+
+        def run(tests):
+            runs.append(tuple(tests))
+            result = next(answers, None)
+            if result is None:
+                raise Ended
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        monkeypatch.setattr(rerun, "wait_for_change", lambda *_, **__: ["backend.py"])
+        with pytest.raises(Ended):
+            rerun.watch(run, tmp_path, said.append)
+        return runs, said
+
+    return run_all
+
+
+def test_what_failed_runs_again_and_then_everything(watched):
+    runs, said = watched(report("a", "b"), report("b"), report(), report(), report("c"))
+    assert runs == [(), ("a", "b"), ("b",), (), (), ("c",)]
+    assert said[0].startswith("2 failed: waiting for a change")
+    assert said[1] == "changed: backend.py"
+    assert "what failed passes now: running everything" in said
+
+
+def test_a_plugin_that_crashes_is_watched_on(watched):
+    """As while it's edited: the next save runs everything."""
+    runs, said = watched(report("a"), ConformanceError("the process ended with signal 11"), report("a"))
+    assert runs == [(), ("a",), (), ("a",)]
+    assert "signal 11" in " ".join(said)
+
+
+def test_a_change_is_seen_once_it_is_over(tmp_path):
+    source = tmp_path / "backend.py"
+    source.write_text("1")
+    (tmp_path / "backend.pyc").write_text("ignored")
+    before = rerun.state_of(tmp_path)
+    assert list(before) == [source]
+    writer = threading.Thread(target=lambda: (time.sleep(0.05), source.write_text("22"), (tmp_path / "new.py").touch()))
+    writer.start()
+    assert rerun.wait_for_change(tmp_path, before, pause_s=0.02)[0] == "backend.py"
+    writer.join()
+    os.utime(source, ns=(0, 0))
+    assert rerun.wait_for_change(tmp_path, before, pause_s=0.001) == ["backend.py", "new.py"]
+
+
+def test_the_directory_is_found_without_an_import(tmp_path, monkeypatch):
+    (tmp_path / "outrider_acme").mkdir()
+    (tmp_path / "outrider_acme" / "__init__.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert rerun.directory_of("outrider_acme.plugin:x") == tmp_path / "outrider_acme"
+    with pytest.raises(ConfigError, match="no directory that can be watched"):
+        rerun.directory_of("json_of_nobody.plugin")
+
+
+def test_watching_goes_with_no_report(outrider, tmp_path):
+    result = outrider("conform", "--backend", "cpu", "--watch", "--json")
+    assert result.code == 1
+    assert "neither --json nor --report" in result.json["error"]["message"]
+
+
+def test_a_test_that_does_not_exist_is_refused(outrider):
+    result = outrider("conform", "--backend", "cpu", "--test", "test_l1_events::test_of_nobody")
+    assert result.code == 1
+    assert "refused the run" in result.err
+
+
+def test_one_test_runs_alone():
+    name = "test_l1_rules::test_generations_are_counted"
+    found = conform("cpu", level="L1", tests=[name])
+    assert [test["id"] for test in found["tests"] if test["outcome"] != "not run"] == [name]
+    assert found["reached"] is None
