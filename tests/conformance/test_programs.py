@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from outrider.registry import get_backend
 from outrider_conformance.lab import Lab
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.families import FAMILIES, Abilities
+from outrider_conformance.programs.judging import script
 from outrider_conformance.programs.language import Memory, Program, Span
 from outrider_conformance.programs.model import judge
 from outrider_conformance.programs.nodes import Senseless, Unordered
@@ -80,6 +82,19 @@ def test_replays_count_and_scalars_are_frozen():
         try_program(Stage(Lab(get_backend(name))), model)
 
 
+def test_a_device_without_graphs_replays_on_the_stream_of_the_replay(monkeypatch):
+    """Its callable runs at each replay, and places its work there by name, whatever stream the capture was on."""
+    buffers = (Memory("int64", 2), Memory("int64", 2))
+    mix = lang.Mix(0, Span(0, 0, 2), Span(0, 0, 2), "scalar")
+    capture = lang.Capture(0, 0, (mix,), scalar=5, value=1, fork=2, branch=(mix,), tail=(mix,))
+    behind = (lang.Record(0, 0), lang.Wait(1, 0), lang.Slow(1), lang.Fill(1, Span(0, 0, 2), 2))
+    model = judge(program(capture, *behind, lang.Replay(0, 1, times=2), buffers=buffers, streams=3))
+    backend = get_backend("sim")
+    declared = replace(backend.capabilities, captures_graphs=False, forks_in_capture=False)
+    monkeypatch.setattr(type(backend), "capabilities", declared)
+    try_program(Stage(Lab(backend)), model)
+
+
 def test_a_pattern_has_every_kind_of_bits():
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         assert lang.pattern(3, 70_000, dtype).isnan().any()
@@ -114,6 +129,17 @@ def test_a_failing_program_is_a_script_that_runs_alone(conviction, backend, code
     with pytest.raises(SystemExit) as ended:
         exec(compile(text, "failing.py", "exec"), {"__name__": "__main__"})
     assert ended.value.code == code
+
+
+def test_a_script_names_the_steps_of_its_graphs():
+    """A kernel may be nowhere but in the body of a capture."""
+    copy = lang.Copy(0, Span(0, 0, 4), Span(1, 0, 4), False)
+    signal = lang.Signal(0, 0, 0, 1, lang.Fill(0, WHOLE, 7), lang.Mix(1, WHOLE, WHOLE, 1), False)
+    steps = (lang.Capture(0, 0, (copy,), scalar=1, value=2), signal)
+    text = script(program(*steps), "sim").partition("if __name__")[0]
+    found = {}
+    exec(compile(text, "failing.py", "exec"), found)
+    assert found["program"] == program(*steps)
 
 
 def test_the_same_seed_draws_the_same_programs(conviction):

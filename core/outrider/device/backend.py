@@ -268,7 +268,8 @@ class Backend(Declared, ABC):
         place; ``scalars`` are frozen; ``params`` name host integers that ``Graph.update_params`` can rebind. A device
         may run ``fn`` before capturing it, to warm up, so it must do no harm with the contents that the inputs have
         now. It must not synchronise, allocate pinned memory or replay another graph. Where the backend doesn't declare
-        ``captures_graphs`` the result runs ``fn`` eagerly at each replay.
+        ``captures_graphs`` the result runs ``fn`` eagerly at each replay, in a scope of the replay's stream: work that
+        ``fn`` places on a stream by name goes to that stream.
 
         *Ordering.* The caller has ordered ``stream`` after the allocation of inputs and outputs. Other streams of the
         device may be busy: capture is thread-local, and a query by another thread doesn't break it. What is unreachable

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from types import MappingProxyType
 
 import torch
@@ -188,7 +189,7 @@ def _edge(late: Node, early: Node) -> str:
 
 def script(program: lang.Program, backend: str) -> str:
     """A file that runs the program alone."""
-    names = sorted({type(step).__name__ for _, step in lang.walk(program.steps)} | {"Memory", "Program", "Span"})
+    names = sorted({*_names(program.steps), "Memory", "Program", "Span"})
     steps = "".join(f"        {step!r},\n" for step in program.steps)
     imports = "".join(f"    {name},\n" for name in names)
     return (
@@ -201,6 +202,17 @@ def script(program: lang.Program, backend: str) -> str:
         f"    steps=(\n{steps}    ),\n)\n\n"
         f'if __name__ == "__main__":\n    main(program)\n'
     )
+
+
+def _names(part: object) -> Iterator[str]:
+    """Of the classes of steps: those in a list, in another step, and in a graph."""
+    if isinstance(part, tuple):
+        for each in part:
+            yield from _names(each)
+    elif isinstance(part, lang.Step):
+        yield type(part).__name__
+        for field in fields(part):
+            yield from _names(getattr(part, field.name))
 
 
 def said(model: Model, error: BaseException, backend: str) -> str:

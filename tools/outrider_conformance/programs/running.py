@@ -100,6 +100,7 @@ class Run:
         self.holds: list[Event] = [backend.create_event(f"held on s{n}") for n in range(program.streams)]
         self.flags: list[Flag] = [backend.create_flag(f"f{n}") for n in range(program.flags)]
         self.graphs: dict[int, Graph] = {}
+        self.origins: dict[int, Stream] = {}  # where a graph's callable places its work
         self.buffers: list[Tensor] = []
         self.slots: list[PinnedBuffer] = []
         self._other: _OtherThread | None = None
@@ -381,19 +382,22 @@ class Run:
         read = sorted({work.source.of for work in step.work if not isinstance(work, lang.Fill)} - set(written))
         edges = [backend.create_event(f"edge {n} of g{step.graph}") for n in range(2)]
 
+        self.origins[step.graph] = stream
+
         def fn(context: CaptureContext) -> None:
+            origin = self.origins[step.graph]
             for work in step.body:
-                self._kernel(work, stream, context)
+                self._kernel(work, origin, context)
             if step.fork is not None:
                 fork = self.streams[step.fork]
-                stream.record(edges[0])
+                origin.record(edges[0])
                 fork.wait(edges[0])
                 for work in step.branch:
                     self._kernel(work, fork, context)
                 fork.record(edges[1])
-                stream.wait(edges[1])
+                origin.wait(edges[1])
             for work in step.tail:
-                self._kernel(work, stream, context)
+                self._kernel(work, origin, context)
 
         scalars: dict[str, bool | int | float] = {"k": step.scalar}
         params = {"n": [step.param]} if step.param is not None else None
@@ -415,8 +419,10 @@ class Run:
                 self.buffers[index].fill_(step.value)
 
     def _replay(self, step: lang.Replay, path: Path) -> None:
+        stream = self.streams[step.stream]
+        self.origins[step.graph] = stream  # a device without graphs calls the callable here, and it names its stream
         for _ in range(step.times):
-            self.graphs[step.graph].replay(self.streams[step.stream])
+            self.graphs[step.graph].replay(stream)
 
     def _update(self, step: lang.Update, path: Path) -> None:
         values = [step.value]
