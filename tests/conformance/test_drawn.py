@@ -17,6 +17,7 @@ SMALL |= {"bias": 1, "levels": 0, "drafts": 2, "nodes": 4, "depth": 2, "sampling
 SMALL |= {"deep": 0, "flag": 1, "count": 3}
 
 NOT_DRAWN = {"plan_attention", "batch_invariant", "every_variant", "compiled"}  # they compute nothing
+NOT_DRAWN |= {"chosen", "tune", "use_tuned", "unused_overrides"}
 
 
 def small(name):
