@@ -8,37 +8,33 @@ import torch
 from torch import Tensor
 
 from outrider.device import (
-    LANE_ACCEPT,
-    LANE_DRAFT,
-    LANE_RESIDUAL,
-    LANE_SAMPLE,
     AttentionMetadata,
     KernelSet,
     Product,
     RotaryArgs,
 )
-from outrider_triton import choice_ops as _choice_ops  # noqa: F401  (these register the operators)
-from outrider_triton import fused_ops as _fused_ops  # noqa: F401
+from outrider_triton import fused_ops as _fused_ops  # noqa: F401  (these register the operators)
 from outrider_triton import ops as _ops  # noqa: F401
 from outrider_triton import variants
 from outrider_triton.bookkeeping import TritonBookkeeping
+from outrider_triton.choices import TritonChoices
 from outrider_triton.derive import MOST, choose
 from outrider_triton.derive_attention import AttentionCut, Heads, cut, programs
 from outrider_triton.facts import DeviceFacts
-from outrider_triton.launch import ahead, shares
+from outrider_triton.launch import ahead
 from outrider_triton.prompts import Device, PromptAttention, Prompts
 from outrider_triton.table import STREAMED, AttentionConfig, MatmulConfig, Table, bucket
 from outrider_triton.tuning import TritonTuning
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
 
 _TRITON = torch.ops.outrider
 _MOVES = 256
 
 
-class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
+class TritonKernels(TritonChoices, TritonBookkeeping, TritonTuning, KernelSet):
     """Kernels in Triton.
 
     ``facts``: the device. ``table``: what was measured on it; None: nothing. Whatever it has no entry for is derived from the
@@ -404,80 +400,6 @@ class TritonKernels(TritonBookkeeping, TritonTuning, KernelSet):
                 self._prompts.measure(prompts)
             return self._prompts.attend(prompts)
         return attend(self.attention_config(q, k_cache, metadata))
-
-    # -- choices ---------------------------------------------------------------------------------------------------
-
-    def _shares(self, shape: Sequence[int]) -> Iterator[int]:
-        """Among how many programs these logits are shared out; in the scope, all others before."""
-        rows = 1
-        for size in shape[:-1]:
-            rows *= size
-        if self._scope.depth:  # other operands make other variants: each time
-            for count in variants.share_counts(shape[-1], self.processors):
-                with ahead():
-                    yield count
-        yield shares(rows, shape[-1], self.processors)
-
-    def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
-        """The vocabulary shared out among programs."""
-        if not self._uses("sample", logits):
-            return super().sample(logits, temperature, seeds, positions, draft=draft)
-        lane = LANE_DRAFT if draft else LANE_SAMPLE
-        for count in self._shares(logits.shape):
-            tokens = _TRITON.sample.triton(logits, temperature, seeds, positions, lane, count, self.pdl)
-        return tokens  # type: ignore[no-any-return]
-
-    def verify_chain(
-        self,
-        target_logits: Tensor,
-        draft_tokens: Tensor,
-        draft_probs: Tensor | None,
-        temperature: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Two launches where no row samples, else three."""
-        if not self._uses("verify_chain", target_logits) or not draft_tokens.numel():
-            return super().verify_chain(target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
-        lanes = [LANE_ACCEPT, LANE_RESIDUAL]
-        for count in self._shares(target_logits.shape):
-            verdict = _TRITON.verify_chain.triton(
-                target_logits, draft_tokens, draft_probs, temperature, seeds, positions, lanes, count, self.pdl
-            )
-        return verdict  # type: ignore[no-any-return]
-
-    def verify_tree(
-        self,
-        target_logits: Tensor,
-        tokens: Tensor,
-        parents: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-        *,
-        depth: int,
-        sampling: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The choice at every node, then the walk."""
-        if not self._uses("verify_tree", target_logits):
-            return super().verify_tree(
-                target_logits, tokens, parents, temperature, seeds, positions, depth=depth, sampling=sampling
-            )
-        for count in self._shares(target_logits.shape):
-            verdict = _TRITON.verify_tree.triton(
-                target_logits,
-                tokens,
-                parents,
-                temperature,
-                seeds,
-                positions,
-                depth,
-                sampling,
-                LANE_SAMPLE,
-                count,
-                self.pdl,
-            )
-        return verdict  # type: ignore[no-any-return]
 
 
 def _heads(q: Tensor, k_cache: Tensor) -> Heads:

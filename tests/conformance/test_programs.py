@@ -92,7 +92,7 @@ def test_a_device_without_graphs_replays_on_the_stream_of_the_replay(monkeypatch
     backend = get_backend("sim")
     declared = replace(backend.capabilities, captures_graphs=False, forks_in_capture=False)
     monkeypatch.setattr(type(backend), "capabilities", declared)
-    try_program(Stage(Lab(backend)), model)
+    try_program(Stage(Lab(backend)), model, 1)  # in orders of which one shows it
 
 
 def test_a_pattern_has_every_kind_of_bits():

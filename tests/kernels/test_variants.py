@@ -15,7 +15,7 @@ from triton.runtime.errors import OutOfResources
 
 from kernels.devices import DEVICES, SMALL
 from outrider.device import AttentionMetadata, KernelSet
-from outrider_triton import kernelset
+from outrider_triton import choices, kernelset
 from outrider_triton.derive import OPERATORS, choose
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import ahead, launch, shares
@@ -108,7 +108,8 @@ def launched(monkeypatch):
         def __getattr__(self, name):
             return Packet(name)
 
-    monkeypatch.setattr(kernelset, "_TRITON", Namespace())
+    for module in (kernelset, choices):
+        monkeypatch.setattr(module, "_TRITON", Namespace())
     return calls
 
 

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from outrider.device import CapabilityError, DeadlockError, DeviceError, DeviceFault, DeviceLost
-from outrider_sim.failures import deadlock, hang, where
+from outrider.device import CapabilityError, DeadlockError, DeviceError
+from outrider_sim.failing import Failing
+from outrider_sim.failures import deadlock, hang
 from outrider_sim.hosts import HostThreads, hand_over
 from outrider_sim.options import SimOptions
 from outrider_sim.queue import (
@@ -45,19 +46,19 @@ class _Local(threading.local):
     stream: StreamQueue | None = None
 
 
-class Machine:
+class Machine(Failing):
     """One simulated device. Every method may be called from any thread; see the module for who runs when."""
 
     def __init__(self, options: SimOptions) -> None:
         self.options = options
         self.like = options.like
         self.tap: Tap | None = None
-        self.lost: DeviceLost | None = None
+        self.lost = None
         self.queries = False  # somebody asked what has run
         self.tracks = self.tells = False  # operations carry their accesses, and the line that issued them
         self.line = ""  # of the torch call that is being carried out
         self.quiet: Callable[[], AbstractContextManager[Any]] = nullcontext  # opened around operations that run
-        self._failed: DeviceError | CapabilityError | None = None
+        self._failed = None
         self._lock = threading.RLock()
         self.local = _Local()
         self._main_ident = threading.get_ident()
@@ -342,12 +343,6 @@ class Machine:
             raise self.lost_again()
         self._raise_failed()
 
-    def _raise_failed(self) -> None:
-        """Raise what failed and was survived, once."""
-        if self._failed is not None:
-            failed, self._failed = self._failed, None
-            raise failed
-
     def _settle(self, me: HostThread, target: Any) -> None:
         """Virtual time of the host after a wait."""
         reached = reached_at(target, self.streams)
@@ -473,36 +468,3 @@ class Machine:
         pending = stream.poison
         while pending and pending[0][0] <= stream.done:
             pending.popleft()[1].fill_poison()
-
-    # -- failures ---------------------------------------------------------------------------------------------------
-
-    def lost_again(self) -> DeviceLost:
-        """A fresh error for a device that is already lost."""
-        assert self.lost is not None
-        return DeviceLost(str(self.lost))
-
-    def _inject(self, fault: str, op: Op, stream: StreamQueue, index: int) -> None:
-        place = where(op, stream, index)
-        if fault == "error":
-            self._failed = self._failed or DeviceFault(
-                f"{place} failed on request (fault=error@{op.seq + 1}); its results are undefined, the device lives on"
-            )
-        else:
-            self._lose(f"{place} failed on request (fault=lost@{op.seq + 1})")
-
-    def _fail(self, op: Op, stream: StreamQueue, index: int, error: Exception) -> None:
-        if isinstance(error, NotImplementedError):  # nothing ran, so nothing is lost
-            missing = f"the simulated device has no such operator for these operands: {error}; use another backend"
-            self._failed = self._failed or CapabilityError(f"{where(op, stream, index)}: {missing}")
-            return
-        if isinstance(error, DeviceFault):  # provoked
-            self._failed = self._failed or DeviceFault(f"{where(op, stream, index)}: {error}")
-            return
-        # A kernel that fails while it runs (an index out of range) is a sticky fault on a device.
-        self._lose(f"{where(op, stream, index)} failed: {type(error).__name__}: {error}")
-        assert self.lost is not None
-        self.lost.__cause__ = error
-
-    def _lose(self, text: str) -> None:
-        self.lost = DeviceLost(f"{text}; the device is lost: queued work is gone, make a new backend")
-        self.drop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
+from conformance.mutants import generated_driver_memory as memory
 from conformance.mutants.catalogue import patch, previous, under
 from conformance.mutants.generated import Generated, reach
 
@@ -38,14 +39,35 @@ def mutants() -> Iterator[Generated]:
         ("stale generation", "Event._synchronize", "is for the generation before from the third on", THREADS, 1, _sync_stale),
         ("stale generation", "Event._query", "is True once any generation was", SIM, 1, _query_sticky),
         ("early", "Event._query", "is True while the last operation runs", SIM, 1, _query_early),
-        ("wrong slice", "Backend._copy_async", "rounds odd offsets down to four elements", THREADS, 1, _copy_offset_rounded),
-        ("wrong slice", "Backend._copy_async", "rounds odd offsets down to four elements", SIM, 1, _copy_offset_rounded),
-        ("wrong slice", "Backend._copy_async", "takes strided destinations for dense ones", SIM, 1, _copy_stride_ignored),
-        ("wrong slice", "Backend._copy_async", "copies whole words of eight bytes", THREADS, 1, _copy_words),
-        ("wrong slice", "Backend._copy_async", "cuts what is longer than a MiB", SIM, 1, _copy_cut),
-        ("wrong slice", "Backend._copy_async", "refuses no bytes", SIM, 1, _copy_empty_fails),
-        ("wrong slice", "Backend._copy_async", "quiets a NaN", SIM, 1, _copy_quiets),
-        ("early", "Backend._copy_async", "from the host is read at the call when it's short", SIM, 1, _copy_snapshot),
+        (
+            "wrong slice",
+            "Backend._copy_async",
+            "rounds odd offsets down to four elements",
+            THREADS,
+            1,
+            memory.copy_offset_rounded,
+        ),
+        (
+            "wrong slice",
+            "Backend._copy_async",
+            "rounds odd offsets down to four elements",
+            SIM,
+            1,
+            memory.copy_offset_rounded,
+        ),
+        (
+            "wrong slice",
+            "Backend._copy_async",
+            "takes strided destinations for dense ones",
+            SIM,
+            1,
+            memory.copy_stride_ignored,
+        ),
+        ("wrong slice", "Backend._copy_async", "copies whole words of eight bytes", THREADS, 1, memory.copy_words),
+        ("wrong slice", "Backend._copy_async", "cuts what is longer than a MiB", SIM, 1, memory.copy_cut),
+        ("wrong slice", "Backend._copy_async", "refuses no bytes", SIM, 1, memory.copy_empty_fails),
+        ("wrong slice", "Backend._copy_async", "quiets a NaN", SIM, 1, memory.copy_quiets),
+        ("early", "Backend._copy_async", "from the host is read at the call when it's short", SIM, 1, memory.copy_snapshot),
         ("shared scratch", "Backend._capture", "gives graphs the temporaries of the one before", THREADS, 2, _shared_scratch),
         ("shared scratch", "Backend._capture", "gives graphs one pool", SIM, 2, _one_pool),
         ("dropped", "Graph._replay", "is skipped when twenty are pending", THREADS, 2, _replay_skipped),
@@ -53,9 +75,9 @@ def mutants() -> Iterator[Generated]:
         ("late", "Backend._capture", "reads scalars at the replay", SIM, 2, _scalars_at_replay),
         ("dropped", "Graph", "takes queued replays along when it's dropped", THREADS, 2, _dropped_graph),
         ("dropped", "Graph", "takes queued replays along when it's dropped", SIM, 2, _dropped_graph),
-        ("early", "Backend.keep_alive", "holds nothing", SIM, 1, _holds_nothing),
-        ("early", "memory", "is reused while work that reads it is queued", SIM, 1, _freed_early),
-        ("dropped", "Event", "takes pending waits along when it's dropped", SIM, 1, _dropped_event),
+        ("early", "Backend.keep_alive", "holds nothing", SIM, 1, memory.holds_nothing),
+        ("early", "memory", "is reused while work that reads it is queued", SIM, 1, memory.freed_early),
+        ("dropped", "Event", "takes pending waits along when it's dropped", SIM, 1, memory.dropped_event),
         ("stale generation", "Graph._update_params", "comes too late for the next replay but one", NPU, 3, _update_late),
     ):
         yield Generated(kind, rule, fault, base, level, apply)
@@ -273,109 +295,13 @@ def _query_early(base):
     base.event._query = query
 
 
-# -- copies -----------------------------------------------------------------------------------------------------------
-
-
-def _copies(base, change):
-    """`change(destination, source)` gives what is copied instead, or None."""
-
-    def make(original):
-        def copy(self, destination, source):
-            changed = change(destination, source)
-            if changed is not None:
-                reach()
-            original(self, *(changed or (destination, source)))
-
-        return copy
-
-    patch(base.backend, "_copy_async", make)
-
-
-def _copy_offset_rounded(base):
-    def change(destination, source):
-        offset = source.storage_offset()
-        if source.dim() == 1 and source.is_contiguous() and source.numel() and offset % 4 == 3:
-            return destination, source.as_strided(source.shape, source.stride(), offset - 3)
-        return None
-
-    _copies(base, change)
-
-
-def _copy_stride_ignored(base):
-    def change(destination, source):
-        if destination.dim() == 1 and destination.numel() > 2 and destination.stride(0) == 2:
-            return destination.as_strided(destination.shape, (1,), destination.storage_offset()), source
-        return None
-
-    _copies(base, change)
-
-
-def _copy_words(base):
-    def change(destination, source):
-        size = destination.element_size()
-        left = destination.numel() * size % 8 // size
-        if destination.dim() == 1 and destination.numel() > 8 and left:
-            return destination[:-left], source[:-left]
-        return None
-
-    _copies(base, change)
-
-
-def _copy_cut(base):
-    def change(destination, source):
-        most = (1 << 20) // destination.element_size()
-        return (destination[:most], source[:most]) if destination.dim() == 1 and destination.numel() > most else None
-
-    _copies(base, change)
-
-
-def _copy_empty_fails(base):
-    def change(destination, source):
-        if not destination.numel():
-            reach()
-            raise RuntimeError("invalid argument: no bytes")
-
-    _copies(base, change)
-
-
-def _copy_quiets(base):
-    import torch
-
-    def make(original):
-        def copy(self, destination, source):
-            original(self, destination, source)
-            if destination.dtype == torch.float32 and destination.device.type != "cpu" and destination.numel():
-                reach()
-                nan = destination != destination
-                destination.copy_(torch.where(nan, torch.full_like(destination, float("nan")), destination))
-
-        return copy
-
-    patch(base.backend, "_copy_async", make)
-
-
-def _copy_snapshot(base):
-    def change(destination, source):
-        if source.device.type == "cpu" and source.numel() * source.element_size() <= 64:
-            return destination, _snapshot(source)
-        return None
-
-    _copies(base, change)
-
-
-def _snapshot(source):
-    from outrider_sim.pinned import alias, pin
-
-    return pin(alias(source).clone(), source._alloc)
-
-
 # -- graphs -----------------------------------------------------------------------------------------------------------
 
 
 def _shared_scratch(base):
     from outrider_threads import queueing
 
-    memory = {}
+    scratch = {}
 
     def make(original):
         def allocated(value):
@@ -386,9 +312,9 @@ def _shared_scratch(base):
                 return made
             key = (_capturing.count, tuple(made.shape), tuple(made.stride()), made.dtype)
             _capturing.count += 1
-            if key in memory:
+            if key in scratch:
                 reach()
-            return memory.setdefault(key, made)
+            return scratch.setdefault(key, made)
 
         return allocated
 
@@ -514,62 +440,6 @@ def _dropped_graph(base):
 
 def _nothing(*_, **__):
     return None
-
-
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
-def _holds_nothing(base):
-    def keep_alive(self, objects, *, until):
-        reach()
-
-    base.backend.keep_alive = keep_alive
-
-
-def _freed_early(base):
-    from outrider_sim.memory import Memory
-
-    def make(original):
-        def allocate(self, nbytes, stream):
-            if stream.capture is None:
-                for (ident, size), blocks in self.pool.free.items():
-                    if blocks and ident != stream.id and nbytes <= size <= 2 * nbytes + 512:
-                        reach()
-                        self.pool.free.setdefault((stream.id, size), []).append(blocks.pop())
-                        break
-            return original(self, nbytes, stream)
-
-        return allocate
-
-    patch(Memory, "allocate", make)
-
-
-def _dropped_event(base):
-    import weakref
-
-    def make(original):
-        def wait(self, event):
-            original(self, event)
-            queue = self.queue_state.queue
-            if self.backend.active_capture is not None or not queue:
-                return
-            op = queue[-1]
-
-            def gone():
-                if op in queue:
-                    reach()
-                    op.target = _Done
-
-            weakref.finalize(event, gone)
-
-        return wait
-
-    patch(base.stream, "_wait", make)
-
-
-class _Done:
-    done = True
-    time = 0.0
 
 
 def _update_late(base):

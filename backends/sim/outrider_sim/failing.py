@@ -1,0 +1,57 @@
+"""How the simulated machine fails: what a survived failure leaves to be raised later, and what loses the device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from outrider.device import CapabilityError, DeviceError, DeviceFault, DeviceLost
+from outrider_sim.failures import where
+from outrider_sim.queue import Op, StreamQueue
+
+
+class Failing(ABC):
+    """The failures of a machine: at most one that was survived and one that wasn't."""
+
+    lost: DeviceLost | None
+    _failed: DeviceError | CapabilityError | None
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Forget what is queued."""
+
+    def _raise_failed(self) -> None:
+        """Raise what failed and was survived, once."""
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise failed
+
+    def lost_again(self) -> DeviceLost:
+        """A fresh error for a device that is already lost."""
+        assert self.lost is not None
+        return DeviceLost(str(self.lost))
+
+    def _inject(self, fault: str, op: Op, stream: StreamQueue, index: int) -> None:
+        place = where(op, stream, index)
+        if fault == "error":
+            self._failed = self._failed or DeviceFault(
+                f"{place} failed on request (fault=error@{op.seq + 1}); its results are undefined, the device lives on"
+            )
+        else:
+            self._lose(f"{place} failed on request (fault=lost@{op.seq + 1})")
+
+    def _fail(self, op: Op, stream: StreamQueue, index: int, error: Exception) -> None:
+        if isinstance(error, NotImplementedError):  # nothing ran, so nothing is lost
+            missing = f"the simulated device has no such operator for these operands: {error}; use another backend"
+            self._failed = self._failed or CapabilityError(f"{where(op, stream, index)}: {missing}")
+            return
+        if isinstance(error, DeviceFault):  # provoked
+            self._failed = self._failed or DeviceFault(f"{where(op, stream, index)}: {error}")
+            return
+        # A kernel that fails while it runs (an index out of range) is a sticky fault on a device.
+        self._lose(f"{where(op, stream, index)} failed: {type(error).__name__}: {error}")
+        assert self.lost is not None
+        self.lost.__cause__ = error
+
+    def _lose(self, text: str) -> None:
+        self.lost = DeviceLost(f"{text}; the device is lost: queued work is gone, make a new backend")
+        self.drop()

@@ -1,0 +1,103 @@
+"""The part of the kernel set that chooses tokens: sampling, and verification of drafts."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from outrider.device import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE, KernelSet
+from outrider_triton import choice_ops as _choice_ops  # noqa: F401  (registers the operators)
+from outrider_triton import variants
+from outrider_triton.launch import ahead, shares
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_TRITON = torch.ops.outrider
+
+
+class TritonChoices(KernelSet):
+    """Methods that go over a vocabulary. ``processors`` and ``pdl`` as for the whole set."""
+
+    processors: int
+    pdl: bool
+    _scope: variants.Scope
+
+    @abstractmethod
+    def _uses(self, kernel: str, *operands: Tensor) -> bool:
+        """Whether a kernel is Triton's for these operands."""
+
+    def _shares(self, shape: Sequence[int]) -> Iterator[int]:
+        """Among how many programs these logits are shared out; in the scope, all others before."""
+        rows = 1
+        for size in shape[:-1]:
+            rows *= size
+        if self._scope.depth:  # other operands make other variants: each time
+            for count in variants.share_counts(shape[-1], self.processors):
+                with ahead():
+                    yield count
+        yield shares(rows, shape[-1], self.processors)
+
+    def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
+        """The vocabulary shared out among programs."""
+        if not self._uses("sample", logits):
+            return super().sample(logits, temperature, seeds, positions, draft=draft)
+        lane = LANE_DRAFT if draft else LANE_SAMPLE
+        for count in self._shares(logits.shape):
+            tokens = _TRITON.sample.triton(logits, temperature, seeds, positions, lane, count, self.pdl)
+        return tokens  # type: ignore[no-any-return]
+
+    def verify_chain(
+        self,
+        target_logits: Tensor,
+        draft_tokens: Tensor,
+        draft_probs: Tensor | None,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Two launches where no row samples, else three."""
+        if not self._uses("verify_chain", target_logits) or not draft_tokens.numel():
+            return super().verify_chain(target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
+        lanes = [LANE_ACCEPT, LANE_RESIDUAL]
+        for count in self._shares(target_logits.shape):
+            verdict = _TRITON.verify_chain.triton(
+                target_logits, draft_tokens, draft_probs, temperature, seeds, positions, lanes, count, self.pdl
+            )
+        return verdict  # type: ignore[no-any-return]
+
+    def verify_tree(
+        self,
+        target_logits: Tensor,
+        tokens: Tensor,
+        parents: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        *,
+        depth: int,
+        sampling: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The choice at every node, then the walk."""
+        if not self._uses("verify_tree", target_logits):
+            return super().verify_tree(
+                target_logits, tokens, parents, temperature, seeds, positions, depth=depth, sampling=sampling
+            )
+        for count in self._shares(target_logits.shape):
+            verdict = _TRITON.verify_tree.triton(
+                target_logits,
+                tokens,
+                parents,
+                temperature,
+                seeds,
+                positions,
+                depth,
+                sampling,
+                LANE_SAMPLE,
+                count,
+                self.pdl,
+            )
+        return verdict  # type: ignore[no-any-return]
