@@ -153,17 +153,18 @@ def test_other_engines_get_the_same_work(child, tmp_path):
         plain, speculative = found[engine, "none"], found[engine, "eagle"]
         assert [row["batch"] for row in plain["results"]] == [1, 2]
         for row in plain["results"]:
-            assert row["iteration_ms"] == pytest.approx(ms, rel=0.5)
+            assert row["iteration_ms"] > 0  # a busy machine makes it anything
             assert row["tokens_per_s"] == pytest.approx(row["batch"] * 1e3 / row["iteration_ms"])
         for row in speculative["results"]:
             # As the engine counted it: 1 + 3/2 tokens a draft here, 10 tokens in 3 verifications there.
             assert row["acceptance_length"] == pytest.approx({"vllm": 2.5, "sglang": 10 / 3}[engine])
-            assert row["iteration_ms"] == pytest.approx(ms * row["acceptance_length"], rel=0.5)
+            in_a_row = row["tokens_per_s"] * row["iteration_ms"] / 1e3
+            assert in_a_row == pytest.approx(row["batch"] * row["acceptance_length"])
         for each in (plain, speculative):
             assert [row["prompt_tokens"] for row in each["context"]] == [12]
             (row,) = each["prefill"]
             assert row["prompt_tokens"] == 16
-            assert row["first_token_ms"] == pytest.approx(ms, rel=1)
+            assert row["first_token_ms"] >= ms  # the stand-in sleeps so long for a token
     mixed, seen = found["vllm", "none"]["mixed"], found["vllm", "none"]["latency"]
     tokens = result["mixed"]["output_tokens"]
     assert mixed["tokens_per_s"] == pytest.approx(tokens / mixed["seconds"])
