@@ -32,6 +32,7 @@ from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import ConfigError
 from outrider_bench.commands.decode import sizes_of
 from outrider_bench.engines import Asked
+from outrider_bench.mixed_load import token_ids
 from outrider_sanitizer.files import write_whole
 
 if TYPE_CHECKING:
@@ -110,12 +111,13 @@ def prefill(
 
 
 def _row(engine: Engine, length: int, repeat: int) -> dict[str, Any]:
-    number = 0
+    number, vocabulary = 0, engine.model.config.vocab_size
 
     def first_token(count: int) -> float:
         nonlocal number
         number += 1
-        return _first_token(engine, _prompt(engine, number, length), count)
+        # Each differs from the others from its first token on, so no cached prefix serves it.
+        return _first_token(engine, token_ids(number, length, vocabulary), count)
 
     first_token(1)
     first_token(_GOES_ON)
@@ -148,12 +150,6 @@ def _first_token(engine: Engine, prompt: list[int], count: int) -> float:
         engine.step()
     engine.drain()
     return seconds
-
-
-def _prompt(engine: Engine, number: int, length: int) -> list[int]:
-    """Different from its first token on, so that no cached prefix serves it."""
-    vocabulary = engine.model.config.vocab_size
-    return [(97 * number + 31 * place) % (vocabulary - 5) + 5 for place in range(length)]
 
 
 def _device_ms(engine: Engine, once: Any) -> tuple[float | None, str | None]:
