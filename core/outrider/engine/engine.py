@@ -24,6 +24,7 @@ from outrider.engine.draft_costs import decide, lengths_for
 from outrider.engine.graphs import CaptureProgress, EagerRunner
 from outrider.engine.loading import load_checkpoint
 from outrider.engine.recovery.watchdog import Watchdog
+from outrider.engine.requests.cache_events import CacheEvent, CacheEvents
 from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
 from outrider.engine.requests.hand_over import HandOver
 from outrider.engine.requests.owner import Owner
@@ -345,6 +346,18 @@ class Engine:
         Raises :class:`~outrider.engine.requests.owner.WrongThread` in a forked process: devices don't survive a fork.
         """
         self._owner.adopt()
+
+    def watch_prefix_cache(self, handle: Callable[[CacheEvent], None] | None) -> None:
+        """Tell ``handle`` of each page that the prefix cache stores or drops, in order; what it holds already comes at once.
+        None: tell nobody.
+
+        ``handle`` is called in the engine's thread, in the middle of an iteration: it must be quick, and neither raise nor
+        call the engine. Raises :class:`ConfigError` for an engine without a prefix cache.
+        """
+        with self._use():
+            if not self._scheduler.pages.shares:
+                raise ConfigError("this engine has no prefix cache to watch; make it with prefix_cache=True")
+            self._scheduler.pages.watch(None if handle is None else CacheEvents(handle))
 
     # -- inside ----------------------------------------------------------------------------------------------------
 

@@ -124,6 +124,11 @@ class Scheduler:
         if self._draft_length is not None and batch.drafted is not None and accepted:
             self._draft_length.observe(batch.drafted, accepted)
 
+    def proposed(self, batch: Batch) -> int:
+        """Drafted tokens of a request of ``batch`` that could be accepted at most."""
+        longest = self._limits.growth - 1
+        return longest if batch.drafted is None else min(batch.drafted, longest)
+
     def _count(self, batch: Batch, change: int) -> None:
         """Nothing else changes what counts as in flight."""
         for request in batch.requests:
