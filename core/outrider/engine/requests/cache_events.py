@@ -15,9 +15,9 @@ from outrider.engine.requests.pages import PageKey
 class BlockStored:
     """Full pages that a request can hit from now on. One follows the other; the first follows the page ``parent``.
 
-    ``hashes``: one for each page, unsigned 64 bits. A page's hash is made of its tokens, its ``extras`` and its parent's hash,
-    alike in every process. ``tokens``: those of all these pages. ``extras``: for each page, what its contents depend on besides
-    tokens (the digest of an image and its place), or None.
+    ``hashes``: one for each page, unsigned 64 bits. A page's hash is made of its tokens, its ``extras`` and its parent's
+    hash, alike in every process. ``tokens``: those of all these pages. ``extras``: for each page, what its contents depend
+    on besides tokens, as :meth:`Request.besides_tokens` says it, or None.
     """
 
     hashes: tuple[int, ...]
