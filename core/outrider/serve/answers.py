@@ -24,9 +24,8 @@ class Writer:
         self._generation = generation
         self._tokenizer = tokenizer
         self._chat = isinstance(asked, ChatRequest)
-        self._logprobs = (
-            bool(asked.logprobs) if isinstance(asked, ChatRequest) else getattr(asked, "logprobs", None) is not None
-        )
+        logprobs = getattr(asked, "logprobs", None)
+        self._logprobs = bool(logprobs) if self._chat else logprobs is not None
         kind = "chat.completion" if self._chat else "text_completion"
         options = asked.stream_options
         self._usage = options is not None and options.include_usage

@@ -14,7 +14,7 @@ from outrider.serve.messages import Output
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one choice. ``drafted``: how many of the tokens, the first ones, a draft had proposed, of ``proposed``."""
+    """What is new of one choice. ``drafted``: how many of the tokens, the first ones, a draft had; it had ``proposed``."""
 
     index: int
     text: str

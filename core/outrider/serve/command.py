@@ -73,7 +73,7 @@ def serve(
             "--api-key-file",
             metavar="F",
             rich_help_panel=_SERVER,
-            help="Keys that clients must have one of, one a line. Also from OUTRIDER_API_KEY. Without any, everyone may call.",
+            help="Keys, one a line, of which clients must have one. Also from OUTRIDER_API_KEY. Without any, all may call.",
         ),
     ] = None,
     allow_origin: Annotated[

@@ -1,4 +1,4 @@
-"""Metrics of a server, in a registry of its own. The engine's come from its latest snapshot, so that a scrape waits for nothing."""
+"""Metrics of a server, in a registry of its own. The engine's come from its latest snapshot: a scrape waits for nothing."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Metrics:
             self._vllm.first.observe(seconds)
 
     def output(self, seconds: float | None, tokens: int, drafted: int, proposed: int) -> None:
-        """A sample got ``tokens``, ``seconds`` after the ones before; of ``proposed`` by a draft ``drafted`` were accepted."""
+        """A sample got ``tokens``, ``seconds`` after those before; a draft had ``proposed``, and ``drafted`` were accepted."""
         if seconds is not None and tokens:
             self._between.observe(seconds / tokens)
             if self._vllm is not None:

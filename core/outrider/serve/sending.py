@@ -37,6 +37,7 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
+        del scope
         data = await _unless_gone(receive, self._work())
         await _send_whole(send, 200, json.dumps(data).encode(), {})
 
@@ -51,6 +52,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
+        del scope
         await _unless_gone(receive, self._pump(send))
 
     async def _pump(self, send: Send) -> None:
