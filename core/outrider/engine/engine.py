@@ -34,6 +34,7 @@ from outrider.engine.requests.streaming import RequestStream
 from outrider.engine.resolve import resolve
 from outrider.engine.situation import situation_of
 from outrider.engine.stages import Iteration
+from outrider.engine.stats import EngineLoad
 from outrider.engine.stats import EngineStats as EngineStats
 from outrider.engine.streams import Streams
 from outrider.engine.warm_up import warm_up
@@ -193,7 +194,26 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counts so far."""
-        return EngineStats(**self._loop.counts, blocked_s=self._lifeline.blocked_s)
+        loop, scheduler = self._loop, self._scheduler
+        return EngineStats(
+            **loop.counts,
+            blocked_s=self._lifeline.blocked_s,
+            preemptions=scheduler.preemptions,
+            prefix_looked_up=scheduler.prefix_looked_up,
+            prefix_hits=scheduler.prefix_hits,
+        )
+
+    @property
+    def load(self) -> EngineLoad:
+        """What the engine holds at this moment."""
+        pages = self._scheduler.pages
+        running = sum(not request.finished for request in self._scheduler.running)
+        return EngineLoad(running, len(self._requests) - running, pages.count - 1, pages.available, cached_pages=pages.cached)
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens of prompt and output that a request may have together: within the context, and within the cache alone."""
+        return self._admission.longest
 
     @property
     def has_unfinished(self) -> bool:

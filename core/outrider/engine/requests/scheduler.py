@@ -61,6 +61,11 @@ class Scheduler:
         self._gathered = 0  # iterations that new prompts have waited for others
         self._table_updates: list[tuple[int, int, int]] = []
         """(row, index, page) that the device's block table doesn't have yet."""
+        self.preemptions = 0
+        self.prefix_looked_up = 0
+        """Tokens of contexts that were looked up in the prefix cache, each when its request was admitted."""
+        self.prefix_hits = 0
+        """Those of them whose pages were there."""
 
     @property
     def has_work(self) -> bool:
@@ -172,6 +177,7 @@ class Scheduler:
         if any(request.in_flight for request in self._running):
             raise OutOfPages
         victim = next(request for request in reversed(self._running) if not request.finished)
+        self.preemptions += 1
         self._requeue(victim)
 
     def take_back(self, batches: Sequence[Batch], *, spoilt: bool) -> None:
@@ -233,6 +239,9 @@ class Scheduler:
                 self.pages.give_back(hit)
                 break
             self._waiting.pop(0)
+            if request.arrival is None:
+                self.prefix_looked_up += len(request.context)
+                self.prefix_hits += len(hit) * self.pages.page_size
             request.row = self.rows.take()
             request.registered, request.page_key = len(hit), key
             request.prefilled = request.prefill_start = len(hit) * self.pages.page_size
