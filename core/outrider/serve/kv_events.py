@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -18,6 +19,7 @@ import msgspec
 import zmq
 
 from outrider.device import ConfigError
+from outrider.engine.engine import Engine
 from outrider.engine.requests.cache_events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 
 REPLAY_BATCHES = 10_000
@@ -190,6 +192,19 @@ class KvEventPublisher:
             if number >= first:
                 socket.send_multipart((client, b"", number.to_bytes(8, "big"), payload))
         socket.send_multipart((client, b"", END_OF_REPLAY, b""))
+
+
+def make_watched(make: Callable[[], Engine], address: str, replay: str | None) -> Engine:
+    """The engine that ``make`` makes, whose prefix cache is told of at ``address``, for as long as the engine lives."""
+    engine = make()
+    publisher = KvEventPublisher(address, page_size=engine.config.page_size, replay=replay)
+    try:
+        engine.watch_prefix_cache(publisher.tell)
+    except BaseException:
+        publisher.close()
+        raise
+    weakref.finalize(engine, publisher.close)
+    return engine
 
 
 def _is_local(endpoint: str) -> bool:
