@@ -1,5 +1,8 @@
 """KV events on ZMQ, read as vLLM's subscribers read them: with structs of that format, from the wire alone."""
 
+import gc
+import threading
+
 import pytest
 
 msgspec = pytest.importorskip("msgspec", reason="not run: the extra kv-events isn't installed")
@@ -10,7 +13,7 @@ from typing import Any  # noqa: E402
 from outrider import SamplingParams  # noqa: E402
 from outrider.device import ConfigError  # noqa: E402
 from outrider.engine.requests.cache_events import AllBlocksCleared, BlockRemoved, BlockStored  # noqa: E402
-from outrider.serve.kv_events import KvEventPublisher  # noqa: E402
+from outrider.serve.kv_events import KvEventPublisher, make_watched  # noqa: E402
 from outrider.speculative.eagle import EagleProposer  # noqa: E402
 from outrider_proof import tiny  # noqa: E402
 
@@ -190,3 +193,25 @@ def test_an_address_that_cannot_be_had_is_named(address):
     with pytest.raises(ConfigError, match=r"--kv-events .*expected an address") as found:
         KvEventPublisher(address, page_size=2)
     assert address in str(found.value)
+
+
+def test_a_made_engine_is_heard_for_as_long_as_it_lives(tmp_path):
+    address = f"ipc://{tmp_path}/e"
+
+    def make():
+        return tiny.engine(EagleProposer(tiny.eagle_head(), draft_tokens=2), max_requests=1, page_size=4)
+
+    engine = make_watched(make, address, None)
+    subscriber = Subscriber(address, f"ipc://{tmp_path}/r")
+    for first in range(20):  # until the subscription has arrived
+        engine.generate([[first % 4, 1, 4, 1, 6, first]], SamplingParams(max_tokens=1))
+        engine._scheduler.pages.forget_all()
+        if subscriber.events.poll(100):
+            break
+    assert subscriber.next()[1].events
+    del engine
+    gc.collect()
+    assert not [thread for thread in threading.enumerate() if thread.name == "outrider-kv-events"]
+    subscriber.close()
+    with pytest.raises(ConfigError, match="prefix_cache=True"):
+        make_watched(lambda: tiny.engine(EagleProposer(tiny.eagle_head(), draft_tokens=2), prefix_cache=False), address, None)
