@@ -214,7 +214,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--speculate", help="proposer; default: eagle where there is a head, else none")
     group.add_argument("--draft-tokens", type=int, default=4)
     group.add_argument("--served-model-name", help="default: the name of the model's directory")
-    group.add_argument("--backend", help="such as cpu or cuda:0; default: the best that is there")
+    group.add_argument("--backend", help="its name, as for --backend of outrider generate; default: the best there is")
     group.add_argument("--dtype")
     group.add_argument("--max-requests", type=int, default=64)
     group.add_argument("--max-context", type=int)
