@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import sys
+from collections.abc import Coroutine
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -217,8 +220,6 @@ def _run(
     chat_template: str | None,
     response_template: dict[str, Any] | None,
 ) -> None:
-    import uvloop
-
     from outrider.serve.engine_process import EngineProcess
     from outrider.serve.logs import log_to_stderr
     from outrider.serve.prompts import Prompter
@@ -234,7 +235,17 @@ def _run(
         sys.stdout.write(f"outrider: serving {config.names[0]} at http://{shown}:{port}\n")
         sys.stdout.flush()
 
-    uvloop.run(serve(EngineProcess(make), make_prompter, config, Address(host=host, port=port), started=started))
+    run_loop(serve(EngineProcess(make), make_prompter, config, Address(host=host, port=port), started=started))
+
+
+def run_loop(work: Coroutine[Any, Any, None]) -> None:
+    """Run the server on an event loop of its own: uvloop's where that is installed."""
+    if find_spec("uvloop") is None:
+        asyncio.run(work)
+        return
+    import uvloop
+
+    uvloop.run(work)
 
 
 def _keys(file: Path | None) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ class Metrics:
             self._vllm.first.observe(seconds)
 
     def output(self, seconds: float | None, tokens: int, drafted: int, proposed: int) -> None:
-        """A sample got ``tokens``, ``seconds`` after those before; a draft had ``proposed``, and ``drafted`` were accepted."""
+        """A sample got ``tokens``, ``seconds`` after those before; of ``proposed`` by a draft, ``drafted`` passed."""
         if seconds is not None and tokens:
             self._between.observe(seconds / tokens)
             if self._vllm is not None:
