@@ -48,11 +48,13 @@ class ChoiceText:
         self.count += len(tokens)
         self.finish_reason = output.finish_reason
         pieces: list[str] = []
-        if not self._by_engine or self._pieces:
+        if self._pieces:
             pieces = [decoder.push(token) for token in tokens]
-            if output.finish_reason is not None:
-                rest = decoder.flush()
-                pieces = [*pieces[:-1], pieces[-1] + rest] if pieces else [rest]
+        elif not self._by_engine and tokens:
+            pieces = [decoder.push(*tokens)]
+        if output.finish_reason is not None and (self._pieces or not self._by_engine):
+            rest = decoder.flush()
+            pieces = [*pieces[:-1], pieces[-1] + rest] if pieces else [rest]
         text = (output.text or "") if self._by_engine else "".join(pieces)
         delta = Delta(self.index, text, tokens, output.logprobs, output.finish_reason, output.drafted, output.proposed)
         if self._pieces:

@@ -73,8 +73,8 @@ class Prompter:
             tokens: Sequence[int] = self._encode(prompt)
         else:
             tokens = prompt
-            wrong = next((token for token in tokens if not 0 <= token < self._info.vocab_size), None)
-            if wrong is not None:
+            if tokens and not (min(tokens) >= 0 and max(tokens) < self._info.vocab_size):
+                wrong = next(token for token in tokens if not 0 <= token < self._info.vocab_size)
                 raise bad_request(f"token {wrong} is outside the model's vocabulary of {self._info.vocab_size}", "prompt")
         if not tokens:
             if self._info.bos_token_id is None:
