@@ -24,6 +24,7 @@ from outrider.serve.errors import ApiError, bad_request  # noqa: E402
 from outrider.serve.fields import ChatRequest, CompletionRequest, Sampling  # noqa: E402
 from outrider.serve.gate import NOTES, Gate  # noqa: E402
 from outrider.serve.metrics import CONTENT_TYPE  # noqa: E402
+from outrider.serve.page import add_page  # noqa: E402
 from outrider.serve.params import check_unserved, sampling_params  # noqa: E402
 from outrider.serve.prompts import Prompt, Prompter  # noqa: E402
 from outrider.serve.sending import Answer, EventStream  # noqa: E402
@@ -84,6 +85,7 @@ def create_app(engine: EngineClient, prompter: Prompter, config: ServeConfig) ->
     _add_errors(app)
     _add_states(app, service, version)
     _add_models(app, service)
+    add_page(app)
 
     @app.post("/v1/completions", responses=_GENERATED, response_class=Response)
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -216,6 +218,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
             "owned_by": "outrider",
             "root": service.config.names[0],
             "max_model_len": service.engine.info.longest_request,
+            "chat_template": service.prompter.chats,
         }
 
     @app.get("/v1/models", responses={401: _ERRORS[401]})

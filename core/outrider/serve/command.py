@@ -42,7 +42,7 @@ from outrider.cli.models import (
 )
 from outrider.cli.report import BackendOption
 from outrider.device.errors import ConfigError
-from outrider.serve.extra import require_serve
+from outrider.serve.extra import require_kv_events, require_serve
 
 if TYPE_CHECKING:
     from outrider.serve.config import ServeConfig
@@ -109,6 +109,25 @@ def serve(
             help="vllm: also under the names that routers and dashboards know from vLLM.",
         ),
     ] = "outrider",
+    kv_events: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-events",
+            metavar="ADDRESS",
+            rich_help_panel=_SERVER,
+            help="Publish what the prefix cache stores and drops, on ZMQ in vLLM's format: tcp://*:5557 is bound, a name "
+            "of a host connected to.",
+        ),
+    ] = None,
+    kv_events_replay: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-events-replay",
+            metavar="ADDRESS",
+            rich_help_panel=_SERVER,
+            help="Where subscribers ask for events that they missed, such as tcp://*:5558.",
+        ),
+    ] = None,
     log_format: Annotated[
         str, typer.Option("--log-format", metavar="json|text", rich_help_panel=_SERVER, help="Of standard error.")
     ] = "json",
@@ -188,7 +207,7 @@ def serve(
         allow_origins=tuple(allow_origin or ()),
         metric_names=metrics_names,
     )
-    make = functools.partial(
+    make: Any = functools.partial(
         load,
         backend,
         speculation,
@@ -205,6 +224,8 @@ def serve(
         tune_seconds=tune_seconds,
         say=True,
     )
+    if kv_events is not None or kv_events_replay is not None:
+        make = _with_kv_events(make, kv_events, kv_events_replay)
     template = None if chat_template is None else _text(chat_template, "a chat template")
     answers = None if response_template is None else _object(response_template)
     _run(make, config, speculation.model, host, port, log_format, template, answers)
@@ -246,6 +267,15 @@ def run_loop(work: Coroutine[Any, Any, None]) -> None:
     import uvloop
 
     uvloop.run(work)
+
+
+def _with_kv_events(make: Any, address: str | None, replay: str | None) -> Any:
+    if address is None:
+        raise ConfigError("--kv-events-replay is given without --kv-events; give both, or --kv-events alone")
+    require_kv_events()
+    from outrider.serve.kv_events import make_watched
+
+    return functools.partial(make_watched, make, address, replay)
 
 
 def _keys(file: Path | None) -> tuple[str, ...]:
