@@ -84,7 +84,7 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> dic
     """``logprobs`` of a chat's choice."""
 
     def shown(token: int, logprob: float) -> dict[str, Any]:
-        data = tokenizer.token_bytes(token)
+        data = tokenizer.bytes_of(token)
         return {"token": data.decode(errors="replace"), "logprob": max(logprob, -9999.0), "bytes": list(data)}
 
     content = [
@@ -96,7 +96,7 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> dic
 
 def spelled(tokenizer: Tokenizer, token: int) -> str:
     """A token as OpenAI's completions show it: its text, or its bytes where it's a part of a character."""
-    data = tokenizer.token_bytes(token)
+    data = tokenizer.bytes_of(token)
     try:
         return data.decode()
     except UnicodeDecodeError:
