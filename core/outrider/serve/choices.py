@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +33,17 @@ class ChoiceText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, index: int, params: SamplingParams, *, special_tokens: bool = False, pieces: bool = False
+        self,
+        tokenizer: Tokenizer,
+        index: int,
+        params: SamplingParams,
+        *,
+        ends: Collection[int],
+        special_tokens: bool = False,
+        pieces: bool = False,
     ) -> None:
         self.index = index
+        self._ends = ends  # these have no text, even where special tokens do
         self._by_engine = bool(params.stop)  # it decides where the text ends
         self._decoder = tokenizer.stream(special_tokens=special_tokens)
         self._pieces = pieces
@@ -47,6 +55,8 @@ class ChoiceText:
         decoder, tokens = self._decoder, output.tokens
         self.count += len(tokens)
         self.finish_reason = output.finish_reason
+        if output.finish_reason == "stop" and tokens and tokens[-1] in self._ends:
+            tokens = tokens[:-1]
         pieces: list[str] = []
         if self._pieces:
             pieces = [decoder.push(token) for token in tokens]
@@ -56,7 +66,7 @@ class ChoiceText:
             rest = decoder.flush()
             pieces = [*pieces[:-1], pieces[-1] + rest] if pieces else [rest]
         text = (output.text or "") if self._by_engine else "".join(pieces)
-        delta = Delta(self.index, text, tokens, output.logprobs, output.finish_reason, output.drafted, output.proposed)
+        delta = Delta(self.index, text, output.tokens, output.logprobs, output.finish_reason, output.drafted, output.proposed)
         if self._pieces:
             delta.pieces = [(piece, place < output.drafted) for place, piece in enumerate(pieces) if piece]
         return delta
