@@ -13,7 +13,6 @@ from outrider.serve.errors import bad_request
 from outrider.serve.fields import ChatRequest, CompletionRequest, Sampling
 from outrider.serve.messages import EngineInfo
 
-
 _COLD = 1e-5
 """Below this temperature the likeliest token is all that is left."""
 
