@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from outrider.serve.extra import require_serve
@@ -80,7 +81,7 @@ def create_app(engine: EngineClient, prompter: Prompter, config: ServeConfig) ->
     fingerprint = "outrider-" + hashlib.sha256(f"{version} {engine.info}".encode()).hexdigest()[:12]
     app = FastAPI(title="Outrider", version=version, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     app.state.service = service
-    app.add_middleware(Gate, config=config, metrics=service.metrics)
+    app.add_middleware(Gate, service=service)
     if config.allow_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(config.allow_origins), allow_methods=["*"], allow_headers=["*"])
     _add_errors(app)
@@ -106,7 +107,20 @@ def create_app(engine: EngineClient, prompter: Prompter, config: ServeConfig) ->
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         return await _generated(service, request, body, [prompt], most, fingerprint, calls=calls)
 
+    app.openapi = functools.partial(_described, app, app.openapi)  # type: ignore[method-assign]
     return app
+
+
+def _described(app: FastAPI, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The description of the API, without the framework's own form of errors, which isn't used."""
+    if app.openapi_schema is None:
+        made = make()
+        for methods in made["paths"].values():
+            for operation in methods.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            made.get("components", {}).get("schemas", {}).pop(name, None)
+    return make()
 
 
 def _check(service: Service, body: Sampling) -> None:

@@ -194,7 +194,9 @@ class Calls:
         if isinstance(choice, NamedTool):
             self._named(choice.function.name)
         elif choice == "required":
-            self.guide = self._guide({"type": "array", "minItems": 1, "items": {"anyOf": [*map(_one, self._tools)]}})
+            most = {"maxItems": 1} if asked.parallel_tool_calls is False else {}
+            calls = {"type": "array", "minItems": 1, **most, "items": {"anyOf": [*map(_one, self._tools)]}}
+            self.guide = self._guide(calls)
             self._make = lambda prompt: ListReader()
         elif template is not None and choice != "none":
             self.special_tokens = True
