@@ -96,8 +96,7 @@ def test_a_body_that_is_no_request(http, body):
 
 
 def test_what_is_not_there(http):
-    body = json.dumps({**ASKED, "model": "n\ud800"})
-    answer = http.post("/v1/completions", content=body, headers=JSON)
+    answer = http.post("/v1/completions", json={**ASKED, "model": "n"})
     message = refused(answer, 404, param="model", code="model_not_found")
     assert "m" in message
     refused(http.get("/v1/models/other"), 404, param="model")
