@@ -17,7 +17,6 @@ from outrider.model.reading import present, read_bytes, reading
 from outrider.model.stream_decoder import StreamDecoder
 
 _MAX_GROWTH = 10_000
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how sentencepiece spells a space
 _LIMIT = 256 << 20  # bytes; vocabularies of a quarter million tokens take thirty million
 
 
@@ -35,8 +34,10 @@ class Tokenizer:
         if growth > _MAX_GROWTH:
             raise ConfigError(f"its replacements make a text {growth} times as long, expected at most {_MAX_GROWTH} times")
         self._byte_fallback = _has_decoder(parts.get("decoder"), "ByteFallback")
-        self._byte_of = _bytes_of_characters() if _has_decoder(parts.get("decoder"), "ByteLevel") else {}
+        self._byte_level = _has_decoder(parts.get("decoder"), "ByteLevel")
+        self._spaced = self._byte_fallback or _has_decoder(parts.get("decoder"), "Metaspace")
         self._added = frozenset(int(each["id"]) for each in parts.get("added_tokens") or ())
+        self._alphabet = _byte_alphabet() if self._byte_level else {}
 
     @classmethod
     def from_checkpoint(cls, directory: str | Path) -> Tokenizer:
@@ -71,25 +72,56 @@ class Tokenizer:
         with reading(self._origin, "a tokenizer"):
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens))
 
-    def token_bytes(self, token: int) -> bytes:
-        """What a token stands for, alone: it may be part of a character. Empty for an id that the tokenizer doesn't know."""
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its spelling, or None."""
+        found = self._tokenizer.token_to_id(token)
+        return None if found is None else int(found)
+
+    def bytes_of(self, token: int) -> bytes:
+        """What a token stands for, alone: it may be part of a character. A special token gives its spelling, an id that the
+        tokenizer doesn't know nothing.
+        """
         spelling = self._tokenizer.id_to_token(token)
         if spelling is None:
             return b""
         if token in self._added:
             return str(spelling).encode()
-        if self._byte_of and all(character in self._byte_of for character in spelling):
-            return bytes(self._byte_of[character] for character in spelling)
-        if self._byte_fallback:
-            if self._continues(token):
-                return bytes([int(spelling[3:5], 16)])
-            return str(spelling).replace(_SPACE, " ").encode()
-        return self.decode([token], special_tokens=True).encode()
+        if self._byte_level and all(character in self._alphabet for character in spelling):
+            return bytes(self._alphabet[character] for character in spelling)
+        if self._byte_fallback and self._continues(token):
+            return bytes((int(spelling[1:-1], 16),))
+        return (spelling.replace("\u2581", " ") if self._spaced else self.decode([token], special_tokens=True)).encode()
 
-    def token_id(self, token: str) -> int | None:
-        """Id of a token by its spelling, or None."""
-        found = self._tokenizer.token_to_id(token)
-        return None if found is None else int(found)
+    @property
+    def special_tokens(self) -> frozenset[int]:
+        """Ids of tokens that give no text."""
+        return frozenset(int(i) for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)
+
+    def token_bytes(self, vocabulary: int) -> list[bytes]:
+        """The bytes that each token of a model's ``vocabulary`` adds to a text; none for special tokens and for ids that the
+        tokenizer doesn't know. A tokenizer that drops a space at the beginning of a text drops it later.
+
+        Raises :class:`ConfigError` for a tokenizer whose tokens have no bytes of their own.
+        """
+        if not (self._byte_level or self._spaced):
+            raise ConfigError(
+                f"{self._origin}: tokens have no bytes of their own; expected a decoder ByteLevel, ByteFallback or Metaspace"
+            )
+        found = [b""] * vocabulary
+        added = self._tokenizer.get_added_tokens_decoder()
+        alphabet = _byte_alphabet() if self._byte_level else {}
+        for spelling, token in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if token >= vocabulary:
+                continue
+            if token in added:
+                found[token] = b"" if added[token].special else spelling.encode()
+            elif self._byte_level and all(character in alphabet for character in spelling):
+                found[token] = bytes(alphabet[character] for character in spelling)
+            elif self._byte_fallback and self._continues(token):
+                found[token] = bytes((int(spelling[1:-1], 16),))
+            else:
+                found[token] = (spelling.replace("\u2581", " ") if self._spaced else spelling).encode()
+        return found
 
     def stream(self, *, special_tokens: bool = False) -> StreamDecoder:
         """A decoder for one stream of tokens. ``special_tokens``: whether those give text."""
@@ -100,6 +132,13 @@ class Tokenizer:
         """Whether the token is one byte of a run that is only decoded as a whole (sentencepiece's byte fallback)."""
         spelling = self._tokenizer.id_to_token(token)
         return spelling is not None and len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level tokenizers spell a byte as a character: printable ones as they are, the others from 256 on, in order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 def _growth(part: Any) -> int:
@@ -114,12 +153,3 @@ def _has_decoder(decoder: Any, kind: str) -> bool:
     if not isinstance(decoder, dict):
         return False
     return decoder.get("type") == kind or any(_has_decoder(inner, kind) for inner in decoder.get("decoders", ()))
-
-
-def _bytes_of_characters() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table): printable ones stand for
-    themselves, the others for characters from 256 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

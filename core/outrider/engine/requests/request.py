@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from outrider.device import OutriderError
+from outrider.engine.requests.guidance import Guidance
 from outrider.engine.requests.hand_over import HandOver
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.requests.media import RequestMedia
@@ -113,6 +114,8 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     stop_text: StopText | None = None
     """Watches for stop strings; None without any."""
+    guidance: Guidance | None = None
+    """What its guide allows behind the output so far; None without a guide."""
     text: list[str] = field(default_factory=list)
     """Pieces of text, of a request with stop strings."""
     followers: list[Request] = field(default_factory=list)
@@ -166,13 +169,20 @@ class Request:
         return self.known_length + self.decodes_in_flight * growth
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], proposed: int = 0) -> StepOutput:
-        """Append tokens up to the first stop token, the one that completes a stop string, or the limit. All but the last of
-        ``tokens`` are from a draft of at most ``proposed``.
+        """Append tokens up to the first stop token, the one that completes a stop string or a guided text, or the limit. A
+        token that the guide doesn't allow ends the request with an error. All but the last of ``tokens`` are from a draft of
+        at most ``proposed``.
         """
         taken: list[int] = []
+        guidance = self.guidance
         for token in tokens:
+            refused = None if guidance is None else guidance.take(token)
+            if refused is not None:
+                self.finish_reason, self.error = FinishReason.ERROR, f"request {self.id}: {refused}"
+                break
             taken.append(token)
-            if token in self.stop_tokens or (self.stop_text is not None and self.stop_text.push(token)):
+            said = self.stop_text is not None and self.stop_text.push(token)
+            if said or token in self.stop_tokens or (guidance is not None and guidance.over):
                 self.finish_reason = FinishReason.STOP
                 break
             if len(self.output) + len(taken) == self.params.max_tokens:
@@ -183,7 +193,8 @@ class Request:
         self.logprobs.extend(kept)
         text = self.new_text()  # may find a stop string at the very end
         drafted = min(len(taken), len(tokens) - 1, proposed)
-        return StepOutput(self.id, tuple(taken), self.finish_reason, kept, text, drafted=drafted, proposed=proposed)
+        ended = self.finish_reason
+        return StepOutput(self.id, tuple(taken), ended, kept, text, self.error, drafted=drafted, proposed=proposed)
 
     def end(self, reason: FinishReason, error: str | None = None) -> StepOutput:
         """End the request; its output so far stays valid."""
