@@ -278,6 +278,14 @@ def text_of(asked, answer):
     return "".join(part["choices"][0]["text"] for part in parts)
 
 
+def ready(port):
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=10) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
 def replicas_of():
     from ray.util.state import list_actors
 
@@ -306,16 +314,18 @@ def test_a_killed_replica_costs_no_request_that_had_not_begun(tmp_path):
         )
     try:
         deadline = time.monotonic() + 420
-        while "is ready at" not in (tmp_path / "log").read_text():
+        while not ready(port):
             assert running.poll() is None, (tmp_path / "log").read_text()[-3000:]
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
             time.sleep(0.5)
         ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
         reference = {
             index: json.loads(post(port, prompt=f"def f{index}(", max_tokens=20))["choices"][0]["text"] for index in range(5)
         }
         for kill_engine in (False, True):
-            before = replicas_of()
+            while len(before := replicas_of()) < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
             load = Load(port, 60)
             load.until(15)
             victim = min(before)
@@ -333,6 +343,7 @@ def test_a_killed_replica_costs_no_request_that_had_not_begun(tmp_path):
             while len(alive := replicas_of()) < 2 or victim in alive:
                 assert time.monotonic() < deadline, "the service isn't back"
                 time.sleep(0.5)
+            deadline = time.monotonic() + 300
     finally:
         with contextlib.suppress(Exception):
             ray.shutdown()
