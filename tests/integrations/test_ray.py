@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -253,7 +254,7 @@ class Load:
             asked = {"prompt": f"def f{index % 5}(", "max_tokens": 20, "stream": index % 2 == 0}
             try:
                 text = post(self.port, **asked)
-            except (urllib.error.URLError, OSError) as error:
+            except Exception as error:
                 text = f"failed: {error!r}"
             with self._lock:
                 self.results.append((asked, text))
@@ -294,8 +295,7 @@ def replicas_of():
 
 def children(pid):
     """Processes that ``pid`` started."""
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(each) for each in file.read().split()]
+    return [int(each) for file in Path(f"/proc/{pid}/task").glob("*/children") for each in file.read_text().split()]
 
 
 @pytest.mark.slow
