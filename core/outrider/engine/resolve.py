@@ -57,7 +57,8 @@ class Situation:
     that is. ``slots``: cache slots behind the cached tokens that an iteration may write. ``token_bytes``: what a token takes
     in all KV caches. ``prompt_token_bytes`` and ``drafted_token_bytes``: what a forward takes at most for each token of a
     prompt, and for each one that is verified. ``request_bytes``: what a request takes besides, ``fixed_bytes`` what an engine
-    takes whatever runs. ``memory``: None where nothing is known of it. ``no_fused`` and ``no_graphs``: why that isn't chosen here, empty where it may be.
+    takes whatever runs. ``memory``: None where nothing is known of it. ``no_fused`` and ``no_graphs``: why that isn't chosen
+    here, empty where it may be.
     """
 
     capabilities: Capabilities
