@@ -26,7 +26,7 @@ from outrider.engine.graphs import CaptureProgress, EagerRunner
 from outrider.engine.loading import load_checkpoint
 from outrider.engine.ranks.course import Course, ToldLength
 from outrider.engine.ranks.ranks import Ranks
-from outrider.engine.ranks.start import join_engine
+from outrider.engine.ranks.start import check_key, join_engine
 from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
 from outrider.engine.requests.groups import GroupScheduler
@@ -163,8 +163,8 @@ class Engine:
         ``through_transformers`` runs the model by transformers' own code on the paged cache: any decoder with a
         replaceable attention, slower than a native one. ``trust_remote_code`` lets it run Python code that the checkpoint
         brings, with all rights of this process; code of a checkpoint is never run without it. ``progress(file, done,
-        total)`` is told of each tensor loaded, ``capture_progress(done, total)`` of each batch size captured. ``ranks``: those
-        that run the engine together; each reads its own part of the checkpoint.
+        total)`` is told of each tensor loaded, ``capture_progress(done, total)`` of each batch size captured. ``ranks``:
+        those that run the engine together; each reads its own part of the checkpoint.
 
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
@@ -310,16 +310,14 @@ class Engine:
 
         Raises :class:`ConfigError` when the engines don't fit, and :class:`RequestError` for a request that can't be served.
         """
-        if (self._course is None) != (handed.key is None):
-            raise ConfigError(
-                "a request goes on in an engine of the same ranks; this one and the one it comes from have others"
-            )
+        handed.check_fits(self.model.config, self.model.dtype, self.proposer)
+        if self._course is not None or handed.key is not None:
+            check_key(handed, None if self._course is None else self._course.ranks)
         with self._use():
-            if self._course is not None and handed.key is not None:
-                handed = self._course.ranks.taken(handed.key)
-                self._tell("take_over", handed.key)
-            handed.check_fits(self.model.config, self.model.dtype, self.proposer)
             request = self._admission.arrival(self._next_id, handed)
+            if self._course is not None:
+                self._tell("take_over", handed.key)
+                self._course.ranks.forget(handed)
             request.group = handed.group
             with self._lifeline.working("taking a request over"):
                 request.arrival = self._parts.transfer.bring_here(handed)
@@ -379,13 +377,14 @@ class Engine:
     def follow(self) -> None:
         """Do what the first rank's engine does, until that is closed; for the other ranks, whose engines take no calls.
 
-        Raises :class:`DeviceError` where a rank failed, and :class:`~outrider.engine.ranks.records.RanksDiffer` where this one
-        comes to another decision than the first.
+        Raises :class:`DeviceError` where a rank failed, and :class:`~outrider.engine.ranks.records.RanksDiffer` where this
+        one comes to another decision than the first.
         """
         if self._course is None or self._course.leads:
             raise ConfigError("this engine leads its ranks, or is alone: it has nothing to follow")
         self._owner.check()
-        calls = {
+        handed_over = self._course.ranks.handed_over
+        calls: dict[str, Callable[..., object]] = {
             "add_request": lambda tokens, params, priority, media: self.add_request(
                 tokens, params, priority=priority, media=media
             ),
@@ -393,7 +392,7 @@ class Engine:
             "abort": self.abort,
             "forget": self._forget_ids,
             "hand_over": self.hand_over,
-            "take_over": lambda key: self.take_over(self._course.ranks.handed_over[key]),
+            "take_over": lambda key: self.take_over(handed_over[key]),
         }
         follow(self._course, calls, self._loop)
 
@@ -418,6 +417,8 @@ class Engine:
         """
         self._owner.check()
         self._lifeline.check()
+        if self._course is not None:
+            self._course.check_asked()
         outermost, self._used = not self._used, True
         try:
             if outermost:

@@ -66,8 +66,8 @@ def load_checkpoint(
     dtype = DTYPES[config.dtype]
     if through_transformers and ranks is not None:
         raise ConfigError(
-            "through_transformers runs a model by transformers' own code, which isn't shared out among ranks; leave it out, or "
-            "run on one rank"
+            "through_transformers runs a model by transformers' own code, which isn't shared out among ranks; leave it out, "
+            "or run on one rank"
         )
     if through_transformers:
         model: LanguageModel = load_through_transformers(

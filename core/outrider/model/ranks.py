@@ -42,9 +42,7 @@ class ModelRanks:
     def stream(self) -> Stream:
         """Where collectives go."""
         if self._stream is None:
-            raise ConfigError(
-                "a model of several ranks runs in an engine alone: nobody said on which stream its collectives go"
-            )
+            raise ConfigError("nobody said on which stream the collectives of a model of several ranks go; an engine does")
         return self._stream
 
     # -- attention and MLP -----------------------------------------------------------------------------------------
@@ -61,7 +59,9 @@ class ModelRanks:
 
     def add_rms_norm(self, kernels: KernelSet, partial: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         """Add the sum of ``partial`` [T, H] to ``residual`` in place; returns its norm [T, H]."""
-        return kernels.add_rms_norm(self.reduce(partial), residual, norm, eps)
+        if self.tensor is None:
+            return kernels.add_rms_norm(partial, residual, norm, eps)
+        return kernels.all_reduce_rms_norm(partial, residual, norm, eps, group=self.tensor, stream=self.stream)
 
     def expect(self, widths: Sequence[int]) -> None:
         """Of each of the next passes, the most tokens that a data-parallel group has in it; the same on all of them.
@@ -88,7 +88,7 @@ class ModelRanks:
         return gathered.flatten(0, 1)
 
     def scatter_tokens(self, partial: Tensor, tokens: int) -> Tensor:
-        """Return the own group's ``tokens`` rows of the sum over the data-parallel ranks of ``partial`` [D * W, H] → [T, H]."""
+        """Sum ``partial`` [D * W, H] over the data-parallel ranks → this group's ``tokens`` rows [T, H]."""
         if self.data is None:
             return partial
         parts = partial.view(self.data.size, self._width, -1)

@@ -228,15 +228,15 @@ class Proposer(ABC):
         return {}
 
     def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
-        """Tokens of each pass that ``extend`` makes over layers shared with other ranks, given a prompt's chunks: their tokens
-        and number, and the longest. Data-parallel groups have different prompts, and run the same passes side by side.
+        """Tokens of each pass that ``extend`` makes over layers which ranks share, given a prompt's chunks: their tokens and
+        number, and the longest. Data-parallel groups have different prompts, and run the same passes side by side.
 
         The default raises :class:`CapabilityError`, for a proposer that doesn't say.
         """
         del tokens, sequences, longest
         raise CapabilityError(
-            f"the proposer {self.name!r} doesn't say which passes it makes over a prompt (prompt_passes); it can't draft where "
-            "data-parallel groups run together"
+            f"the proposer {self.name!r} doesn't say which passes it makes over a prompt (prompt_passes); it can't draft "
+            "where data-parallel groups run together"
         )
 
     def attention_shapes(self, page_size: int) -> tuple[AttentionShape, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.device import ConfigError
 from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.ranks.records import Command, Decisions, RanksDiffer, Record
 from outrider.engine.requests.batch import Batch
@@ -23,6 +24,11 @@ class Course:
         self._record: Record | None = None
         self.over = False
         """Whether the last record was published."""
+
+    def check_asked(self) -> None:
+        """Raise :class:`ConfigError` where a caller, and not a record, asks something of an engine that follows."""
+        if not self.leads and self._record is None:
+            raise ConfigError("this engine follows that of rank 0, which takes all calls; call follow() here")
 
     def tell(self, name: str, *arguments: Any) -> None:
         """Leading: a call changes the engine; the others hear of it with the next act. Following: nothing."""

@@ -9,9 +9,9 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-from outrider.device import Backend, ConfigError, Decision, Group
+from outrider.device import Backend, Decision, Group
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.records import RanksDiffer, RanksFailed, RecordLog
 from outrider.engine.requests.hand_over import HandOver
@@ -78,7 +78,7 @@ class Ranks:
     def meet(self, what: str, value: Any) -> list[Any]:
         """Every rank's ``value``, in order of ranks; all of them call it, in the same order. For starts alone: it's slow."""
         number = next(self._meetings)
-        self.store.set(self._meeting(number, self.rank), pickle.dumps((what, value)))
+        self.store.set(self._meeting(number, self.rank), pickle.dumps((what, value)))  # type: ignore[arg-type]
         found = []
         for rank in range(self.config.world):
             key = self._meeting(number, rank)
@@ -110,12 +110,9 @@ class Ranks:
         self.handed_over[handed.key] = handed
         return handed
 
-    def taken(self, key: str) -> HandOver:
-        """Give out this rank's part of a request that another engine takes. Raises :class:`ConfigError` the second time."""
-        handed = self.handed_over.pop(key, None)
-        if handed is None:
-            raise ConfigError("the request comes from an engine of other ranks, or was taken over already")
-        return handed
+    def forget(self, handed: HandOver) -> None:
+        """Another engine of these ranks has taken the request."""
+        del self.handed_over[str(handed.key)]
 
     @property
     def progress(self) -> str:

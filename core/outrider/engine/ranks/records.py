@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from outrider.device import DeviceError
 
@@ -67,7 +67,7 @@ class RecordLog:
 
     def publish(self, record: Record) -> None:
         """Write the next record."""
-        self._store.set(self._key(self._next), pickle.dumps(record))
+        self._store.set(self._key(self._next), pickle.dumps(record))  # type: ignore[arg-type]
         self._next += 1
         if self._next > _KEPT:
             self._store.delete_key(self._key(self._next - _KEPT - 1))

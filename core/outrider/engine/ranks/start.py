@@ -7,6 +7,7 @@ from dataclasses import replace
 from outrider.device import Backend, CapabilityError, ConfigError, StepMode
 from outrider.engine.config import Choice, DecidedConfig
 from outrider.engine.ranks.ranks import Ranks
+from outrider.engine.requests.hand_over import HandOver
 from outrider.model import LanguageModel
 from outrider.speculative.proposer import Proposer
 
@@ -39,8 +40,8 @@ def join_engine(
     replays = config.graphs or config.step_mode is StepMode.FUSED
     if replays and backend.capabilities.captures_graphs and not backend.capabilities.captures_collectives:
         raise CapabilityError(
-            f"{backend.label} captures graphs, but no collectives in them (captures_collectives), and several ranks have some "
-            "in every stage; use mode staged without graphs"
+            f"{backend.label} captures graphs, but no collectives in them (captures_collectives), and several ranks have "
+            "some in every stage; use mode staged without graphs"
         )
     if ranks.data is not None and model.kernels.plans_on_host:
         raise CapabilityError(
@@ -60,3 +61,11 @@ def join_engine(
         },
     )
     return config
+
+
+def check_key(handed: HandOver, ranks: Ranks | None) -> None:
+    """Raise :class:`ConfigError` unless the request comes from an engine of the same ranks, and wasn't taken over before."""
+    if ranks is None or handed.key not in ranks.handed_over:
+        raise ConfigError(
+            "the request comes from an engine of other ranks, or was taken over already: it goes on where its state is"
+        )
