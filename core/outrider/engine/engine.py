@@ -380,7 +380,7 @@ class Engine:
         Raises :class:`DeviceError` where a rank failed, and :class:`~outrider.engine.ranks.records.RanksDiffer` where this
         one comes to another decision than the first.
         """
-        if self._course is None or self._course.leads:
+        if self._course is None or not self.follows:
             raise ConfigError("this engine leads its ranks, or is alone: it has nothing to follow")
         self._owner.check()
         handed_over = self._course.ranks.handed_over
@@ -395,6 +395,11 @@ class Engine:
             "take_over": lambda key: self.take_over(handed_over[key]),
         }
         follow(self._course, calls, self._loop)
+
+    @property
+    def follows(self) -> bool:
+        """Whether it's for :meth:`follow` alone, since another rank leads."""
+        return self._course is not None and not self._course.leads
 
     def close(self) -> None:
         """Let the other ranks' engines end; for one rank, nothing. Allowed twice."""

@@ -53,7 +53,7 @@ class Loop:
             watchdog,
             open_requests=lambda: self.open_requests,
             undo=self._undo,
-            ranks=None if course is None else course.ranks,
+            course=course,
         )
         self._in_flight: deque[Ticket] = deque()
         self.requests: dict[int, Request] = {}

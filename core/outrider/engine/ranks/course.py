@@ -48,7 +48,9 @@ class Course:
 
     def end(self) -> None:
         """Leading: let the others end. Allowed twice."""
-        self.act("end")
+        if self.leads and not self.over:
+            self._commands.clear()
+            self.act("end")
         self.over = True
 
     def next(self) -> Record:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -11,14 +12,17 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from outrider.device import Backend, Decision, Group
+from outrider.device import Backend, CollectiveError, Decision, DeviceStuck, Group
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.records import RanksDiffer, RanksFailed, RecordLog
+from outrider.engine.ranks.room import Room
 from outrider.engine.requests.hand_over import HandOver
 from outrider.model import ModelRanks
 
 _START_S = 600.0
 """Seconds that ranks wait for each other while they start: one may read its weights from a slower disk."""
+_HEAR_S = 1.0
+"""So long a rank that lost the others waits to hear who failed before it says so itself."""
 
 
 class Ranks:
@@ -42,6 +46,7 @@ class Ranks:
         self.data_rank, self.tensor_rank = config.place(rank)
         tensor = tuple(range(self.data_rank * config.tensor, (self.data_rank + 1) * config.tensor))
         data = tuple(range(self.tensor_rank, config.world, config.tensor))
+        self.room = Room(store, name)
         self.tensor, self.data = self._group("tensor", tensor), self._group("data", data)
         self.model = ModelRanks(config.shards(rank), tensor=self.tensor, data=self.data)
         self.handed_over: dict[str, HandOver] = {}
@@ -119,17 +124,18 @@ class Ranks:
         """How far this rank is, for errors."""
         return "; ".join(group.progress for group in self.groups)
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank can't go on; the first one that says so is named."""
-        said = f"rank {self.rank} failed: {error} ({self.progress})"
-        self.store.compare_set(f"{self.name}/failed", "", said)
+    def fail(self, error: BaseException) -> str:
+        """Tell the others that this rank can't go on; returns what the first one said that told them."""
+        if isinstance(error, CollectiveError | DeviceStuck):
+            self._hear(_HEAR_S)  # most likely another rank's failure
+        first = self.room.fail(f"rank {self.rank} failed: {type(error).__name__}: {error} ({self.progress})")
         self.close()
+        return first
 
-    @property
-    def failure(self) -> str | None:
-        """What a rank said that failed."""
-        key = f"{self.name}/failed"
-        return self.store.get(key).decode() if self.store.check([key]) else None
+    def _hear(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while self.room.failure is None and time.monotonic() < until:
+            time.sleep(_HEAR_S / 50)
 
     def close(self) -> None:
         """Leave the groups. Allowed twice."""

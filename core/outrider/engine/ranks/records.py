@@ -12,7 +12,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from outrider.device import DeviceError
 
-_POLL_S = 1.0
+_POLL_S = 300.0
 _KEPT = 256
 """Records that stay in the store behind the newest: no rank is further behind, as each iteration has collectives."""
 
