@@ -23,7 +23,7 @@ import typer
 from outrider.cli.environment import rank_environment, rank_variables
 from outrider.cli.report import Report
 from outrider.cli.stopping import Stopped
-from outrider.device.errors import ConfigError
+from outrider.device.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
     from outrider.device import Backend
@@ -120,11 +120,14 @@ class Joined:
             return registry.create(spec)
         if spec.ordinal:
             raise ConfigError(f"backend {spec} names a device, and each rank takes its own; leave the number out")
-        first = registry.create(spec)
-        if first.device.index is None or self.place.local == 0:  # a device without numbers, such as the host
-            return first
-        del first
-        return registry.create(replace(spec, ordinal=self.place.local))
+        try:
+            return registry.create(replace(spec, ordinal=self.place.local))
+        except BackendError:
+            first = registry.create(spec)
+            index: int | None = first.device.index  # torch types it as a number, and the host has none
+            if index is None:  # all ranks share the host
+                return first
+            raise
 
     def join(self, backend: Backend) -> Ranks | None:
         """Meet the other ranks, once for all engines of a command; None for one that is alone."""
