@@ -270,7 +270,7 @@ class SimControl:
             memory = self._backend.sim.memory
             memory.faults.add(memory.count + number)
         else:
-            self._machine.faults[self._machine.seq + number] = kind
+            self._machine.faults[self._machine.enqueued + number] = kind
 
     def explore(
         self, program: Callable[[Backend], None], *, strategy: str = "mixed", iterations: int = 100, seed: int = 0

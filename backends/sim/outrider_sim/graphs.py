@@ -142,7 +142,7 @@ class Program:
             else:
                 lanes[lane].append(self._issue(op))
         for queue, ops in zip(queues[1:], lanes[1:], strict=True):
-            queue.base_seq = machine.seq
+            queue.base_seq = machine.scheduler.seq
             queue.queue.extend(ops)
             queue.issued += len(ops)
         machine.launch(lanes[0], stream, launch)

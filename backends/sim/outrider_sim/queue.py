@@ -110,6 +110,7 @@ class Op:
         "kwargs",
         "line",
         "name",
+        "number",
         "order",
         "post",
         "report",
@@ -140,6 +141,7 @@ class Op:
         self.cost = cost  # microseconds on the device
         self.seq = -1  # place in the order of the program; -1: as the graph launch before it
         self.order = 0  # place in a graph
+        self.number = -1  # place among what its device was given
         self.host_time = 0.0
         self.accesses: tuple[Access, ...] = ()
         self.line = ""
@@ -173,13 +175,15 @@ class StreamQueue:
         "issued",
         "label",
         "late",
+        "machine",
         "name",
         "poison",
         "priority",
         "queue",
     )
 
-    def __init__(self, ident: int, name: str, priority: int = 0) -> None:
+    def __init__(self, ident: int, name: str, priority: int = 0, machine: Any = None) -> None:
+        self.machine = machine
         self.id = ident
         self.label = str(ident)  # the actor's name in schedules
         self.name = name
@@ -213,20 +217,23 @@ class HostThread:
         "finished",
         "id",
         "label",
+        "machine",
         "name",
         "os",
         "ready",
+        "saved",
         "step",
-        "stream",
+        "streams",
         "waits_for",
     )
 
-    def __init__(self, ident: int, name: str, stream: StreamQueue) -> None:
+    def __init__(self, ident: int, name: str, streams: Any) -> None:
         self.id = ident
         self.label = f"host{ident}"
         self.name = name
         self.step = 0
-        self.stream = stream  # current stream
+        self.streams = streams  # each machine's current stream, where it starts
+        self.machine: Any = None  # whose work it waits for
         self.ready: Callable[[], bool] | None = None  # what it waits for; None: it can go on
         self.waits_for = ""
         self.action: Action = FREE
@@ -235,6 +242,7 @@ class HostThread:
         self.finished = False
         self.error: BaseException | None = None
         self.clock = 0.0
+        self.saved: list[Any] = []  # what it saw of the process when it last ran
 
     def __str__(self) -> str:
         return f"host thread {self.id}" + (f" ({self.name})" if self.name else "")

@@ -38,7 +38,7 @@ class Sim:
     def __init__(self, options: SimOptions) -> None:
         self.options = options
         self.machine = Machine(options)
-        self.machine.quiet = _quiet
+        self.machine.scheduler.quiet = _quiet
         self.memory = Memory(self.machine)
         self.seeds = random.Random(options.seed)
 
