@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch import Tensor
 from outrider.device import (
     Access,
     Backend,
-    BackendLoadError,
     Capabilities,
     CaptureContext,
     ConfigError,
@@ -22,6 +22,7 @@ from outrider.device import (
     Graph,
     GraphCallable,
     GraphPool,
+    Group,
     KernelSet,
     MemoryInfo,
     Observer,
@@ -33,8 +34,8 @@ from outrider.device import (
     StreamOrderError,
     Waiter,
 )
-from outrider_sim.device import register
-from outrider_sim.exhaustive import Exhaustive
+from outrider_sim.collectives import create_group
+from outrider_sim.device import Current, host_of, register
 from outrider_sim.explore import Exploration, explore
 from outrider_sim.failures import fail_on_request
 from outrider_sim.graphs import Capture, Program
@@ -49,6 +50,9 @@ from outrider_sim.sim import Sim, host_extent
 from outrider_sim.strategies import Replay, Strategy
 from outrider_sim.tap import SeamTap
 from outrider_sim.tensor import SimTensor
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 _DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
@@ -204,6 +208,8 @@ def _capabilities(like: Personality) -> Capabilities:
         event_timing=True,
         flags=like.flags,
         captures_graphs=True,
+        collectives=True,
+        captures_collectives=True,
         updates_graph_params=like.updates_graph_params,
         forks_in_capture=like.forks_in_capture,
         perturbs_timing=True,
@@ -247,7 +253,7 @@ class SimControl:
     def virtual_time(self) -> float:
         """Seconds of simulated time since the last reset, on the stream or thread that is furthest."""
         machine = self._machine
-        clocks = [stream.clock for stream in machine.streams] + [thread.clock for thread in machine.threads]
+        clocks = [stream.clock for stream in machine.scheduler.streams] + [thread.clock for thread in machine.threads]
         return float(max(clocks)) / 1e6
 
     def steps(self, stream: Stream | None) -> tuple[str, int]:
@@ -301,22 +307,28 @@ class SimBackend(Backend):
 
     def __init__(self, options: SimOptions | None = None, ordinal: int = 0) -> None:
         options = options or SimOptions()
-        if ordinal != 0:
-            raise BackendLoadError(f"backend 'sim': device {ordinal} was asked for, there is only device 0")
         registered = register(options.name, options)
+        first = host_of(registered, options, ordinal) if ordinal else None
+        if first is not None:
+            options = options.beside(first.options)
         like = options.like
         super().__init__(
             "sim",
-            registered.dispatcher.device,
+            torch.device(options.name, ordinal),
             capabilities=_capabilities(like),
             kernels=HostLengthKernels if like.exact_host_lengths else KernelSet(),
             speculative_sync=SimSync,
         )
-        self.sim = Sim(options)
+        self.sim = Sim(options, first, ordinal)
+        self.sim.backend = weakref.ref(self)
         self.epoch = 0  # resets so far
         self._dispatcher = registered.dispatcher
-        self._dispatcher.current = self.sim
-        registered.backend = self
+        if first is None:
+            self._dispatcher.current = self.sim
+            self.sim.machine.scheduler.ambient.append(Current(self._dispatcher))
+            registered.backend = self
+        else:
+            self._dispatcher.several = True
         self._control = SimControl(self)
         # Work that nobody placed runs here; it is a stream of the backend like any other.
         self.default_stream = SimStream(self, "default", 0, self.sim.machine.default)
@@ -355,14 +367,20 @@ class SimBackend(Backend):
 
     def start_over(self, strategy: Strategy | None) -> None:
         """See `SimControl.reset`."""
+        self.sim.machine.reset(strategy)
+        for machine in self.sim.machine.scheduler.machines:
+            backend = machine.sim.backend()
+            if backend is not None:
+                backend.forget(strategy)
+
+    def forget(self, strategy: Strategy | None) -> None:
+        """Start this device over, of those that were reset."""
         machine = self.sim.machine
-        machine.reset(strategy)
         machine.faults = self.sim.options.operation_faults()  # those that were injected since are over
         self.sim.memory.faults = self.sim.options.allocation_faults()
         self.epoch += 1
-        floor = self.sim.memory.start_over(getattr(strategy, "floor", None))
-        if isinstance(strategy, Exhaustive):
-            strategy.floor = floor
+        floors: dict[int, int] = getattr(strategy, "floors", {})
+        floors[machine.rank] = self.sim.memory.start_over(floors.get(machine.rank))
         self.sim.manual_seed(self.sim.options.seed)
         # A stream that only these lists hold was made by a run that is over; its name is free again.
         held = [s for s in self._streams if s is self.default_stream or sys.getrefcount(s) > _ONLY_LISTED]
@@ -429,6 +447,9 @@ class SimBackend(Backend):
         """Bytes of the simulated device; cached blocks count as free."""
         memory = self.sim.memory
         return MemoryInfo(total=memory.limit, free=memory.limit - memory.allocated, allocated=memory.allocated)
+
+    def _create_group(self, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float) -> Group:
+        return create_group(self, name, ranks, rank, store, timeout_s)
 
     def create_graph_pool(self, name: str) -> GraphPool:
         """Private memory for graphs that never run at the same time."""

@@ -56,7 +56,7 @@ class Exhaustive(Strategy):
 
     def __init__(self) -> None:
         self.exhausted = False
-        self.floor: int | None = None  # addresses start here in every run, so that runs can be compared
+        self.floors: dict[int, int] = {}  # rank → where addresses start in every run, so that runs can be compared
         self._stack: list[_Frame] = []
         self._depth = 0
         self._sleep: dict[str, Touch] = {}
@@ -140,7 +140,9 @@ class Exhaustive(Strategy):
             return Touch(actor.label, False, flag=op.target)
         if op.kind == Kind.RECORD:
             return Touch(actor.label, False, completes=op.target)
-        return Touch(actor.label, False, all=op.fn is not None)
+        if op.kind == Kind.COLLECTIVE_START:
+            return Touch(actor.label, False, flag=op.target.member.machine)  # places on the device are few
+        return Touch(actor.label, False, all=op.fn is not None or op.kind == Kind.COLLECTIVE)
 
 
 def independent(one: Touch, other: Touch) -> bool:

@@ -53,6 +53,7 @@ class Machine(Failing):
         self.scheduler = scheduler or Scheduler(options)
         self.rank = rank
         self.tap: Tap | None = None
+        self.sim: Any = None  # what has this machine
         self.lost = None
         self.tracks = self.tells = False  # operations carry their accesses, and the line that issued them
         self.eager = self.asks = False  # as the scheduler has it
@@ -379,6 +380,16 @@ class Machine(Failing):
             stream.base_seq = op.seq
             if op.fn is not None:
                 op.fn()
+        elif kind == Kind.COLLECTIVE_START:
+            op.target.start(start)
+        elif kind == Kind.COLLECTIVE:
+            start = max(start, op.target.meeting.time)
+            try:
+                op.target.end()
+            except DeviceError as error:
+                self._failed = self._failed or error
+            except Exception as error:
+                self._fail(op, stream, index, error)
         else:
             start = op.target.run(kind, start)
         stream.clock = start + op.cost

@@ -28,6 +28,8 @@ class Kind:
     FLAG_WAIT = 6
     FLAG_RESET = 7
     LAUNCH = 8
+    COLLECTIVE_START = 9
+    COLLECTIVE = 10
 
 
 class Generation:
@@ -274,6 +276,10 @@ def can_run(op: Op) -> bool:
         return bool(op.target.done)
     if kind == Kind.FLAG_WAIT:
         return bool(op.target.is_set)
+    if kind == Kind.COLLECTIVE_START:
+        return bool(op.target.can_start)
+    if kind == Kind.COLLECTIVE:
+        return bool(op.target.can_end)
     return True
 
 
@@ -290,6 +296,8 @@ def reason(op: Op) -> str:
     if op.kind == Kind.FLAG_WAIT:
         lost = f" ({op.target.lost} sets were lost)" if op.target.lost else ""
         return f"it waits for {op.target.label}, which is down{lost}"
+    if op.kind in (Kind.COLLECTIVE_START, Kind.COLLECTIVE):
+        return f"{op.target} can't begin"
     return f"{op.name} can run"
 
 

@@ -164,7 +164,7 @@ class Scheduler:
             with self.lock:
                 candidates = self._candidates()
                 if not candidates:
-                    if self.exchange is not None and self.exchange.give_up_on_the_dead():
+                    if self.exchange is not None and self.exchange.give_up_waiting():
                         continue
                     raise deadlock(self)
                 pick = candidates[0] if len(candidates) == 1 and not self._sees_all else self._choose(candidates)
