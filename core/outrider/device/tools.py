@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from outrider.device.backend import Backend
+    from outrider.device.collectives import Collective, Decision, Group
     from outrider.device.graph import Graph
     from outrider.device.stream import Event, Flag, Stream
 
@@ -139,6 +140,16 @@ class Observer:
 
     def host_accessed(self, access: Access, location: str) -> None:
         """The calling thread read or wrote pinned memory directly."""
+
+    def collective(
+        self, group: Group, call: Collective, stream: Stream, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]
+    ) -> None:
+        """A rank makes a call of its group, which reads and writes these operands of it in the order of ``stream``. Reported
+        before the call is enqueued: where the device isn't asynchronous, before the rank waits for the others.
+        """
+
+    def decided(self, group: Group, name: str, value: Decision) -> None:
+        """The host of a rank took a decision that every rank of ``group`` must take alike, in the same order."""
 
     def capture_began(self, graph: Graph, stream: Stream) -> None:
         """Operations from here to :meth:`capture_ended` on this thread belong to ``graph``; none of them runs."""
