@@ -131,9 +131,7 @@ class Ordering(StreamOrdering):
                 halves.append(self.ranks.issue(group, call, in_graph=True, location=location))
         return iter(halves)
 
-    def _walk(
-        self, graph: Graph, captured: Captured, lane: Lane, replay: Replay, halves: Iterator[Half]
-    ) -> Generator[bool]:
+    def _walk(self, graph: Graph, captured: Captured, lane: Lane, replay: Replay, halves: Iterator[Half]) -> Generator[bool]:
         """The captured steps, one after the other; yields False while a flag holds the graph."""
         edges: dict[Event, Clock] = {}
         touched: dict[str, Actor] = {captured.main: lane}

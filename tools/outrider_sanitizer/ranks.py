@@ -282,7 +282,9 @@ class Ranks:
 
     def _differ(self, state: _State, one: Decided, two: Decided) -> None:
         state.differs = True
-        agreed = f"the {one.number - 1} decisions before it are the same on both" if one.number > 1 else "it's their first one"
+        agreed = (
+            f"the {one.number - 1} decisions before it are the same on both" if one.number > 1 else "it's their first one"
+        )
         text = f"the first decision in which ranks differ: {one}, {two}"
         self.differing = self.differing or text
         self._found(
@@ -314,7 +316,8 @@ class Ranks:
                     Kind.COLLECTIVE_MISSING,
                     last.site(state.name) if last is not None else None,
                     half.site(state.name),
-                    f"{who} never made this call" + ("; its last one of the group is the first above" if last is not None else ""),
+                    f"{who} never made this call"
+                    + ("; its last one of the group is the first above" if last is not None else ""),
                     f"make the call on every rank of the group, or on none; {_WAYS_APART}",
                 )
 
@@ -346,4 +349,3 @@ class Ranks:
         if named and self.differing:
             hint = f"{hint}; {self.differing}"
         self.report.add(Finding(kind=kind, first=first, second=second, missing=missing, hint=hint))
-

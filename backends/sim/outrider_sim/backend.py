@@ -36,6 +36,7 @@ from outrider.device import (
 )
 from outrider_sim.collectives import create_group
 from outrider_sim.device import Current, host_of, register
+from outrider_sim.diverging import DIVERGENCES
 from outrider_sim.explore import Exploration, explore
 from outrider_sim.failures import fail_on_request
 from outrider_sim.graphs import Capture, Program
@@ -278,6 +279,17 @@ class SimControl:
         else:
             self._machine.faults[self._machine.enqueued + number] = kind
 
+    def diverge(self, kind: str) -> None:
+        """Let this device, or the calling host thread, depart from those of other ranks until the next reset; `diverging`
+        lists the kinds.
+        """
+        if kind not in DIVERGENCES:
+            raise ConfigError(f"there is no divergence {kind!r}; expected one of {', '.join(DIVERGENCES)}")
+        if kind == "slow":
+            self._machine.scheduler.slow.add(self._machine.thread)
+        else:
+            self._backend.sim.diverges |= {kind}
+
     def explore(
         self, program: Callable[[Backend], None], *, strategy: str = "mixed", iterations: int = 100, seed: int = 0
     ) -> Exploration:
@@ -378,6 +390,7 @@ class SimBackend(Backend):
         machine = self.sim.machine
         machine.faults = self.sim.options.operation_faults()  # those that were injected since are over
         self.sim.memory.faults = self.sim.options.allocation_faults()
+        self.sim.diverges = frozenset()
         self.epoch += 1
         floors: dict[int, int] = getattr(strategy, "floors", {})
         floors[machine.rank] = self.sim.memory.start_over(floors.get(machine.rank))

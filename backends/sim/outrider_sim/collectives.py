@@ -178,7 +178,9 @@ def _reduced(values: Sequence[Tensor], reduction: Reduction) -> Tensor:
         if reduction is Reduction.SUM:
             total += value.to(wide)
         else:
-            total = torch.maximum(total, value.to(wide)) if reduction is Reduction.MAX else torch.minimum(total, value.to(wide))
+            total = (
+                torch.maximum(total, value.to(wide)) if reduction is Reduction.MAX else torch.minimum(total, value.to(wide))
+            )
     return total.to(first.dtype)
 
 

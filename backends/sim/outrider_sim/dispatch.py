@@ -19,6 +19,7 @@ from outrider.device import ROW_ACCESS, Access, CaptureError
 from outrider_sim import rows
 from outrider_sim.copies import Copies
 from outrider_sim.creation import Creation
+from outrider_sim.diverging import diverging
 from outrider_sim.meta import Meta, Metas
 from outrider_sim.operands import (
     CPU,
@@ -236,6 +237,12 @@ class Dispatcher:
                 post = outs[0]._inner.copy_  # type: ignore[union-attr]
             else:
                 post = partial(scatter, [None if made is None else made._inner for made in outs], info.returns)
+        if sim.diverges:
+            other = diverging(sim.diverges, info.name, info.run)
+            if other is not None and outs:
+                run, post = other, partial(scatter, [None if made is None else made._inner for made in outs], info.returns)
+                for name in info.out_names:
+                    named.pop(name, None)
         op = Op(Kind.KERNEL, info.name, run, tuple(inner), named, post, None, plan.cost)
         if type(run) is Seeded:
             op.seed = sim.next_seed

@@ -251,7 +251,9 @@ class Exchange:
                     why = f"{op.target}, {self._why(op.target, edges)}"
                 lines.append(f"rank {machine.rank}: stream {stream.label!r} is held at operation {stream.done}: {why}")
         lines += [
-            f"{thread} waits for {thread.waits_for}" for thread in self._scheduler.threads if not thread.finished and thread.ready
+            f"{thread} waits for {thread.waits_for}"
+            for thread in self._scheduler.threads
+            if not thread.finished and thread.ready
         ]
         circle = _circle(edges)
         if circle:

@@ -25,7 +25,6 @@ from outrider_sim.queue import (
     Kind,
     Op,
     StreamQueue,
-    can_run,
     reached_at,
 )
 from outrider_sim.schedule import Schedule, safe_name

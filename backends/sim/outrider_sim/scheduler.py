@@ -59,6 +59,7 @@ class Scheduler:
         self.seq = 0
         self.delays: dict[Step, Step] = {}
         self.diverged: BaseException | None = None
+        self.slow: set[HostThread] = set()  # go on only when nothing else can
         self.names: dict[str, str] | None = None  # where set, collects what each step was
         self.bases: dict[int, int] = {}  # storage → address, while decisions look at accesses
         self.asks = self.eager = self._sees_all = False
@@ -124,6 +125,7 @@ class Scheduler:
         self.seq = 0
         self.queries = False
         self.bases.clear()
+        self.slow.clear()
         self.hosts.count = 1
         if self.exchange is not None:
             self.exchange.forget()
@@ -201,6 +203,8 @@ class Scheduler:
             if not thread.finished
             and (thread.ready is None or thread.ready() or (thread.machine is not None and thread.machine.lost is not None))
         )
+        if self.slow and len(found) > 1:
+            found = [actor for actor in found if actor not in self.slow] or found
         if self.options.late_copies and len(found) > 1:
             prompt = [a for a in found if not (isinstance(a, StreamQueue) and a.queue[0].kind == Kind.COPY)]
             found = prompt or found

@@ -46,6 +46,7 @@ class Sim:
         self.memory = Memory(self.machine)
         self.memory.sim = self
         self.seeds = random.Random(options.seed)
+        self.diverges: frozenset[str] = frozenset()  # how this device departs from others, see `diverging`
 
     def next_seed(self) -> int:
         """The seed of one random operation: drawn when it is enqueued, so values don't depend on the schedule."""

@@ -53,9 +53,7 @@ class Views:
         start = inner.storage_offset()
         if type(plan) is tuple:
             meta, offset = plan
-            return wrap(
-                torch.as_strided(inner, meta.shape, meta.stride, start + offset), meta, base._alloc, base.device
-            )
+            return wrap(torch.as_strided(inner, meta.shape, meta.stride, start + offset), meta, base._alloc, base.device)
         return [
             wrap(torch.as_strided(inner, meta.shape, meta.stride, start + offset), meta, base._alloc, base.device)
             for meta, offset in plan
