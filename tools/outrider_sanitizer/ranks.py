@@ -1,9 +1,9 @@
 """What several ranks do together: matching of collectives, order across ranks, and the decisions that ranks take alike.
 
 Each rank's device has a sanitizer of its own; they share one object of this module. A collective is one operation with a half
-on each rank. Halves meet by group and number, in the order in which the hosts issue them, so one run tells for every schedule:
-what differs between the halves is found when the second is issued, and the clocks of the ranks join where a rank's half needs
-another's. Of what the ranks' hosts decided, the first difference is kept: it's where the ranks went apart, and what is found
+on each rank. Halves meet by group and number, in the order in which the hosts issue them, so one run tells for every
+schedule: what differs between the halves is found when the second is issued, and the clocks of the ranks join where a rank's
+half needs another's. Of what the ranks' hosts decided, the first difference is kept: it's where the ranks went apart, and what is found
 later names it.
 """
 
@@ -97,9 +97,13 @@ class Decided:
     def site(self, group: str) -> Site:
         """As reports name it."""
         return Site(
-            f"decision {self.name} = {self.value!r} of group {group!r}", f"rank {self.rank}", True, self.number, self.location,
+            f"decision {self.name} = {self.value!r} of group {group!r}",
+            f"rank {self.rank}",
+            True,
+            self.number,
+            self.location,
             rank=self.rank,
-        )  # fmt: skip
+        )
 
     def __str__(self) -> str:
         where = f" at {self.location}" if self.location else ""
@@ -215,8 +219,8 @@ class Ranks:
                     Kind.COLLECTIVE_ORDER,
                     one.site(state.name),
                     two.site(state.name),
-                    f"rank {one.rank} had made {count} calls of group {key[0]!r} before it, rank {two.rank} {rank}: where a device "
-                    "runs one of the two at a time, each rank waits for the other",
+                    f"rank {one.rank} had made {count} calls of group {key[0]!r} before it, rank {two.rank} {rank}: where "
+                    "a device runs one of the two at a time, each rank waits for the other",
                     f"call groups {state.name!r} and {key[0]!r} in one order on every rank",
                 )
 
@@ -234,13 +238,13 @@ class Ranks:
         state.points.setdefault(half.rank, {})[point.number] = (point, half)
 
     def _unordered(self, state: _State, other: _State, one: tuple[Point, Half], two: tuple[Point, Half]) -> None:
-        streams = f"{one[0].actor.name!r} and {two[0].actor.name!r}"
+        first, then = repr(one[0].actor.name), repr(two[0].actor.name)
         self._found(
             Kind.COLLECTIVE_UNORDERED,
             one[1].site(other.name),
             two[1].site(state.name),
-            f"nothing orders the streams {streams}, so ranks may begin the two in different order, and each waits for the other",
-            f"record an event on {one[0].actor.name!r} after the first and make {two[0].actor.name!r} wait for it before the second",
+            f"nothing orders streams {first} and {then}: ranks may begin the two in different order, each waiting for the other",
+            f"record an event on {first} after the first and make {then} wait for it before the second",
         )
 
     def passed(self, half: Half, group: Group) -> None:
@@ -292,7 +296,7 @@ class Ranks:
             one.site(state.name),
             two.site(state.name),
             f"decision {one.number} of the group: {agreed}",
-            f"decide {one.name!r} on one rank and send the others what it decided, or compute it from what every rank has the same",
+            f"decide {one.name!r} on one rank and send it to the others, or compute it from what is the same on every rank",
             named=False,
         )
 

@@ -12,7 +12,7 @@ from outrider.device import Access, CapabilityError, Observer, Operation, SeamEr
 from outrider_sanitizer.advisor import Advisor
 from outrider_sanitizer.clocks import Point
 from outrider_sanitizer.diagnose import Diagnosis
-from outrider_sanitizer.findings import Finding
+from outrider_sanitizer.findings import Finding, Report
 from outrider_sanitizer.ordering import HOST, Listener, Ordering
 from outrider_sanitizer.places import here
 from outrider_sanitizer.ranks import Ranks

@@ -51,7 +51,7 @@ def watch_ranks(backends: Iterable[Backend], *, rows_apart: bool = True) -> Gene
 
 @contextmanager
 def watching(backend: Backend, *, rows_apart: bool = True, ranks: Ranks | None = None) -> Generator[Sanitizer]:
-    """:func:`watch`, for tools that also ask the sanitizer where streams stand; ``ranks``: shared with those of other ranks."""
+    """:func:`watch`, for tools that also ask where streams stand; ``ranks``: shared with the sanitizers of other ranks."""
     with ExitStack() as stack:
         sanitizer = _make(backend, rows_apart, ranks)
         backend.attach(sanitizer)

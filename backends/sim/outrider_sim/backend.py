@@ -48,12 +48,13 @@ from outrider_sim.pinned import PinnedTensor
 from outrider_sim.queue import EventState, FlagState, Kind, Op, StreamQueue
 from outrider_sim.schedule import Delay, Schedule, Step
 from outrider_sim.sim import Sim, host_extent
+from outrider_sim.store import SimStore
 from outrider_sim.strategies import Replay, Strategy
 from outrider_sim.tap import SeamTap
 from outrider_sim.tensor import SimTensor
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 _DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
@@ -289,6 +290,10 @@ class SimControl:
             self._machine.scheduler.slow.add(self._machine.thread)
         else:
             self._backend.sim.diverges |= {kind}
+
+    def create_store(self) -> Store:
+        """Where ranks that are host threads of this process meet: a wait there is a point of the schedule."""
+        return SimStore(self._machine.scheduler)
 
     def explore(
         self, program: Callable[[Backend], None], *, strategy: str = "mixed", iterations: int = 100, seed: int = 0

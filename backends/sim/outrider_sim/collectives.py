@@ -15,7 +15,7 @@ from outrider_sim.source import python_line
 from outrider_sim.tensor import SimTensor
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
     from outrider_sim.backend import SimBackend
     from outrider_sim.exchange import Member
@@ -141,7 +141,7 @@ def facts(call: Collective, *, in_graph: bool) -> tuple[tuple[str, object], ...]
 def create_group(
     backend: SimBackend, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float
 ) -> SimGroup:
-    """This rank's side of a new group. The scheduler knows which ranks there are, so `store` isn't asked."""
+    """One rank's side of a new group. The scheduler knows which ranks there are, so `store` isn't asked."""
     del store
     scheduler = backend.sim.machine.scheduler
     if scheduler.exchange is None:

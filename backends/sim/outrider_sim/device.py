@@ -74,7 +74,7 @@ def host_of(registered: Registered, options: SimOptions, rank: int) -> Sim:
         raise BackendLoadError(f"backend {options.name!r}: device {rank} was asked for, a host has 0 to {MOST_DEVICES - 1}")
     if first is None:
         raise BackendLoadError(
-            f"backend {options.name!r}: device {rank} was asked for, and there is no device 0, whose scheduler it would share; "
+            f"backend {options.name!r}: device {rank} was asked for, and there is no device 0, whose scheduler it'd share; "
             f"make '{options.name}:0' first"
         )
     scheduler = first.sim.machine.scheduler

@@ -121,7 +121,8 @@ class Dispatcher:
         if device is not None and device.index and device.type == self.device.type:
             for machine in scheduler.machines:
                 if machine.rank == device.index:
-                    return machine.sim
+                    named: Sim = machine.sim
+                    return named
             raise RuntimeError(f"there is no device {device}: this host has {len(scheduler.machines)}")
         return None
 

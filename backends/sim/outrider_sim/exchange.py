@@ -131,7 +131,7 @@ class Member:
         self.error: Callable[[str, Half], Exception] = lambda reason, half: RuntimeError(f"{half}: {reason}")
 
     def issue(self, call: Call) -> Half:
-        """The next half in the call's channel. Raises what `error` makes where another rank asked for something else there."""
+        """The next half in the call's channel. Raises what `error` makes where another rank asked for something else."""
         group = self.group
         number = self.counts.get(call.channel, 0) + 1
         self.counts[call.channel] = number
@@ -197,7 +197,7 @@ class Exchange:
         return (group for groups in self._groups.values() for group in groups)
 
     def join(self, name: str, ranks: tuple[int, ...], index: int, machine: Machine) -> Member | str:
-        """This rank's side of a new group, when every rank has come; or why one won't."""
+        """One rank's side of a new group, when every rank has come; or why one won't."""
         groups = self._groups.setdefault((name, ranks), [])
         group = next((each for each in groups if index not in each.members and not each.broken), None)
         if group is None:

@@ -351,6 +351,7 @@ class Machine(Failing):
         me.clock = max(me.clock, reached) + self.like.sync_us
 
     def execute(self, stream: StreamQueue) -> None:
+        """Run the operation that is next on `stream`."""
         op = stream.queue.popleft()
         index = stream.done
         stream.done = index + 1

@@ -77,8 +77,7 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "record": "keep the schedule of the run: on (default), or off for long runs that nobody will replay",
         "poison": "fill fresh and freed memory with a pattern: on (default) or off",
         "fault": f"KIND@N joined by '+', KIND one of {', '.join(FAULTS)}",
-        "resident": "collectives that a device runs at a time, 0 (default): any number; at 1, two that nothing orders can hold each "
-        "other up",
+        "resident": "collectives that a device runs at a time; 0 (default): any number",
         "late": "copies: copies run only when nothing else can",
         "events": "generations (default), or recycled: a wait sees whatever record comes first, as a naive driver would",
         "name": "torch device name, one for the process (default sim)",

@@ -40,7 +40,7 @@ class Sim:
         self.options = options
         self.backend: Any = lambda: None  # a weak reference to the backend object
         self.device = torch.device(options.name, rank)
-        self.machine = Machine(options, None if first is None else first.machine.scheduler, rank)
+        self.machine: Machine = Machine(options, None if first is None else first.machine.scheduler, rank)
         self.machine.scheduler.quiet = _quiet
         self.machine.sim = self
         self.memory = Memory(self.machine)
