@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
 from outrider.device import CollectiveError
 from outrider.registry import Registry
+from outrider_proof.rank_exploration import Devices
 from outrider_sanitizer import Kind, watch_ranks
 from outrider_sanitizer.races import RANK_RACES, RankRace, decision_named
 
+HOSTS = Devices(Registry())
 ALL = [pytest.param(race, id=name) for name, race in RANK_RACES.items()]
 
 
 @pytest.mark.parametrize("race", ALL)
 def test_one_run_names_the_first_decision_with_both_call_sites(race: RankRace) -> None:
-    devices = race.devices(Registry())
-    with watch_ranks(devices) as report:
-        try:
-            race.run(devices, fixed=False)
-        except CollectiveError:
-            pass
+    devices = HOSTS.of(race, 2)
+    devices[0].control.reset()
+    with watch_ranks(devices) as report, suppress(CollectiveError):
+        race.run(devices, fixed=False)
     assert {finding.kind for finding in report} == race.kinds, str(report)
     assert decision_named(report) == race.decision
     for name in race.names:
@@ -34,7 +36,7 @@ def test_one_run_names_the_first_decision_with_both_call_sites(race: RankRace) -
 
 @pytest.mark.parametrize("race", ALL)
 def test_the_corrected_program_is_silent_in_every_schedule(race: RankRace) -> None:
-    devices = race.devices(Registry())
+    devices = HOSTS.of(race, 2)
     control = devices[0].control
     assert control is not None
 

@@ -73,6 +73,11 @@ class RankRace:
     ranks: int = 2
     options: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def kind_text(self) -> str:
+        """What the sanitizer calls the first of its kinds."""
+        return min(kind.value for kind in self.kinds)
+
     def devices(self, registry: Registry, ranks: int | None = None) -> list[Backend]:
         """Fresh simulated devices for it."""
         given = "".join(f",{key}={value}" for key, value in self.options.items())
