@@ -24,17 +24,18 @@ if TYPE_CHECKING:
 
     from outrider.device import Backend
 
-EXCHANGED_BYTES = 128 << 10
+EXCHANGED_BYTES = 512 << 10
 """Of one rank, up to which a tensor is written into the peers' memory."""
 ONE_SHOT_BYTES = 1 << 20
 """Of one rank, up to which an all-reduce reads the peers' memory."""
 _ALIGNED = 16
+_ONE_SHOT, _EXCHANGE = "one shot", "exchange"
 
 dist: Any = torch.distributed  # much of it isn't exported as type checkers want it
 
 
 class CudaGroup(TorchGroup):
-    """A group of GPUs. ``ways``: which of ``"exchange"``, ``"one shot"`` may be taken beside NCCL; all that work here."""
+    """A group of GPUs."""
 
     def __init__(
         self,
@@ -44,43 +45,49 @@ class CudaGroup(TorchGroup):
         rank: int,
         store: Store,
         timeout_s: float,
-        *,
-        ways: frozenset[str] = frozenset({"exchange", "one shot"}),
     ) -> None:
         super().__init__(backend, name, ranks, rank, store, timeout_s)
         self._reachable: bool | None = False if self.size == 1 else None
         self._kept: list[Any] = []
-        self._ways = ways
         self._meeting: Any = dist.PrefixStore("peers", self._meeting)
-        self._symmetric = f"outrider/{name}/{uuid4()}"  # torch keeps it for good, in this process
+        self._symmetric = ""
         self._one_shot: Tensor | None = None
         self._exchange: PeerExchange | None = None
         if hasattr(self._native, "eager_connect_single_device"):
             self._run(lambda: self._native.eager_connect_single_device(backend.device))
         if self.size > 1:
             self._reachable = self._reach_peers()
-        if self._reachable and "exchange" in ways:
+        if self._reachable:
             pdl = torch.cuda.get_device_capability(backend.device)[0] >= 9
             self._exchange = PeerExchange(self, most_bytes=EXCHANGED_BYTES, pdl=pdl)
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """NCCL's, and those over memory of the peers where they reach it."""
+        return ("nccl", _ONE_SHOT, _EXCHANGE) if self._reachable else ("nccl",)
 
     # -- the verbs -------------------------------------------------------------------------------------------------
 
     def _all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         if reduction is Reduction.SUM and self._reachable:
-            if self._exchange is not None and self._exchange.all_reduce(tensor):
+            if self._direct is not None and self._direct.all_reduce(tensor):
                 return
-            if "one shot" in self._ways and self._fits_one_shot(tensor):
+            if self.takes(_ONE_SHOT) and self._fits_one_shot(tensor):
                 self._sum_in_one_shot(tensor)
                 return
         super()._all_reduce(tensor, reduction)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> None:
-        if self._exchange is None or not self._exchange.all_gather(output, tensor):
+        if self._direct is None or not self._direct.all_gather(output, tensor):
             super()._all_gather(output, tensor)
 
     def _broadcast(self, tensor: Tensor, root: int) -> None:
-        if self._exchange is None or not self._exchange.broadcast(tensor, root):
+        if self._direct is None or not self._direct.broadcast(tensor, root):
             super()._broadcast(tensor, root)
+
+    @property
+    def _direct(self) -> PeerExchange | None:
+        return self._exchange if self.takes(_EXCHANGE) else None
 
     def _fits_one_shot(self, tensor: Tensor) -> bool:
         known = tensor.dtype in (torch.float32, torch.bfloat16)
@@ -111,6 +118,9 @@ class CudaGroup(TorchGroup):
         reached = one_host and all(
             int(index) == own or torch.cuda.can_device_access_peer(own, int(index)) for _, index, _ in said
         )
+        if self.rank == 0:
+            self._meeting.set("name", str(uuid4()))
+        self._symmetric = self._meeting.get("name").decode()  # torch keeps names for good, in each process
         self._meeting.set(f"reached/{self.rank}", str(int(reached)))
         return all(self._meeting.get(f"reached/{rank}") == b"1" for rank in range(self.size))
 

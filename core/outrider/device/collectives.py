@@ -111,6 +111,7 @@ class Group(ABC):
         self.last_call: Collective | None = None
         self.last_decision: tuple[str, Decision] | None = None
         self.closed = False
+        self._taken: frozenset[str] | None = None
         self._sequence = 0
         self._between: dict[tuple[int, int], int] = {}
 
@@ -212,6 +213,27 @@ class Group(ABC):
             raise self._misused("peer_buffers", f"{name!r} in a capture; make it before")
         with self.backend.guard(f"making {name!r} for the ranks of group {self.name!r}"):
             return self._peer_buffers(name, tuple(shape), dtype)
+
+    # -- how a call is carried out ---------------------------------------------------------------------------------
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The ways that this group has to carry a call out, by name; which is taken depends on the verb and the size.
+
+        The first takes every call. The same on each rank.
+        """
+        return ("library",)
+
+    def take(self, *ways: str) -> None:
+        """Take no other ways than these and the first, on every rank alike: to measure them apart. Never in a capture."""
+        unknown = set(ways) - set(self.ways)
+        if unknown:
+            raise self._misused("take", f"there is no way {', '.join(sorted(unknown))}, expected some of {list(self.ways)}")
+        self._taken = frozenset(ways)
+
+    def takes(self, way: str) -> bool:
+        """Whether a call may be carried out so."""
+        return self._taken is None or way in self._taken
 
     # -- what belongs to the group beside them ---------------------------------------------------------------------
 

@@ -93,6 +93,11 @@ class TorchGroup(Group):
             lambda: make_process_group(backend.device, name, self.ranks, self.rank, store, timeout_s)
         )
 
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Torch's library alone."""
+        return ("torch.distributed",)
+
     def _all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = self._reductions[reduction]
