@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed
@@ -65,9 +65,12 @@ def make_process_group(
 
 
 def fresh_store(name: str, index: int, store: Store, timeout_s: float) -> Store:
-    """A part of ``store`` that no group had before: each rank counts how often it made a group of this name."""
-    generation = dist.PrefixStore(f"{_ROOM}/{name}/made", store).add(str(index), 1)
-    joined: Store = dist.PrefixStore(f"{_ROOM}/{name}/{generation}", store)
+    """A part of ``store`` that no group had before, by a connection of its own: waiting there for ``timeout_s`` holds up
+    nobody who waits at ``store``. Each rank counts how often it made a group of this name.
+    """
+    own = cast("Any", store).clone()
+    generation = dist.PrefixStore(f"{_ROOM}/{name}/made", own).add(str(index), 1)
+    joined: Store = dist.PrefixStore(f"{_ROOM}/{name}/{generation}", own)
     joined.set_timeout(timedelta(seconds=timeout_s))
     return joined
 
