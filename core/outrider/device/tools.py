@@ -19,6 +19,7 @@ from outrider._renamed import Renamed, adopt_overrides
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
     from outrider.device.backend import Backend
     from outrider.device.collectives import Collective, Decision, Group
@@ -216,6 +217,14 @@ class ControllableDevice(Protocol):
         """Run ``program``, which makes what it needs and raises when something is wrong, under up to ``iterations``
         schedules that ``strategy`` picks; stop at the first failure and shrink it.
         """
+
+    def diverge(self, kind: str) -> None:
+        """Let this device, or the calling host thread, depart from those of other ranks until the next reset: ``tie``,
+        ``ulp`` or ``slow``.
+        """
+
+    def create_store(self) -> Store:
+        """A store for ranks that are threads of :meth:`run_threads`: a wait there lets the others run."""
 
     def run_threads(self, *bodies: Callable[[], None]) -> None:
         """Run the callables as host threads that the schedule picks in turn, and join them. Between themselves they may
