@@ -68,16 +68,16 @@ def measure(place: Place, *, kinds: Sequence[str], tokens: Sequence[int], width:
     }
 
 
-def latency_us(group: Group, stream: Stream, *, tokens: int, width: int, dtype: torch.dtype) -> dict[str, float]:
-    """Microseconds of one fused all-reduce and norm of [tokens, width], and of an all-gather of one word a token; a graph's
-    where collectives are captured. Every rank of ``group`` calls this at the same time.
+def call_us(group: Group, kind: str, tokens: int, width: int, dtype: torch.dtype) -> float:
+    """Microseconds of one call by the best way that the group has for it; a graph's where collectives are captured.
+
+    Every rank of ``group`` calls this at the same time.
     """
-    bench = Bench(group, stream, group.backend.kernels_in_use)
-    found = {}
-    for kind, columns, of in (("all_reduce_rms_norm", width, dtype), ("all_gather", 1, torch.int32)):
-        *_, (_, work, _) = _works(bench, kind, tokens, columns, of)
-        found[kind] = _microseconds(bench, work)[0]
-    return found
+    backend = group.backend
+    bench = Bench(group, backend.create_stream("collectives"), backend.kernels_in_use)
+    work, check = _one(bench, kind, tokens, width, dtype, fused=kind == "all_reduce_rms_norm")
+    check()
+    return _microseconds(bench, work)[0]
 
 
 def _works(
