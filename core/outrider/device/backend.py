@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider._renamed import Renamed, adopt_overrides
 from outrider.device.capabilities import Capabilities
+from outrider.device.collectives import Communicating
 from outrider.device.declared import Declared
 from outrider.device.errors import (
     CapabilityError,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from outrider.device.kernels import KernelSet
 
 
-class Backend(Declared, ABC):
+class Backend(Declared, Communicating, ABC):
     """One device. A vendor subclasses it (or ``TorchDeviceBackend``) and implements the underscored verbs.
 
     The public methods check the rules and report to an attached observer, then call the vendor's verb. Two backend

@@ -31,6 +31,9 @@ from outrider.device.stream import Event, Stream
 from outrider.device.sync import SpeculativeSync
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from outrider.device.collectives import Group
     from outrider.device.kernels import KernelSet
 
 _POOL_DRAWS = 64
@@ -275,6 +278,13 @@ class TorchDeviceBackend(Backend):
                 raise
             native.capture_end()
         return graph
+
+    # -- ranks -----------------------------------------------------------------------------------------------------
+
+    def _create_group(self, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float) -> Group:
+        from outrider.device.torch_collectives import TorchGroup
+
+        return TorchGroup(self, name, ranks, rank, store, timeout_s)
 
     # -- errors and versions ---------------------------------------------------------------------------------------
 

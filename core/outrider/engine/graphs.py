@@ -109,7 +109,8 @@ class EagerRunner(Runner):
 
 @dataclass(frozen=True, slots=True)
 class CaptureReport:
-    """What capturing took. ``bytes``: device memory that the graphs' pools hold, None where the device can't tell (or torch gave back more
+    """What capturing took. ``bytes``: device memory that the graphs' pools hold, None where the device can't tell (or torch
+    gave back more
     meanwhile than they took).
     ``seconds``: of the host, warm-up and compilation of what the graphs hold included. ``lengths``: of the drafts.
     """

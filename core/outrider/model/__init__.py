@@ -19,7 +19,9 @@ from outrider.model.location import find_checkpoint
 from outrider.model.media import Media, MediaProcessor, expand_placeholders
 from outrider.model.mrope import MediaGrid, prompt_positions, speculative_positions
 from outrider.model.mtp import MtpHead, MtpWeights, load_mtp
+from outrider.model.ranks import ModelRanks
 from outrider.model.rope import RopeConfig
+from outrider.model.shards import Shard, Shards
 from outrider.model.stream_decoder import StreamDecoder
 from outrider.model.tensors import Progress
 from outrider.model.tokenizer import Tokenizer, has_tokenizer
@@ -42,10 +44,13 @@ __all__ = [
     "MediaGrid",
     "MediaProcessor",
     "ModelConfig",
+    "ModelRanks",
     "MtpHead",
     "MtpWeights",
     "Progress",
     "RopeConfig",
+    "Shard",
+    "Shards",
     "StreamDecoder",
     "Tokenizer",
     "TransformersDecoder",
