@@ -18,13 +18,13 @@ from outrider.cli.models import bundled
 from outrider.device.errors import ConfigError, OutriderError
 from outrider.errors import RequestError
 from outrider.registry import Registry
+from outrider_proof.guides import Residues, guide
 from outrider_proof.pace import Pace
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Fence
     from outrider.engine.engine import Engine
     from outrider.engine.requests.draft_length import DraftLengthPolicy
-    from outrider.engine.requests.request import Completion
     from outrider.model import Decoder
     from outrider.speculative.proposer import Proposer
     from outrider_proof.fence_log import FenceLog
@@ -39,6 +39,9 @@ _MOVING = 0.3
 _CHANGING = 0.35
 """How many of the programs change the length of drafts."""
 
+_GUIDED, _AMONG = 0.5, 0.6
+"""How many of the programs guide requests, and how many of their requests are guided."""
+
 
 class WrongTokens(OutriderError):
     """The engine's output isn't what plain decoding gives, or it lost a page or a row."""
@@ -49,6 +52,7 @@ class Arrival:
     """A request: a slice of the text, how much it may write, when it comes and when, if ever, it's aborted.
 
     ``moves``: how many steps after its arrival it goes over to the other engine, or as soon after as it can; each time.
+    ``guided``: a grammar says what it may write (:class:`~outrider_proof.guides.Residues`).
     """
 
     start: int
@@ -57,6 +61,7 @@ class Arrival:
     step: int
     abort_after: int | None
     moves: tuple[int, ...] = ()
+    guided: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,10 @@ class HostProgram:
             prefill_chunk=rng.choice((5, 16, 64)),
             draft_tokens=rng.randint(2, 4),
         )
+        guiding = random.Random(f"guide {seed}")
+        if guiding.random() < _GUIDED:
+            chosen = [replace(arrival, guided=guiding.random() < _AMONG) for arrival in program.arrivals]
+            program = replace(program, arrivals=tuple(chosen))
         if changing.random() >= _CHANGING:
             return program
         among = (0, 1, changing.randint(0, program.draft_tokens), program.draft_tokens)
@@ -142,7 +151,7 @@ class DecodeExplorer:
         self._model = load_decoder(bundled("target"), backend=backend, dtype=torch.float32)
         backend.synchronize()
         self._text = Tokenizer.from_checkpoint(bundled("target")).encode(inspect.getsource(Engine))
-        self._plain: dict[tuple[int, ...], tuple[int, ...]] = {} if like is None else like._plain
+        self._plain: dict[tuple[tuple[int, ...], bool], tuple[int, ...]] = {} if like is None else like._plain
         self._reference: Decoder = _reference_model() if like is None else like._reference
         self.findings: Findings | None = None
         self.log: FenceLog | None = None
@@ -156,10 +165,10 @@ class DecodeExplorer:
 
     def expected(self, arrival: Arrival) -> tuple[int, ...]:
         """Plain greedy tokens for the whole length that any request may write."""
-        prompt = self._prompt(arrival)
-        if prompt not in self._plain:
-            self._plain[prompt] = _plain(self._reference, prompt).token_ids
-        return self._plain[prompt][: arrival.max_tokens]
+        key = self._prompt(arrival), arrival.guided
+        if key not in self._plain:
+            self._plain[key] = _plain(self._reference, *key)
+        return self._plain[key][: arrival.max_tokens]
 
     def run(self, program: HostProgram, backend: Backend) -> None:
         """Run it once, watched. Raises the sanitizer's RaceError, :class:`WrongTokens`, what :class:`Pace` raises (lost
@@ -329,6 +338,8 @@ class Serving:
         self.moved += 1
 
     def _place(self, index: int, side: int, request: int) -> None:
+        if self._arrivals[index].guided:
+            guide(self._engines[side], request)
         self._request[index] = side, request
         self._index[side, request] = index
 
@@ -351,7 +362,10 @@ def _reference_model() -> Decoder:
     return load_decoder(bundled("target"), backend=Registry().create("cpu"), dtype=torch.float32)
 
 
-def _plain(model: Decoder, prompt: tuple[int, ...]) -> Completion:
+def _plain(model: Decoder, prompt: tuple[int, ...], guided: bool) -> tuple[int, ...]:
+    """The likeliest tokens, one after the other; guided ones by a loop of its own, which shares nothing with the engine."""
+    if guided:
+        return Residues.greedy(model, prompt, _LONGEST)
     from outrider.engine.engine import Engine
     from outrider.engine.requests.request import SamplingParams
     from outrider_proof.tiny import plain_config
@@ -359,4 +373,4 @@ def _plain(model: Decoder, prompt: tuple[int, ...]) -> Completion:
     config = plain_config(max_requests=1, max_context=_CONTEXT)
     engine = Engine(model, Registry().create("cpu"), config=config)
     (completion,) = engine.generate([prompt], SamplingParams(max_tokens=_LONGEST))
-    return completion
+    return completion.token_ids

@@ -10,6 +10,7 @@ from outrider.device import ConfigError
 from outrider.engine.checks import check_options, check_pages, check_prompt
 from outrider.engine.config import DecidedConfig
 from outrider.engine.requests.given import checked_int, checked_tokens
+from outrider.engine.requests.grammars import Grammars
 from outrider.engine.requests.hand_over import HandOver
 from outrider.engine.requests.media import expanded, request_media
 from outrider.engine.requests.request import Request
@@ -31,6 +32,7 @@ class Admission:
     pages: int
     pages_of: Callable[[int], int]
     tokenizer: Tokenizer | None
+    grammars: Grammars
     vision: VisionTower | None
 
     def requests(self, first_id: int, tokens: Any, params: Any, *, priority: Any = 0, media: Any = ()) -> list[Request]:
@@ -52,6 +54,8 @@ class Admission:
             request = Request(first_id + index, prompt, params.sample(index), stops, urgency, pictures, rope_key)
             if params.stop and self.tokenizer is not None:
                 request.stop_text = watch(self.tokenizer, params)
+            if params.guide is not None:
+                request.guidance = self.grammars.guidance(params, stops)
             samples.append(request)
         samples[0].followers = samples[1:]
         return samples
@@ -83,6 +87,12 @@ class Admission:
         if handed.params.stop and self.tokenizer is not None:
             request.stop_text = watch(self.tokenizer, handed.params, handed.output)
             request.text.append(request.stop_text.take())
+        if handed.params.guide is not None:
+            request.guidance = self.grammars.guidance(handed.params, stops)
+            for token in handed.output:
+                refused = request.guidance.take(token)
+                if refused is not None:
+                    raise RequestError(f"the request comes from an engine with another tokenizer: {refused}")
         return request
 
     def check(self, prompt: tuple[int, ...], params: SamplingParams) -> frozenset[int]:
@@ -94,6 +104,8 @@ class Admission:
         if not params.ignore_eos:
             stops.update(self.model.eos_token_ids)
         check_options(params, stops, config=config, vocabulary=vocabulary)
+        if params.guide is not None and not config.guided:
+            raise RequestError("this engine was built without masks for guides; build it with EngineConfig(guided=True)")
         if params.stop and self.tokenizer is None:
             raise ConfigError(
                 "the request has stop strings, and this engine was built without a tokenizer; use Engine.from_checkpoint, or "

@@ -25,6 +25,7 @@ from outrider.engine.stages import DraftStage, Extend, Gather, Iteration, Stages
 from outrider.engine.state.attention_plans import AttentionPlans
 from outrider.engine.state.buffers import StaticBuffers, step_buffers
 from outrider.engine.state.intake import Intake
+from outrider.engine.state.masks import Masks
 from outrider.engine.state.options import OptionTable
 from outrider.engine.state.plans import Plans
 from outrider.engine.state.probes import Probes
@@ -56,6 +57,7 @@ class EngineParts:
     proposer: Proposer
     rows: RowTable
     options: OptionTable
+    masks: Masks | None
     future: FutureMap
     buffers: StaticBuffers
     plans: Plans
@@ -129,6 +131,15 @@ def assemble(
             penalties=config.penalties,
             device=device,
         )
+        masks = None
+        if config.guided:
+            masks = Masks(
+                backend,
+                proposer,
+                entries=entries,
+                max_requests=config.max_requests,
+                vocabulary=model.config.vocab_size,
+            )
         future = FutureMap(model.kernels, rows=config.max_requests + 1, relay=proposer.relay, device=device)
         buffers = StaticBuffers(
             backend,
@@ -171,6 +182,7 @@ def assemble(
         proposer=proposer,
         rows=rows,
         options=options,
+        masks=masks,
         future=future,
         buffers=buffers,
         plans=Plans(model.kernels, proposer, lane=buffers.lane, page_size=config.page_size, max_context=config.max_context),
@@ -271,6 +283,7 @@ def build_prefill(parts: EngineParts) -> Prefill:
         rows=parts.rows,
         future=parts.future,
         options=parts.options,
+        masks=parts.masks,
         attention=parts.attention,
         probes=parts.probes,
         staging=parts.staging,
@@ -355,6 +368,8 @@ def build_step(
         stages=stages,
         iteration=iteration,
         runner=runner,
+        called=EagerRunner(parts.backend, parts.buffers),
+        masks=parts.masks,
         plans=parts.plans,
         proposer=parts.proposer,
         results=parts.results,

@@ -29,7 +29,9 @@ from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.ranks.start import check_key, join_engine
 from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
+from outrider.engine.requests.grammars import Grammars
 from outrider.engine.requests.groups import GroupScheduler
+from outrider.engine.requests.guides import Guide
 from outrider.engine.requests.hand_over import HandOver
 from outrider.engine.requests.owner import Owner
 from outrider.engine.requests.request import Completion, FinishReason, Request, StepOutput
@@ -127,6 +129,7 @@ class Engine:
             self._draft_length = ToldLength(self._draft_length.lengths, course)
         self._loop = loop = build_loop(parts, self._step, watchdog, self._draft_length, course)
         self._lifeline, self._scheduler, self._requests = loop.lifeline, loop.scheduler, loop.requests
+        self._grammars = Grammars(tokenizer, vocabulary=model.config.vocab_size, ends=model.config.eos_token_ids)
         self._admission = Admission(
             config=config,
             model=model.config,
@@ -134,6 +137,7 @@ class Engine:
             pages=loop.scheduler.pages.count - 1,
             pages_of=loop.scheduler.most_pages,
             tokenizer=tokenizer,
+            grammars=self._grammars,
             vision=vision,
         )
         self._next_id = 0
@@ -237,6 +241,13 @@ class Engine:
     def open_requests(self) -> dict[int, tuple[int, ...]]:
         """The requests that wait or run, by id, with the output that the host knows of; also of an engine that stopped."""
         return self._loop.open_requests
+
+    def compile_guide(self, guide: Guide) -> None:
+        """Compile a guide beside the engine, so that a request with it doesn't: any thread may call this, and it blocks.
+
+        Raises :class:`ConfigError` where this engine compiles none, and :class:`RequestError` for a guide that can't be.
+        """
+        self._grammars.compile(guide)
 
     # -- requests --------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,8 @@ The backend's SpeculativeSync supplies the mechanism of each. Edges that need no
 stream: the stash is written and gathered on forward; every access to KV pages is on forward, so that the reuse of a page
 is ordered; a gather precedes the *inputs ready* of its own iteration; the plan of an iteration never meets the verify of
 the one before, since *shared reads done* comes behind that on forward. And pinned staging: an entry of the ring is filled
-again only after the host has read the results of the iteration that it was filled for.
+again only after the host has read the results of the iteration that it was filled for. So is the buffer of masks, since an
+iteration with a guided request is launched when no other is in flight.
 """
 
 from __future__ import annotations
@@ -54,9 +55,23 @@ FENCES: tuple[FenceSpec, ...] = (
     FenceSpec(
         "draft_outputs_ready",
         "forward",
-        ("plan",),
+        ("plan", "copy"),
         Hazard.READ_AFTER_WRITE,
         "draft tokens, a tree's shape",
+    ),
+    FenceSpec(
+        "draft_on_host",
+        "copy",
+        ("host",),
+        Hazard.READ_AFTER_WRITE,
+        "draft tokens and a tree's shape in pinned memory, where a request is guided",
+    ),
+    FenceSpec(
+        "masks_ready",
+        "schedule",
+        ("forward",),
+        Hazard.READ_AFTER_WRITE,
+        "masks of guided requests, one behind each token of a draft",
     ),
     FenceSpec("plan_ready", "plan", ("forward",), Hazard.READ_AFTER_WRITE, "static inputs and metadata of verify"),
     FenceSpec("accept_ready", "forward", ("plan",), Hazard.READ_AFTER_WRITE, "accepted tokens, their number and their path"),
@@ -112,6 +127,8 @@ class FenceSet:
         self.inputs_ready = create("inputs_ready")
         self.shared_reads_done = create("shared_reads_done")
         self.draft_outputs_ready = create("draft_outputs_ready")
+        self.draft_on_host = tuple(create(f"draft_on_host[{entry}]") for entry in range(entries))
+        self.masks_ready = create("masks_ready")
         self.plan_ready = create("plan_ready")
         self.accept_ready = create("accept_ready")
         self.extend_plan_ready = create("extend_plan_ready")

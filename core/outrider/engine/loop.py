@@ -23,8 +23,9 @@ from outrider.engine.streams import Streams
 class Loop:
     """Launches what ``scheduler`` decides by ``step``, and takes the results in.
 
-    ``runs_ahead``: an iteration is launched before the results of the previous one are handled. ``course``: of the ranks that
-    do all of this alike; None: there is one.
+    ``runs_ahead``: an iteration is launched before the results of the previous one are handled. One with a guided request
+    never runs beside another: its masks follow from the tokens before, and nothing is launched before its own are known.
+    ``course``: of the ranks that do all of this alike; None: there is one.
     """
 
     def __init__(
@@ -112,7 +113,8 @@ class Loop:
                         for chunk in each.prefill:
                             if chunk.final:
                                 self.start_followers(chunk.request)
-            keep = 1 if self._runs_ahead and batch is not None else 0
+            # What a guide allows next follows from the tokens of this iteration.
+            keep = 1 if self._runs_ahead and batch is not None and not batch.guided else 0
             while len(self._in_flight) > keep:
                 self._handle_oldest()
             self.scheduler.retire()
@@ -148,6 +150,8 @@ class Loop:
     def _launch(self, batch: Batch) -> Ticket:
         """Launch the batch. After an error or an interrupt, everything is as it was before the launch."""
         try:
+            while batch.guided and self._in_flight:
+                self._handle_oldest()
             return self.step.launch(batch)
         except BaseException as error:
             if self.course is None:

@@ -36,6 +36,8 @@ class Tokenizer:
         if growth > _MAX_GROWTH:
             raise ConfigError(f"its replacements make a text {growth} times as long, expected at most {_MAX_GROWTH} times")
         self._byte_fallback = _has_decoder(parts.get("decoder"), "ByteFallback")
+        self._byte_level = _has_decoder(parts.get("decoder"), "ByteLevel")
+        self._spaced = self._byte_fallback or _has_decoder(parts.get("decoder"), "Metaspace")
 
     @classmethod
     def from_checkpoint(cls, directory: str | Path) -> Tokenizer:
@@ -81,6 +83,37 @@ class Tokenizer:
         found = self._tokenizer.token_to_id(token)
         return None if found is None else int(found)
 
+    @property
+    def special_tokens(self) -> frozenset[int]:
+        """Ids of tokens that give no text."""
+        return frozenset(int(i) for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)
+
+    def token_bytes(self, vocabulary: int) -> list[bytes]:
+        """The bytes that each token of a model's ``vocabulary`` adds to a text; none for special tokens and for ids that the
+        tokenizer doesn't know. A tokenizer that drops a space at the beginning of a text drops it later.
+
+        Raises :class:`ConfigError` for a tokenizer whose tokens have no bytes of their own.
+        """
+        if not (self._byte_level or self._spaced):
+            raise ConfigError(
+                f"{self._origin}: tokens have no bytes of their own; expected a decoder ByteLevel, ByteFallback or Metaspace"
+            )
+        found = [b""] * vocabulary
+        added = self._tokenizer.get_added_tokens_decoder()
+        alphabet = _byte_alphabet() if self._byte_level else {}
+        for spelling, token in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if token >= vocabulary:
+                continue
+            if token in added:
+                found[token] = b"" if added[token].special else spelling.encode()
+            elif self._byte_level and all(character in alphabet for character in spelling):
+                found[token] = bytes(alphabet[character] for character in spelling)
+            elif self._byte_fallback and self._continues(token):
+                found[token] = bytes((int(spelling[1:-1], 16),))
+            else:
+                found[token] = (spelling.replace("\u2581", " ") if self._spaced else spelling).encode()
+        return found
+
     def stream(self) -> StreamDecoder:
         """A decoder for one stream of tokens."""
         return StreamDecoder(self.decode, self._continues if self._byte_fallback else None)
@@ -89,6 +122,13 @@ class Tokenizer:
         """Whether the token is one byte of a run that is only decoded as a whole (sentencepiece's byte fallback)."""
         spelling = self._tokenizer.id_to_token(token)
         return spelling is not None and len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level tokenizers spell a byte as a character: printable ones as they are, the others from 256 on, in order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 def has_tokenizer(directory: Path) -> bool:

@@ -75,6 +75,12 @@ class Batch:
         prefilled = (chunk.request for chunk in self.prefill)
         return (*self.decode, *prefilled, *(request for request, _ in self.arrivals))
 
+    @property
+    def guided(self) -> bool:
+        """Whether a mask decides what may come: of a request that decodes, or behind the end of a prompt."""
+        chosen = (*self.decode, *(chunk.request for chunk in self.prefill if chunk.final))
+        return any(request.guidance is not None for request in chosen)
+
     def only(self, request: Request) -> Batch:
         """The part of the batch that concerns one request."""
         return Batch(

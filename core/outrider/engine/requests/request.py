@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from outrider.device import OutriderError
+from outrider.engine.requests.guidance import Guidance
 from outrider.engine.requests.hand_over import HandOver
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.requests.media import RequestMedia
@@ -110,6 +111,8 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     stop_text: StopText | None = None
     """Watches for stop strings; None without any."""
+    guidance: Guidance | None = None
+    """What its guide allows behind the output so far; None without a guide."""
     text: list[str] = field(default_factory=list)
     """Pieces of text, of a request with stop strings."""
     followers: list[Request] = field(default_factory=list)
@@ -163,11 +166,19 @@ class Request:
         return self.known_length + self.decodes_in_flight * growth
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> StepOutput:
-        """Append tokens up to the first stop token, the one that completes a stop string, or the limit."""
+        """Append tokens up to the first stop token, the one that completes a stop string or a guided text, or the limit. A
+        token that the guide doesn't allow ends the request with an error.
+        """
         taken: list[int] = []
+        guidance = self.guidance
         for token in tokens:
+            refused = None if guidance is None else guidance.take(token)
+            if refused is not None:
+                self.finish_reason, self.error = FinishReason.ERROR, f"request {self.id}: {refused}"
+                break
             taken.append(token)
-            if token in self.stop_tokens or (self.stop_text is not None and self.stop_text.push(token)):
+            said = self.stop_text is not None and self.stop_text.push(token)
+            if said or token in self.stop_tokens or (guidance is not None and guidance.over):
                 self.finish_reason = FinishReason.STOP
                 break
             if len(self.output) + len(taken) == self.params.max_tokens:
@@ -177,7 +188,7 @@ class Request:
         kept = tuple(logprobs[: len(taken)])
         self.logprobs.extend(kept)
         text = self.new_text()  # may find a stop string at the very end
-        return StepOutput(self.id, tuple(taken), self.finish_reason, kept, text)
+        return StepOutput(self.id, tuple(taken), self.finish_reason, kept, text, self.error)
 
     def end(self, reason: FinishReason, error: str | None = None) -> StepOutput:
         """End the request; its output so far stays valid."""
