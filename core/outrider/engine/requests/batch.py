@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.engine.requests.hand_over import HandOver
+from outrider.engine.requests.lent import Arrived
 from outrider.engine.requests.request import Request
 
 
@@ -33,7 +34,7 @@ class Batch:
     decode: tuple[Request, ...]
     admitted: tuple[Request, ...]
     table_updates: tuple[tuple[int, int, int], ...]
-    arrivals: tuple[tuple[Request, HandOver], ...] = ()
+    arrivals: tuple[tuple[Request, HandOver | Arrived], ...] = ()
     drafted: int | None = None
 
     @property
