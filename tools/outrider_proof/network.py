@@ -69,7 +69,7 @@ class NetworkMove:
             if self._expected is None or not self._lent.ready.done() or not self._expected.free.done():
                 return False
             theirs.expecting(self._notice, self._expected.written)
-            self._transfer = ours.write(self._lent.pages, self._expected.pages, self._notice, read=self._lent.read)
+            self._transfer = ours.write(self._lent.pages, self._expected.pages[: len(self._lent.pages)], self._notice, read=self._lent.read)
         assert self._expected is not None
         self._turns += 1
         early, late = self._turns > 0, self._turns > APART

@@ -17,6 +17,9 @@ aren't ordered to each other, unless one was over when the other was started.
 *Errors.* When a peer dies or the network fails, everything that concerns the link raises :class:`LinkDown`, and goes on doing
 so: a link doesn't recover, the sides make another one. Nobody may believe bytes of a transfer that wasn't told of.
 
+*Progress.* A transfer is sure to come along only while both sides go on asking, for :meth:`Transfer.done` and
+:meth:`Link.notices`; some transports have threads of their own, and need no asking.
+
 *Threads.* One thread uses a link, that of the engine. No call blocks for longer than it takes to hand work over, but
 :meth:`Link.close`.
 """
