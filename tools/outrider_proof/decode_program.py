@@ -19,6 +19,7 @@ from outrider.device.errors import ConfigError, OutriderError
 from outrider.errors import RequestError
 from outrider.registry import Registry
 from outrider_proof.guides import Residues, guide
+from outrider_proof.network import Network, NetworkMove
 from outrider_proof.pace import Pace
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class HostProgram:
     def draw(cls, seed: int, text: int) -> HostProgram:
         """The program numbered ``seed`` over a text of ``text`` tokens."""
         rng = random.Random(seed)
-        # Drawn apart, so that they change nothing else of a program.
+        # Drawn apart, so that they change nothing else of a program. Every second move is by the network card.
         moving, changing = random.Random(f"hand-over {seed}"), random.Random(f"draft length {seed}")
         moves = moving.random() < _MOVING
         arrivals = []
@@ -293,12 +294,15 @@ class Serving:
         self.got: dict[int, list[int]] = {index: [] for index in self._waiting}
         self.ended: dict[int, str] = {}
         self.moved = 0
+        self._network: Network | None = None
+        self._under_way: list[NetworkMove] = []
 
     def run(self) -> None:
         """Step until nothing is left."""
         step = 0
-        while self._waiting or any(engine.has_unfinished for engine in self._engines):
+        while self._waiting or self._under_way or any(engine.has_unfinished for engine in self._engines):
             self._arrive(step)
+            self._under_way = [move for move in self._under_way if not move.advance()]
             for index in [i for i in self._request if i not in self.ended]:
                 age = step - self._since[index]
                 after = self._arrivals[index].abort_after
@@ -317,6 +321,8 @@ class Serving:
             step += 1
         for engine in self._engines:
             engine.drain()
+        if self._network is not None:
+            self._network.close()
 
     def _arrive(self, step: int) -> None:
         from outrider.engine.requests.request import SamplingParams
@@ -329,6 +335,9 @@ class Serving:
             self._since[index] = step
 
     def _move(self, index: int, side: int, request: int) -> None:
+        if (index + len(self._arrivals[index].moves) - len(self._moves[index])) % 2:
+            self._move_by_network(index, side, request)
+            return
         try:
             handed = self._engines[side].hand_over(request)
         except RequestError:
@@ -336,6 +345,20 @@ class Serving:
         self._moves[index].pop(0)
         self._place(index, 1 - side, self._engines[1 - side].take_over(handed))
         self.moved += 1
+
+    def _move_by_network(self, index: int, side: int, request: int) -> None:
+        self._network = self._network or Network(*self._engines)
+        try:
+            lent = self._engines[side].lend(request)
+        except RequestError:
+            return
+        if lent is None:
+            return
+        self._moves[index].pop(0)
+        self.moved += 1
+        del self._request[index]
+        arrive = lambda arrived: self._place(index, 1 - side, arrived)  # noqa: E731
+        self._under_way.append(NetworkMove(self._network, side, lent, arrive))
 
     def _place(self, index: int, side: int, request: int) -> None:
         if self._arrivals[index].guided:

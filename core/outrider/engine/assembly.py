@@ -41,6 +41,9 @@ from outrider.speculative.proposer import Proposer
 _CROWD, _GATHER_TOKENS, _GATHER_ITERATIONS = 8, 1024, 4
 """From how many decoding requests on prompts are gathered, unless half the rows are more; up to how many tokens; how long."""
 
+_TRANSFERS = 64
+"""Requests on their way to other engines, and from them, at a time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
@@ -172,7 +175,8 @@ def assemble(
         seq_lens_ring = SeqLensRing(backend, future.seq_lens, entries=entries)
     streams.forward.synchronize()
     group = 0 if model.ranks is None or model.ranks.data is None else model.ranks.data.rank
-    fences = FenceSet(backend.speculative_sync, entries=entries, wrap=wrap_fence)
+    transfers = min(config.max_requests, _TRANSFERS)
+    fences = FenceSet(backend.speculative_sync, entries=entries, transfers=transfers, wrap=wrap_fence)
     return EngineParts(
         backend=backend,
         streams=streams,

@@ -7,6 +7,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch import Tensor
+
 from outrider.device import Backend, ConfigError, DeviceError, Fence, StepMode
 from outrider.engine.admission import Admission
 from outrider.engine.assembly import (
@@ -23,6 +25,7 @@ from outrider.engine.config import Choice, EngineConfig
 from outrider.engine.draft_costs import decide, lengths_for
 from outrider.engine.following import follow
 from outrider.engine.graphs import CaptureProgress, EagerRunner
+from outrider.engine.lending import Lending
 from outrider.engine.loading import load_checkpoint
 from outrider.engine.ranks.course import Course, ToldLength
 from outrider.engine.ranks.ranks import Ranks
@@ -33,8 +36,10 @@ from outrider.engine.requests.grammars import Grammars
 from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.guides import Guide
 from outrider.engine.requests.hand_over import HandOver
+from outrider.engine.requests.lent import Expected, Lent
 from outrider.engine.requests.owner import Owner
 from outrider.engine.requests.request import Completion, FinishReason, Request, StepOutput
+from outrider.engine.requests.request_state import RequestState
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.streaming import RequestStream
 from outrider.engine.resolve import resolve
@@ -140,6 +145,7 @@ class Engine:
             grammars=self._grammars,
             vision=vision,
         )
+        self._lending = Lending(parts, loop, self._admission)
         self._next_id = 0
 
     @classmethod
@@ -294,16 +300,10 @@ class Engine:
         finished, or has no output yet.
         """
         with self._use():
-            request = self._requests.get(request_id)
             self._tell("hand_over", request_id)
             if self._course is not None:
                 self._course.act("go on")
-            if request is not None:
-                self._loop.settle(request)
-            if request is None or request.finished:
-                raise RequestError(f"request {request_id} isn't running; it may have finished already")
-            if not request.row or request.needs_prefill or not request.output:
-                raise RequestError(f"request {request_id} is waiting or prefilling; hand it over after its first token")
+            request = self._leaving(request_id)
             with self._lifeline.working("handing a request over"):
                 handed = self._parts.transfer.collect(request)
                 handed = handed if self._course is None else self._course.ranks.keep(handed)
@@ -335,6 +335,66 @@ class Engine:
             self._next_id += 1
             self._loop.add(request)
             return request.id
+
+    # -- requests that go elsewhere by the network card, see docs/apart.md -------------------------------------------
+
+    def resume(self, state: RequestState, *, lend: bool = False) -> int:
+        """Queue a request that another engine knows, with the output that it has; returns its id here. Its prompt and output
+        are prefilled. ``lend``: it doesn't decode here; it rests after its next token, until :meth:`lend` takes it out.
+
+        Raises :class:`RequestError` for a request that can't be served.
+        """
+        with self._use():
+            request = self._admission.resumed(self._next_id, state)
+            request.lends = lend
+            self._next_id += 1
+            self._loop.add(request)
+            return request.id
+
+    def lend(self, request_id: int) -> Lent | None:
+        """Take a decoding request out; its pages stay, for the network card to read, until :meth:`returned`. None where too
+        many are on their way already: try again after a step.
+
+        Never waits for a request that rests; of another one it waits for the iterations in flight, as :meth:`hand_over` does.
+        """
+        with self._use():
+            request = self._leaving(request_id)
+            with self._lifeline.working("lending a request's pages"):
+                return self._lending.lend(request)
+
+    def returned(self, lent: Lent) -> None:
+        """Free the pages of a request that was lent. The caller has seen *pages read*, or nobody began to read."""
+        with self._use():
+            self._lending.returned(lent)
+
+    def expect(self, state: RequestState) -> Expected | None:
+        """Reserve pages for a request that another engine of the same model and kind of proposer lends. None where pages are
+        short: try again after a step. Raises :class:`RequestError` for a request that can't be served.
+        """
+        with self._use():
+            with self._lifeline.working("reserving pages for a request"):
+                expected = self._lending.expect(self._next_id, state)
+            self._next_id += expected is not None
+            return expected
+
+    def arrived(self, expected: Expected, relay: Mapping[str, Tensor]) -> int:
+        """Go on with a request whose pages were written; returns its id. The caller has seen *pages written*. ``relay``: host
+        tensors, as the other engine lent them; :class:`ConfigError` for others.
+        """
+        with self._use():
+            with self._lifeline.working("taking a request over"):
+                self._lending.arrived(expected, relay)
+            return expected.request
+
+    def forsake(self, expected: Expected) -> None:
+        """Free reserved pages. The caller knows that nobody writes them: no transfer began, or it's over, or its link is closed."""
+        with self._use():
+            self._lending.forsake(expected)
+
+    @property
+    def page_memory(self) -> tuple[Tensor, ...]:
+        """All tensors that have pages, [pages, ...] each, as long as the engine lives: what a link registers."""
+        return self._parts.transfer.memory
 
     def step(self) -> list[StepOutput]:
         """Run one iteration; returns a record for each request that has new tokens.
@@ -444,6 +504,17 @@ class Engine:
                 self._end_abandoned()
         finally:
             self._used = not outermost
+
+    def _leaving(self, request_id: int) -> Request:
+        """A decoding request, none of whose iterations is in flight. Raises :class:`RequestError` where there is none."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._loop.settle(request)
+        if request is None or request.finished:
+            raise RequestError(f"request {request_id} isn't running; it may have finished already")
+        if not request.row or request.needs_prefill or not request.output:
+            raise RequestError(f"request {request_id} is waiting or prefilling; hand it over after its first token")
+        return request
 
     def _end_abandoned(self) -> None:
         while self._abandoned:

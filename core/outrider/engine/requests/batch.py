@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from outrider.engine.requests.features import Features
 from outrider.engine.requests.hand_over import HandOver
+from outrider.engine.requests.lent import Arrived
 from outrider.engine.requests.request import Request
 
 
@@ -50,7 +51,7 @@ class Batch:
     decode: tuple[Request, ...]
     admitted: tuple[Request, ...]
     table_updates: tuple[tuple[int, int, int], ...]
-    arrivals: tuple[tuple[Request, HandOver], ...] = ()
+    arrivals: tuple[tuple[Request, HandOver | Arrived], ...] = ()
     drafted: int | None = None
     together: Together | None = None
 
