@@ -255,7 +255,7 @@ def load(
     backend: str | None,
     speculation: Speculation,
     *,
-    max_requests: int,
+    max_requests: int | None,
     dtype: str | None = None,
     running: Running | None = None,
     sizes: Sizes | None = None,
@@ -266,8 +266,8 @@ def load(
 ) -> Engine:
     """Choose the backend and load the checkpoint onto it; progress goes to standard error, on a terminal alone.
 
-    ``max_requests``: as many as the command makes, where ``sizes`` has no number of its own. ``say``: tell people what was
-    chosen, and ``beside`` it by the command. ``joined``: ranks that the engine runs on.
+    ``max_requests``: as many as the command makes, where ``sizes`` has no number of its own; None: the engine chooses.
+    ``say``: tell people what was chosen, and ``beside`` it by the command. ``joined``: ranks that the engine runs on.
     """
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +36,11 @@ class Admission:
     tokenizer: Tokenizer | None
     grammars: Grammars
     vision: VisionTower | None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and output that a request may have together: within the context, and within the cache alone."""
+        return bisect.bisect_right(range(1, self.max_context + 1), self.pages, key=self.pages_of)
 
     def requests(self, first_id: int, tokens: Any, params: Any, *, priority: Any = 0, media: Any = ()) -> list[Request]:
         """The samples of one prompt, with ids from ``first_id`` on; the first leads, the others are its followers.

@@ -31,6 +31,7 @@ from outrider.engine.ranks.course import Course, ToldLength
 from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.ranks.start import check_key, join_engine
 from outrider.engine.recovery.watchdog import Watchdog
+from outrider.engine.requests.cache_events import CacheEvent, CacheEvents
 from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
 from outrider.engine.requests.grammars import Grammars
 from outrider.engine.requests.groups import GroupScheduler
@@ -45,6 +46,7 @@ from outrider.engine.requests.streaming import RequestStream
 from outrider.engine.resolve import resolve
 from outrider.engine.situation import situation_of
 from outrider.engine.stages import Iteration
+from outrider.engine.stats import EngineLoad
 from outrider.engine.stats import EngineStats as EngineStats
 from outrider.engine.streams import Streams
 from outrider.engine.warm_up import warm_up
@@ -221,7 +223,26 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counts so far."""
-        return EngineStats(**self._loop.counts, blocked_s=self._lifeline.blocked_s)
+        loop, scheduler = self._loop, self._scheduler
+        return EngineStats(
+            **loop.counts,
+            blocked_s=self._lifeline.blocked_s,
+            preemptions=scheduler.preemptions,
+            prefix_looked_up=scheduler.prefix_looked_up,
+            prefix_hits=scheduler.prefix_hits,
+        )
+
+    @property
+    def load(self) -> EngineLoad:
+        """What the engine holds at this moment."""
+        pages = self._scheduler.pages
+        running = sum(not request.finished for request in self._scheduler.running)
+        return EngineLoad(running, len(self._requests) - running, pages.count - 1, pages.available, cached_pages=pages.cached)
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens of prompt and output that a request may have together: within the context, and within the cache alone."""
+        return self._admission.longest
 
     @property
     def has_unfinished(self) -> bool:
@@ -483,6 +504,18 @@ class Engine:
         Raises :class:`~outrider.engine.requests.owner.WrongThread` in a forked process: devices don't survive a fork.
         """
         self._owner.adopt()
+
+    def watch_prefix_cache(self, handle: Callable[[CacheEvent], None] | None) -> None:
+        """Tell ``handle`` of each page that the prefix cache stores or drops, in order; what it holds already comes at once.
+        None: tell nobody.
+
+        ``handle`` is called in the engine's thread, in the middle of an iteration: it must be quick, and neither raise nor
+        call the engine. Raises :class:`ConfigError` for an engine without a prefix cache.
+        """
+        with self._use():
+            if not self._scheduler.pages.shares:
+                raise ConfigError("this engine has no prefix cache to watch; make it with prefix_cache=True")
+            self._scheduler.pages.watch(None if handle is None else CacheEvents(handle))
 
     # -- inside ----------------------------------------------------------------------------------------------------
 

@@ -207,12 +207,12 @@ class Loop:
                 request.verified_tokens += len(tokens)
                 self.counts["request_iterations"] += 1
                 self.counts["verified_tokens"] += len(tokens)
-                self._emit(request, tokens, outcome)
+                self._emit(request, tokens, outcome, self.scheduler.proposed(ticket.batch))
         for chunk, first in zip(batch.prefill, outcome.first_tokens, strict=True):
             if (first is not None or chunk.request.id in outcome.bad) and not chunk.request.finished:
                 self._emit(chunk.request, () if first is None else (first,), outcome)
 
-    def _emit(self, request: Request, tokens: Sequence[int], outcome: Outcome) -> None:
+    def _emit(self, request: Request, tokens: Sequence[int], outcome: Outcome, proposed: int = 0) -> None:
         """Queue new tokens for their receiver. Where a probe found a bad value, end the request instead."""
         bad = outcome.bad.get(request.id, ())
         if bad:
@@ -221,7 +221,7 @@ class Loop:
             found = "; ".join(str(each) for each in bad)
             self.end(request, FinishReason.ERROR, f"request {request.id}: {found}")
             return
-        output = request.take(tokens, outcome.logprobs.get(request.id, ()))
+        output = request.take(tokens, outcome.logprobs.get(request.id, ()), proposed)
         self.scheduler.register(request, len(request.prompt) + len(request.output) - 1)
         self.counts["emitted_tokens"] += len(output.tokens)
         self.outbox.put(output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from outrider.model.stream_decoder import StreamDecoder
 _FILE = "tokenizer.json"
 _OLDER = ("tokenizer.model", "tiktoken.model", "vocab.json")
 _MAX_GROWTH = 10_000
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how sentencepiece spells a space
 _LIMIT = 256 << 20  # bytes; vocabularies of a quarter million tokens take thirty million
 
 
@@ -38,6 +40,8 @@ class Tokenizer:
         self._byte_fallback = _has_decoder(parts.get("decoder"), "ByteFallback")
         self._byte_level = _has_decoder(parts.get("decoder"), "ByteLevel")
         self._spaced = self._byte_fallback or _has_decoder(parts.get("decoder"), "Metaspace")
+        self._byte_of = _bytes_of_characters() if _has_decoder(parts.get("decoder"), "ByteLevel") else {}
+        self._added = frozenset(int(each["id"]) for each in parts.get("added_tokens") or ())
 
     @classmethod
     def from_checkpoint(cls, directory: str | Path) -> Tokenizer:
@@ -73,10 +77,25 @@ class Tokenizer:
         with reading(self._origin, "a tokenizer"):
             return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``; special tokens give none, and ids that the tokenizer doesn't know are skipped."""
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Text of ``ids``; ids that the tokenizer doesn't know are skipped. ``special_tokens``: whether those give text."""
         with reading(self._origin, "a tokenizer"):
-            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens))
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token stands for, alone: it may be part of a character. Empty for an id that the tokenizer doesn't know."""
+        spelling = self._tokenizer.id_to_token(token)
+        if spelling is None:
+            return b""
+        if token in self._added:
+            return str(spelling).encode()
+        if self._byte_of and all(character in self._byte_of for character in spelling):
+            return bytes(self._byte_of[character] for character in spelling)
+        if self._byte_fallback:
+            if self._continues(token):
+                return bytes([int(spelling[3:5], 16)])
+            return str(spelling).replace(_SPACE, " ").encode()
+        return self.decode([token], special_tokens=True).encode()
 
     def token_id(self, token: str) -> int | None:
         """Id of a token by its spelling, or None."""
@@ -114,9 +133,10 @@ class Tokenizer:
                 found[token] = (spelling.replace("\u2581", " ") if self._spaced else spelling).encode()
         return found
 
-    def stream(self) -> StreamDecoder:
-        """A decoder for one stream of tokens."""
-        return StreamDecoder(self.decode, self._continues if self._byte_fallback else None)
+    def stream(self, *, special_tokens: bool = False) -> StreamDecoder:
+        """A decoder for one stream of tokens. ``special_tokens``: whether those give text."""
+        decode = partial(self.decode, special_tokens=True) if special_tokens else self.decode
+        return StreamDecoder(decode, self._continues if self._byte_fallback else None)
 
     def _continues(self, token: int) -> bool:
         """Whether the token is one byte of a run that is only decoded as a whole (sentencepiece's byte fallback)."""
@@ -165,3 +185,12 @@ def _has_decoder(decoder: Any, kind: str) -> bool:
     if not isinstance(decoder, dict):
         return False
     return decoder.get("type") == kind or any(_has_decoder(inner, kind) for inner in decoder.get("decoders", ()))
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table): printable ones stand for
+    themselves, the others for characters from 256 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -39,6 +39,9 @@ class StepOutput:
 
     ``logprobs``: one for each token, where the request asked for them. ``text``: what has become certain of the text of a
     request with stop strings; None for other requests. ``error``: what was found, with the finish reason ``error``.
+
+    ``drafted``: how many of ``tokens``, the first ones, a draft had proposed and the target accepted. ``proposed``: tokens
+    that the draft could have had accepted at most; 0 where none was drafted, as for the first token of a request.
     """
 
     request_id: int
@@ -47,6 +50,8 @@ class StepOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
     text: str | None = None
     error: str | None = None
+    drafted: int = 0
+    proposed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +178,10 @@ class Request:
         """The most tokens that can be in the cache once all launched iterations have run, each growing by ``growth``."""
         return self.known_length + self.decodes_in_flight * growth
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> StepOutput:
+    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], proposed: int = 0) -> StepOutput:
         """Append tokens up to the first stop token, the one that completes a stop string or a guided text, or the limit. A
-        token that the guide doesn't allow ends the request with an error.
+        token that the guide doesn't allow ends the request with an error. All but the last of ``tokens`` are from a draft of
+        at most ``proposed``.
         """
         taken: list[int] = []
         guidance = self.guidance
@@ -196,7 +202,10 @@ class Request:
         kept = tuple(logprobs[: len(taken)])
         self.logprobs.extend(kept)
         text = self.new_text()  # may find a stop string at the very end
-        return StepOutput(self.id, tuple(taken), self.finish_reason, kept, text, self.error)
+        drafted = min(len(taken), len(tokens) - 1, proposed)
+        return StepOutput(
+            self.id, tuple(taken), self.finish_reason, kept, text, self.error, drafted=drafted, proposed=proposed
+        )
 
     def end(self, reason: FinishReason, error: str | None = None) -> StepOutput:
         """End the request; its output so far stays valid."""

@@ -61,6 +61,11 @@ class Scheduler:
         self._gathered = 0  # iterations that new prompts have waited for others
         self._table_updates: list[tuple[int, int, int]] = []
         """(row, index, page) that the device's block table doesn't have yet."""
+        self.preemptions = 0
+        self.prefix_looked_up = 0
+        """Tokens of contexts that were looked up in the prefix cache, each when its request was admitted."""
+        self.prefix_hits = 0
+        """Those of them whose pages were there."""
 
     @property
     def has_work(self) -> bool:
@@ -125,6 +130,11 @@ class Scheduler:
         if self._draft_length is not None and batch.drafted is not None and accepted:
             self._draft_length.observe(batch.drafted, accepted)
 
+    def proposed(self, batch: Batch) -> int:
+        """Drafted tokens of a request of ``batch`` that could be accepted at most."""
+        longest = self._limits.growth - 1
+        return longest if batch.drafted is None else min(batch.drafted, longest)
+
     def _count(self, batch: Batch, change: int) -> None:
         """Nothing else changes what counts as in flight."""
         for request in batch.requests:
@@ -168,6 +178,7 @@ class Scheduler:
         if any(request.in_flight for request in self._running):
             raise OutOfPages
         victim = next(request for request in reversed(self._running) if not request.finished)
+        self.preemptions += 1
         self._requeue(victim)
 
     def take_back(self, batches: Sequence[Batch], *, spoilt: bool) -> None:
@@ -255,6 +266,9 @@ class Scheduler:
                 short = True
                 continue
             self._waiting.remove(request)
+            if request.arrival is None:
+                self.prefix_looked_up += len(request.context)
+                self.prefix_hits += len(hit) * self.pages.page_size
             request.row = self.rows.take()
             if not reserved:
                 request.registered, request.page_key = len(hit), key
