@@ -20,7 +20,6 @@ from outrider.model.stream_decoder import StreamDecoder
 _FILE = "tokenizer.json"
 _OLDER = ("tokenizer.model", "tiktoken.model", "vocab.json")
 _MAX_GROWTH = 10_000
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how sentencepiece spells a space
 _LIMIT = 256 << 20  # bytes; vocabularies of a quarter million tokens take thirty million
 
 
@@ -40,8 +39,8 @@ class Tokenizer:
         self._byte_fallback = _has_decoder(parts.get("decoder"), "ByteFallback")
         self._byte_level = _has_decoder(parts.get("decoder"), "ByteLevel")
         self._spaced = self._byte_fallback or _has_decoder(parts.get("decoder"), "Metaspace")
-        self._byte_of = _bytes_of_characters() if _has_decoder(parts.get("decoder"), "ByteLevel") else {}
         self._added = frozenset(int(each["id"]) for each in parts.get("added_tokens") or ())
+        self._alphabet = _byte_alphabet() if self._byte_level else {}
 
     @classmethod
     def from_checkpoint(cls, directory: str | Path) -> Tokenizer:
@@ -82,25 +81,25 @@ class Tokenizer:
         with reading(self._origin, "a tokenizer"):
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens))
 
-    def token_bytes(self, token: int) -> bytes:
-        """What a token stands for, alone: it may be part of a character. Empty for an id that the tokenizer doesn't know."""
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its spelling, or None."""
+        found = self._tokenizer.token_to_id(token)
+        return None if found is None else int(found)
+
+    def bytes_of(self, token: int) -> bytes:
+        """What a token stands for, alone: it may be part of a character. A special token gives its spelling, an id that the
+        tokenizer doesn't know nothing.
+        """
         spelling = self._tokenizer.id_to_token(token)
         if spelling is None:
             return b""
         if token in self._added:
             return str(spelling).encode()
-        if self._byte_of and all(character in self._byte_of for character in spelling):
-            return bytes(self._byte_of[character] for character in spelling)
-        if self._byte_fallback:
-            if self._continues(token):
-                return bytes([int(spelling[3:5], 16)])
-            return str(spelling).replace(_SPACE, " ").encode()
-        return self.decode([token], special_tokens=True).encode()
-
-    def token_id(self, token: str) -> int | None:
-        """Id of a token by its spelling, or None."""
-        found = self._tokenizer.token_to_id(token)
-        return None if found is None else int(found)
+        if self._byte_level and all(character in self._alphabet for character in spelling):
+            return bytes(self._alphabet[character] for character in spelling)
+        if self._byte_fallback and self._continues(token):
+            return bytes((int(spelling[1:-1], 16),))
+        return (spelling.replace("\u2581", " ") if self._spaced else self.decode([token], special_tokens=True)).encode()
 
     @property
     def special_tokens(self) -> frozenset[int]:
@@ -185,12 +184,3 @@ def _has_decoder(decoder: Any, kind: str) -> bool:
     if not isinstance(decoder, dict):
         return False
     return decoder.get("type") == kind or any(_has_decoder(inner, kind) for inner in decoder.get("decoders", ()))
-
-
-def _bytes_of_characters() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table): printable ones stand for
-    themselves, the others for characters from 256 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -10,6 +10,7 @@ from typing import Any
 
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.model import Tokenizer
+from outrider.serve.calls import Reader
 from outrider.serve.choices import Delta, chat_logprobs, completion_logprobs
 from outrider.serve.fields import ChatRequest, Sampling
 from outrider.serve.sending import event
@@ -19,7 +20,17 @@ from outrider.serve.service import Generation
 class Writer:
     """Writes the answer to one request. ``model``: as the client named it; ``fingerprint``: of the server's configuration."""
 
-    def __init__(self, asked: Sampling, generation: Generation, tokenizer: Tokenizer, *, fingerprint: str) -> None:
+    def __init__(
+        self,
+        asked: Sampling,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        *,
+        fingerprint: str,
+        readers: Sequence[Reader] = (),
+    ) -> None:
+        """``readers``: of each choice of a chat."""
+        self._readers = readers
         self._asked = asked
         self._generation = generation
         self._tokenizer = tokenizer
@@ -43,10 +54,9 @@ class Writer:
     async def whole(self, echoed: Sequence[str] = ()) -> dict[str, Any]:
         """The whole answer. ``echoed``: for each choice, text to put before its own."""
         found: dict[int, list[Delta]] = {}
-        async with self._generation as generation:
-            async for deltas in generation.deltas():
-                for delta in deltas:
-                    found.setdefault(delta.index, []).append(delta)
+        async for deltas in self._generation.deltas():
+            for delta in deltas:
+                found.setdefault(delta.index, []).append(delta)
         choices = [self._choice(index, found[index], echoed[index] if echoed else "") for index in sorted(found)]
         return {**self._head, "choices": choices, "usage": self.usage}
 
@@ -55,14 +65,25 @@ class Writer:
         entries = [entry for delta in deltas for entry in delta.logprobs]
         choice: dict[str, Any] = {"index": index}
         if self._chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            choice["message"] = self._message(index, text)
         else:
             choice["text"] = echoed + text
         choice["logprobs"] = self._shown(entries, {index: len(echoed)}, index)
-        choice["finish_reason"] = deltas[-1].finish_reason
+        choice["finish_reason"] = self._reason(deltas[-1])
         if self._asked.return_token_ids:
             choice["token_ids"] = [token for delta in deltas for token in delta.tokens]
         return choice
+
+    def _message(self, index: int, text: str) -> dict[str, Any]:
+        said = self._readers[index].feed(text, last=True)
+        calls = [{name: value for name, value in call.items() if name != "index"} for call in said.pop("tool_calls", ())]
+        message = {"role": "assistant", "content": said.pop("content", None if calls else ""), "refusal": None, **said}
+        return {**message, "tool_calls": calls} if calls else message
+
+    def _reason(self, delta: Delta) -> str | None:
+        """Why a choice ended, as OpenAI says it."""
+        called = self._chat and self._readers[delta.index].called
+        return "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
 
     def _shown(self, entries: Sequence[TokenLogprobs], offsets: dict[int, int], index: int) -> dict[str, Any] | None:
         if not self._logprobs:
@@ -90,24 +111,22 @@ class Writer:
         head = json.dumps(self._head, separators=(",", ":"))[:-1].encode()
         tail = b',"usage":null}\n\n' if self._usage else b"}\n\n"
         offsets: dict[int, int] = {}
-        async with self._generation as generation:
-            if self._chat:
-                for index in range(generation.choices):
-                    first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-                    yield self._chunk(head, first, tail)
-            for index, text in enumerate(echoed):
-                yield self._chunk(head, {"index": index, "text": text, "logprobs": None, "finish_reason": None}, tail)
-                offsets[index] = len(text)
-            async for deltas in generation.deltas():
-                pieces = [
-                    self._chunk(head, self._part(delta, offsets), tail, delta)
-                    for delta in _merged(deltas)
-                    if self._says(delta)
-                ]
-                if pieces:
-                    yield b"".join(pieces)
-            if self._usage:
-                yield event({**self._head, "choices": [], "usage": self.usage})
+        generation = self._generation
+        if self._chat:
+            for index in range(generation.choices):
+                first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+                yield self._chunk(head, first, tail)
+        for index, text in enumerate(echoed):
+            yield self._chunk(head, {"index": index, "text": text, "logprobs": None, "finish_reason": None}, tail)
+            offsets[index] = len(text)
+        async for deltas in generation.deltas():
+            pieces = [
+                self._chunk(head, self._part(delta, offsets), tail, delta) for delta in _merged(deltas) if self._says(delta)
+            ]
+            if pieces:
+                yield b"".join(pieces)
+        if self._usage:
+            yield event({**self._head, "choices": [], "usage": self.usage})
 
     def _says(self, delta: Delta) -> bool:
         """Whether there is anything to tell. A token whose character isn't complete has no text yet."""
@@ -121,11 +140,11 @@ class Writer:
     def _part(self, delta: Delta, offsets: dict[int, int]) -> dict[str, Any]:
         part: dict[str, Any] = {"index": delta.index}
         if self._chat:
-            part["delta"] = {"content": delta.text} if delta.text else {}
+            part["delta"] = self._readers[delta.index].feed(delta.text, last=delta.finish_reason is not None)
         else:
             part["text"] = delta.text
         part["logprobs"] = self._shown(delta.logprobs, offsets, delta.index)
-        part["finish_reason"] = delta.finish_reason
+        part["finish_reason"] = self._reason(delta)
         if self._asked.return_token_ids:
             part["token_ids"] = delta.tokens
         return part

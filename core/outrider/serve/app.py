@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from outrider.serve.extra import require_serve
@@ -18,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware  # noqa: E402
 from starlette.responses import JSONResponse, Response  # noqa: E402
 
 from outrider.serve.answers import Writer  # noqa: E402
+from outrider.serve.calls import Calls  # noqa: E402
 from outrider.serve.client import EngineClient  # noqa: E402
 from outrider.serve.config import ServeConfig  # noqa: E402
 from outrider.serve.errors import ApiError, bad_request  # noqa: E402
@@ -25,8 +27,8 @@ from outrider.serve.fields import ChatRequest, CompletionRequest, Sampling  # no
 from outrider.serve.gate import NOTES, Gate  # noqa: E402
 from outrider.serve.metrics import CONTENT_TYPE  # noqa: E402
 from outrider.serve.page import add_page  # noqa: E402
-from outrider.serve.params import check_unserved, sampling_params  # noqa: E402
-from outrider.serve.prompts import Prompt, Prompter  # noqa: E402
+from outrider.serve.params import check_unserved, format_guide, sampling_params  # noqa: E402
+from outrider.serve.prompts import Prompt, Prompter, prompt_size  # noqa: E402
 from outrider.serve.sending import Answer, EventStream  # noqa: E402
 from outrider.serve.service import Service, State  # noqa: E402
 
@@ -79,7 +81,7 @@ def create_app(engine: EngineClient, prompter: Prompter, config: ServeConfig) ->
     fingerprint = "outrider-" + hashlib.sha256(f"{version} {engine.info}".encode()).hexdigest()[:12]
     app = FastAPI(title="Outrider", version=version, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     app.state.service = service
-    app.add_middleware(Gate, config=config, metrics=service.metrics)
+    app.add_middleware(Gate, service=service)
     if config.allow_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(config.allow_origins), allow_methods=["*"], allow_headers=["*"])
     _add_errors(app)
@@ -91,33 +93,40 @@ def create_app(engine: EngineClient, prompter: Prompter, config: ServeConfig) ->
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a text."""
         _check(service, body)
-        size = sum(map(len, body.prompt)) if isinstance(body.prompt, list) and _texts(body.prompt) else len(body.prompt)
-        prompts = await service.prepare(lambda: prompter.completion(body.prompt), size=size)
-        echoed: list[str] = []
-        if body.echo:
-            texts = [prompter.tokenizer.decode(prompt.tokens) for prompt in prompts]
-            echoed = [text for text in texts for _ in range(body.n or 1)]
-        return await _generated(service, request, body, prompts, body.max_tokens or 16, fingerprint, echoed)
+        prompts = await service.prepare(lambda: prompter.completion(body.prompt), size=prompt_size(body.prompt))
+        texts = [prompter.tokenizer.decode(prompt.tokens) for prompt in prompts] if body.echo else []
+        echoed = [text for text in texts for _ in range(body.n or 1)]
+        return await _generated(service, request, body, prompts, body.max_tokens or 16, fingerprint, echoed=echoed)
 
     @app.post("/v1/chat/completions", responses=_GENERATED, response_class=Response)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer in a conversation."""
         _check(service, body)
-        prompt = await service.prepare(lambda: prompter.chat(body), size=1 << 20)
+        calls = Calls(body, prompter.response_template)
+        prompt = await service.prepare(lambda: prompter.chat(body), size=None)
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        return await _generated(service, request, body, [prompt], most, fingerprint, [])
+        return await _generated(service, request, body, [prompt], most, fingerprint, calls=calls)
 
+    app.openapi = functools.partial(_described, app, app.openapi)  # type: ignore[method-assign]
     return app
+
+
+def _described(app: FastAPI, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The description of the API, without the framework's own form of errors, which isn't used."""
+    if app.openapi_schema is None:
+        made = make()
+        for methods in made["paths"].values():
+            for operation in methods.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            made.get("components", {}).get("schemas", {}).pop(name, None)
+    return make()
 
 
 def _check(service: Service, body: Sampling) -> None:
     service.check_open()
     service.check_model(body.model)
     check_unserved(body)
-
-
-def _texts(prompts: list[Any]) -> bool:
-    return bool(prompts) and not isinstance(prompts[0], int)
 
 
 async def _generated(
@@ -127,21 +136,29 @@ async def _generated(
     prompts: list[Prompt],
     max_tokens: int | None,
     fingerprint: str,
-    echoed: list[str],
+    *,
+    echoed: Sequence[str] = (),
+    calls: Calls | None = None,
 ) -> Response:
-    """Run a request that has been checked, and answer it."""
-    n = body.n or 1
-    made = [sampling_params(body, service.engine.info, max_tokens=service.room_for(prompt, max_tokens)) for prompt in prompts]
-    if n > 1 and made[0].temperature == 0:  # the same each time: the engine knows it as requests of their own
+    """Run a request that has been checked, and answer it. ``calls``: those of a chat."""
+    info, config, n = service.engine.info, service.config, body.n or 1
+    guide = calls.guide if calls is not None and calls.guide is not None else format_guide(body)
+    rooms = [service.room_for(prompt, max_tokens) for prompt in prompts]
+    made = [sampling_params(body, info, max_tokens=room, guide=guide) for room in rooms]
+    if n > 1 and made[0].n == 1:  # greedy, so the same each time: the engine knows it as requests of their own
         prompts = [prompt for prompt in prompts for _ in range(n)]
-        made = [replace(each, n=1) for each in made for _ in range(n)]
+        made = [each for each in made for _ in range(n)]
+    choices = sum(each.n for each in made)
+    readers = [] if calls is None else [calls.reader(prompts[0].text) for _ in range(choices)]
+    special = calls is not None and calls.special_tokens
     drafted = body.stream_options is not None and body.stream_options.include_drafted
-    generation = await service.generate(prompts, made, priority=body.priority or 0, pieces=drafted)
+    urgency = body.priority or 0
+    generation = await service.generate(prompts, made, priority=urgency, special_tokens=special, pieces=drafted)
     generation.notes = request.scope[NOTES]
-    writer = Writer(body, generation, service.prompter.tokenizer, fingerprint=fingerprint)
+    writer = Writer(body, generation, service.prompter.tokenizer, fingerprint=fingerprint, readers=readers)
     if body.stream:
-        return EventStream(lambda: writer.chunks(echoed), write_s=service.config.write_timeout_s)
-    return Answer(lambda: writer.whole(echoed))
+        return EventStream(lambda: writer.chunks(echoed), close=generation.close, write_s=config.write_timeout_s)
+    return Answer(lambda: writer.whole(echoed), close=generation.close)
 
 
 def _add_errors(app: FastAPI) -> None:

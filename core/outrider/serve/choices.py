@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +33,17 @@ class ChoiceText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, index: int, params: SamplingParams, *, special_tokens: bool = False, pieces: bool = False
+        self,
+        tokenizer: Tokenizer,
+        index: int,
+        params: SamplingParams,
+        *,
+        ends: Collection[int],
+        special_tokens: bool = False,
+        pieces: bool = False,
     ) -> None:
         self.index = index
+        self._ends = ends  # these have no text, even where special tokens do
         self._by_engine = bool(params.stop)  # it decides where the text ends
         self._decoder = tokenizer.stream(special_tokens=special_tokens)
         self._pieces = pieces
@@ -47,14 +55,18 @@ class ChoiceText:
         decoder, tokens = self._decoder, output.tokens
         self.count += len(tokens)
         self.finish_reason = output.finish_reason
+        if output.finish_reason == "stop" and tokens and tokens[-1] in self._ends:
+            tokens = tokens[:-1]
         pieces: list[str] = []
-        if not self._by_engine or self._pieces:
+        if self._pieces:
             pieces = [decoder.push(token) for token in tokens]
-            if output.finish_reason is not None:
-                rest = decoder.flush()
-                pieces = [*pieces[:-1], pieces[-1] + rest] if pieces else [rest]
+        elif not self._by_engine and tokens:
+            pieces = [decoder.push(*tokens)]
+        if output.finish_reason is not None and (self._pieces or not self._by_engine):
+            rest = decoder.flush()
+            pieces = [*pieces[:-1], pieces[-1] + rest] if pieces else [rest]
         text = (output.text or "") if self._by_engine else "".join(pieces)
-        delta = Delta(self.index, text, tokens, output.logprobs, output.finish_reason, output.drafted, output.proposed)
+        delta = Delta(self.index, text, output.tokens, output.logprobs, output.finish_reason, output.drafted, output.proposed)
         if self._pieces:
             delta.pieces = [(piece, place < output.drafted) for place, piece in enumerate(pieces) if piece]
         return delta
@@ -82,7 +94,7 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> dic
     """``logprobs`` of a chat's choice."""
 
     def shown(token: int, logprob: float) -> dict[str, Any]:
-        data = tokenizer.token_bytes(token)
+        data = tokenizer.bytes_of(token)
         return {"token": data.decode(errors="replace"), "logprob": max(logprob, -9999.0), "bytes": list(data)}
 
     content = [
@@ -94,7 +106,7 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> dic
 
 def spelled(tokenizer: Tokenizer, token: int) -> str:
     """A token as OpenAI's completions show it: its text, or its bytes where it's a part of a character."""
-    data = tokenizer.token_bytes(token)
+    data = tokenizer.bytes_of(token)
     try:
         return data.decode()
     except UnicodeDecodeError:

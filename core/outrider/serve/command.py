@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import sys
+from collections.abc import Coroutine
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,6 +98,15 @@ def serve(
             metavar="F",
             rich_help_panel=_SERVER,
             help="How the model writes calls of tools: a response_template of transformers, as JSON.",
+        ),
+    ] = None,
+    tool_format: Annotated[
+        str | None,
+        typer.Option(
+            "--tool-format",
+            metavar="hermes|llama3-json|mistral",
+            rich_help_panel=_SERVER,
+            help="One that is known, in place of --response-template.",
         ),
     ] = None,
     metrics_names: Annotated[
@@ -224,7 +236,7 @@ def serve(
     if kv_events is not None or kv_events_replay is not None:
         make = _with_kv_events(make, kv_events, kv_events_replay)
     template = None if chat_template is None else _text(chat_template, "a chat template")
-    answers = None if response_template is None else _object(response_template)
+    answers = _answers(response_template, tool_format)
     _run(make, config, speculation.model, host, port, log_format, template, answers)
 
 
@@ -238,8 +250,6 @@ def _run(
     chat_template: str | None,
     response_template: dict[str, Any] | None,
 ) -> None:
-    import uvloop
-
     from outrider.serve.engine_process import EngineProcess
     from outrider.serve.logs import log_to_stderr
     from outrider.serve.prompts import Prompter
@@ -255,7 +265,17 @@ def _run(
         sys.stdout.write(f"outrider: serving {config.names[0]} at http://{shown}:{port}\n")
         sys.stdout.flush()
 
-    uvloop.run(serve(EngineProcess(make), make_prompter, config, Address(host=host, port=port), started=started))
+    run_loop(serve(EngineProcess(make), make_prompter, config, Address(host=host, port=port), started=started))
+
+
+def run_loop(work: Coroutine[Any, Any, None]) -> None:
+    """Run the server on an event loop of its own: uvloop's where that is installed."""
+    if find_spec("uvloop") is None:
+        asyncio.run(work)
+        return
+    import uvloop
+
+    uvloop.run(work)
 
 
 def _with_kv_events(make: Any, address: str | None, replay: str | None) -> Any:
@@ -265,6 +285,21 @@ def _with_kv_events(make: Any, address: str | None, replay: str | None) -> Any:
     from outrider.serve.kv_events import make_watched
 
     return functools.partial(make_watched, make, address, replay)
+
+
+def _answers(file: Path | None, name: str | None) -> dict[str, Any] | None:
+    """How the model writes calls of tools, of a file or by a name; None: as the checkpoint says, if it does."""
+    if file is not None and name is not None:
+        raise ConfigError("--response-template and --tool-format both say how calls are written; give one of them")
+    if file is not None:
+        return _object(file)
+    if name is None:
+        return None
+    from outrider.serve.calls import FORMATS
+
+    if name not in FORMATS:
+        raise ConfigError(f"--tool-format is {name!r}; expected one of {', '.join(FORMATS)}")
+    return dict(FORMATS[name])
 
 
 def _keys(file: Path | None) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 from outrider.device import DeviceError, OutriderError
@@ -13,6 +14,9 @@ from outrider.serve.messages import Abort, Admitted, Command, Event, Output, Ref
 
 _FAILURES = 8
 """Recoverable failures in a row after which the engine is given up."""
+_COMPILERS = 2
+_GLANCE_S = 0.01
+"""So often an engine that only waits for guides looks for commands."""
 _SNAPSHOT_S = 0.1
 """Between two snapshots, while the engine works."""
 
@@ -41,20 +45,25 @@ class EngineLoop:
         self._events: list[Event] = []
         self._step_s = 0.0
         self._told = float("-inf")  # when the last snapshot was sent
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="outrider-guides")
+        self._compiling: dict[int, tuple[Submit, Future[None]]] = {}  # requests whose guides are being compiled
 
     def run(self) -> None:
         """Serve until the server says stop. Raises the error that ended the engine."""
         engine = self._engine
         failures = 0
         while True:
-            working = engine.has_unfinished
-            if not working:
+            idle = not engine.has_unfinished
+            if idle and self._compiling:
+                wait([future for _, future in self._compiling.values()], timeout=_GLANCE_S, return_when=FIRST_COMPLETED)
+            elif idle:
                 self._tell(idle=True)
-            for command in self._port.take(block=not working):
+            for command in self._port.take(block=idle and not self._compiling):
                 if isinstance(command, Stop):
                     self._end()
                     return
                 self._obey(command)
+            self._admit_compiled()
             if engine.has_unfinished:
                 began = time.perf_counter()
                 try:
@@ -83,22 +92,44 @@ class EngineLoop:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Submit(key, tokens, params, priority, media):
-                try:
-                    first = self._engine.add_request(tokens, params, priority=priority, media=media)
-                except DeviceError:
-                    raise
-                except OutriderError as error:
-                    self._events.append(Refused(key, str(error)))
-                    return
-                ids = list(range(first, first + params.n))
-                self._ids[key] = ids
-                self._place.update({request: (key, sample) for sample, request in enumerate(ids)})
-                self._events.append(Admitted(key))
+            case Submit():
+                guide = command.params.guide
+                if guide is None:
+                    self._admit(command)
+                else:  # compiling takes up to seconds: requests that run don't wait for it
+                    compiled = self._compilers.submit(self._engine.compile_guide, guide)
+                    self._compiling[command.key] = (command, compiled)
             case Abort(key):
+                self._compiling.pop(key, None)
                 for request in self._ids.pop(key, ()):
                     del self._place[request]
                     self._engine.abort(request)
+
+    def _admit(self, command: Submit) -> None:
+        key, tokens, params, priority, media = command
+        try:
+            first = self._engine.add_request(tokens, params, priority=priority, media=media)
+        except DeviceError:
+            raise
+        except OutriderError as error:
+            self._events.append(Refused(key, str(error)))
+            return
+        ids = list(range(first, first + params.n))
+        self._ids[key] = ids
+        self._place.update({request: (key, sample) for sample, request in enumerate(ids)})
+        self._events.append(Admitted(key))
+
+    def _admit_compiled(self) -> None:
+        """Admit the requests whose guides are ready, or refuse them."""
+        for key, (command, compiled) in list(self._compiling.items()):
+            if not compiled.done():
+                continue
+            del self._compiling[key]
+            error = compiled.exception()
+            if error is None:
+                self._admit(command)
+            else:
+                self._events.append(Refused(key, str(error)))
 
     def _note(self, output: StepOutput) -> None:
         place = self._place.get(output.request_id)
@@ -118,6 +149,7 @@ class EngineLoop:
 
     def _end(self) -> None:
         """Abort what runs, and leave the device at rest."""
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         for key in list(self._ids):
             self._obey(Abort(key))
         self._engine.drain()

@@ -15,7 +15,6 @@ IGNORED = (
     "metadata",
     "store",
     "service_tier",
-    "parallel_tool_calls",
     "prediction",
     "safety_identifier",
     "prompt_cache_key",

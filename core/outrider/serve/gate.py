@@ -14,10 +14,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.serve.config import ServeConfig
 from outrider.serve.errors import SERVER, ApiError
-from outrider.serve.metrics import Metrics
 from outrider.serve.sending import ClientGone, send_error
+from outrider.serve.service import Service
 
 LOG = "outrider.serve"
 """The logger of requests. A record's ``fields`` are what a line of JSON has besides the message."""
@@ -32,11 +31,9 @@ _QUIET = ("/health", "/ready", "/metrics")
 class Gate:
     """ASGI middleware around the application."""
 
-    def __init__(self, app: ASGIApp, *, config: ServeConfig, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, *, service: Service) -> None:
         self._app = app
-        self._config = config
-        self._metrics = metrics
-        self._keys = tuple(_digest(key) for key in config.api_keys)
+        self._service = service
         self._log = logging.getLogger(LOG)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,12 +81,13 @@ class Gate:
 
     def _check_key(self, scope: Scope) -> None:
         """Raises :class:`ApiError` without one of the keys. Takes as long for a wrong key as for a right one."""
-        if not self._keys or not scope["path"].startswith(_PROTECTED) or scope["method"] == "OPTIONS":
+        keys = self._service.config.api_keys
+        if not keys or not scope["path"].startswith(_PROTECTED) or scope["method"] == "OPTIONS":
             return
         given = _header(scope, b"authorization") or ""
         kind, _, key = given.partition(" ")
         found = _digest(key.strip())
-        right = [hmac.compare_digest(found, each) for each in self._keys]
+        right = [hmac.compare_digest(found, _digest(each)) for each in keys]
         if kind.lower() != "bearer" or not any(right):
             said = "Incorrect API key provided" if key else "You didn't provide an API key"
             message = f"{said}; give it in the header Authorization, as Bearer KEY"
@@ -99,7 +97,7 @@ class Gate:
         """``receive`` with the whole body read. Raises :class:`ApiError` for one that is too large, or too slow."""
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return receive
-        most, limit = self._config.max_body_bytes, self._config.body_timeout_s
+        most, limit = self._service.config.max_body_bytes, self._service.config.body_timeout_s
         length = _header(scope, b"content-length")
         closing = {"Connection": "close"}  # the rest of the body isn't read
         too_large = ApiError(413, f"the request's body has more than {most} bytes", code="request_too_large", headers=closing)
@@ -136,7 +134,7 @@ class Gate:
     ) -> None:
         """Count and log a request that is over."""
         route = getattr(scope.get("route"), "path", None) or "none"
-        self._metrics.answered(route, status)
+        self._service.metrics.answered(route, status)
         if scope["path"] in _QUIET and status == 200:
             return
         client = scope.get("client")

@@ -48,11 +48,9 @@ class Metrics:
         self._finished = counter("outrider_samples", "Samples that ended, by why.", "finish_reason")
         self._model = model
         self._requests = Counter("outrider_http_requests", "Answers of the server.", ["route", "status"], registry=registry)
-        places = range(1, engine.info.draft_tokens + 1)
-        drafted = counter("outrider_drafted_tokens", "Drafts that had a token at this place.", "position")
-        accepted = counter("outrider_accepted_tokens", "Drafts that were accepted up to this place.", "position")
-        self._drafted = [drafted.labels(model, str(place)) for place in places]
-        self._accepted = [accepted.labels(model, str(place)) for place in places]
+        drafts = _Drafts(model, engine.info.draft_tokens)
+        self._proposed, self._passed = drafts.proposed, drafts.passed
+        registry.register(drafts)
         registry.register(_EngineCollector(engine, config))
 
     def first_token(self, seconds: float) -> None:
@@ -62,15 +60,14 @@ class Metrics:
             self._vllm.first.observe(seconds)
 
     def output(self, seconds: float | None, tokens: int, drafted: int, proposed: int) -> None:
-        """A sample got ``tokens``, ``seconds`` after those before; a draft had ``proposed``, and ``drafted`` were accepted."""
+        """A sample got ``tokens``, ``seconds`` after those before; of ``proposed`` by a draft, ``drafted`` passed."""
         if seconds is not None and tokens:
             self._between.observe(seconds / tokens)
             if self._vllm is not None:
                 self._vllm.between.observe(seconds / tokens)
-        for place in range(min(proposed, len(self._drafted))):
-            self._drafted[place].inc()
-            if place < drafted:
-                self._accepted[place].inc()
+        if proposed:
+            self._proposed[proposed] += 1
+            self._passed[drafted] += 1
 
     def ended(self, seconds: float, prompt_tokens: int, output_tokens: int, reasons: list[str]) -> None:
         """A request was answered in full."""
@@ -119,6 +116,30 @@ class _VllmHistograms:
         self.whole = histogram("e2e_request_latency_seconds", "See outrider_request_seconds.", _SECONDS)
         self.prompt_tokens = counter("prompt_tokens", "See outrider_prompt_tokens_total.")
         self.output_tokens = counter("generation_tokens", "See outrider_output_tokens_total.")
+
+
+class _Drafts(Collector):
+    """Drafts by their length, and by how much of them was accepted: two plain additions for each output."""
+
+    def __init__(self, model: str, longest: int) -> None:
+        self._model = model
+        self.proposed = [0] * (longest + 1)
+        self.passed = [0] * (longest + 1)
+
+    def describe(self) -> Iterator[Metric]:
+        """See :class:`prometheus_client.registry.Collector`."""
+        return self.collect()
+
+    def collect(self) -> Iterator[Metric]:
+        """For each place of a draft, how many drafts had it, and how many were accepted up to it."""
+        yield self._family("outrider_drafted_tokens", "Drafts that had a token at this place.", self.proposed)
+        yield self._family("outrider_accepted_tokens", "Drafts that were accepted up to this place.", self.passed)
+
+    def _family(self, name: str, text: str, counts: list[int]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["model_name", "position"])
+        for place in range(1, len(counts)):
+            family.add_metric([self._model, str(place)], sum(counts[place:]))
+        return family
 
 
 class _EngineCollector(Collector):

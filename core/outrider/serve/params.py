@@ -6,22 +6,27 @@ import secrets
 from typing import Any
 
 from outrider.device import ConfigError
+from outrider.engine import Guide, JsonObject, JsonSchema
 from outrider.engine.requests.sampling import SamplingParams
+from outrider.errors import shown
 from outrider.serve.errors import bad_request
 from outrider.serve.fields import ChatRequest, CompletionRequest, Sampling
 from outrider.serve.messages import EngineInfo
 
+_COLD = 1e-5
+"""Below this temperature the likeliest token is all that is left."""
 
-def sampling_params(asked: Sampling, info: EngineInfo, *, max_tokens: int) -> SamplingParams:
-    """What a request asks for; what it leaves open is as in OpenAI's API: temperature 1, and a seed that is drawn.
+
+def sampling_params(asked: Sampling, info: EngineInfo, *, max_tokens: int, guide: Guide | None = None) -> SamplingParams:
+    """What a request asks for; what it leaves open is as in OpenAI's API: temperature 1, and a seed that is drawn. ``guide``:
+    what its output must be. At temperature 0 all samples are the same, and ``n`` is 1.
 
     Raises :class:`~outrider.serve.errors.ApiError` for what the engine can't do.
     """
     temperature = 1.0 if asked.temperature is None else asked.temperature
     given: dict[str, Any] = {
         "max_tokens": max_tokens,
-        # Below what the device can compute with, the likeliest token is all that is left.
-        "temperature": temperature if temperature >= 1e-5 else 0.0,
+        "temperature": temperature if temperature >= _COLD else 0.0,
         "seed": secrets.randbits(62) if asked.seed is None else asked.seed,
         "top_p": _share(asked.top_p),
         "top_k": 0 if asked.top_k in (None, -1) else asked.top_k,
@@ -29,7 +34,8 @@ def sampling_params(asked: Sampling, info: EngineInfo, *, max_tokens: int) -> Sa
         "logit_bias": _biases(asked.logit_bias),
         "stop": _stops(asked.stop),
         "stop_token_ids": tuple(asked.stop_token_ids or ()),
-        "n": asked.n or 1,
+        "n": (asked.n or 1) if temperature >= _COLD else 1,
+        "guide": guide,
     }
     for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos"):
         value = getattr(asked, name)
@@ -42,6 +48,28 @@ def sampling_params(asked: Sampling, info: EngineInfo, *, max_tokens: int) -> Sa
         return SamplingParams(**given)
     except ConfigError as error:
         raise bad_request(str(error), str(error).partition(" ")[0]) from error
+
+
+def format_guide(asked: Sampling) -> Guide | None:
+    """What ``response_format`` says that the output must be. Raises :class:`~outrider.serve.errors.ApiError`."""
+    given = asked.response_format
+    kind = None if given is None else given.get("type")
+    if given is None or kind == "text":
+        return None
+    try:
+        if kind == "json_object":
+            return JsonObject()
+        if kind == "json_schema":
+            named = given.get("json_schema")
+            schema = named.get("schema") if isinstance(named, dict) else None
+            if schema is None:
+                raise bad_request("response_format has no json_schema.schema", "response_format.json_schema.schema")
+            return JsonSchema(schema)
+    except ConfigError as error:
+        raise bad_request(str(error), "response_format") from error
+    raise bad_request(
+        f"response_format has the type {shown(kind)}; expected text, json_object or json_schema", "response_format.type"
+    )
 
 
 def check_unserved(asked: Sampling) -> None:

@@ -55,6 +55,8 @@ class Prompter:
         self._template = chat_template or getattr(self._chat, "chat_template", None)
         own = getattr(self._chat, "response_template", None)
         self.response_template: Mapping[str, Any] | None = response_template or own
+        if self.response_template is not None:
+            _check_response_template(self.response_template)
 
     @property
     def chats(self) -> bool:
@@ -73,8 +75,8 @@ class Prompter:
             tokens: Sequence[int] = self._encode(prompt)
         else:
             tokens = prompt
-            wrong = next((token for token in tokens if not 0 <= token < self._info.vocab_size), None)
-            if wrong is not None:
+            if tokens and not (min(tokens) >= 0 and max(tokens) < self._info.vocab_size):
+                wrong = next(token for token in tokens if not 0 <= token < self._info.vocab_size)
                 raise bad_request(f"token {wrong} is outside the model's vocabulary of {self._info.vocab_size}", "prompt")
         if not tokens:
             if self._info.bos_token_id is None:
@@ -189,6 +191,13 @@ class Prompter:
             raise bad_request(str(error), where) from error
 
 
+def prompt_size(given: str | list[str] | list[int] | list[list[int]]) -> int:
+    """Characters of the prompts of a completion that have to be tokenised."""
+    if isinstance(given, str):
+        return len(given)
+    return sum(len(each) for each in given if isinstance(each, str))
+
+
 def _data_of(url: str, where: str) -> bytes:
     head, _, data = url.partition(",")
     if not head.startswith("data:image/") or not head.endswith(";base64"):
@@ -242,6 +251,18 @@ def _chat_tokenizer(model_dir: Path) -> Any:
         raise CheckpointError(
             f"{model_dir}: its tokenizer can't be read for chats: {type(error).__name__}: {one_line(str(error))}"
         ) from error
+
+
+def _check_response_template(template: Mapping[str, Any]) -> None:
+    """Raises :class:`ConfigError` for one that transformers can't read."""
+    try:
+        from transformers.utils.chat_parsing import ResponseParser
+
+        ResponseParser(dict(template), prefix="")
+    except ImportError:
+        raise ConfigError("calls of tools are parsed by a newer transformers; run: pip install 'outrider[serve]'") from None
+    except Exception as error:
+        raise ConfigError(f"the response template can't be used: {one_line(str(error))}") from error
 
 
 def _processor(model_dir: Path) -> MediaProcessor | None:

@@ -28,32 +28,42 @@ class ClientGone(Exception):
 
 class Answer(Response):
     """An answer that is still to be worked out: ``work`` returns it, as a mapping. Where the client goes away, ``work`` is
-    cancelled.
+    cancelled. ``close`` is called in the end, however that comes.
     """
 
-    def __init__(self, work: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
+    def __init__(self, work: Callable[[], Awaitable[Mapping[str, Any]]], *, close: Callable[[], None]) -> None:
         super().__init__()
         self._work = work
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         del scope
-        data = await _unless_gone(receive, self._work())
+        try:
+            data = await _unless_gone(receive, self._work())
+        finally:
+            self._close()
         await _send_whole(send, 200, json.dumps(data).encode(), {})
 
 
 class EventStream(Response):
-    """A stream of events: ``work`` yields them as bytes. ``write_s``: how long the client may take to read a piece."""
+    """A stream of events: ``work`` yields them as bytes. ``write_s``: how long the client may take to read a piece.
+    ``close`` is called in the end, however that comes.
+    """
 
-    def __init__(self, work: Callable[[], AsyncIterator[bytes]], *, write_s: float) -> None:
+    def __init__(self, work: Callable[[], AsyncIterator[bytes]], *, close: Callable[[], None], write_s: float) -> None:
         super().__init__()
         self._work = work
+        self._close = close
         self._write_s = write_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         del scope
-        await _unless_gone(receive, self._pump(send))
+        try:
+            await _unless_gone(receive, self._pump(send))
+        finally:
+            self._close()
 
     async def _pump(self, send: Send) -> None:
         headers = [(b"content-type", _EVENTS), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]

@@ -21,6 +21,8 @@ from outrider.serve.prompts import Prompt, Prompter
 T = TypeVar("T")
 _RETRY_S = 1
 """What a client that was refused is told to wait."""
+_SHORT = 1024
+"""Characters that are tokenised in less time than a thread takes."""
 _PREPARING = 2
 """Threads that tokenise and fill in templates."""
 
@@ -70,9 +72,9 @@ class Service:
             message = f"the model {name!r} does not exist; this server has {', '.join(self.config.names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def prepare(self, make: Callable[[], T], *, size: int) -> T:
-        """What ``make`` returns; called in a thread where it may take long. ``size``: characters that it works on."""
-        if size < 1024:
+    async def prepare(self, make: Callable[[], T], *, size: int | None) -> T:
+        """What ``make`` returns; called in a thread where it may take long. ``size``: its characters, or None."""
+        if size is not None and size < _SHORT:
             return make()
         return await asyncio.get_running_loop().run_in_executor(self._threads, make)
 
@@ -106,8 +108,7 @@ class Service:
         special_tokens: bool = False,
         pieces: bool = False,
     ) -> Generation:
-        """Start a request: prompt i gets ``params[i].n`` choices. It's admitted when this returns; its caller must leave
-        the scope of the generation, which is an async context manager.
+        """Start a request: prompt i gets ``params[i].n`` choices. It's admitted when this returns; the caller must close it.
 
         Raises :class:`ApiError`.
         """
@@ -157,7 +158,7 @@ class Service:
 
 
 class Generation:
-    """The choices of one request, on their way. An async context manager: leaving it aborts what hasn't ended."""
+    """The choices of one request, on their way."""
 
     def __init__(self, service: Service, *, special_tokens: bool, pieces: bool) -> None:
         self._service = service
@@ -202,6 +203,7 @@ class Generation:
                         service.prompter.tokenizer,
                         len(self._choices),
                         each,
+                        ends=service.engine.info.eos_token_ids,
                         special_tokens=self._special_tokens,
                         pieces=self._pieces,
                     )
@@ -262,12 +264,6 @@ class Generation:
         if ended:
             service.metrics.aborted(ended)
             service.metrics.counted(self.prompt_tokens, self.output_tokens)
-
-    async def __aenter__(self) -> Generation:
-        return self
-
-    async def __aexit__(self, *ended: object) -> None:
-        self.close()
 
     def _told(self, error: Exception) -> Exception:
         """An error as clients are told of it."""

@@ -203,9 +203,8 @@ class Request:
         self.logprobs.extend(kept)
         text = self.new_text()  # may find a stop string at the very end
         drafted = min(len(taken), len(tokens) - 1, proposed)
-        return StepOutput(
-            self.id, tuple(taken), self.finish_reason, kept, text, self.error, drafted=drafted, proposed=proposed
-        )
+        ended = self.finish_reason
+        return StepOutput(self.id, tuple(taken), ended, kept, text, self.error, drafted=drafted, proposed=proposed)
 
     def end(self, reason: FinishReason, error: str | None = None) -> StepOutput:
         """End the request; its output so far stays valid."""
