@@ -267,7 +267,8 @@ class Backend(Declared, ABC):
         ``inputs`` and ``outputs`` are static device tensors, allocated by the caller before the capture and written in
         place; ``scalars`` are frozen; ``params`` name host integers that ``Graph.update_params`` can rebind. A device
         may run ``fn`` before capturing it, to warm up, so it must do no harm with the contents that the inputs have
-        now. It must not synchronise, allocate pinned memory or replay another graph. Where the backend doesn't declare
+        now; and capture it again, on ``stream``, when ``params`` are rebound. It must not synchronise, allocate pinned
+        memory or replay another graph. Where the backend doesn't declare
         ``captures_graphs`` the result runs ``fn`` eagerly at each replay, in a scope of the replay's stream: work that
         ``fn`` places on a stream by name goes to that stream.
 
