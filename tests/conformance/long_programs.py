@@ -1,10 +1,10 @@
 """Ten thousand random programs on every right backend: `python tests/conformance/long_programs.py`. None may be convicted.
 
-Programs come in portions of 250, each drawn from a seed of its own and carried out in a process of its own. So what two machines
-share out as `--seed 0 --programs 5000` and `--seed 20 --programs 5000` is what one does as `--programs 10000`.
+Programs come in portions of 250, each drawn from a seed of its own and carried out in a process of its own. So what two
+machines share out as `--seed 0 --programs 5000` and `--seed 20 --programs 5000` is what one does as `--programs 10000`.
 
-`npu` and `rocm` run on their emulations, `own-queue` is what `outrider new-backend --kind own-queue` writes. `cuda` needs a GPU,
-and is left out unless it's named. Prints a line for each backend, and every conviction with its program.
+`npu` and `rocm` run on their emulations; `own-queue` is what `outrider new-backend --kind own-queue` writes. `cuda` needs a
+GPU, and is left out unless it's named. Prints a line for each backend, and every conviction with its program.
 """
 
 from __future__ import annotations
@@ -133,7 +133,6 @@ def warm_up() -> None:
     import hypothesis  # noqa: F401
     import torch
 
-    import outrider.registry
     import outrider_conformance.commands.new_backend
     import outrider_conformance.programs.trial  # noqa: F401
 

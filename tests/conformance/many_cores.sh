@@ -74,7 +74,7 @@ if has matrix; then
 fi
 if has engine; then
   on 10 "$python" -m outrider_proof.mutations -n "$left" --sample 2000 --seconds $((seconds - 15)) --limit 60 \
-    --out "$out/engine.json" >"$out/engine.log" 2>&1 &
+    --out "$out/engine.jsonl" >"$out/engine.log" 2>&1 &
 fi
 wait
 cd "$out" || exit 1
