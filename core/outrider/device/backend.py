@@ -161,7 +161,10 @@ class Backend(Declared, ABC):
             self.observer.device_synchronized()
 
     def delay(self, stream: Stream, cycles: int) -> None:
-        """Keep ``stream`` busy for about ``cycles`` device clocks. Needs ``perturbs_timing``; for tests."""
+        """Keep ``stream`` busy for about ``cycles`` device clocks; captured, at each replay of the graph.
+
+        Needs ``perturbs_timing``; for tests.
+        """
         if not self.capabilities.perturbs_timing:
             raise CapabilityError(f"{self.label} doesn't declare perturbs_timing")
         self._delay(stream, cycles)
@@ -174,11 +177,10 @@ class Backend(Declared, ABC):
         The failure is a :class:`DeviceFault`, and raised once: by the first wait of the host that covers the operation,
         also by way of other streams that waited for it. Such waits are ``synchronize`` of a stream, of an event and of the
         backend, ``synchronize_within``, a query whose answer would be yes, and a value that is read back. After that
-        everything works.
+        everything works. *Capture.* Captured, it fails at each replay of the graph.
 
         Raises :class:`CapabilityError` where the plugin doesn't implement it.
         """
-        self.check_not_capturing("provoke a fault")
         self._provoke_fault(stream)
 
     # -- memory ----------------------------------------------------------------------------------------------------

@@ -23,8 +23,7 @@ from outrider_conformance.programs.nodes import Node, Senseless, Unordered
 
 _T = TypeVar("_T")
 _WHOLE = "int64"
-_GRAPHS = 3
-_SLOWS = 6
+_GRAPHS, _SLOWS = 3, 6
 _HOST = ("host_read", "host_write", "query", "item", "send")
 
 
@@ -337,8 +336,7 @@ class _Drawing:
     def _host_write(self) -> Step | None:
         if not self.slots:
             return None
-        of = self.pick(self.slots)
-        length = self.model.program.slots[of].count
+        length = self.model.program.slots[of := self.pick(self.slots)].count
         return lang.HostWrite(self.span(of, length, self.count(length), dense=True), self.fresh())
 
     def _host_read(self) -> Step | None:
@@ -347,13 +345,16 @@ class _Drawing:
     def _signal(self) -> Step | None:
         first, second = self.two(whole=True), self.two(whole=True)
         setter, waiter = self.pick(self.streams), self.pick(self.streams)
-        if first is None or second is None or setter == waiter or self.slows >= _SLOWS:
+        if first is None or second is None or setter == waiter or (self.slows := self.slows + 1) > _SLOWS:
             return None
-        self.slows += 1
         before = lang.Mix(setter, *first, self.fresh())
         after = lang.Copy(waiter, second[0], second[1], self.chance(50))
         if self.chance(60):  # what was written before is what is read after
             after = lang.Copy(waiter, replace(first[0], of=first[1].of), first[0], False)
+        if self.chance(40):  # much is pending before the set, or the wait
+            busy, to = self.pick(((setter, first[0]), (waiter, second[0])))
+            for step in (lang.Slow(busy), *(lang.Fill(busy, to, n) for n in range(self.number(13, 20)))):
+                self.emit(step)
         return lang.Signal(0, self.pick(self.events), setter, waiter, before, after, self.chance(60))
 
     # -- several ---------------------------------------------------------------------------------------------------
