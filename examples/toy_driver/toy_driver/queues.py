@@ -37,9 +37,7 @@ class Point:
 
 
 class Failures:
-    """Errors of kernels that nobody has been told of. They are the device's: a failed kernel's stream may have been waited for
-    by others.
-    """
+    """Errors of kernels that nobody has been told of. They are the device's: other streams may have waited for the kernel."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -345,15 +345,15 @@ class _Drawing:
     def _signal(self) -> Step | None:
         first, second = self.two(whole=True), self.two(whole=True)
         setter, waiter = self.pick(self.streams), self.pick(self.streams)
-        if first is None or second is None or setter == waiter or (self.slows := self.slows + 1) > _SLOWS:
+        if first is None or second is None or setter == waiter or self.slows >= _SLOWS:
             return None
+        self.slows += 1
         before = lang.Mix(setter, *first, self.fresh())
         after = lang.Copy(waiter, second[0], second[1], self.chance(50))
         if self.chance(60):  # what was written before is what is read after
             after = lang.Copy(waiter, replace(first[0], of=first[1].of), first[0], False)
-        if self.chance(40):  # much is pending before the set, or the wait
-            busy, to = self.pick(((setter, first[0]), (waiter, second[0])))
-            for step in (lang.Slow(busy), *(lang.Fill(busy, to, n) for n in range(self.number(13, 20)))):
+        if self.chance(30):  # the set comes behind much that is pending
+            for step in (lang.Slow(setter), *(lang.Fill(setter, first[0], n) for n in range(self.number(13, 20)))):
                 self.emit(step)
         return lang.Signal(0, self.pick(self.events), setter, waiter, before, after, self.chance(60))
 
