@@ -161,7 +161,7 @@ class Backend(Declared, ABC):
             self.observer.device_synchronized()
 
     def delay(self, stream: Stream, cycles: int) -> None:
-        """Keep ``stream`` busy for about ``cycles`` device clocks; captured, at each replay of the graph.
+        """Keep ``stream`` busy for about ``cycles`` device clocks. Captured, it does so at each replay of the graph.
 
         Needs ``perturbs_timing``; for tests.
         """
