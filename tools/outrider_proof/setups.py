@@ -25,7 +25,7 @@ from outrider_proof import tiny
 from outrider_proof.checkpoints import IMAGE, picture, write_vision_checkpoint
 from outrider_proof.decode_program import Arrival, HostProgram, Serving, draft_length_of
 from outrider_proof.guides import guide
-from outrider_proof.proposers import MAKERS, decoder
+from outrider_proof.proposers import EXTREMES, MAKERS, decoder
 from outrider_proof.tiny import plain_config
 from outrider_sim.plugin import create_backend
 
@@ -165,7 +165,7 @@ class Models:
             return NgramProposer(vocab_size=self.target.config.vocab_size, draft_tokens=3)
         stream = self.backend.create_stream("load")
         with self.backend.on(stream):
-            made = MAKERS[self.proposer](self.target, self.backend)
+            made = {**MAKERS, **EXTREMES}[self.proposer](self.target, self.backend)
         stream.synchronize()
         return made or PlainProposer()
 

@@ -93,7 +93,7 @@ def read_parts(parts: Sequence[Part], backend: Backend, stream: Stream, done: Ca
     pieces = [piece for part in parts for piece in _pieces(part, largest)]
     workers = max(1, min(_THREADS, os.cpu_count() or 1, len(pieces)))
     with ThreadPoolExecutor(workers, thread_name_prefix="outrider-weights") as pool:
-        if not backend.capabilities.asynchronous and backend.device.type == "cpu":
+        if backend.capabilities.host_writes_memory:
             for piece, read in _ahead(pieces, 2 * workers, lambda piece: pool.submit(_read, piece, _memory(piece))):
                 read.result()
                 if piece.last:
