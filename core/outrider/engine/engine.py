@@ -147,7 +147,7 @@ class Engine:
             grammars=self._grammars,
             vision=vision,
         )
-        self._lending = Lending(parts, loop, self._admission)
+        self._lending: Lending | None = None
         self._next_id = 0
 
     @classmethod
@@ -366,6 +366,9 @@ class Engine:
         Raises :class:`RequestError` for a request that can't be served.
         """
         with self._use():
+            if lend:
+                self._lends()
+            self._tell("resume", state)
             request = self._admission.resumed(self._next_id, state)
             request.lends = lend
             self._next_id += 1
@@ -381,12 +384,12 @@ class Engine:
         with self._use():
             request = self._leaving(request_id)
             with self._lifeline.working("lending a request's pages"):
-                return self._lending.lend(request)
+                return self._lends().lend(request)
 
     def returned(self, lent: Lent) -> None:
         """Free the pages of a request that was lent. The caller has seen *pages read*, or nobody began to read."""
         with self._use():
-            self._lending.returned(lent)
+            self._lends().returned(lent)
 
     def expect(self, state: RequestState) -> Expected | None:
         """Reserve pages for a request that another engine of the same model and kind of proposer lends. None where pages are
@@ -394,7 +397,7 @@ class Engine:
         """
         with self._use():
             with self._lifeline.working("reserving pages for a request"):
-                expected = self._lending.expect(self._next_id, state)
+                expected = self._lends().expect(self._next_id, state)
             self._next_id += expected is not None
             return expected
 
@@ -404,13 +407,13 @@ class Engine:
         """
         with self._use():
             with self._lifeline.working("taking a request over"):
-                self._lending.arrived(expected, relay)
+                self._lends().arrived(expected, relay)
             return expected.request
 
     def forsake(self, expected: Expected) -> None:
-        """Free reserved pages. The caller knows that nobody writes them: no transfer began, or it's over, or its link is closed."""
+        """Free reserved pages. The caller knows that nobody writes them: no transfer began, it's over, or its link is closed."""
         with self._use():
-            self._lending.forsake(expected)
+            self._lends().forsake(expected)
 
     @property
     def page_memory(self) -> tuple[Tensor, ...]:
@@ -537,6 +540,12 @@ class Engine:
                 self._end_abandoned()
         finally:
             self._used = not outermost
+
+    def _lends(self) -> Lending:
+        """Made when it's first asked for: an engine of several ranks has none."""
+        if self._lending is None:
+            self._lending = Lending(self._parts, self._loop, self._admission)
+        return self._lending
 
     def _leaving(self, request_id: int) -> Request:
         """A decoding request, none of whose iterations is in flight. Raises :class:`RequestError` where there is none."""

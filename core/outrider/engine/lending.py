@@ -17,6 +17,7 @@ from outrider.engine.requests.lent import Arrived, Expected, Lent
 from outrider.engine.requests.pages import FreeList
 from outrider.engine.requests.request import FinishReason, Request, StepOutput
 from outrider.engine.requests.request_state import RequestState
+from outrider.engine.requests.scheduler import Scheduler
 from outrider.errors import RequestError
 
 
@@ -25,7 +26,11 @@ class Lending:
 
     def __init__(self, parts: EngineParts, loop: Loop, admission: Admission) -> None:
         self._parts, self._loop, self._admission = parts, loop, admission
-        self._pages = loop.scheduler.pages
+        scheduler = loop.scheduler
+        if not isinstance(scheduler, Scheduler) or loop.course is not None:
+            raise ConfigError("an engine of several ranks can't lend requests, nor borrow them; hand_over moves them in one process")
+        self._scheduler = scheduler
+        self._pages = scheduler.pages
         transfers = len(parts.fences.pages_ready) + 1
         self._leaving = FreeList("slot for a request that leaves", transfers)
         self._coming = FreeList("slot for a request that comes", transfers)
@@ -57,7 +62,7 @@ class Lending:
         del self._loop.requests[request.id]
         request.finish_reason = FinishReason.HAND_OVER
         self._loop.outbox.put(StepOutput(request.id, (), FinishReason.HAND_OVER))
-        held = self._loop.scheduler.lend(request)
+        held = self._scheduler.lend(request)
         filled = tuple(held[: -(-(state.length + 1) // self._pages.page_size)])
         lent = Lent(state=state, pages=filled, relay=relay, ready=ready, read=read, slot=slot)
         self._lent[lent] = held
@@ -78,7 +83,7 @@ class Lending:
             raise RequestError("a request that comes from another engine has a token of output at least; this one has none")
         self._admission.check_output(state)
         request = self._admission.arrival(request_id, state)
-        if not self._loop.scheduler.reserve(request):
+        if not self._scheduler.reserve(request):
             return None
         slot = self._coming.take()
         fences = self._parts.fences
@@ -104,7 +109,7 @@ class Lending:
 
     def forsake(self, expected: Expected) -> None:
         """Free reserved pages. The caller knows that nobody writes them any more. Allowed once."""
-        self._loop.scheduler.free_reserved(self._taken(expected))
+        self._scheduler.free_reserved(self._taken(expected))
         self._coming.give_back(expected.slot)
 
     def _taken(self, expected: Expected) -> Request:

@@ -207,7 +207,7 @@ class Loop:
                 request.verified_tokens += len(tokens)
                 self.counts["request_iterations"] += 1
                 self.counts["verified_tokens"] += len(tokens)
-                self._emit(request, tokens, outcome, self.scheduler.proposed(ticket.batch))
+                self._emit(request, tokens, outcome, self.scheduler.proposed(batch))
         for chunk, first in zip(batch.prefill, outcome.first_tokens, strict=True):
             if (first is not None or chunk.request.id in outcome.bad) and not chunk.request.finished:
                 self._emit(chunk.request, () if first is None else (first,), outcome)
