@@ -487,6 +487,7 @@ class Engine:
             "abort": self.abort,
             "forget": self._forget_ids,
             "hand_over": self.hand_over,
+            "resume": self.resume,
             "take_over": lambda key: self.take_over(handed_over[key]),
         }
         follow(self._course, calls, self._loop)

@@ -28,7 +28,7 @@ class Lending:
         self._parts, self._loop, self._admission = parts, loop, admission
         scheduler = loop.scheduler
         if not isinstance(scheduler, Scheduler) or loop.course is not None:
-            raise ConfigError("an engine of several ranks can't lend requests, nor borrow them; hand_over moves them in one process")
+            raise ConfigError("an engine of several ranks can't lend requests or borrow them; use hand_over, in one process")
         self._scheduler = scheduler
         self._pages = scheduler.pages
         transfers = len(parts.fences.pages_ready) + 1
