@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -41,10 +42,11 @@ class Lane(Actor):
 class Lanes:
     """The actors of one device. Not thread-safe: the caller holds a lock around each call."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: Callable[[], int] | None = None) -> None:
+        """``number`` gives the numbers of actors, unlike those of the actors of other devices whose clocks come here."""
+        self._number = number or itertools.count(1).__next__
         self.lanes: dict[str, Lane] = {}
         self.sequence = 0
-        self._actors = 0
         self._free_numbers: list[tuple[int, int]] = []
         self._local = threading.local()
         self._threads: list[tuple[ReferenceType[threading.Thread], Actor]] = []
@@ -52,10 +54,6 @@ class Lanes:
         self._held: list[Lane] = []
 
     # -- actors ----------------------------------------------------------------------------------------------------
-
-    def _number(self) -> int:
-        self._actors += 1
-        return self._actors
 
     def lane(self, name: str) -> Lane:
         """The actor of a stream."""
@@ -138,7 +136,7 @@ class Lanes:
 
         lane.held.append(later)
 
-    def _resume(self) -> None:
+    def resume_held(self) -> None:
         """Take the steps that have become possible."""
         progress = bool(self._held)
         while progress:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch import Tensor
 from outrider.device import (
     Access,
     Backend,
-    BackendLoadError,
     Capabilities,
     CaptureContext,
     ConfigError,
@@ -22,6 +22,7 @@ from outrider.device import (
     Graph,
     GraphCallable,
     GraphPool,
+    Group,
     KernelSet,
     MemoryInfo,
     Observer,
@@ -33,8 +34,9 @@ from outrider.device import (
     StreamOrderError,
     Waiter,
 )
-from outrider_sim.device import register
-from outrider_sim.exhaustive import Exhaustive
+from outrider_sim.collectives import create_group
+from outrider_sim.device import Current, host_of, register
+from outrider_sim.diverging import DIVERGENCES
 from outrider_sim.explore import Exploration, explore
 from outrider_sim.failures import fail_on_request
 from outrider_sim.graphs import Capture, Program
@@ -46,9 +48,13 @@ from outrider_sim.pinned import PinnedTensor
 from outrider_sim.queue import EventState, FlagState, Kind, Op, StreamQueue
 from outrider_sim.schedule import Delay, Schedule, Step
 from outrider_sim.sim import Sim, host_extent
+from outrider_sim.store import SimStore
 from outrider_sim.strategies import Replay, Strategy
 from outrider_sim.tap import SeamTap
 from outrider_sim.tensor import SimTensor
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 _DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
@@ -204,6 +210,8 @@ def _capabilities(like: Personality) -> Capabilities:
         event_timing=True,
         flags=like.flags,
         captures_graphs=True,
+        collectives=True,
+        captures_collectives=True,
         updates_graph_params=like.updates_graph_params,
         forks_in_capture=like.forks_in_capture,
         perturbs_timing=True,
@@ -247,7 +255,7 @@ class SimControl:
     def virtual_time(self) -> float:
         """Seconds of simulated time since the last reset, on the stream or thread that is furthest."""
         machine = self._machine
-        clocks = [stream.clock for stream in machine.streams] + [thread.clock for thread in machine.threads]
+        clocks = [stream.clock for stream in machine.scheduler.streams] + [thread.clock for thread in machine.threads]
         return float(max(clocks)) / 1e6
 
     def steps(self, stream: Stream | None) -> tuple[str, int]:
@@ -270,7 +278,22 @@ class SimControl:
             memory = self._backend.sim.memory
             memory.faults.add(memory.count + number)
         else:
-            self._machine.faults[self._machine.seq + number] = kind
+            self._machine.faults[self._machine.enqueued + number] = kind
+
+    def diverge(self, kind: str) -> None:
+        """Let this device, or the calling host thread, depart from those of other ranks until the next reset; `diverging`
+        lists the kinds.
+        """
+        if kind not in DIVERGENCES:
+            raise ConfigError(f"there is no divergence {kind!r}; expected one of {', '.join(DIVERGENCES)}")
+        if kind == "slow":
+            self._machine.scheduler.slow.add(self._machine.thread)
+        else:
+            self._backend.sim.diverges |= {kind}
+
+    def create_store(self) -> Store:
+        """Where ranks that are host threads of this process meet: a wait there is a point of the schedule."""
+        return SimStore(self._machine.scheduler)
 
     def explore(
         self, program: Callable[[Backend], None], *, strategy: str = "mixed", iterations: int = 100, seed: int = 0
@@ -301,22 +324,28 @@ class SimBackend(Backend):
 
     def __init__(self, options: SimOptions | None = None, ordinal: int = 0) -> None:
         options = options or SimOptions()
-        if ordinal != 0:
-            raise BackendLoadError(f"backend 'sim': device {ordinal} was asked for, there is only device 0")
         registered = register(options.name, options)
+        first = host_of(registered, options, ordinal) if ordinal else None
+        if first is not None:
+            options = options.beside(first.options)
         like = options.like
         super().__init__(
             "sim",
-            registered.dispatcher.device,
+            torch.device(options.name, ordinal),
             capabilities=_capabilities(like),
             kernels=HostLengthKernels if like.exact_host_lengths else KernelSet(),
             speculative_sync=SimSync,
         )
-        self.sim = Sim(options)
+        self.sim = Sim(options, first, ordinal)
+        self.sim.backend = weakref.ref(self)
         self.epoch = 0  # resets so far
         self._dispatcher = registered.dispatcher
-        self._dispatcher.current = self.sim
-        registered.backend = self
+        if first is None:
+            self._dispatcher.current = self.sim
+            self.sim.machine.scheduler.ambient.append(Current(self._dispatcher))
+            registered.backend = self
+        else:
+            self._dispatcher.several = True
         self._control = SimControl(self)
         # Work that nobody placed runs here; it is a stream of the backend like any other.
         self.default_stream = SimStream(self, "default", 0, self.sim.machine.default)
@@ -355,14 +384,21 @@ class SimBackend(Backend):
 
     def start_over(self, strategy: Strategy | None) -> None:
         """See `SimControl.reset`."""
+        self.sim.machine.reset(strategy)
+        for machine in self.sim.machine.scheduler.machines:
+            backend = machine.sim.backend()
+            if backend is not None:
+                backend.forget(strategy)
+
+    def forget(self, strategy: Strategy | None) -> None:
+        """Start this device over, of those that were reset."""
         machine = self.sim.machine
-        machine.reset(strategy)
         machine.faults = self.sim.options.operation_faults()  # those that were injected since are over
         self.sim.memory.faults = self.sim.options.allocation_faults()
+        self.sim.diverges = frozenset()
         self.epoch += 1
-        floor = self.sim.memory.start_over(getattr(strategy, "floor", None))
-        if isinstance(strategy, Exhaustive):
-            strategy.floor = floor
+        floors: dict[int, int] = getattr(strategy, "floors", {})
+        floors[machine.rank] = self.sim.memory.start_over(floors.get(machine.rank))
         self.sim.manual_seed(self.sim.options.seed)
         # A stream that only these lists hold was made by a run that is over; its name is free again.
         held = [s for s in self._streams if s is self.default_stream or sys.getrefcount(s) > _ONLY_LISTED]
@@ -429,6 +465,9 @@ class SimBackend(Backend):
         """Bytes of the simulated device; cached blocks count as free."""
         memory = self.sim.memory
         return MemoryInfo(total=memory.limit, free=memory.limit - memory.allocated, allocated=memory.allocated)
+
+    def _create_group(self, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float) -> Group:
+        return create_group(self, name, ranks, rank, store, timeout_s)
 
     def create_graph_pool(self, name: str) -> GraphPool:
         """Private memory for graphs that never run at the same time."""

@@ -19,8 +19,10 @@ from outrider._renamed import Renamed, adopt_overrides
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
     from outrider.device.backend import Backend
+    from outrider.device.collectives import Collective, Decision, Group
     from outrider.device.graph import Graph
     from outrider.device.stream import Event, Flag, Stream
 
@@ -140,6 +142,16 @@ class Observer:
     def host_accessed(self, access: Access, location: str) -> None:
         """The calling thread read or wrote pinned memory directly."""
 
+    def collective(
+        self, group: Group, call: Collective, stream: Stream, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]
+    ) -> None:
+        """A rank makes a call of its group, which reads and writes these operands of it in the order of ``stream``. Reported
+        before the call is enqueued: where the device isn't asynchronous, before the rank waits for the others.
+        """
+
+    def decided(self, group: Group, name: str, value: Decision) -> None:
+        """The host of a rank took a decision that every rank of ``group`` must take alike, in the same order."""
+
     def capture_began(self, graph: Graph, stream: Stream) -> None:
         """Operations from here to :meth:`capture_ended` on this thread belong to ``graph``; none of them runs."""
 
@@ -205,6 +217,14 @@ class ControllableDevice(Protocol):
         """Run ``program``, which makes what it needs and raises when something is wrong, under up to ``iterations``
         schedules that ``strategy`` picks; stop at the first failure and shrink it.
         """
+
+    def diverge(self, kind: str) -> None:
+        """Let this device, or the calling host thread, depart from those of other ranks until the next reset: ``tie``,
+        ``ulp`` or ``slow``.
+        """
+
+    def create_store(self) -> Store:
+        """A store for ranks that are threads of :meth:`run_threads`: a wait there lets the others run."""
 
     def run_threads(self, *bodies: Callable[[], None]) -> None:
         """Run the callables as host threads that the schedule picks in turn, and join them. Between themselves they may
