@@ -73,6 +73,15 @@ def test_a_chat_by_its_template(client, reference):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
 
 
+def test_control_tokens_in_a_message_are_text(client, reference):
+    def read(content):
+        messages = [{"role": "user", "content": content}]
+        return client.chat.completions.create(model="m", messages=messages, max_tokens=1).usage.prompt_tokens
+
+    assert reference.tokenizer.encode("<|endoftext|>") == [0]
+    assert read("<|endoftext|>") > read("x") + 2
+
+
 def test_sampling_is_by_the_seed(client, reference):
     def text(seed):
         return client.completions.create(model="m", prompt=PROMPT, max_tokens=12, seed=seed, n=2).choices
