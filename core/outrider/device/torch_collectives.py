@@ -93,7 +93,9 @@ class TorchGroup(Group):
         }
         self._broken: str | None = None
         self._native: Any = self._run(
-            lambda: make_process_group(backend.device, name, self.ranks, self.rank, store, timeout_s)
+            lambda: make_process_group(
+                backend.device, name, self.ranks, self.rank, fresh_store(name, self.rank, store, timeout_s), timeout_s
+            )
         )
 
     @property

@@ -7,7 +7,6 @@ import pickle
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -21,6 +20,7 @@ from outrider.model import ModelRanks
 
 _START_S = 600.0
 """Seconds that ranks wait for each other while they start: one may read its weights from a slower disk."""
+_LOOK_S = 0.01
 _HEAR_S = 1.0
 """So long a rank that lost the others waits to hear who failed before it says so itself."""
 
@@ -87,15 +87,23 @@ class Ranks:
         found = []
         for rank in range(self.config.world):
             key = self._meeting(number, rank)
-            try:
-                self.store.wait([key], timedelta(seconds=_START_S))
-            except RuntimeError as error:
-                raise RanksFailed(f"rank {rank} didn't come to {what!r} within {_START_S:g} s: {error}") from error
+            self._wait(key, f"rank {rank} didn't come to {what!r}")
             theirs, given = pickle.loads(self.store.get(key))
             if theirs != what:
                 raise RanksDiffer(f"rank {self.rank} is at {what!r}, and rank {rank} at {theirs!r}; start all of them alike")
             found.append(given)
         return found
+
+    def _wait(self, key: str, missing: str) -> None:
+        """Wait for a key, unless a rank says meanwhile that it failed."""
+        until = time.monotonic() + _START_S
+        while not self.store.check([key]):
+            failure = self.room.failure
+            if failure is not None:
+                raise RanksFailed(failure)
+            if time.monotonic() > until:
+                raise RanksFailed(f"{missing} within {_START_S:g} s")
+            time.sleep(_LOOK_S)
 
     def check_same(self, what: str, values: Mapping[str, object]) -> None:
         """Raise :class:`RanksDiffer` unless all ranks have the same ``values``; names the first one that differs."""
