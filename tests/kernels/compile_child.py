@@ -9,7 +9,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from outrider_triton.jit import attention, bookkeeping, choose, fused, matmul, prompt_attention, rows, streamed
+from outrider_triton.jit import attention, bookkeeping, choose, fused, matmul, peers, prompt_attention, rows, streamed
 
 HALF, WIDE, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
 HALVES = (
@@ -59,6 +59,8 @@ PROMPT = {
 COPY = {"PAGE": 16, "PADDED": 128, "BATCH": 16, "BLOCK_ROWS": 4, "BLOCK_COLUMNS": 1024}
 SHARED = {"SHARES": 16}
 VOCABULARY = {"SHARES": 16, "BLOCK": 1024}
+PEERS = {"RANK": 1, "SIZE": 2, "BLOCK": 1024}
+PEER_WORDS = {**dict.fromkeys(("words", "out", "epochs", "x", "residual", "weight"), INT), "peers": LONG}
 # What a name means depends on the kernel for a few of them.
 KERNELS = [
     (rows.rms_norm, {}, {"BLOCK": 4096}),
@@ -115,6 +117,11 @@ KERNELS = [
     (bookkeeping.publish_accepted, {"path": "i32"}, {"BLOCK": 4}),
     (bookkeeping.place_accepted, {"path": "i32"}, {"BLOCK": 4}),
     (bookkeeping.embed_beside, {"hidden": HALF}, {"BLOCK": 1024}),
+    *(
+        (peers.exchange, PEER_WORDS, {**PEERS, "MODE": mode, "KIND": kind})
+        for mode, kind in ((0, 0), (1, 0), (1, 1), (1, 2), (2, 0))
+    ),
+    *((peers.all_reduce_rms_norm, PEER_WORDS, {**PEERS, "BLOCK": 2048, "KIND": kind}) for kind in range(3)),
     (choose.accept_sampling, {"rows": "i32"}, {**SHARED, "LANE": 1, "NUM_DRAFT_TOKENS": 3}),
 ]
 RING = {"bias": None, "HAS_BIAS": False, "STEPS": 8, "BLOCK_M": 8, "BLOCK_K": 128, "STAGES": 4}
@@ -133,7 +140,7 @@ STREAMED = [
 """For devices with a copy engine alone."""
 LATE = {"linear_silu_mul", "scaled_silu_mul", "streamed_silu_mul"}
 """One of them is in each layer: what starts behind it may read what was written before it (docs/kernels.md)."""
-READS_WEIGHTS = {"rms_norm", "add_rms_norm", "linear_add", "streamed_linear_add"}
+READS_WEIGHTS = {"all_reduce_rms_norm", "rms_norm", "add_rms_norm", "linear_add", "streamed_linear_add"}
 """Before the wait: weights, which no kernel writes."""
 
 

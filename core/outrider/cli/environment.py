@@ -13,6 +13,7 @@ from outrider.registry.probing import Probe
 BACKEND_VARIABLE = "OUTRIDER_BACKEND"
 AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 CACHE_VARIABLE = "XDG_CACHE_HOME"
+RANK_VARIABLE = "RANK"
 
 
 def backend_from_environment() -> str | None:
@@ -30,6 +31,28 @@ def tuned_directory() -> Path | None:
     """Where what kernels' tuning found is kept; None: there is no place, without a home directory."""
     cache = _cache_directory()
     return None if cache is None else cache / "tuned"
+
+
+def rank_environment() -> dict[str, str] | None:
+    """What torchrun, or a command that starts ranks, says to one of them; None: this process isn't one."""
+    return dict(os.environ) if RANK_VARIABLE in os.environ else None
+
+
+def rank_variables(*, rank: int, world: int, port: int, pipe: int) -> dict[str, str]:
+    """The environment of a rank that this process starts, as torchrun's is; ``pipe``: a descriptor that ends with this."""
+    return {
+        **os.environ,
+        RANK_VARIABLE: str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OUTRIDER_RANK_PIPE": str(pipe),
+        # Else the library's own watchdog ends a rank that waits, before anybody can say why.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
 
 
 def _cache_directory() -> Path | None:

@@ -42,6 +42,7 @@ from outrider.cli.models import (
     launched,
     load,
 )
+from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, spread
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
 from outrider.cli.sampling_options import (
     FrequencyPenaltyOption,
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 
 
 def generate(
+    context: typer.Context,
     prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", metavar="F", help="A file with the text; - is standard input.")
@@ -101,6 +103,8 @@ def generate(
     page_size: PageSizeOption = None,
     max_requests: MaxRequestsOption = None,
     prefill_chunk: PrefillChunkOption = None,
+    tensor_parallel: TensorParallelOption = 1,
+    data_parallel: DataParallelOption = 1,
     tune_seconds: TuneOption = 0.0,
     compare: Annotated[
         bool,
@@ -123,6 +127,9 @@ def generate(
     for item in stop or ():
         check_utf8("--stop", item)
     require_torch()
+    spread_out = spread(context.obj, tensor_parallel, data_parallel, json_output=json_output)
+    if spread_out is not None:
+        return spread_out
     from outrider.engine.config import Choice
     from outrider.engine.requests.request import SamplingParams
 
@@ -169,28 +176,37 @@ def generate(
             prefill_chunk=prefill_chunk,
         ),
     )
-    engine = start(
-        speculation, max_requests=n, running=running, tune_seconds=tune_seconds, say=not json_output, beside=beside
-    )
-    question = Question.ask(engine, text, speculation.model, image or ())
-    if n > 1:
-        return _samples(engine, question, params, {"speculate": speculation.kind, **launched(engine, beside)})
-    run = _Run(question)
-    try:
-        run.stream(engine, params, None if json_output else sys.stdout.write)
-    except KeyboardInterrupt:
-        raise Interrupted(f"interrupted after {len(run.tokens)} tokens", run.data(engine)) from None
-    data: dict[str, object] = {**run.data(engine), "speculate": speculation.kind, **launched(engine, beside)}
-    if run.error is not None or not compare:
-        return Report(data=data, render=lambda console: _summary(console, data), exit_code=1 if run.error else 0)
-    plain = _Run(question)
-    plain_engine = start(speculation.without(), max_requests=1, running=replace(running, draft_length=None))
-    plain.stream(plain_engine, params, None)
-    same = plain.tokens == run.tokens
-    data["same_as_plain"] = same
-    data["plain"] = plain.data(plain_engine)
-    if not same:
-        data["difference"] = _difference(plain_engine, question, params, run.tokens, plain.tokens)
+    with Joined(tensor_parallel, data_parallel) as joined:
+        start = partial(start, joined=joined)
+        engine = start(
+            speculation, max_requests=n, running=running, tune_seconds=tune_seconds, say=not json_output, beside=beside
+        )
+        if engine.follows:
+            engine.follow()
+            if compare:
+                start(speculation.without(), max_requests=1, running=replace(running, draft_length=None)).follow()
+            return Report(data={}, render=lambda console: None)
+        with closing(engine):
+            question = Question.ask(engine, text, speculation.model, image or ())
+            if n > 1:
+                return _samples(engine, question, params, {"speculate": speculation.kind, **launched(engine, beside)})
+            run = _Run(question)
+            try:
+                run.stream(engine, params, None if json_output else sys.stdout.write)
+            except KeyboardInterrupt:
+                raise Interrupted(f"interrupted after {len(run.tokens)} tokens", run.data(engine)) from None
+        data: dict[str, object] = {**run.data(engine), "speculate": speculation.kind, **launched(engine, beside)}
+        if run.error is not None or not compare:
+            return Report(data=data, render=lambda console: _summary(console, data), exit_code=1 if run.error else 0)
+        plain = _Run(question)
+        plain_engine = start(speculation.without(), max_requests=1, running=replace(running, draft_length=None))
+        with closing(plain_engine):
+            plain.stream(plain_engine, params, None)
+        same = plain.tokens == run.tokens
+        data["same_as_plain"] = same
+        data["plain"] = plain.data(plain_engine)
+        if not same:
+            data["difference"] = _difference(plain_engine, question, params, run.tokens, plain.tokens)
 
     def render(console: Console) -> None:
         _summary(console, data)
@@ -212,7 +228,8 @@ def _difference(
     at = first_difference(ours, theirs)
     if at is None:
         return None
-    if question.media or params.penalized or params.biases or params.min_tokens or not isinstance(plain.model, Decoder):
+    by_logits = isinstance(plain.model, Decoder) and plain.model.ranks is None
+    if question.media or params.penalized or params.biases or params.min_tokens or not by_logits:
         return {"position": at, "speculative": ours[at], "plain": theirs[at]}
     found = Closer(plain).look(question.tokens, ours, theirs)
     assert found is not None

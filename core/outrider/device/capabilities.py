@@ -49,6 +49,9 @@ class Capabilities:
     """A group's verbs may be captured in a graph, and each replay makes the calls anew. Without graphs it says nothing: an
     eager replay makes them anyway."""
 
+    peer_memory: bool = False
+    """Ranks may reach each other's memory (``Group.peer_buffers``), where the machine connects their devices."""
+
     perturbs_timing: bool = False
     """``delay(stream, cycles)`` keeps a stream busy, so that tests can provoke other interleavings."""
 

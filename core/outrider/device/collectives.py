@@ -111,6 +111,7 @@ class Group(ABC):
         self.last_call: Collective | None = None
         self.last_decision: tuple[str, Decision] | None = None
         self.closed = False
+        self._taken: frozenset[str] | None = None
         self._sequence = 0
         self._between: dict[tuple[int, int], int] = {}
 
@@ -183,6 +184,56 @@ class Group(ABC):
         if tensor.numel():
             with self.backend.on(stream), self.backend.guard(self._doing(call)):
                 self._receive(tensor, source)
+
+    # -- memory that the ranks share -------------------------------------------------------------------------------
+
+    @property
+    def has_peer_memory(self) -> bool:
+        """Whether :meth:`peer_buffers` works between these ranks; the same on each of them."""
+        return False
+
+    def peer_buffers(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Memory of each rank's device, reached by every rank: element i lies with rank i. Filled with zeros everywhere.
+
+        Every rank calls this with the same arguments in the same order, and blocks until all have. Nothing orders what
+        the ranks write to it but the kernels that do. It lives as long as the group is open.
+
+        Raises :class:`CapabilityError` where the ranks don't reach each other's memory, :class:`SeamError` in a capture,
+        and :class:`CollectiveError` where a rank doesn't come.
+        """
+        if not self.has_peer_memory:
+            raise CapabilityError(
+                f"the ranks of group {self.name!r} of {self.backend.label} don't reach each other's memory, so {name!r} "
+                "can't be made; use the group's verbs"
+            )
+        if self.closed:
+            raise self._misused("peer_buffers", "the group is closed; create another")
+        capture = self.backend.active_capture
+        if capture is not None and not capture.rehearsal:
+            raise self._misused("peer_buffers", f"{name!r} in a capture; make it before")
+        with self.backend.guard(f"making {name!r} for the ranks of group {self.name!r}"):
+            return self._peer_buffers(name, tuple(shape), dtype)
+
+    # -- how a call is carried out ---------------------------------------------------------------------------------
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The ways that this group has to carry a call out, by name; which is taken depends on the verb and the size.
+
+        The first takes every call. The same on each rank.
+        """
+        return ("library",)
+
+    def take(self, *ways: str) -> None:
+        """Take no other ways than these and the first, on every rank alike: to measure them apart. Never in a capture."""
+        unknown = set(ways) - set(self.ways)
+        if unknown:
+            raise self._misused("take", f"there is no way {', '.join(sorted(unknown))}, expected some of {list(self.ways)}")
+        self._taken = frozenset(ways)
+
+    def takes(self, way: str) -> bool:
+        """Whether a call may be carried out so."""
+        return self._taken is None or way in self._taken
 
     # -- what belongs to the group beside them ---------------------------------------------------------------------
 
@@ -347,6 +398,11 @@ class Group(ABC):
     @abstractmethod
     def _receive(self, tensor: Tensor, source: int) -> None:
         """Vendor's verb for :meth:`receive`."""
+
+    def _peer_buffers(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Vendor's verb for :meth:`peer_buffers`, where ``has_peer_memory``."""
+        del shape, dtype
+        raise CapabilityError(f"{self.backend.label} says that ranks reach each other's memory but gives none ({name!r})")
 
     def _close(self) -> None:  # noqa: B027  (nothing to give up is right)
         """Vendor's verb for :meth:`close`, called once."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed
@@ -28,9 +28,10 @@ _ROOM = "outrider/group"
 
 
 def make_process_group(
-    device: torch.device, name: str, ranks: tuple[int, ...], index: int, store: Store, timeout_s: float
+    device: torch.device, name: str, ranks: tuple[int, ...], index: int, joined: Store, timeout_s: float
 ) -> Any:
-    """The process group that torch has for ``device``, of ``ranks``; this one is number ``index`` of them.
+    """The process group that torch has for ``device``, of ``ranks``; this one is number ``index`` of them. They meet at
+    ``joined``, which nobody used before.
 
     Raises :class:`CapabilityError` where torch has none.
     """
@@ -43,7 +44,6 @@ def make_process_group(
             "the vendor's package registers one"
         )
     timeout = timedelta(seconds=timeout_s)
-    joined = _rendezvous(name, index, store, timeout)
     plugin = dist.Backend._plugins.get(kind.upper())
     if plugin is not None:
         if not plugin.extended_api:
@@ -64,11 +64,14 @@ def make_process_group(
     return own(joined, index, len(ranks), options)
 
 
-def _rendezvous(name: str, index: int, store: Store, timeout: timedelta) -> Store:
-    """A part of ``store`` that no group had before: each rank counts how often it made a group of this name."""
-    generation = dist.PrefixStore(f"{_ROOM}/{name}/made", store).add(str(index), 1)
-    joined: Store = dist.PrefixStore(f"{_ROOM}/{name}/{generation}", store)
-    joined.set_timeout(timeout)
+def fresh_store(name: str, index: int, store: Store, timeout_s: float) -> Store:
+    """A part of ``store`` that no group had before, by a connection of its own: waiting there for ``timeout_s`` holds up
+    nobody who waits at ``store``. Each rank counts how often it made a group of this name.
+    """
+    own = cast("Any", store).clone()
+    generation = dist.PrefixStore(f"{_ROOM}/{name}/made", own).add(str(index), 1)
+    joined: Store = dist.PrefixStore(f"{_ROOM}/{name}/{generation}", own)
+    joined.set_timeout(timedelta(seconds=timeout_s))
     return joined
 
 
@@ -92,6 +95,11 @@ class TorchGroup(Group):
         self._native: Any = self._run(
             lambda: make_process_group(backend.device, name, self.ranks, self.rank, store, timeout_s)
         )
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Torch's library alone."""
+        return ("torch.distributed",)
 
     def _all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         options = dist.AllreduceOptions()

@@ -10,6 +10,7 @@ import torch
 
 from outrider.device import Backend, ConfigError
 from outrider.engine.config import DTYPES, Choice, DecidedConfig, EngineConfig
+from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.resolve import choose_dtype, resolve
 from outrider.engine.situation import situation_of
 from outrider.model import (
@@ -50,6 +51,7 @@ def load_checkpoint(
     through_transformers: bool = False,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> Loaded:
     """See :meth:`outrider.engine.engine.Engine.from_checkpoint`."""
     builders = dict(builders or {})
@@ -62,12 +64,17 @@ def load_checkpoint(
         config = replace(config, dtype=str(chosen[0].value))
     assert config.dtype is not None
     dtype = DTYPES[config.dtype]
+    if through_transformers and ranks is not None:
+        raise ConfigError(
+            "through_transformers runs a model by transformers' own code, which isn't shared out among ranks; leave it out, "
+            "or run on one rank"
+        )
     if through_transformers:
         model: LanguageModel = load_through_transformers(
             directory, backend=backend, dtype=dtype, trust_remote_code=trust_remote_code
         )
     else:
-        model = _load_native(directory, backend, dtype, config.batch_invariant, progress)
+        model = _load_native(directory, backend, dtype, config.batch_invariant, progress, ranks)
     options = DraftOptions(
         target=model,
         backend=backend,
@@ -88,10 +95,16 @@ def load_checkpoint(
 
 
 def _load_native(
-    directory: Path, backend: Backend, dtype: torch.dtype, batch_invariant: bool, progress: Progress | None
+    directory: Path,
+    backend: Backend,
+    dtype: torch.dtype,
+    batch_invariant: bool,
+    progress: Progress | None,
+    ranks: Ranks | None,
 ) -> Decoder:
     """The model of a checkpoint, with the kernels that the config asks for."""
-    model = load_decoder(directory, backend=backend, dtype=dtype, progress=progress)
+    shared = None if ranks is None else ranks.model
+    model = load_decoder(directory, backend=backend, dtype=dtype, progress=progress, ranks=shared)
     if batch_invariant:
-        return Decoder(model.config, model.weights, backend.kernels_in_use.batch_invariant())
+        return Decoder(model.config, model.weights, backend.kernels_in_use.batch_invariant(), shared)
     return model

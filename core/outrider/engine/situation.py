@@ -33,6 +33,8 @@ def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> 
         no_fused = no_fused or f"the kernels {model.kernels.name!r} plan each batch on the host"
     if sync.exact_host_lengths and not (sync.rebind_params and backend.capabilities.updates_graph_params):
         no_graphs = no_graphs or "attention takes lengths of the host, which the device can't rebind in a graph"
+    if model.ranks is not None and not backend.capabilities.captures_collectives:
+        no_fused = no_graphs = "the device captures no collectives, and several ranks have some in every stage"
     return Situation(
         capabilities=backend.capabilities,
         step_modes=sync.step_modes,

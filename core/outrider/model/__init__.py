@@ -18,7 +18,9 @@ from outrider.model.loading import load_decoder
 from outrider.model.media import Media, MediaProcessor, expand_placeholders
 from outrider.model.mrope import MediaGrid, prompt_positions, speculative_positions
 from outrider.model.mtp import MtpHead, MtpWeights, load_mtp
+from outrider.model.ranks import ModelRanks
 from outrider.model.rope import RopeConfig
+from outrider.model.shards import Shard, Shards
 from outrider.model.stream_decoder import StreamDecoder
 from outrider.model.tensors import Progress
 from outrider.model.tokenizer import Tokenizer
@@ -41,10 +43,13 @@ __all__ = [
     "MediaGrid",
     "MediaProcessor",
     "ModelConfig",
+    "ModelRanks",
     "MtpHead",
     "MtpWeights",
     "Progress",
     "RopeConfig",
+    "Shard",
+    "Shards",
     "StreamDecoder",
     "Tokenizer",
     "TransformersDecoder",

@@ -6,17 +6,20 @@ can be read several times as fast as that.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from outrider.device import Backend, Event, PinnedBuffer, Stream
+from outrider.model.cuts import Cut
 from outrider.model.reading import reading
 
 _THREADS = 8
@@ -26,11 +29,27 @@ _PIECE = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a tensor's values lie, one behind the other: ``offset`` bytes into the file at ``path``."""
+    """Where a tensor's values lie: ``offset`` bytes into the file at ``path``, one behind the other.
+
+    ``run`` and ``pitch``: of a cut of columns, so many values lie behind one another, and so many begin from one row to the
+    next; 0: all lie behind one another.
+    """
 
     path: Path
     offset: int
     dtype: torch.dtype
+    run: int = 0
+    pitch: int = 0
+
+    def cut(self, shape: tuple[int, ...], cut: Cut | None) -> Extent:
+        """Where a cut of this tensor, of ``shape`` and whole, lies."""
+        if cut is None:
+            return self
+        columns = math.prod(shape[1:])
+        if cut.dim == 0:
+            return replace(self, offset=self.offset + cut.start * columns * self.dtype.itemsize)
+        offset = self.offset + cut.start * self.dtype.itemsize
+        return replace(self, offset=offset, run=cut.stop - cut.start, pitch=columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +146,8 @@ def _ahead(
 
 
 def _pieces(part: Part, largest: int) -> Iterator[_Piece]:
-    total = part.destination.numel()
+    total, run = part.destination.numel(), part.extent.run
+    largest = max(1, largest // run) * run if run else largest  # whole rows
     for first in range(0, total, largest):
         values = min(largest, total - first)
         yield _Piece(part, first, values, first + values == total)
@@ -149,9 +169,18 @@ def _read(piece: _Piece, into: Tensor) -> None:
     extent = piece.part.extent
     view = into.view(torch.uint8).numpy().data
     with reading(extent.path, f"tensor {piece.part.key!r}"), extent.path.open("rb", buffering=0) as file:
-        file.seek(extent.offset + piece.first * extent.dtype.itemsize)
+        size = extent.dtype.itemsize
+        run = extent.run * size or len(view)
+        place = extent.offset + (piece.first // extent.run * extent.pitch if extent.run else piece.first) * size
         while view:
-            count = file.readinto(view)
-            if not count:
-                raise ValueError(f"it ends {len(view)} bytes early; was it changed while it was read?")
-            view = view[count:]
+            file.seek(place)
+            _fill(file, view[:run])
+            view, place = view[run:], place + extent.pitch * size
+
+
+def _fill(file: FileIO, view: memoryview) -> None:
+    while view:
+        count = file.readinto(view)
+        if not count:
+            raise ValueError(f"it ends {len(view)} bytes early; was it changed while it was read?")
+        view = view[count:]

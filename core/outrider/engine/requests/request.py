@@ -101,6 +101,8 @@ class Request:
     iterations: int = 0
     verified_tokens: int = 0
     preemptions: int = 0
+    group: int = 0
+    """The data-parallel group that it runs in."""
     arrival: HandOver | None = None
     """What another engine computed of it, until that is in the cache."""
     finish_reason: FinishReason | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -32,7 +32,10 @@ class Transfer:
         rows: RowTable,
         future: FutureMap,
         fences: FenceSet,
+        group: int = 0,
     ) -> None:
+        """``group``: the data-parallel group of this rank."""
+        self._group = group
         self._backend = backend
         self._forward = forward
         self._model = model
@@ -43,17 +46,14 @@ class Transfer:
         self._fences = fences
 
     def collect(self, request: Request) -> HandOver:
-        """Copy the state of a decoding request, whose results the host has all handled, out of the engine's caches.
+        """Copy the state of a decoding request, whose results the host has all handled, out of the engine's caches; of one in
+        another data-parallel group there is none here.
 
         Its row and pages may be given back then: pages are reused on forward, behind the copies, and the row's next use
         waits for *shared reads done*, which is opened anew.
         """
         length = len(request.prompt) + len(request.output) - 1
-        with self._backend.on(self._forward):
-            slots = self._slots(request.row, length + 1)
-            keys_values = tuple(cache.flatten(0, 1)[slots[:length]] for pair in self._cache.layers for cache in pair)
-            draft_caches = tuple(cache.flatten(0, 1)[slots] for cache in self._proposer.caches)
-            relay = dict(self._future.relayed(self._one(request.row)))
+        keys_values, draft_caches, relay = self._state(request, length) if request.group == self._group else ((), (), {})
         self._fences.handed_over.signal(self._forward)
         self._fences.shared_reads_done.signal(self._forward)
         return HandOver(
@@ -75,7 +75,16 @@ class Transfer:
             backend=self._backend,
             stream=self._forward,
             ready=self._fences.handed_over,
+            group=request.group,
         )
+
+    def _state(self, request: Request, length: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Mapping[str, Tensor]]:
+        """Keys and values, entries of the draft's caches, and what is relayed."""
+        with self._backend.on(self._forward):
+            slots = self._slots(request.row, length + 1)
+            keys_values = tuple(cache.flatten(0, 1)[slots[:length]] for pair in self._cache.layers for cache in pair)
+            draft_caches = tuple(cache.flatten(0, 1)[slots] for cache in self._proposer.caches)
+            return keys_values, draft_caches, dict(self._future.relayed(self._one(request.row)))
 
     def bring_here(self, handed: HandOver) -> HandOver:
         """``handed`` with its tensors where this engine can read them. From another backend they come through pinned host
