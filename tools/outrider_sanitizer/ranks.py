@@ -41,6 +41,7 @@ class Half:
     meeting: Meeting
     before: dict[Key, int]
     clock: Clock | None = None
+    alone: bool = False
 
     @property
     def kind(self) -> str:
@@ -50,6 +51,8 @@ class Half:
     @property
     def needs(self) -> tuple[int, ...]:
         """Indexes of the ranks whose contribution this half waits for."""
+        if self.alone:
+            return ()
         if self.call.kind == "broadcast":
             return () if self.index == self.call.root else (self.call.root or 0,)
         if self.call.kind == "send":
@@ -131,7 +134,9 @@ class _State:
 class Ranks:
     """Shared by the sanitizers of the ranks of one program. Not thread-safe: its ``lock`` is held around each call."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool = False) -> None:
+        """``alone``: one rank is watched by itself, so what the others do isn't seen and nothing waits for it."""
+        self.alone = alone
         self.lock = threading.RLock()
         self.report = Report()
         self.orderings: list[Ordering] = []
@@ -176,6 +181,9 @@ class Ranks:
             self._compare(state, other, half)
         meeting.halves[group.rank] = half
         state.last[group.rank] = half
+        if self.alone:
+            meeting.members = (group.rank,)
+            half.alone = True
         self._progress += 1
         return half
 

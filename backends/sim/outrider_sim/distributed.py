@@ -71,7 +71,10 @@ def current(backend: SimBackend) -> SimStream:
     return next((s for s in backend.streams if s.native is queue), backend.default_stream)  # type: ignore[return-value]
 
 
-class SimProcessGroup(dist.ProcessGroup):
+_ProcessGroup: Any = dist.ProcessGroup  # whose methods are overloads; torch gives these operands alone
+
+
+class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """One rank's side of a group of torch.distributed."""
 
     def __init__(self, backend: SimBackend, name: str, ranks: Sequence[int], store: Any) -> None:
@@ -396,7 +399,7 @@ class _Options:
 def _group(name: Any) -> SimProcessGroup:
     if isinstance(name, dist.ProcessGroup):
         return name  # type: ignore[return-value]
-    found: Any = torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
+    found: Any = torch._C._distributed_c10d._resolve_process_group(name)
     return found  # type: ignore[no-any-return]
 
 

@@ -105,8 +105,9 @@ def _torch_distributed(scheduler: Scheduler, store: SimStore, size: int) -> Gene
         kept = {key: kwargs[key] for key in ("use_local_synchronization", "group_desc", "sort_ranks") if key in kwargs}
         return before["new_group"](ranks, backend=_EVERYWHERE, **kept)
 
-    for owner in (c10d, dist):
-        owner.init_process_group, owner.new_group = init, new  # type: ignore[assignment]
+    owners: tuple[Any, ...] = (c10d, dist)
+    for owner in owners:
+        owner.init_process_group, owner.new_group = init, new
     isolate(True)
     try:
         yield
@@ -121,7 +122,7 @@ def torch_c10d() -> Any:
     """Torch's C++ half of it."""
     import torch
 
-    return torch._C._distributed_c10d  # type: ignore[attr-defined]
+    return torch._C._distributed_c10d
 
 
 def _create(options: Any, _: Any) -> SimProcessGroup:
