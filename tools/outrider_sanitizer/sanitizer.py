@@ -31,7 +31,7 @@ class Sanitizer(Observer):
     def __init__(self, backend: Backend, ranks: Ranks | None = None) -> None:
         """``ranks``: what it shares with the sanitizers of the other ranks of the program; None: it watches one alone."""
         self.backend = backend
-        self.ranks = ranks or Ranks()
+        self.ranks = ranks or Ranks(alone=True)
         self.report = self.ranks.report
         self.report.backend += f", {backend.label}" if self.report.backend else backend.label
         self._lock = self.ranks.lock

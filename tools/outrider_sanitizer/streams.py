@@ -91,8 +91,7 @@ class StreamOrdering(Lanes):
         self._launch(lane, operation)
 
     def _launch(self, lane: Lane, operation: Operation) -> bool:
-        self.sequence += 1
-        self._access(Point(lane, operation.name, operation.location, self.sequence, operation), operation.accesses)
+        self._access(Point(lane, operation.name, operation.location, self.place(), operation), operation.accesses)
         return True
 
     def _access(self, point: Point, accesses: tuple[Access, ...] | list[Access]) -> None:
@@ -166,8 +165,7 @@ class StreamOrdering(Lanes):
         self._allocate(lane, storage, nbytes, stream, location)
 
     def _allocate(self, actor: Actor, storage: int, nbytes: int, stream: str, location: str) -> bool:
-        self.sequence += 1
-        point = Point(actor, "allocation", location, self.sequence)
+        point = Point(actor, "allocation", location, self.place())
         if self.memory.waits_for(stream):
             point.step = self.steps(stream)  # the next step there is the first that can use the memory
         self.memory.allocate(storage, nbytes, stream, location, point, False)
