@@ -39,9 +39,7 @@ def run_bodies(parallel: ParallelConfig, body: Callable[[Ranks], Any]) -> list[A
     return [found[rank] for rank in range(parallel.world)]
 
 
-def failing(
-    parallel: ParallelConfig, body: Callable[[Ranks], Any]
-) -> tuple[dict[int, Any], dict[int, BaseException]]:
+def failing(parallel: ParallelConfig, body: Callable[[Ranks], Any]) -> tuple[dict[int, Any], dict[int, BaseException]]:
     """What ``body`` returns and what it raises, by rank."""
     store = HashStore()
     found: dict[int, Any] = {}

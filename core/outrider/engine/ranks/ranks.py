@@ -6,21 +6,22 @@ import itertools
 import pickle
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from outrider.device import Backend, CollectiveError, Decision, DeviceStuck, Group
+from outrider.device import Backend, CollectiveError, Decision, DeviceStuck, Group, OutriderError
 from outrider.engine.ranks.parallel import ParallelConfig
-from outrider.engine.ranks.records import RanksDiffer, RanksFailed, RecordLog
+from outrider.engine.ranks.records import RanksDiffer, RanksFailed, RecordLog, came
 from outrider.engine.ranks.room import Room
 from outrider.engine.requests.hand_over import HandOver
 from outrider.model import ModelRanks
 
 _START_S = 600.0
 """Seconds that ranks wait for each other while they start: one may read its weights from a slower disk."""
-_LOOK_S = 0.01
+_LOOK_S = 2.0
 _HEAR_S = 1.0
 """So long a rank that lost the others waits to hear who failed before it says so itself."""
 
@@ -97,13 +98,12 @@ class Ranks:
     def _wait(self, key: str, missing: str) -> None:
         """Wait for a key, unless a rank says meanwhile that it failed."""
         until = time.monotonic() + _START_S
-        while not self.store.check([key]):
+        while not came(self.store, key, _LOOK_S):
             failure = self.room.failure
             if failure is not None:
                 raise RanksFailed(failure)
             if time.monotonic() > until:
                 raise RanksFailed(f"{missing} within {_START_S:g} s")
-            time.sleep(_LOOK_S)
 
     def check_same(self, what: str, values: Mapping[str, object]) -> None:
         """Raise :class:`RanksDiffer` unless all ranks have the same ``values``; names the first one that differs."""
@@ -135,15 +135,11 @@ class Ranks:
     def fail(self, error: BaseException) -> str:
         """Tell the others that this rank can't go on; returns what the first one said that told them."""
         if isinstance(error, CollectiveError | DeviceStuck):
-            self._hear(_HEAR_S)  # most likely another rank's failure
+            with suppress(RuntimeError, OutriderError):  # most likely another rank's failure
+                self.room.hear(_HEAR_S)
         first = self.room.fail(f"rank {self.rank} failed: {type(error).__name__}: {error} ({self.progress})")
         self.close()
         return first
-
-    def _hear(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while self.room.failure is None and time.monotonic() < until:
-            time.sleep(_HEAR_S / 50)
 
     def close(self) -> None:
         """Leave the groups. Allowed twice."""
