@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -140,6 +140,17 @@ class Ranks:
         first = self.room.fail(f"rank {self.rank} failed: {type(error).__name__}: {error} ({self.progress})")
         self.close()
         return first
+
+    @contextmanager
+    def starting(self) -> Generator[None]:
+        """Around what each rank does alone before it follows or leads: the others needn't wait for one that fails."""
+        try:
+            yield
+        except BaseException as error:
+            first = self.fail(error)
+            if isinstance(error, CollectiveError) and not first.startswith(f"rank {self.rank} "):
+                raise RanksFailed(first) from error
+            raise
 
     def close(self) -> None:
         """Leave the groups. Allowed twice."""
