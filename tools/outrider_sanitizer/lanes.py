@@ -169,6 +169,20 @@ class Lanes:
     def _point(self, actor: Actor, name: str, location: str = "", operation: Operation | None = None) -> Point:
         return Point(actor, name, location, self.place(), operation)
 
+    @property
+    def now(self) -> int:
+        """The last place in the order of the program, as the step that is being taken sees it."""
+        return self.sequence if self._stamp is None else self._stamp
+
+    def in_order(self, stream: str, action: Callable[[], None]) -> None:
+        """Call ``action`` when everything before it on the stream has been looked at."""
+
+        def step() -> bool:
+            action()
+            return True
+
+        self._enqueue(self.lane(stream), step)
+
     def place(self) -> int:
         """The place in the order of the program of what is done now; of a step that was held, that of its enqueueing."""
         if self._stamp is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -74,7 +74,8 @@ class Half:
     def site(self, group: str) -> Site:
         """As reports name it."""
         how = " in a graph" if self.in_graph else ""
-        return Site(f"{self.call}{how} of group {group!r}", f"rank {self.rank}", True, -1, self.location, rank=self.rank)
+        call = replace(self.call, sequence=self.number)  # in a graph it was counted once, and is called again and again
+        return Site(f"{call}{how} of group {group!r}", f"rank {self.rank}", True, -1, self.location, rank=self.rank)
 
 
 @dataclass(eq=False, slots=True)
@@ -140,6 +141,7 @@ class Ranks:
         self.lock = threading.RLock()
         self.report = Report()
         self.orderings: list[Ordering] = []
+        self.broken = False  # the device passed collectives that some rank never made: what comes after isn't ordered
         self.differing: str = ""  # the first decision in which ranks differ
         self._numbers = itertools.count(1)
         self._states: dict[Key, _State] = {}
@@ -274,6 +276,14 @@ class Ranks:
                 ordering.resume_held()
             if self._progress == before:
                 return
+
+    def passed_without(self) -> None:
+        """The device went on though a collective wasn't whole: it failed there, and what follows means nothing."""
+        self.broken = self.broken or any(
+            len(meeting.halves) < len(meeting.members)
+            for state in self._states.values()
+            for meeting in state.meetings.values()
+        )
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
