@@ -1,7 +1,7 @@
 """``outrider explore ranks``: programs of several ranks on simulated devices, and what brings the ranks apart.
 
-Without more it runs the real engine on drawn host programs (:mod:`outrider_proof.rank_engine`). ``--inject`` puts a divergence
-in: by the name of an injection or of a program of the corpus, or ``every``: all of them, one after the other, each of which
+Without more it runs the real engine on drawn host programs (:mod:`outrider_proof.rank_engine`). ``--inject`` puts a
+divergence in: by the name of an injection or of a program of the corpus, or ``every``: all of them, one after the other, each of which
 must be found and named at its first different decision, and each corrected program must be silent. ``--corrected``: the
 corrected programs of the corpus alone, drawn schedules, any number of runs.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from outrider.device import (
     KernelSet,
     MemoryInfo,
     Observer,
+    ProcessView,
     Recompute,
     SeamError,
     SpeculativeSync,
@@ -301,6 +302,12 @@ class SimControl:
         """Run `program` under up to `iterations` schedules; see `outrider_sim.explore`."""
         return explore(self._backend, program, strategy=strategy, iterations=iterations, seed=seed)
 
+    def run_ranks(self, bodies: Sequence[Callable[[], None]], views: Sequence[ProcessView] = ()) -> None:
+        """Run body r as rank r of a program, each seeing the process as its own; see `processes`."""
+        from outrider_sim.processes import run_ranks  # torch.distributed costs, and most programs have one rank
+
+        run_ranks(self._machine.scheduler, bodies, views)
+
     def run_threads(self, *bodies: Callable[[], None]) -> None:
         """Run the callables as host threads beside each other, one at a time, picked by the strategy; join them all.
 
@@ -359,6 +366,22 @@ class SimBackend(Backend):
     def versions(self) -> Mapping[str, str]:
         """torch, and which family is imitated."""
         return {**super().versions(), "device": f"simulated, like {self.sim.options.like.name}"}
+
+    # -- ranks of a program --------------------------------------------------------------------------------------------
+
+    def become_current(self) -> None:
+        """Let calls that name no device come here, on the calling thread, and remember that it's this rank's."""
+        self._dispatcher.several = True
+        self._dispatcher.current = self.sim
+        self._dispatcher.own.sim = self.sim
+
+    def current_rank(self) -> int:
+        """The rank that the calling thread is."""
+        return self._dispatcher.rank_device().machine.rank
+
+    def handle_specially(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
+        """Let these operators be carried out by the given functions."""
+        self._dispatcher.handle_specially(handlers)
 
     # -- tools --------------------------------------------------------------------------------------------------------
 
