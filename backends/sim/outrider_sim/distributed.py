@@ -131,11 +131,10 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # -- running a call --------------------------------------------------------------------------------------------
 
     def _stream(self, channel: str = "", peer: int = -1) -> SimStream:
-        found = self._streams.get((channel, peer))
-        if found is None:
+        if (channel, peer) not in self._streams:
             name = f"{self.seam.name}{f' {channel} {peer}' if channel else ''}"
-            found = self._streams[channel, peer] = self.backend.create_stream(name)  # type: ignore[assignment]
-        return found
+            self._streams[channel, peer] = self.backend.create_stream(name)  # type: ignore[assignment]
+        return self._streams[channel, peer]
 
     def _run(self, verb: Callable[[SimStream], None], held: Sequence[Tensor], channel: str = "", peer: int = -1) -> SimWork:
         """`verb` on the group's stream, behind the caller's."""

@@ -41,10 +41,10 @@ class Course:
             if not self.over:
                 self._log.publish(Record(tuple(self._commands), name, decisions, argument))
                 self._commands.clear()
-        elif self._record is not None:
-            self._check(self._record.decisions, decisions)
         for what, value in (decisions or {}).items():
             self.ranks.decide(what, value)
+        if not self.leads and self._record is not None:
+            self._check(self._record.decisions, decisions)
 
     def end(self) -> None:
         """Leading: let the others end. Allowed twice."""
