@@ -104,6 +104,19 @@ MAKERS: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
 """A proposer by its name, for a target on a backend; None: plain decoding."""
 
 
+def untrained(target: Decoder) -> EagleHead:
+    """An EAGLE head that knows nothing of its target: nearly every draft is rejected."""
+    head = eagle(target)
+    return EagleHead(head.config, dataclasses.replace(head.weights, fusion=head.weights.fusion.flip(0)), target)
+
+
+EXTREMES: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
+    "eagle, untrained": lambda t, _: EagleProposer(untrained(t), draft_tokens=3),
+    "draft-model, itself": lambda t, b: DraftModelProposer(decoder(tiny.target(), b), target=t, draft_tokens=3),
+}
+"""Proposers whose drafts are nearly all rejected, and all accepted."""
+
+
 def program(name: str, **config: Any) -> Callable[[Backend], None]:
     """Generate with one proposer, greedy and sampling, and compare the greedy tokens with plain decoding."""
     config = {"max_context": 32, "max_requests": 2, "page_size": 4, "prefill_chunk": 4, "overlap": True} | config
