@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from torch import Tensor
@@ -180,18 +180,19 @@ class Engine:
 
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
-        loaded = load_checkpoint(
-            model_dir,
-            backend,
-            config or EngineConfig(),
-            draft_dir=draft_dir,
-            speculate=speculate,
-            builders=builders,
-            through_transformers=through_transformers,
-            trust_remote_code=trust_remote_code,
-            progress=progress,
-            ranks=ranks,
-        )
+        with nullcontext() if ranks is None else ranks.starting():
+            loaded = load_checkpoint(
+                model_dir,
+                backend,
+                config or EngineConfig(),
+                draft_dir=draft_dir,
+                speculate=speculate,
+                builders=builders,
+                through_transformers=through_transformers,
+                trust_remote_code=trust_remote_code,
+                progress=progress,
+                ranks=ranks,
+            )
         return cls(
             loaded.model,
             backend,
