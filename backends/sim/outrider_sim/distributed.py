@@ -1,7 +1,8 @@
 """`torch.distributed` between simulated devices: the backend `simccl`, for programs that use torch alone.
 
 As with NCCL, a call runs on a stream of its group, behind what the caller's stream holds, and `wait()` of what an
-asynchronous call returns makes the caller's stream wait for it. Host tensors travel through the rank's device, and the host waits.
+asynchronous call returns makes the caller's stream wait for it. Host tensors travel through the rank's device, and the host
+waits.
 """
 
 from __future__ import annotations
