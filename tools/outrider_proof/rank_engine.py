@@ -119,7 +119,7 @@ class RankExplorer:
     def __init__(self, registry: Any, *, wrap: Callable[[int, Fence], Fence] | None = None) -> None:
         """``wrap(rank, fence)``: the engines' ``wrap_fence``."""
         self._registry = registry
-        self._wrap = wrap
+        self.wrap = wrap
         self._devices: dict[tuple[int, str, str], list[Backend]] = {}
         self.change: Callable[[int, Engine], None] | None = None
         """Called with each rank's engine when it was made."""
@@ -223,7 +223,7 @@ class RankExplorer:
             proposer=proposer,
             config=config,
             ranks=ranks,
-            wrap_fence=None if self._wrap is None else _called(self._wrap, ranks.rank),
+            wrap_fence=None if self.wrap is None else _called(self.wrap, ranks.rank),
             draft_length=draft_length_of(program, proposer),
         )
 
