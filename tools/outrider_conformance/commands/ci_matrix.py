@@ -152,7 +152,9 @@ def _level(row: Mapping[str, Any]) -> str:
 def _render(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table(box=None, pad_edge=False)
     for title in ("backend", "status", "level", "runner", "container", "torch", "markers"):
-        table.add_column(title, overflow="fold")  # an address that is cut short is none
+        # An address or a label that is cut short is none; a label isn't broken either.
+        widest = max((len(label) for r in rows for label in r["runner_labels"]), default=0) if title == "runner" else 0
+        table.add_column(title, overflow="fold", min_width=widest)
     for r in rows:
         torch = r["torch_index"] or r["torch_requirement"]
         table.add_row(
