@@ -26,7 +26,7 @@ from outrider_triton.derive_attention import AttentionCut, Heads, cut, programs
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead
 from outrider_triton.peers import FUSED_BYTES, PeerExchange
-from outrider_triton.prompts import Device, PromptAttention, Prompts
+from outrider_triton.prompts import PromptAttention, Prompts
 from outrider_triton.table import STREAMED, AttentionConfig, MatmulConfig, Table, bucket
 from outrider_triton.tuning import TritonTuning
 
@@ -65,15 +65,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonTuning, KernelSet):
         self._scope = variants.Scope()
         self._exchanges: WeakKeyDictionary[Group, PeerExchange] = WeakKeyDictionary()
         self._derived: dict[tuple[str, int, int, int, int], MatmulConfig | None] = {}
-        self._prompts = PromptAttention(
-            Device(
-                facts.processors,
-                facts.shared_bytes,
-                pdl=facts.pdl,
-                descriptors=facts.pdl,
-                capability=facts.capability // 10,
-            )
-        )
+        self._prompts = PromptAttention(facts)
         tuned = f"derived for {facts.architecture}" if table is None else f"tuned for {table.device}"
         self.name = f"triton, {tuned}" + (", everywhere" if everywhere else "")
 

@@ -32,7 +32,7 @@ for name in sys.argv[2:]:
     except (OSError, ValueError):
         continue
     for row in found.get("results", ()):
-        kept = ("batch", "iteration_ms", "tokens_per_s", "limit_ms", "ratio_to_limit", "device_idle_fraction", "host_ms")
+        kept = ("batch", "collectives", "collectives_ms", "iteration_ms", "tokens_per_s", "limit_ms", "ratio_to_limit", "device_idle_fraction", "host_ms")
         print(name, found["mode"], {key: row.get(key) for key in kept})
 P
 }

@@ -18,13 +18,14 @@ from outrider.cli.models import bundled
 from outrider.device.errors import ConfigError, OutriderError
 from outrider.errors import RequestError
 from outrider.registry import Registry
+from outrider_proof.guides import Residues, guide
+from outrider_proof.network import Network, NetworkMove
 from outrider_proof.pace import Pace
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Fence
     from outrider.engine.engine import Engine
     from outrider.engine.requests.draft_length import DraftLengthPolicy
-    from outrider.engine.requests.request import Completion
     from outrider.model import Decoder
     from outrider.speculative.proposer import Proposer
     from outrider_proof.fence_log import FenceLog
@@ -39,6 +40,9 @@ _MOVING = 0.3
 _CHANGING = 0.35
 """How many of the programs change the length of drafts."""
 
+_GUIDED, _AMONG = 0.5, 0.6
+"""How many of the programs guide requests, and how many of their requests are guided."""
+
 
 class WrongTokens(OutriderError):
     """The engine's output isn't what plain decoding gives, or it lost a page or a row."""
@@ -49,6 +53,7 @@ class Arrival:
     """A request: a slice of the text, how much it may write, when it comes and when, if ever, it's aborted.
 
     ``moves``: how many steps after its arrival it goes over to the other engine, or as soon after as it can; each time.
+    ``guided``: a grammar says what it may write (:class:`~outrider_proof.guides.Residues`).
     """
 
     start: int
@@ -57,6 +62,7 @@ class Arrival:
     step: int
     abort_after: int | None
     moves: tuple[int, ...] = ()
+    guided: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,7 @@ class HostProgram:
     def draw(cls, seed: int, text: int) -> HostProgram:
         """The program numbered ``seed`` over a text of ``text`` tokens."""
         rng = random.Random(seed)
-        # Drawn apart, so that they change nothing else of a program.
+        # Drawn apart, so that they change nothing else of a program. Every second move is by the network card.
         moving, changing = random.Random(f"hand-over {seed}"), random.Random(f"draft length {seed}")
         moves = moving.random() < _MOVING
         arrivals = []
@@ -96,6 +102,10 @@ class HostProgram:
             prefill_chunk=rng.choice((5, 16, 64)),
             draft_tokens=rng.randint(2, 4),
         )
+        guiding = random.Random(f"guide {seed}")
+        if guiding.random() < _GUIDED:
+            chosen = [replace(arrival, guided=guiding.random() < _AMONG) for arrival in program.arrivals]
+            program = replace(program, arrivals=tuple(chosen))
         if changing.random() >= _CHANGING:
             return program
         among = (0, 1, changing.randint(0, program.draft_tokens), program.draft_tokens)
@@ -142,7 +152,7 @@ class DecodeExplorer:
         self._model = load_decoder(bundled("target"), backend=backend, dtype=torch.float32)
         backend.synchronize()
         self._text = Tokenizer.from_checkpoint(bundled("target")).encode(inspect.getsource(Engine))
-        self._plain: dict[tuple[int, ...], tuple[int, ...]] = {} if like is None else like._plain
+        self._plain: dict[tuple[tuple[int, ...], bool], tuple[int, ...]] = {} if like is None else like._plain
         self._reference: Decoder = _reference_model() if like is None else like._reference
         self.findings: Findings | None = None
         self.log: FenceLog | None = None
@@ -156,10 +166,10 @@ class DecodeExplorer:
 
     def expected(self, arrival: Arrival) -> tuple[int, ...]:
         """Plain greedy tokens for the whole length that any request may write."""
-        prompt = self._prompt(arrival)
-        if prompt not in self._plain:
-            self._plain[prompt] = _plain(self._reference, prompt).token_ids
-        return self._plain[prompt][: arrival.max_tokens]
+        key = self._prompt(arrival), arrival.guided
+        if key not in self._plain:
+            self._plain[key] = _plain(self._reference, *key)
+        return self._plain[key][: arrival.max_tokens]
 
     def run(self, program: HostProgram, backend: Backend) -> None:
         """Run it once, watched. Raises the sanitizer's RaceError, :class:`WrongTokens`, what :class:`Pace` raises (lost
@@ -284,12 +294,15 @@ class Serving:
         self.got: dict[int, list[int]] = {index: [] for index in self._waiting}
         self.ended: dict[int, str] = {}
         self.moved = 0
+        self._network: Network | None = None
+        self._under_way: list[NetworkMove] = []
 
     def run(self) -> None:
         """Step until nothing is left."""
         step = 0
-        while self._waiting or any(engine.has_unfinished for engine in self._engines):
+        while self._waiting or self._under_way or any(engine.has_unfinished for engine in self._engines):
             self._arrive(step)
+            self._under_way = [move for move in self._under_way if not move.advance()]
             for index in [i for i in self._request if i not in self.ended]:
                 age = step - self._since[index]
                 after = self._arrivals[index].abort_after
@@ -308,6 +321,8 @@ class Serving:
             step += 1
         for engine in self._engines:
             engine.drain()
+        if self._network is not None:
+            self._network.close()
 
     def _arrive(self, step: int) -> None:
         from outrider.engine.requests.request import SamplingParams
@@ -320,6 +335,9 @@ class Serving:
             self._since[index] = step
 
     def _move(self, index: int, side: int, request: int) -> None:
+        if (index + len(self._arrivals[index].moves) - len(self._moves[index])) % 2:
+            self._move_by_network(index, side, request)
+            return
         try:
             handed = self._engines[side].hand_over(request)
         except RequestError:
@@ -328,7 +346,23 @@ class Serving:
         self._place(index, 1 - side, self._engines[1 - side].take_over(handed))
         self.moved += 1
 
+    def _move_by_network(self, index: int, side: int, request: int) -> None:
+        self._network = self._network or Network(*self._engines)
+        try:
+            lent = self._engines[side].lend(request)
+        except RequestError:
+            return
+        if lent is None:
+            return
+        self._moves[index].pop(0)
+        self.moved += 1
+        del self._request[index]
+        arrive = lambda arrived: self._place(index, 1 - side, arrived)  # noqa: E731
+        self._under_way.append(NetworkMove(self._network, side, lent, arrive))
+
     def _place(self, index: int, side: int, request: int) -> None:
+        if self._arrivals[index].guided:
+            guide(self._engines[side], request)
         self._request[index] = side, request
         self._index[side, request] = index
 
@@ -351,7 +385,10 @@ def _reference_model() -> Decoder:
     return load_decoder(bundled("target"), backend=Registry().create("cpu"), dtype=torch.float32)
 
 
-def _plain(model: Decoder, prompt: tuple[int, ...]) -> Completion:
+def _plain(model: Decoder, prompt: tuple[int, ...], guided: bool) -> tuple[int, ...]:
+    """The likeliest tokens, one after the other; guided ones by a loop of its own, which shares nothing with the engine."""
+    if guided:
+        return Residues.greedy(model, prompt, _LONGEST)
     from outrider.engine.engine import Engine
     from outrider.engine.requests.request import SamplingParams
     from outrider_proof.tiny import plain_config
@@ -359,4 +396,4 @@ def _plain(model: Decoder, prompt: tuple[int, ...]) -> Completion:
     config = plain_config(max_requests=1, max_context=_CONTEXT)
     engine = Engine(model, Registry().create("cpu"), config=config)
     (completion,) = engine.generate([prompt], SamplingParams(max_tokens=_LONGEST))
-    return completion
+    return completion.token_ids

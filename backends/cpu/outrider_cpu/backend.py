@@ -38,6 +38,7 @@ def computes_bfloat16() -> bool:
 def capabilities(*, bfloat16: bool) -> Capabilities:
     """What the host declares; ``bfloat16``: its processor has it."""
     return Capabilities(
+        host_writes_memory=True,
         dtypes=frozenset({*_WIDE, torch.bfloat16, torch.float16}),
         collectives=True,
         preferred_dtypes=(torch.bfloat16, *_WIDE) if bfloat16 else _WIDE,

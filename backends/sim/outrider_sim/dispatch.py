@@ -70,6 +70,7 @@ class Dispatcher:
             "aten::_neg_view": lambda tensor: self(torch.ops.aten.neg.default, (tensor,), None),
             "aten::is_pinned": lambda *_: False,
             "aten::repeat_interleave.Tensor": self._repeat_interleave,
+            "aten::histc": self._histc,
         }
         self._ways: dict[Way, Callable[..., Any]] = {
             Way.COMPUTE: self.compute,
@@ -390,6 +391,12 @@ class Dispatcher:
         if isinstance(value, list | tuple):
             return type(value)(self._place(item, sim, stream) for item in value)
         return value
+
+    def _histc(self, values: SimTensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+        """Accelerators count whole numbers too, which torch's kernel of the host doesn't."""
+        if not values.is_floating_point():
+            return torch.histc(values.double(), bins, min, max).to(values.dtype)
+        return self._read(self.info(torch.ops.aten.histc.default), (values, bins, min, max), {})
 
     def _repeat_interleave(self, repeats: SimTensor, output_size: int | None = None) -> Any:
         info = self.infos[torch.ops.aten.repeat_interleave.Tensor]

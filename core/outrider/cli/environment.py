@@ -10,12 +10,18 @@ from outrider.registry.probing import Probe
 BACKEND_VARIABLE = "OUTRIDER_BACKEND"
 AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 CACHE_VARIABLE = "XDG_CACHE_HOME"
+API_KEY_VARIABLE = "OUTRIDER_API_KEY"
 RANK_VARIABLE = "RANK"
 
 
 def backend_from_environment() -> str | None:
     """The backend that the environment asks for; empty counts as unset."""
     return os.environ.get(BACKEND_VARIABLE) or None
+
+
+def api_keys_from_environment() -> tuple[str, ...]:
+    """Keys that clients of the server must have one of, separated by commas; empty counts as unset."""
+    return tuple(key.strip() for key in os.environ.get(API_KEY_VARIABLE, "").split(",") if key.strip())
 
 
 def plugin_probe() -> Probe:

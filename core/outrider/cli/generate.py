@@ -57,12 +57,12 @@ from outrider.cli.sampling_options import (
     logprob_data,
 )
 from outrider.device.errors import ConfigError
-from outrider.errors import RequestError
+from outrider.errors import RequestError, shown
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.engine.requests.logprobs import TokenLogprobs
-    from outrider.engine.requests.request import SamplingParams, StepOutput
+    from outrider.engine.requests.request import Completion, SamplingParams, StepOutput
 
 
 def generate(
@@ -70,6 +70,10 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", metavar="F", help="A file with the text; - is standard input.")
+    ] = None,
+    token_ids: Annotated[
+        str | None,
+        typer.Option("--token-ids", metavar="I,J,…", help="The prompt as token ids, instead of a text."),
     ] = None,
     image: ImageOption = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Maximum number of new tokens.")] = 64,
@@ -119,7 +123,7 @@ def generate(
     """Continue a prompt. Text is printed as it is generated; without --model by the bundled model."""
     from outrider.cli.torch_probe import require_torch
 
-    text = _prompt(prompt, prompt_file)
+    text = _prompt(prompt, prompt_file) if token_ids is None else _token_ids(token_ids, prompt, prompt_file)
     if compare and temperature != 0:
         raise ConfigError(f"--compare compares greedy decoding, the temperature is {temperature}; leave --temperature out")
     if compare and n > 1:
@@ -268,8 +272,7 @@ class _Run:
 
     def stream(self, engine: Engine, params: SamplingParams, write: Callable[[str], object] | None) -> None:
         """Generate, giving text to ``write`` as soon as it's certain."""
-        tokenizer = engine.tokenizer
-        decoder = tokenizer.stream()
+        decoder = engine.tokenizer.stream() if engine.has_tokenizer else None
         before = engine.stats
         started = time.perf_counter()
         try:
@@ -281,12 +284,16 @@ class _Run:
                     self.tokens.extend(output.tokens)
                     self.logprobs.extend(output.logprobs)
                     # With stop strings the engine decides where the text ends.
-                    pieces = (decoder.push(token) for token in output.tokens)
-                    self._say(output.text if output.text is not None else "".join(pieces), write)
+                    if output.text is not None:
+                        self._say(output.text, write)
+                    elif decoder is not None:
+                        self._say("".join(decoder.push(token) for token in output.tokens), write)
+                    elif write is not None:
+                        self._write_ids(output.tokens, write)
                     if output.finish_reason is not None:
                         self.finish_reason = str(output.finish_reason)
                     self.error = self.error or output.error
-            if not params.stop:
+            if not params.stop and decoder is not None:
                 self._say(decoder.flush(), write)
         finally:
             self.seconds = time.perf_counter() - started
@@ -294,9 +301,16 @@ class _Run:
             self.iterations = after.request_iterations - before.request_iterations
             verified = after.verified_tokens - before.verified_tokens
             self.acceptance_length = verified / self.iterations if self.iterations else 0.0
-            if write is not None and self.text:
+            if write is not None and self.tokens:
                 write("\n")
                 sys.stdout.flush()
+
+    def _write_ids(self, tokens: Sequence[int], write: Callable[[str], object]) -> None:
+        """Token ids as they come, where the checkpoint has no tokenizer; ``tokens`` are the last of them."""
+        begin = "" if len(tokens) == len(self.tokens) else ","
+        if tokens:
+            write(begin + ",".join(map(str, tokens)))
+            sys.stdout.flush()
 
     def _say(self, piece: str, write: Callable[[str], object] | None) -> None:
         self.text += piece
@@ -328,7 +342,7 @@ def _samples(engine: Engine, question: Question, params: SamplingParams, how: Ma
     seconds = time.perf_counter() - started
     samples = [
         {
-            "text": result.text if result.text is not None else engine.tokenizer.decode(result.token_ids),
+            "text": _text(engine, result),
             "token_ids": result.token_ids,
             "finish_reason": str(result.finish_reason),
             **({"error": result.error} if result.error else {}),
@@ -351,13 +365,20 @@ def _samples(engine: Engine, question: Question, params: SamplingParams, how: Ma
     def render(console: Console) -> None:
         for index, sample in enumerate(samples):
             console.print(f"--- sample {index}")
-            console.print(str(sample["text"]))
+            console.print(str(sample["text"] if engine.has_tokenizer else sample["token_ids"]))
         _summary(console, data)
 
     failed = next((result.error for result in results if result.error), None)
     if failed is not None:
         data["error"] = failed
     return Report(data=data, render=render, exit_code=1 if failed else 0)
+
+
+def _text(engine: Engine, result: Completion) -> str:
+    """The text of a sample; empty where the checkpoint has no tokenizer."""
+    if result.text is not None or not engine.has_tokenizer:
+        return result.text or ""
+    return engine.tokenizer.decode(result.token_ids)
 
 
 def _summary(console: Console, data: dict[str, object]) -> None:
@@ -367,6 +388,15 @@ def _summary(console: Console, data: dict[str, object]) -> None:
     )
     if "error" in data:
         console.print(f"error: {data['error']}; the text before it is right", style="bold red", markup=False)
+
+
+def _token_ids(given: str, prompt: str | None, prompt_file: Path | None) -> list[int]:
+    if prompt is not None or prompt_file is not None:
+        raise RequestError("--token-ids is a prompt, and so are --prompt and --prompt-file; give one of them")
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isdecimal() and part.isascii() and len(part) < 20 for part in parts):
+        raise RequestError(f"--token-ids is {shown(given)}; expected whole numbers with commas between them")
+    return [int(part) for part in parts]
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:

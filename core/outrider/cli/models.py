@@ -27,11 +27,20 @@ if TYPE_CHECKING:
 
 ModelOption = Annotated[
     Path | None,
-    typer.Option("--model", metavar="DIR", help="A checkpoint as Hugging Face writes it. Default: the bundled model."),
+    typer.Option(
+        "--model",
+        metavar="DIR|OWNER/NAME",
+        help="A checkpoint as Hugging Face writes it, or its name on the Hub, also OWNER/NAME@REVISION; without a network "
+        "out of the Hub's cache. Default: the bundled model.",
+    ),
 ]
 DraftOption = Annotated[
     Path | None,
-    typer.Option("--draft", metavar="DIR", help="The draft's checkpoint: a head, or a model. Default: the bundled head."),
+    typer.Option(
+        "--draft",
+        metavar="DIR|OWNER/NAME",
+        help="The draft's checkpoint, likewise: a head, or a model. Default: the bundled head.",
+    ),
 ]
 SpeculateOption = Annotated[
     str | None,
@@ -202,10 +211,12 @@ class Speculation:
         """Fill in what wasn't given: the bundled model, its head, and speculation wherever there is a head."""
         if draft is None and model is None and kind in (None, "eagle"):
             draft = bundled("eagle")
+        from outrider.model.location import find_checkpoint
+
         return cls(
             kind=kind or ("none" if draft is None else "eagle"),
-            model=model or bundled("target"),
-            draft=draft,
+            model=bundled("target") if model is None else find_checkpoint(model),
+            draft=None if draft is None else find_checkpoint(draft),
             draft_tokens=draft_tokens,
             draft_topk=draft_topk,
             draft_nodes=draft_nodes,
@@ -244,7 +255,7 @@ def load(
     backend: str | None,
     speculation: Speculation,
     *,
-    max_requests: int,
+    max_requests: int | None,
     dtype: str | None = None,
     running: Running | None = None,
     sizes: Sizes | None = None,
@@ -255,8 +266,8 @@ def load(
 ) -> Engine:
     """Choose the backend and load the checkpoint onto it; progress goes to standard error, on a terminal alone.
 
-    ``max_requests``: as many as the command makes, where ``sizes`` has no number of its own. ``say``: tell people what was
-    chosen, and ``beside`` it by the command. ``joined``: ranks that the engine runs on.
+    ``max_requests``: as many as the command makes, where ``sizes`` has no number of its own; None: the engine chooses.
+    ``say``: tell people what was chosen, and ``beside`` it by the command. ``joined``: ranks that the engine runs on.
     """
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine

@@ -162,7 +162,10 @@ class Backend(Declared, Communicating, ABC):
             self.observer.device_synchronized()
 
     def delay(self, stream: Stream, cycles: int) -> None:
-        """Keep ``stream`` busy for about ``cycles`` device clocks. Needs ``perturbs_timing``; for tests."""
+        """Keep ``stream`` busy for about ``cycles`` device clocks. Captured, it does so at each replay of the graph.
+
+        Needs ``perturbs_timing``; for tests.
+        """
         if not self.capabilities.perturbs_timing:
             raise CapabilityError(f"{self.label} doesn't declare perturbs_timing")
         self._delay(stream, cycles)
@@ -175,11 +178,10 @@ class Backend(Declared, Communicating, ABC):
         The failure is a :class:`DeviceFault`, and raised once: by the first wait of the host that covers the operation,
         also by way of other streams that waited for it. Such waits are ``synchronize`` of a stream, of an event and of the
         backend, ``synchronize_within``, a query whose answer would be yes, and a value that is read back. After that
-        everything works.
+        everything works. *Capture.* Captured, it fails at each replay of the graph.
 
         Raises :class:`CapabilityError` where the plugin doesn't implement it.
         """
-        self.check_not_capturing("provoke a fault")
         self._provoke_fault(stream)
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -268,7 +270,8 @@ class Backend(Declared, Communicating, ABC):
         ``inputs`` and ``outputs`` are static device tensors, allocated by the caller before the capture and written in
         place; ``scalars`` are frozen; ``params`` name host integers that ``Graph.update_params`` can rebind. A device
         may run ``fn`` before capturing it, to warm up, so it must do no harm with the contents that the inputs have
-        now. It must not synchronise, allocate pinned memory or replay another graph. Where the backend doesn't declare
+        now; and capture it again, on ``stream``, when ``params`` are rebound. It must not synchronise, allocate pinned
+        memory or replay another graph. Where the backend doesn't declare
         ``captures_graphs`` the result runs ``fn`` eagerly at each replay, in a scope of the replay's stream: work that
         ``fn`` places on a stream by name goes to that stream.
 

@@ -64,6 +64,11 @@ class Capabilities:
     memory_limit: bool = False
     """``memory_info`` reports a real limit of device memory."""
 
+    host_writes_memory: bool = False
+    """The host writes device memory itself: outside of every scope, what torch does to a device tensor happens at once, in
+    memory that host and device share. Weights are then read into their place, without a buffer between. Not for devices
+    that are ``asynchronous``."""
+
     dtypes: frozenset[torch.dtype] = frozenset({torch.float32})
     """Floating dtypes in which every kernel of the backend's KernelSet works."""
 

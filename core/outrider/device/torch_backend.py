@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from outrider.device.kernels import KernelSet
 
 _POOL_DRAWS = 64
+_SCARCE = 4
+"""Less than this part of the memory being free, a capture has torch give back what it keeps."""
 
 
 class TorchStream(Stream):
@@ -225,6 +227,13 @@ class TorchDeviceBackend(Backend):
 
     # -- graphs ----------------------------------------------------------------------------------------------------
 
+    def _make_room(self) -> None:
+        """Give back what torch keeps for later, where little is free: a graph takes memory of its own and can't have that."""
+        release = getattr(self.module, "empty_cache", None)
+        info = self.memory_info() if self.capabilities.memory_limit else None
+        if release is not None and info is not None and info.free < info.total // _SCARCE:
+            release()
+
     def _new_graph(self) -> Any:
         """A fresh graph object of the device's torch module."""
         factory = getattr(getattr(torch, "accelerator", None), "Graph", None)
@@ -249,6 +258,7 @@ class TorchDeviceBackend(Backend):
             for _ in range(self.warmup_runs):
                 fn(context)
         stream.synchronize()
+        self._make_room()
         native = self._new_graph()
         graph = self.graph_type(self, name, context, native)
         arguments: dict[str, Any] = {"capture_error_mode": "thread_local"}

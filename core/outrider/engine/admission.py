@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.device import ConfigError
 from outrider.engine.checks import check_options, check_pages, check_prompt
 from outrider.engine.config import DecidedConfig
 from outrider.engine.requests.given import checked_int, checked_tokens
+from outrider.engine.requests.grammars import Grammars
 from outrider.engine.requests.hand_over import HandOver
 from outrider.engine.requests.media import expanded, request_media
 from outrider.engine.requests.request import Request
+from outrider.engine.requests.request_state import RequestState
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.text import watch
 from outrider.errors import RequestError
@@ -31,7 +34,13 @@ class Admission:
     pages: int
     pages_of: Callable[[int], int]
     tokenizer: Tokenizer | None
+    grammars: Grammars
     vision: VisionTower | None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and output that a request may have together: within the context, and within the cache alone."""
+        return bisect.bisect_right(range(1, self.max_context + 1), self.pages, key=self.pages_of)
 
     def requests(self, first_id: int, tokens: Any, params: Any, *, priority: Any = 0, media: Any = ()) -> list[Request]:
         """The samples of one prompt, with ids from ``first_id`` on; the first leads, the others are its followers.
@@ -52,6 +61,8 @@ class Admission:
             request = Request(first_id + index, prompt, params.sample(index), stops, urgency, pictures, rope_key)
             if params.stop and self.tokenizer is not None:
                 request.stop_text = watch(self.tokenizer, params)
+            if params.guide is not None:
+                request.guidance = self.grammars.guidance(params, stops)
             samples.append(request)
         samples[0].followers = samples[1:]
         return samples
@@ -71,7 +82,30 @@ class Admission:
             first_id += len(found[-1])
         return found
 
-    def arrival(self, request_id: int, handed: HandOver) -> Request:
+    def resumed(self, request_id: int, state: RequestState) -> Request:
+        """A request that begins here, or again here: its context is its prompt and its output so far."""
+        urgency = checked_int(state.priority, "priority")
+        if state.params.n > 1:
+            raise RequestError(f"n is {state.params.n}; a request that goes from engine to engine is one sample")
+        seen = checked_media(state.media)
+        prompt = expanded(checked_tokens(state.prompt, limit=self.max_context), seen, self.model.vision)
+        given = replace(state, prompt=prompt, media=seen, priority=urgency)
+        self.check_output(given)
+        request = self.arrival(request_id, given)
+        request.context = (*prompt, *given.output)
+        return request
+
+    def check_output(self, state: RequestState) -> None:
+        """Raise :class:`RequestError` for output that a request that goes on can't have."""
+        output = state.output
+        if len(output) >= state.params.max_tokens:
+            raise RequestError(f"the request has {len(output)} tokens of output and asks for {state.params.max_tokens}")
+        if not all(0 <= token < self.model.vocab_size for token in output):
+            raise RequestError(f"the output so far has tokens outside of the vocabulary of {self.model.vocab_size}")
+        if state.params.logprobs is not None and len(state.logprobs) != len(output):
+            raise RequestError(f"{len(output)} tokens of output came with {len(state.logprobs)} log-probabilities")
+
+    def arrival(self, request_id: int, handed: HandOver | RequestState) -> Request:
         """The request that another engine handed over, without its device state."""
         stops = self.check(handed.prompt, handed.params)
         request = Request(request_id, handed.prompt, handed.params, stops, handed.priority)
@@ -83,6 +117,12 @@ class Admission:
         if handed.params.stop and self.tokenizer is not None:
             request.stop_text = watch(self.tokenizer, handed.params, handed.output)
             request.text.append(request.stop_text.take())
+        if handed.params.guide is not None:
+            request.guidance = self.grammars.guidance(handed.params, stops)
+            for token in handed.output:
+                refused = request.guidance.take(token)
+                if refused is not None:
+                    raise RequestError(f"the request comes from an engine with another tokenizer: {refused}")
         return request
 
     def check(self, prompt: tuple[int, ...], params: SamplingParams) -> frozenset[int]:
@@ -94,6 +134,8 @@ class Admission:
         if not params.ignore_eos:
             stops.update(self.model.eos_token_ids)
         check_options(params, stops, config=config, vocabulary=vocabulary)
+        if params.guide is not None and not config.guided:
+            raise RequestError("this engine was built without masks for guides; build it with EngineConfig(guided=True)")
         if params.stop and self.tokenizer is None:
             raise ConfigError(
                 "the request has stop strings, and this engine was built without a tokenizer; use Engine.from_checkpoint, or "

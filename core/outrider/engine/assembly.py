@@ -25,6 +25,7 @@ from outrider.engine.stages import DraftStage, Extend, Gather, Iteration, Stages
 from outrider.engine.state.attention_plans import AttentionPlans
 from outrider.engine.state.buffers import StaticBuffers, step_buffers
 from outrider.engine.state.intake import Intake
+from outrider.engine.state.masks import Masks
 from outrider.engine.state.options import OptionTable
 from outrider.engine.state.plans import Plans
 from outrider.engine.state.probes import Probes
@@ -39,6 +40,9 @@ from outrider.speculative.proposer import Proposer
 
 _CROWD, _GATHER_TOKENS, _GATHER_ITERATIONS = 8, 1024, 4
 """From how many decoding requests on prompts are gathered, unless half the rows are more; up to how many tokens; how long."""
+
+_TRANSFERS = 64
+"""Requests on their way to other engines, and from them, at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +60,7 @@ class EngineParts:
     proposer: Proposer
     rows: RowTable
     options: OptionTable
+    masks: Masks | None
     future: FutureMap
     buffers: StaticBuffers
     plans: Plans
@@ -129,6 +134,15 @@ def assemble(
             penalties=config.penalties,
             device=device,
         )
+        masks = None
+        if config.guided:
+            masks = Masks(
+                backend,
+                proposer,
+                entries=entries,
+                max_requests=config.max_requests,
+                vocabulary=model.config.vocab_size,
+            )
         future = FutureMap(model.kernels, rows=config.max_requests + 1, relay=proposer.relay, device=device)
         buffers = StaticBuffers(
             backend,
@@ -161,7 +175,8 @@ def assemble(
         seq_lens_ring = SeqLensRing(backend, future.seq_lens, entries=entries)
     streams.forward.synchronize()
     group = 0 if model.ranks is None or model.ranks.data is None else model.ranks.data.rank
-    fences = FenceSet(backend.speculative_sync, entries=entries, wrap=wrap_fence)
+    transfers = min(config.max_requests, _TRANSFERS)
+    fences = FenceSet(backend.speculative_sync, entries=entries, transfers=transfers, wrap=wrap_fence)
     return EngineParts(
         backend=backend,
         streams=streams,
@@ -171,6 +186,7 @@ def assemble(
         proposer=proposer,
         rows=rows,
         options=options,
+        masks=masks,
         future=future,
         buffers=buffers,
         plans=Plans(model.kernels, proposer, lane=buffers.lane, page_size=config.page_size, max_context=config.max_context),
@@ -271,6 +287,7 @@ def build_prefill(parts: EngineParts) -> Prefill:
         rows=parts.rows,
         future=parts.future,
         options=parts.options,
+        masks=parts.masks,
         attention=parts.attention,
         probes=parts.probes,
         staging=parts.staging,
@@ -355,6 +372,8 @@ def build_step(
         stages=stages,
         iteration=iteration,
         runner=runner,
+        called=EagerRunner(parts.backend, parts.buffers),
+        masks=parts.masks,
         plans=parts.plans,
         proposer=parts.proposer,
         results=parts.results,

@@ -122,8 +122,10 @@ class AsyncEngine:
         *,
         priority: int = 0,
         media: Sequence[Media] = (),
+        admitted: Callable[[range], None] | None = None,
     ) -> AsyncIterator[StepOutput]:
         """Run a request, yielding its tokens as they come; with ``n`` samples, those of all, told apart by their ids.
+        ``admitted`` is called with these, in the order of the samples, before anything is yielded.
 
         A task that is cancelled, or an iterator that is closed early, aborts the request. Raises :class:`RequestError` for
         one that can't be served, before anything is yielded.
@@ -131,8 +133,13 @@ class AsyncEngine:
         reader = _Reader(asyncio.get_running_loop())
         left = reader.left
         try:
+            if params is not None and params.guide is not None:
+                # Compiling takes its time: in neither the loop's thread nor the engine's.
+                await asyncio.get_running_loop().run_in_executor(None, self.engine.compile_guide, params.guide)
             # Cancelled here, the request may have been admitted all the same: `left` says so then.
-            await self._call(lambda engine: self._admit(engine, reader, tokens, params, priority, media))
+            ids = await self._call(lambda engine: self._admit(engine, reader, tokens, params, priority, media))
+            if admitted is not None:
+                admitted(ids)
             while left:
                 item = await reader.outputs.get()
                 if isinstance(item, BaseException):
@@ -249,11 +256,12 @@ class AsyncEngine:
         params: SamplingParams | None,
         priority: int,
         media: Sequence[Media],
-    ) -> None:
+    ) -> range:
         first = engine.add_request(tokens, params, priority=priority, media=media)
         ids = range(first, first + (params.n if params is not None else 1))
         reader.left.update(ids)
         self._readers.update(dict.fromkeys(ids, reader))
+        return ids
 
     def _hand_on(self, output: StepOutput) -> None:
         reader = self._readers.get(output.request_id)

@@ -49,7 +49,7 @@ _OPTIONAL = (
     "draft_nodes",
     "prefill_graphs",
 )
-_SWITCHES = ("overlap", "graphs", "prefix_cache", "penalties", "batch_invariant", "plan_stream")
+_SWITCHES = ("overlap", "graphs", "prefix_cache", "penalties", "guided", "batch_invariant", "plan_stream")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +85,8 @@ class EngineConfig:
     graphs on a device that works beside the host, except for trees and with ``batch_invariant``.
 
     ``penalties``: hold token counts for repetition, presence and frequency penalties, 4 bytes for each request row and
-    token of the vocabulary. ``max_logprobs``: the most likeliest tokens that a request may ask for.
+    token of the vocabulary. ``guided``: hold masks for guided requests, a bit for each token of the vocabulary behind each
+    token that is verified. ``max_logprobs``: the most likeliest tokens that a request may ask for.
     ``batch_invariant``: a request's output is bit for bit the same whatever else runs, with kernels that are slower; it
     still depends on ``max_context`` and ``page_size``.
 
@@ -109,6 +110,7 @@ class EngineConfig:
     overlap: bool | None = None
     prefix_cache: bool = True
     penalties: bool = True
+    guided: bool = True
     max_logprobs: int = 20
     batch_invariant: bool = False
     mode: str | None = None

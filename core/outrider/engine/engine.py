@@ -7,6 +7,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch import Tensor
+
 from outrider.device import Backend, ConfigError, DeviceError, Fence, StepMode
 from outrider.engine.admission import Admission
 from outrider.engine.assembly import (
@@ -23,21 +25,28 @@ from outrider.engine.config import Choice, EngineConfig
 from outrider.engine.draft_costs import decide, lengths_for
 from outrider.engine.following import follow
 from outrider.engine.graphs import CaptureProgress, EagerRunner
+from outrider.engine.lending import Lending
 from outrider.engine.loading import load_checkpoint
 from outrider.engine.ranks.course import Course, ToldLength
 from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.ranks.start import check_key, join_engine
 from outrider.engine.recovery.watchdog import Watchdog
+from outrider.engine.requests.cache_events import CacheEvent, CacheEvents
 from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
+from outrider.engine.requests.grammars import Grammars
 from outrider.engine.requests.groups import GroupScheduler
+from outrider.engine.requests.guides import Guide
 from outrider.engine.requests.hand_over import HandOver
+from outrider.engine.requests.lent import Expected, Lent
 from outrider.engine.requests.owner import Owner
 from outrider.engine.requests.request import Completion, FinishReason, Request, StepOutput
+from outrider.engine.requests.request_state import RequestState
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.streaming import RequestStream
 from outrider.engine.resolve import resolve
 from outrider.engine.situation import situation_of
 from outrider.engine.stages import Iteration
+from outrider.engine.stats import EngineLoad
 from outrider.engine.stats import EngineStats as EngineStats
 from outrider.engine.streams import Streams
 from outrider.engine.warm_up import warm_up
@@ -127,6 +136,7 @@ class Engine:
             self._draft_length = ToldLength(self._draft_length.lengths, course)
         self._loop = loop = build_loop(parts, self._step, watchdog, self._draft_length, course)
         self._lifeline, self._scheduler, self._requests = loop.lifeline, loop.scheduler, loop.requests
+        self._grammars = Grammars(tokenizer, vocabulary=model.config.vocab_size, ends=model.config.eos_token_ids)
         self._admission = Admission(
             config=config,
             model=model.config,
@@ -134,8 +144,10 @@ class Engine:
             pages=loop.scheduler.pages.count - 1,
             pages_of=loop.scheduler.most_pages,
             tokenizer=tokenizer,
+            grammars=self._grammars,
             vision=vision,
         )
+        self._lending: Lending | None = None
         self._next_id = 0
 
     @classmethod
@@ -211,7 +223,26 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counts so far."""
-        return EngineStats(**self._loop.counts, blocked_s=self._lifeline.blocked_s)
+        loop, scheduler = self._loop, self._scheduler
+        return EngineStats(
+            **loop.counts,
+            blocked_s=self._lifeline.blocked_s,
+            preemptions=scheduler.preemptions,
+            prefix_looked_up=scheduler.prefix_looked_up,
+            prefix_hits=scheduler.prefix_hits,
+        )
+
+    @property
+    def load(self) -> EngineLoad:
+        """What the engine holds at this moment."""
+        pages = self._scheduler.pages
+        running = sum(not request.finished for request in self._scheduler.running)
+        return EngineLoad(running, len(self._requests) - running, pages.count - 1, pages.available, cached_pages=pages.cached)
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens of prompt and output that a request may have together: within the context, and within the cache alone."""
+        return self._admission.longest
 
     @property
     def has_unfinished(self) -> bool:
@@ -237,6 +268,13 @@ class Engine:
     def open_requests(self) -> dict[int, tuple[int, ...]]:
         """The requests that wait or run, by id, with the output that the host knows of; also of an engine that stopped."""
         return self._loop.open_requests
+
+    def compile_guide(self, guide: Guide) -> None:
+        """Compile a guide beside the engine, so that a request with it doesn't: any thread may call this, and it blocks.
+
+        Raises :class:`ConfigError` where this engine compiles none, and :class:`RequestError` for a guide that can't be.
+        """
+        self._grammars.compile(guide)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -283,16 +321,10 @@ class Engine:
         finished, or has no output yet.
         """
         with self._use():
-            request = self._requests.get(request_id)
             self._tell("hand_over", request_id)
             if self._course is not None:
                 self._course.act("go on")
-            if request is not None:
-                self._loop.settle(request)
-            if request is None or request.finished:
-                raise RequestError(f"request {request_id} isn't running; it may have finished already")
-            if not request.row or request.needs_prefill or not request.output:
-                raise RequestError(f"request {request_id} is waiting or prefilling; hand it over after its first token")
+            request = self._leaving(request_id)
             with self._lifeline.working("handing a request over"):
                 handed = self._parts.transfer.collect(request)
                 handed = handed if self._course is None else self._course.ranks.keep(handed)
@@ -324,6 +356,69 @@ class Engine:
             self._next_id += 1
             self._loop.add(request)
             return request.id
+
+    # -- requests that go elsewhere by the network card, see docs/apart.md -------------------------------------------
+
+    def resume(self, state: RequestState, *, lend: bool = False) -> int:
+        """Queue a request that another engine knows, with the output that it has; returns its id here. Its prompt and output
+        are prefilled. ``lend``: it doesn't decode here; it rests after its next token, until :meth:`lend` takes it out.
+
+        Raises :class:`RequestError` for a request that can't be served.
+        """
+        with self._use():
+            if lend:
+                self._lends()
+            self._tell("resume", state)
+            request = self._admission.resumed(self._next_id, state)
+            request.lends = lend
+            self._next_id += 1
+            self._loop.add(request)
+            return request.id
+
+    def lend(self, request_id: int) -> Lent | None:
+        """Take a decoding request out; its pages stay, for the network card to read, until :meth:`returned`. None where too
+        many are on their way already: try again after a step.
+
+        Never waits for a request that rests; of another one it waits for the iterations in flight, as :meth:`hand_over` does.
+        """
+        with self._use():
+            request = self._leaving(request_id)
+            with self._lifeline.working("lending a request's pages"):
+                return self._lends().lend(request)
+
+    def returned(self, lent: Lent) -> None:
+        """Free the pages of a request that was lent. The caller has seen *pages read*, or nobody began to read."""
+        with self._use():
+            self._lends().returned(lent)
+
+    def expect(self, state: RequestState) -> Expected | None:
+        """Reserve pages for a request that another engine of the same model and kind of proposer lends. None where pages are
+        short: try again after a step. Raises :class:`RequestError` for a request that can't be served.
+        """
+        with self._use():
+            with self._lifeline.working("reserving pages for a request"):
+                expected = self._lends().expect(self._next_id, state)
+            self._next_id += expected is not None
+            return expected
+
+    def arrived(self, expected: Expected, relay: Mapping[str, Tensor]) -> int:
+        """Go on with a request whose pages were written; returns its id. The caller has seen *pages written*. ``relay``: host
+        tensors, as the other engine lent them; :class:`ConfigError` for others.
+        """
+        with self._use():
+            with self._lifeline.working("taking a request over"):
+                self._lends().arrived(expected, relay)
+            return expected.request
+
+    def forsake(self, expected: Expected) -> None:
+        """Free reserved pages. The caller knows that nobody writes them: no transfer began, it's over, or its link is closed."""
+        with self._use():
+            self._lends().forsake(expected)
+
+    @property
+    def page_memory(self) -> tuple[Tensor, ...]:
+        """All tensors that have pages, [pages, ...] each, as long as the engine lives: what a link registers."""
+        return self._parts.transfer.memory
 
     def step(self) -> list[StepOutput]:
         """Run one iteration; returns a record for each request that has new tokens.
@@ -392,6 +487,7 @@ class Engine:
             "abort": self.abort,
             "forget": self._forget_ids,
             "hand_over": self.hand_over,
+            "resume": self.resume,
             "take_over": lambda key: self.take_over(handed_over[key]),
         }
         follow(self._course, calls, self._loop)
@@ -413,6 +509,18 @@ class Engine:
         """
         self._owner.adopt()
 
+    def watch_prefix_cache(self, handle: Callable[[CacheEvent], None] | None) -> None:
+        """Tell ``handle`` of each page that the prefix cache stores or drops, in order; what it holds already comes at once.
+        None: tell nobody.
+
+        ``handle`` is called in the engine's thread, in the middle of an iteration: it must be quick, and neither raise nor
+        call the engine. Raises :class:`ConfigError` for an engine without a prefix cache.
+        """
+        with self._use():
+            if not self._scheduler.pages.shares:
+                raise ConfigError("this engine has no prefix cache to watch; make it with prefix_cache=True")
+            self._scheduler.pages.watch(None if handle is None else CacheEvents(handle))
+
     # -- inside ----------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -433,6 +541,23 @@ class Engine:
                 self._end_abandoned()
         finally:
             self._used = not outermost
+
+    def _lends(self) -> Lending:
+        """Made when it's first asked for: an engine of several ranks has none."""
+        if self._lending is None:
+            self._lending = Lending(self._parts, self._loop, self._admission)
+        return self._lending
+
+    def _leaving(self, request_id: int) -> Request:
+        """A decoding request, none of whose iterations is in flight. Raises :class:`RequestError` where there is none."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._loop.settle(request)
+        if request is None or request.finished:
+            raise RequestError(f"request {request_id} isn't running; it may have finished already")
+        if not request.row or request.needs_prefill or not request.output:
+            raise RequestError(f"request {request_id} is waiting or prefilling; hand it over after its first token")
+        return request
 
     def _end_abandoned(self) -> None:
         while self._abandoned:

@@ -20,6 +20,8 @@ from outrider.model import (
     Tokenizer,
     VisionTower,
     checkpoint_dtype,
+    find_checkpoint,
+    has_tokenizer,
     load_decoder,
     load_through_transformers,
     load_vision,
@@ -31,12 +33,14 @@ from outrider.speculative.proposer import Proposer
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a checkpoint and its draft hold; ``vision`` None for a model of text alone. ``config``: with nothing left open."""
+    """What a checkpoint and its draft hold; ``vision`` None for a model of text alone, ``tokenizer`` for a
+    checkpoint without one. ``config``: with nothing left open.
+    """
 
     config: DecidedConfig
     model: LanguageModel
     proposer: Proposer
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     vision: VisionTower | None
 
 
@@ -54,6 +58,8 @@ def load_checkpoint(
     ranks: Ranks | None = None,
 ) -> Loaded:
     """See :meth:`outrider.engine.engine.Engine.from_checkpoint`."""
+    directory = find_checkpoint(directory)
+    draft_dir = None if draft_dir is None else find_checkpoint(draft_dir)
     builders = dict(builders or {})
     builders |= plugin_builders(speculate, given=builders)  # before anything is loaded: it raises for an unknown name
     if trust_remote_code and not through_transformers:
@@ -86,7 +92,7 @@ def load_checkpoint(
         progress=progress,
     )
     proposer = build(speculate, options, builders=builders)
-    tokenizer = Tokenizer.from_checkpoint(directory)
+    tokenizer = Tokenizer.from_checkpoint(directory) if has_tokenizer(directory) else None
     vision = None
     if model.config.vision is not None:
         vision = load_vision(directory, backend=backend, dtype=dtype, progress=progress)

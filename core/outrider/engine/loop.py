@@ -23,8 +23,9 @@ from outrider.engine.streams import Streams
 class Loop:
     """Launches what ``scheduler`` decides by ``step``, and takes the results in.
 
-    ``runs_ahead``: an iteration is launched before the results of the previous one are handled. ``course``: of the ranks that
-    do all of this alike; None: there is one.
+    ``runs_ahead``: an iteration is launched before the results of the previous one are handled. One with a guided request
+    never runs beside another: its masks follow from the tokens before, and nothing is launched before its own are known.
+    ``course``: of the ranks that do all of this alike; None: there is one.
     """
 
     def __init__(
@@ -112,7 +113,8 @@ class Loop:
                         for chunk in each.prefill:
                             if chunk.final:
                                 self.start_followers(chunk.request)
-            keep = 1 if self._runs_ahead and batch is not None else 0
+            # What a guide allows next follows from the tokens of this iteration.
+            keep = 1 if self._runs_ahead and batch is not None and not batch.guided else 0
             while len(self._in_flight) > keep:
                 self._handle_oldest()
             self.scheduler.retire()
@@ -148,6 +150,8 @@ class Loop:
     def _launch(self, batch: Batch) -> Ticket:
         """Launch the batch. After an error or an interrupt, everything is as it was before the launch."""
         try:
+            while batch.guided and self._in_flight:
+                self._handle_oldest()
             return self.step.launch(batch)
         except BaseException as error:
             if self.course is None:
@@ -203,12 +207,12 @@ class Loop:
                 request.verified_tokens += len(tokens)
                 self.counts["request_iterations"] += 1
                 self.counts["verified_tokens"] += len(tokens)
-                self._emit(request, tokens, outcome)
+                self._emit(request, tokens, outcome, self.scheduler.proposed(batch))
         for chunk, first in zip(batch.prefill, outcome.first_tokens, strict=True):
             if (first is not None or chunk.request.id in outcome.bad) and not chunk.request.finished:
                 self._emit(chunk.request, () if first is None else (first,), outcome)
 
-    def _emit(self, request: Request, tokens: Sequence[int], outcome: Outcome) -> None:
+    def _emit(self, request: Request, tokens: Sequence[int], outcome: Outcome, proposed: int = 0) -> None:
         """Queue new tokens for their receiver. Where a probe found a bad value, end the request instead."""
         bad = outcome.bad.get(request.id, ())
         if bad:
@@ -217,7 +221,7 @@ class Loop:
             found = "; ".join(str(each) for each in bad)
             self.end(request, FinishReason.ERROR, f"request {request.id}: {found}")
             return
-        output = request.take(tokens, outcome.logprobs.get(request.id, ()))
+        output = request.take(tokens, outcome.logprobs.get(request.id, ()), proposed)
         self.scheduler.register(request, len(request.prompt) + len(request.output) - 1)
         self.counts["emitted_tokens"] += len(output.tokens)
         self.outbox.put(output)

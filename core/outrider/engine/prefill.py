@@ -13,6 +13,7 @@ from outrider.engine.requests.features import Features
 from outrider.engine.requests.request import RequestFailed
 from outrider.engine.state.agreed import agreed
 from outrider.engine.state.attention_plans import AttentionPlans, Planned
+from outrider.engine.state.masks import Masks
 from outrider.engine.state.options import OptionTable
 from outrider.engine.state.probes import Probes
 from outrider.engine.state.results import Results
@@ -37,6 +38,7 @@ class Prefill:
         rows: RowTable,
         future: FutureMap,
         options: OptionTable,
+        masks: Masks | None,
         attention: AttentionPlans,
         probes: Probes,
         staging: Staging,
@@ -52,6 +54,7 @@ class Prefill:
         self._rows = rows
         self._future = future
         self._options = options
+        self._masks = masks
         self._attention = attention
         self._probes = probes
         self._staging = staging
@@ -138,10 +141,13 @@ class Prefill:
         self._probes.look("target.logits", logits, self._results.found_in_prefill(logits.shape[0]))
         options = self._options.gather(features, inputs.rows)
         shaped = logits
+        if features.guided and self._masks is not None:
+            masks = self._masks.of_prompts(logits.shape[0])
+            shaped = kernels.apply_token_bitmask(logits.unsqueeze(1), masks.unsqueeze(1)).squeeze(1)
         if options is not None:
             shaped = options.process(
                 kernels,
-                logits.unsqueeze(1),
+                shaped.unsqueeze(1),
                 temperature=temperature,
                 tokens=inputs.ends.unsqueeze(1),  # a single node has no drafted token: not read
                 tree_mask=None,

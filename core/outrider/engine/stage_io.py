@@ -97,13 +97,16 @@ class FillInput:
 
 @dataclass(frozen=True, slots=True)
 class VerifyStageInput:
-    """``plan``: tokens, positions and slots that verify runs over; ``attention``: over which tokens, with its plan."""
+    """``plan``: tokens, positions and slots that verify runs over; ``attention``: over which tokens, with its plan.
+    ``masks`` int32 [B, N, W]: what may come behind each token; None where no request is guided.
+    """
 
     batch: DecodeBatch
     inputs: DecodeInputs
     draft: Draft
     plan: VerifyInputs
     attention: AttentionMetadata
+    masks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

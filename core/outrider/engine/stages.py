@@ -214,12 +214,12 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         hidden, aux_hidden_states = model.forward_with_aux_hidden_states(flat, self._cache, self._layers)
         logits = model.logits(hidden).view(count, width, -1)
         self._probes.look("target.logits", logits, self._results.found(count))
-        shaped = logits
+        shaped = logits if given.masks is None else kernels.apply_token_bitmask(logits, given.masks)
         options = self._options.over(features, inputs)
         if options is not None:
             shaped = options.process(
                 kernels,
-                logits,
+                shaped,
                 temperature=inputs.temperature,
                 tokens=plan.tokens.view(count, width),
                 tree_mask=plan.mask,

@@ -8,12 +8,20 @@
 
 That is *staged*; each stage is called, or replayed from a graph of its own. In *fused* mode one graph on forward holds
 everything from gather to stash, and plan has nothing to do. Core runs ahead of the device: nothing here waits on the host,
-except where the backend's policy says that the host waits for *published*, or needs lengths itself.
+except where the backend's policy says that the host waits for *published*, or needs lengths itself, and where a request is
+guided. Then the stages are called, staged, in every mode, and between draft and verify there is:
+
+    forward   draft ── draft_outputs_ready ─┐                                        ┌─ join · verify
+    copy                draft to the host ──┴─ draft_on_host ─┐                      │
+    host                                    walk the grammars ┴─ masks ─┐            │
+    schedule                                                     upload ┴ masks_ready ┘
 
 What a stage reads and writes is its record in :mod:`outrider.engine.stage_io`.
 """
 
 from __future__ import annotations
+
+from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend, StepMode, Waiter
 from outrider.engine.fences import FenceSet
@@ -38,6 +46,7 @@ from outrider.engine.stage_io import (
 from outrider.engine.stages import Iteration, Stages
 from outrider.engine.state.buffers import DecodeInputs, VerifyInputs, VerifyOutputs
 from outrider.engine.state.intake import Intake
+from outrider.engine.state.masks import Masks
 from outrider.engine.state.plans import PlanAtJoin, Plans
 from outrider.engine.state.results import Results, Ticket
 from outrider.engine.state.rows import SeqLensRing
@@ -45,12 +54,13 @@ from outrider.engine.state.staging import Packer
 from outrider.engine.state.transfer import Transfer
 from outrider.engine.streams import Streams
 from outrider.model import ModelRanks
-from outrider.speculative.proposer import Proposer
+from outrider.speculative.proposer import Draft, Proposer
 from outrider.speculative.seq_lens import HostSeqLens
 
 
 class Step:
-    """Launches iterations, whose stages ``runner`` runs; ``prefill_graphs``: of chunks of prompts, None without.
+    """Launches iterations, whose stages ``runner`` runs, or ``called`` where a request is guided; ``masks``: for these, None
+    in an engine without. ``prefill_graphs``: of chunks of prompts, None without.
 
     ``entries``: those of the rings of pinned buffers. ``capacity``: tokens that a block table holds.
     ``plans_on_host``: attention is planned from exact lengths on the host. ``ranks``: those that hold the model together.
@@ -69,6 +79,8 @@ class Step:
         stages: Stages,
         iteration: Iteration,
         runner: Runner,
+        called: Runner,
+        masks: Masks | None,
         plans: Plans,
         proposer: Proposer,
         results: Results,
@@ -90,6 +102,8 @@ class Step:
         self._stages = stages
         self._iteration = iteration
         self._runner = runner
+        self._called = called
+        self._masks = masks
         self._plans = plans
         self._results = results
         self._seq_lens_ring = seq_lens_ring
@@ -127,7 +141,8 @@ class Step:
         self._launched += 1
         bucket = None if self._prefill_graphs is None else self._prefill_graphs.bucket(batch)
         packer = self._intake.pack(batch, bucket)
-        self._stage(batch, packer, entry)
+        fused = self._mode is StepMode.FUSED and not asked.features.guided
+        self._stage(batch, packer, entry, fused=fused)
 
         fences.inputs_ready.wait(streams.forward)
         fences.results_taken.wait(streams.forward)
@@ -143,7 +158,7 @@ class Step:
         if not batch.decode:
             fences.shared_reads_done.signal(streams.forward)
             self._publish(entry)
-        elif self._mode is StepMode.FUSED:
+        elif fused:
             self._decode_fused(batch, asked.features)
         else:
             self._decode(batch, entry, asked.features)
@@ -156,14 +171,16 @@ class Step:
         fences.results_copied[entry].signal(streams.copy)
         return ticket
 
-    def _stage(self, batch: Batch, packer: Packer, entry: int) -> None:
+    def _stage(self, batch: Batch, packer: Packer, entry: int, *, fused: bool) -> None:
         """Upload what the host decided, and resolve the lengths that the last iteration published."""
         fences, schedule = self._fences, self._streams.schedule
         fences.shared_reads_done.wait(schedule)
         self._intake.upload(packer, entry, schedule)
         with self._backend.on(schedule):
             self._intake.update_rows(batch, packer)
-        if self._mode is not StepMode.FUSED:
+        if self._masks is not None and any(chunk.request.guidance is not None for chunk in batch.prefill):
+            self._masks.first(batch.prefill, entry, schedule)
+        if not fused:
             if self._sync.published_waiter is Waiter.HOST:
                 fences.published.wait_host()
             else:
@@ -174,16 +191,18 @@ class Step:
 
     def _decode(self, batch: Batch, entry: int, features: Features) -> None:
         """Draft, verify, accept, publish, extend, stash; planning beside the draft."""
-        streams, fences, stages, run = self._streams, self._fences, self._stages, self._runner.run
+        streams, fences, stages = self._streams, self._fences, self._stages
         seq_lens_host = self._exact_seq_lens(batch, entry) if self._sync.exact_host_lengths else None
         decode = self._decode_batch(batch, features, seq_lens_host)
+        runner = self._runner_for(decode.features)
+        run = runner.run
 
         rows, seq_lens = self._intake.decoding(decode.count)
         inputs = run(stages.gather, GatherInput(decode, rows, seq_lens))
         fences.shared_reads_done.signal(streams.forward)
         if streams.update is not None:
             fences.params_free.wait(streams.update)
-            self._runner.bind(decode, streams.update)
+            runner.bind(decode, streams.update)
             fences.params_bound.signal(streams.update)
             fences.params_bound.wait(streams.forward)
         draft = run(stages.draft, DraftStageInput(decode, inputs))
@@ -205,15 +224,29 @@ class Step:
         for name, buffer in at_join.written_again(self._sync).items():
             self._backend.mark_stale(buffer, f"{name} as they were before the join")
 
+        masks = self._mask(batch, decode, draft, entry) if decode.features.guided else None
         fences.plan_ready.wait(streams.forward)
         with self._backend.on(streams.forward):
             self._sync.after_join(at_join)
-        outputs = run(stages.verify, VerifyStageInput(decode, inputs, draft, verify, attention))
+        outputs = run(stages.verify, VerifyStageInput(decode, inputs, draft, verify, attention, masks))
         self._publish(entry)
         if stages.extends:
             self._extend(decode, inputs, verify, outputs, attention, seq_lens_host)
         if streams.update is not None:
             fences.params_free.signal(streams.forward)
+
+    def _mask(self, batch: Batch, decode: DecodeBatch, draft: Draft, entry: int) -> Tensor:
+        """What may come behind each token of the draft. The host waits for the draft: it walks each grammar along it."""
+        streams, fences, masks = self._streams, self._fences, self._masks
+        assert masks is not None
+        if decode.drafted:
+            fences.draft_outputs_ready.wait(streams.copy)
+            masks.copy_out(draft, entry, streams.copy)
+            fences.draft_on_host[entry].signal(streams.copy)
+        behind = masks.behind(batch.decode, decode.drafted, entry, fences.draft_on_host[entry], streams.schedule)
+        fences.masks_ready.signal(streams.schedule)
+        fences.masks_ready.wait(streams.forward)
+        return behind
 
     def _extend(
         self,
@@ -225,7 +258,7 @@ class Step:
         seq_lens_host: HostSeqLens | None,
     ) -> None:
         """Draft-extend: its plan always waits for verify, and draft-extend for its plan."""
-        streams, fences, stages, run = self._streams, self._fences, self._stages, self._runner.run
+        streams, fences, stages, run = self._streams, self._fences, self._stages, self._runner_for(decode.features).run
         fences.accept_ready.signal(streams.forward)
 
         fences.accept_ready.wait(streams.plan)
@@ -261,4 +294,10 @@ class Step:
         # Earlier iterations grew each request by a path at most; this one also writes the slots of the whole tree.
         bound = max(request.length_bound(self._growth) for request in batch.decode) + self._writes_ahead
         drafted = self._nodes if batch.drafted is None else batch.drafted
-        return self._runner.batch(len(batch.decode), drafted, features, min(bound, self._capacity), seq_lens_host)
+        return self._runner_for(features).batch(
+            len(batch.decode), drafted, features, min(bound, self._capacity), seq_lens_host
+        )
+
+    def _runner_for(self, features: Features) -> Runner:
+        """Graphs know of no masks: a batch with a guided request is called."""
+        return self._called if features.guided else self._runner

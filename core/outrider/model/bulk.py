@@ -73,8 +73,11 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Slot:
+    """``between``: memory of the same size that the file is read into first; None: it's read into the buffer itself."""
+
     buffer: PinnedBuffer
     copied: Event
+    between: Tensor | None
 
 
 def read_parts(parts: Sequence[Part], backend: Backend, stream: Stream, done: Callable[[str], None]) -> None:
@@ -90,7 +93,7 @@ def read_parts(parts: Sequence[Part], backend: Backend, stream: Stream, done: Ca
     pieces = [piece for part in parts for piece in _pieces(part, largest)]
     workers = max(1, min(_THREADS, os.cpu_count() or 1, len(pieces)))
     with ThreadPoolExecutor(workers, thread_name_prefix="outrider-weights") as pool:
-        if not backend.capabilities.asynchronous and backend.device.type == "cpu":
+        if backend.capabilities.host_writes_memory:
             for piece, read in _ahead(pieces, 2 * workers, lambda piece: pool.submit(_read, piece, _memory(piece))):
                 read.result()
                 if piece.last:
@@ -104,10 +107,13 @@ def _read_through_buffers(
 ) -> None:
     """Half of the buffers are being read into while the other half is on its way to the device."""
     size, dtype = max(piece.values for piece in pieces), pieces[0].part.extent.dtype
-    slots = [
-        _Slot(backend.empty_pinned(f"weights[{number}]", (size,), dtype), backend.create_event(f"weights[{number}]"))
-        for number in range(min(_BUFFERS, len(pieces)))
-    ]
+    slots: list[_Slot] = []
+    for number in range(min(_BUFFERS, len(pieces))):
+        buffer = backend.empty_pinned(f"weights[{number}]", (size,), dtype)
+        # Tools see operations of torch alone. Both memories are used again: fresh pages would take as long as the reading.
+        watched = backend.observer is not None or type(buffer.tensor) is not Tensor
+        between = torch.empty(size, dtype=dtype) if watched else None
+        slots.append(_Slot(buffer, backend.create_event(f"weights[{number}]"), between))
     free, filling = deque(slots), deque[_Slot]()
 
     def submit(piece: _Piece) -> Future[None]:
@@ -116,7 +122,7 @@ def _read_through_buffers(
             slot.copied.synchronize()  # the copy out of it has run
             slot.buffer.renew()
         filling.append(slot)
-        return pool.submit(_read_pinned, piece, slot.buffer.tensor[: piece.values])
+        return pool.submit(_read_pinned, piece, slot.buffer.tensor[: piece.values], slot.between)
 
     try:
         for piece, read in _ahead(pieces, max(1, len(slots) // 2), submit):
@@ -157,11 +163,13 @@ def _memory(piece: _Piece) -> Tensor:
     return piece.part.destination.view(-1)[piece.first : piece.first + piece.values]
 
 
-def _read_pinned(piece: _Piece, into: Tensor) -> None:
-    """As :func:`_read`, by an operation of torch into the pinned memory: tools see that it's written."""
-    read = torch.empty(piece.values, dtype=into.dtype)
-    _read(piece, read)
-    into.copy_(read)
+def _read_pinned(piece: _Piece, into: Tensor, between: Tensor | None) -> None:
+    """As :func:`_read`, where there's memory ``between`` by an operation of torch into the pinned memory."""
+    if between is None:
+        _read(piece, into)
+    else:
+        _read(piece, between[: piece.values])
+        into.copy_(between[: piece.values])
 
 
 def _read(piece: _Piece, into: Tensor) -> None:

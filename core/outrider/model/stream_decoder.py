@@ -25,9 +25,9 @@ class StreamDecoder:
         self._pending: list[int] = []  # tokens since
         self._given = 0  # characters of the window's text that were given out
 
-    def push(self, token: int) -> str:
-        """Add a token; returns the text that is certain now, which may be empty."""
-        self._pending.append(token)
+    def push(self, *tokens: int) -> str:
+        """Add tokens; returns the text that is certain now, which may be empty. Several at once take as long as one."""
+        self._pending.extend(tokens)
         if self._is_open():
             return ""
         text = self._decode(self._context + self._pending)

@@ -45,6 +45,7 @@ from outrider_sanitizer.files import write_whole
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
+    from outrider_bench.collective_limits import CollectiveCost
 
 _WARM_UP_TOKENS = 8
 _COLUMNS = {
@@ -114,7 +115,8 @@ def decode(
 ) -> Report:
     """Measure decode iterations: median time, tokens a second, and the ratio to the limit.
 
-    The limit is the bytes that an iteration must read over the bandwidth measured in the same run. An iteration is timed
+    The limit is the bytes that an iteration must read over the bandwidth measured in the same run; on several ranks the
+    bytes of one of them, and the time of the collectives, each measured alone. An iteration is timed
     on the host, results read back included, while the whole batch decodes; host ms is the part in which the host wasn't
     blocked waiting for the device. The device's idle time comes from a second pass of a few iterations under torch's
     profiler.
@@ -141,6 +143,7 @@ def decode(
     if spread_out is not None:
         return spread_out
     from outrider.engine.config import Choice
+    from outrider_bench.collective_limits import measure_collectives
     from outrider_bench.limits import measure_bandwidth
 
     check_acceptance(accept_length, shape)
@@ -198,6 +201,7 @@ def decode(
             "speculate": speculation.kind,
             "acceptance": "real",
         }
+    costs = measure_collectives(engine, sizes)
     if engine.follows:
         with joined:
             engine.follow()
@@ -208,7 +212,7 @@ def decode(
         bandwidth = measure_bandwidth(engine.backend)
         run_batch(engine, max(sizes), max(lengths), _WARM_UP_TOKENS)
         cases = [(size, length) for length in lengths for size in sizes]
-        measured = [(case, _measure(engine, *case, new_tokens, bandwidth)) for case in cases]
+        measured = [(case, _measure(engine, *case, new_tokens, bandwidth, costs[case[0]])) for case in cases]
         missing = [case for case, row in measured if row is None]
         rows = [row for _, row in measured if row is not None]
         if not rows:
@@ -245,7 +249,9 @@ def decode(
         return Report(data=data, render=lambda console: _render(console, data, rows, started))
 
 
-def _measure(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, bandwidth: float) -> dict[str, object] | None:
+def _measure(
+    engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, bandwidth: float, collectives: CollectiveCost
+) -> dict[str, object] | None:
     """One line of the table; None where no iteration had the whole batch decoding."""
     from outrider_bench.limits import iteration_bytes
 
@@ -255,7 +261,7 @@ def _measure(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, ba
         return None
     needed = iteration_bytes(engine, batch=batch, context=found.context)
     iteration_ms = 1e3 * statistics.median(seconds)
-    limit_ms = 1e3 * needed / bandwidth
+    limit_ms = 1e3 * (needed / bandwidth + collectives.seconds)
     return {
         "batch": batch,
         "prompt_tokens": prompt_tokens,
@@ -266,6 +272,8 @@ def _measure(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, ba
         "acceptance_length": tokens / (len(seconds) * batch),
         "bytes_per_iteration": round(needed),
         "mean_context": found.context,
+        "collectives": collectives.calls,
+        "collectives_ms": 1e3 * collectives.seconds,
         "limit_ms": limit_ms,
         "ratio_to_limit": iteration_ms / limit_ms,
         "host_ms": 1e3 * statistics.median(found.host_seconds),

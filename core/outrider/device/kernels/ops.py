@@ -28,6 +28,19 @@ def _define(schema: str, implementation: Callable[..., Any], fake: Callable[...,
     torch.library.register_fake(f"outrider::{name}", fake, lib=_LIBRARY)
 
 
+def _masked(logits: Tensor, bitmask: Tensor) -> Tensor:
+    """What masked logits are."""
+    words = -(-logits.shape[-1] // 32)
+    torch._check(
+        bitmask.dtype == torch.int32 and bitmask.shape == (*logits.shape[:-1], words),
+        lambda: (
+            f"logits {tuple(logits.shape)} with a bitmask {tuple(bitmask.shape)} of {bitmask.dtype}; expected int32, {words} "
+            "words a row"
+        ),
+    )
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
 def _normed(x: Tensor, weight: Tensor) -> Tensor:
     """What a norm returns. A queueing device asks this before it enqueues: a wrong shape must be an error here."""
     torch._check(x.shape[-1:] == weight.shape, lambda: f"norm of {tuple(x.shape)} with a weight of {tuple(weight.shape)}")
@@ -74,6 +87,11 @@ _define(
         draft_tokens.new_empty((draft_tokens.shape[0], draft_tokens.shape[1] + 1)),
         draft_tokens.new_empty((draft_tokens.shape[0],)),
     ),
+)
+_define(
+    "apply_token_bitmask(Tensor logits, Tensor bitmask) -> Tensor",
+    shaping.apply_token_bitmask,
+    _masked,
 )
 _define(
     "bias_logits(Tensor logits, Tensor positions, Tensor entries, Tensor tokens, Tensor values, Tensor until) -> Tensor",

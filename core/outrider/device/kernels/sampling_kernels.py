@@ -82,7 +82,15 @@ class SamplingKernels:
     # -- logits before a draw --------------------------------------------------------------------------------------
     # ``logits`` [B, N, V]: N nodes of each request, of which node 0 is the last committed token and the others are
     # drafted; the logits at a node decide the token after it. Each method returns new logits of the same dtype and leaves
-    # a row whose parameters are neutral bit for bit as it is. The order is bias, penalties, truncation.
+    # a row whose parameters are neutral bit for bit as it is. The order is masks, bias, penalties, truncation.
+
+    def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> Tensor:
+        """``-inf`` for the tokens that a grammar doesn't allow.
+
+        ``bitmask`` int32 [B, N, W], W words of 32 bits: token 32w + i is allowed where bit i of word w is set. W is V / 32,
+        rounded up. Neutral: -1 everywhere.
+        """
+        return torch.ops.outrider.apply_token_bitmask(logits, bitmask)  # type: ignore[no-any-return]
 
     def bias_logits(
         self, logits: Tensor, positions: Tensor, entries: Tensor, tokens: Tensor, values: Tensor, until: Tensor

@@ -14,6 +14,13 @@ IN_PROMPT, OCCURRENCE = 1, 2
 """How ``counts`` packs a token's history: bit 0 says that it is in the prompt, the rest counts it in the output."""
 
 
+def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
+    """``-inf`` where a token's bit isn't set."""
+    bits = torch.arange(32, dtype=torch.int32, device=bitmask.device)
+    allowed = (bitmask.unsqueeze(-1) >> bits) & 1
+    return logits.masked_fill(allowed.flatten(-2)[..., : logits.shape[-1]] == 0, -torch.inf)
+
+
 def bias_logits(logits: Tensor, positions: Tensor, entries: Tensor, tokens: Tensor, values: Tensor, until: Tensor) -> Tensor:
     """Add each request's first ``entries`` biases, those whose ``until`` lies beyond the position that is decided."""
     batch, nodes, _ = logits.shape

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from outrider.engine.requests.features import Features
 from outrider.engine.requests.hand_over import HandOver
+from outrider.engine.requests.lent import Arrived
 from outrider.engine.requests.request import Request
 
 
@@ -50,7 +51,7 @@ class Batch:
     decode: tuple[Request, ...]
     admitted: tuple[Request, ...]
     table_updates: tuple[tuple[int, int, int], ...]
-    arrivals: tuple[tuple[Request, HandOver], ...] = ()
+    arrivals: tuple[tuple[Request, HandOver | Arrived], ...] = ()
     drafted: int | None = None
     together: Together | None = None
 
@@ -74,6 +75,12 @@ class Batch:
         """Every request that the iteration works on."""
         prefilled = (chunk.request for chunk in self.prefill)
         return (*self.decode, *prefilled, *(request for request, _ in self.arrivals))
+
+    @property
+    def guided(self) -> bool:
+        """Whether a mask decides what may come: of a request that decodes, or behind the end of a prompt."""
+        chosen = (*self.decode, *(chunk.request for chunk in self.prefill if chunk.final))
+        return any(request.guidance is not None for request in chosen)
 
     def only(self, request: Request) -> Batch:
         """The part of the batch that concerns one request."""

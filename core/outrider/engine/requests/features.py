@@ -13,13 +13,15 @@ class Features:
     """Abilities of an iteration, each needed if one request needs it. Rows that don't need one aren't changed by it.
 
     ``sampling``: a temperature above 0, so that draft distributions are kept. ``biased``, ``penalized``, ``truncated``: see
-    :class:`~outrider.engine.state.options.BatchOptions`. ``logprobs``: how many likeliest tokens are reported, None for none.
+    :class:`~outrider.engine.state.options.BatchOptions`. ``guided``: masks. ``logprobs``: how many likeliest tokens are
+    reported, None for none.
     """
 
     sampling: bool = False
     biased: bool = False
     penalized: bool = False
     truncated: bool = False
+    guided: bool = False
     logprobs: int | None = None
 
     @classmethod
@@ -31,6 +33,7 @@ class Features:
             biased=any(chosen.biased for chosen in params),
             penalized=any(chosen.penalized for chosen in params),
             truncated=any(chosen.truncated for chosen in params),
+            guided=any(request.guidance is not None for request in requests),
             logprobs=logprobs_of(requests),
         )
 
@@ -43,7 +46,8 @@ class Features:
         """Whether an iteration with these abilities serves a batch that needs ``other``."""
         enough = other.logprobs is None or (self.logprobs is not None and self.logprobs >= other.logprobs)
         return enough and all(
-            getattr(self, name) or not getattr(other, name) for name in ("sampling", "biased", "penalized", "truncated")
+            getattr(self, name) or not getattr(other, name)
+            for name in ("sampling", "biased", "penalized", "truncated", "guided")
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from outrider.engine.requests.batch import Batch, PrefillChunk, Together
 from outrider.engine.requests.draft_length import DraftLengthPolicy
 from outrider.engine.requests.features import Features
-from outrider.engine.requests.pages import PagePool
+from outrider.engine.requests.pages import PagePool, PageWatcher
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.scheduler import Scheduler
@@ -56,13 +56,28 @@ class GroupScheduler:
         self._draft_length = draft_length
         self._passes = passes
         self._made: list[Batch | None] = []
-        self.pages = GroupPages([scheduler.pages for scheduler in schedulers])
+        self.pages = GroupPages([scheduler.pages for scheduler in schedulers], own)
         self.rows = GroupRows(self._schedulers)
 
     @property
     def has_work(self) -> bool:
         """Whether an iteration would do anything in some group."""
         return any(scheduler.has_work for scheduler in self._schedulers)
+
+    @property
+    def preemptions(self) -> int:
+        """See :class:`Scheduler`; of all groups, as the other counts."""
+        return sum(scheduler.preemptions for scheduler in self._schedulers)
+
+    @property
+    def prefix_looked_up(self) -> int:
+        """Tokens of contexts that were looked up in the prefix cache."""
+        return sum(scheduler.prefix_looked_up for scheduler in self._schedulers)
+
+    @property
+    def prefix_hits(self) -> int:
+        """Those of them that it had."""
+        return sum(scheduler.prefix_hits for scheduler in self._schedulers)
 
     @property
     def running(self) -> tuple[Request, ...]:
@@ -122,6 +137,10 @@ class GroupScheduler:
         for index, scheduler in enumerate(self._schedulers):
             scheduler.take_back([batch.everyone[index] for batch in batches], spoilt=spoilt)
 
+    def proposed(self, batch: Batch) -> int:
+        """See :meth:`Scheduler.proposed`."""
+        return self._schedulers[0].proposed(batch)
+
     def most_pages(self, tokens: int) -> int:
         """See :meth:`Scheduler.most_pages`."""
         return self._schedulers[0].most_pages(tokens)
@@ -163,10 +182,11 @@ def _extent(chunks: Sequence[PrefillChunk]) -> tuple[int, int, int]:
 
 
 class GroupPages:
-    """The page pools of all groups. ``count``: pages of one, since a request's pages are all in one."""
+    """The page pools of all groups. ``count``: pages of one, since a request's pages are all in one. ``own``: this rank's."""
 
-    def __init__(self, pools: Sequence[PagePool]) -> None:
+    def __init__(self, pools: Sequence[PagePool], own: int) -> None:
         self._pools = tuple(pools)
+        self._own = pools[own]
         self.count = pools[0].count
         self.page_size = pools[0].page_size
 
@@ -179,6 +199,15 @@ class GroupPages:
     def cached(self) -> int:
         """Pages that no request holds and whose contents may be hit again."""
         return sum(pool.cached for pool in self._pools)
+
+    @property
+    def shares(self) -> bool:
+        """See :attr:`PagePool.shares`."""
+        return self._own.shares
+
+    def watch(self, watcher: PageWatcher | None) -> None:
+        """See :meth:`PagePool.watch`; the own group's pages, which alone lie here."""
+        self._own.watch(watcher)
 
     def forget_all(self) -> None:
         """See :meth:`PagePool.forget_all`."""

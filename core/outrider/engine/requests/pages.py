@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from outrider.device import SeamError
 
@@ -73,6 +74,19 @@ class PageKey:
         )
 
 
+class PageWatcher(Protocol):
+    """Is told of every change of what a :class:`PagePool` can hit, in order, by the thread that makes it."""
+
+    def stored(self, keys: Sequence[PageKey]) -> None:
+        """Pages are known by these keys from now on; a parent comes before its children."""
+
+    def removed(self, key: PageKey) -> None:
+        """The page of this key is known no more: it was given to a request."""
+
+    def cleared(self) -> None:
+        """No page is known any more."""
+
+
 class PagePool:
     """KV pages with shared prefixes: each page is free, held by one or more requests, or cached with no holder.
 
@@ -92,6 +106,18 @@ class PagePool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[PageKey, int] = {}
         self._key_of: dict[int, PageKey] = {}
+        self._watcher: PageWatcher | None = None
+
+    def watch(self, watcher: PageWatcher | None) -> None:
+        """Tell ``watcher`` of every change from now on, and at once of what is known already; None: tell nobody."""
+        self._watcher = watcher
+        if watcher is not None and self._page_of:
+            watcher.stored(list(self._page_of))
+
+    @property
+    def shares(self) -> bool:
+        """Whether pages are known by their contents at all."""
+        return self._share
 
     @property
     def available(self) -> int:
@@ -109,7 +135,10 @@ class PagePool:
             page = self._free.pop()
         elif self._cached:
             page, _ = self._cached.popitem(last=False)
-            self._forget(page)
+            key = self._key_of.pop(page)
+            del self._page_of[key]
+            if self._watcher is not None:
+                self._watcher.removed(key)
         else:
             raise SeamError(f"no KV page left: all {self.count - 1} are held")
         self._holders[page] = 1
@@ -162,6 +191,7 @@ class PagePool:
         ``done`` pages were brought in before, the last under ``key``. Returns both, brought forward. Where another page is
         known by the same key already, that one stays the one to hit.
         """
+        new: list[PageKey] = []
         while self._share and (done + 1) * self.page_size <= filled:
             candidate = self._key(key, tokens, done, extra)
             if candidate is None:
@@ -170,16 +200,21 @@ class PagePool:
             if known is None:
                 self._page_of[candidate] = pages[done]
                 self._key_of[pages[done]] = candidate
+                new.append(candidate)
                 key = candidate
             else:
                 key = self._key_of[known]
             done += 1
+        if new and self._watcher is not None:
+            self._watcher.stored(new)
         return key, done
 
     def forget_all(self) -> None:
         """Make every page unknown, as after a fault that may have spoilt their contents."""
-        for page in list(self._key_of):
-            self._forget(page)
+        if self._key_of and self._watcher is not None:
+            self._watcher.cleared()
+        self._key_of.clear()
+        self._page_of.clear()
         self._free.extend(self._cached)
         self._cached.clear()
 
@@ -190,6 +225,3 @@ class PagePool:
         ahead = tuple(tokens[end : end + self._ahead])
         besides = None if extra is None else extra(start, end + self._ahead)
         return PageKey(parent, tuple(tokens[start:end]), ahead, besides)
-
-    def _forget(self, page: int) -> None:
-        del self._page_of[self._key_of.pop(page)]

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from outrider.device import OutriderError
+from outrider.engine.requests.guidance import Guidance
 from outrider.engine.requests.hand_over import HandOver
+from outrider.engine.requests.lent import Arrived
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.requests.media import RequestMedia
 from outrider.engine.requests.pages import PageKey
@@ -37,6 +39,9 @@ class StepOutput:
 
     ``logprobs``: one for each token, where the request asked for them. ``text``: what has become certain of the text of a
     request with stop strings; None for other requests. ``error``: what was found, with the finish reason ``error``.
+
+    ``drafted``: how many of ``tokens``, the first ones, a draft had proposed and the target accepted. ``proposed``: tokens
+    that the draft could have had accepted at most; 0 where none was drafted, as for the first token of a request.
     """
 
     request_id: int
@@ -45,6 +50,8 @@ class StepOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
     text: str | None = None
     error: str | None = None
+    drafted: int = 0
+    proposed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +110,17 @@ class Request:
     preemptions: int = 0
     group: int = 0
     """The data-parallel group that it runs in."""
-    arrival: HandOver | None = None
+    arrival: HandOver | Arrived | None = None
     """What another engine computed of it, until that is in the cache."""
+    lends: bool = False
+    """It doesn't decode here: once its context is prefilled it rests, until it's lent to another engine."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     stop_text: StopText | None = None
     """Watches for stop strings; None without any."""
+    guidance: Guidance | None = None
+    """What its guide allows behind the output so far; None without a guide."""
     text: list[str] = field(default_factory=list)
     """Pieces of text, of a request with stop strings."""
     followers: list[Request] = field(default_factory=list)
@@ -122,6 +133,11 @@ class Request:
     def needs_prefill(self) -> bool:
         """Whether tokens of the context remain to be launched."""
         return self.prefilled < len(self.context)
+
+    @property
+    def rests(self) -> bool:
+        """Whether there is nothing to launch for it, nor to wait for: it waits to be lent."""
+        return self.lends and not self.needs_prefill and not self.in_flight
 
     @property
     def mrope_position_delta(self) -> int:
@@ -162,12 +178,21 @@ class Request:
         """The most tokens that can be in the cache once all launched iterations have run, each growing by ``growth``."""
         return self.known_length + self.decodes_in_flight * growth
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> StepOutput:
-        """Append tokens up to the first stop token, the one that completes a stop string, or the limit."""
+    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], proposed: int = 0) -> StepOutput:
+        """Append tokens up to the first stop token, the one that completes a stop string or a guided text, or the limit. A
+        token that the guide doesn't allow ends the request with an error. All but the last of ``tokens`` are from a draft of
+        at most ``proposed``.
+        """
         taken: list[int] = []
+        guidance = self.guidance
         for token in tokens:
+            refused = None if guidance is None else guidance.take(token)
+            if refused is not None:
+                self.finish_reason, self.error = FinishReason.ERROR, f"request {self.id}: {refused}"
+                break
             taken.append(token)
-            if token in self.stop_tokens or (self.stop_text is not None and self.stop_text.push(token)):
+            said = self.stop_text is not None and self.stop_text.push(token)
+            if said or token in self.stop_tokens or (guidance is not None and guidance.over):
                 self.finish_reason = FinishReason.STOP
                 break
             if len(self.output) + len(taken) == self.params.max_tokens:
@@ -177,7 +202,9 @@ class Request:
         kept = tuple(logprobs[: len(taken)])
         self.logprobs.extend(kept)
         text = self.new_text()  # may find a stop string at the very end
-        return StepOutput(self.id, tuple(taken), self.finish_reason, kept, text)
+        drafted = min(len(taken), len(tokens) - 1, proposed)
+        ended = self.finish_reason
+        return StepOutput(self.id, tuple(taken), ended, kept, text, self.error, drafted=drafted, proposed=proposed)
 
     def end(self, reason: FinishReason, error: str | None = None) -> StepOutput:
         """End the request; its output so far stays valid."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.device import ConfigError
+from outrider.engine.requests.guides import Guide
 from outrider.errors import shown
 
 MAX_LOGIT_BIAS = 300
@@ -43,6 +44,11 @@ class SamplingParams:
     penalties and temperature. None: don't. ``n``: samples of the prompt, each with a seed of its own made from ``seed``;
     the first has ``seed``, ``n`` at most :data:`MAX_SAMPLES`.
 
+    ``guide``: what the text must be (:mod:`outrider.engine.requests.guides`). Tokens that don't fit have no probability, in
+    drafts and elsewhere, before all other options; log-probabilities are the model's own all the same. An end-of-sequence
+    token comes only where the text is complete, with ``ignore_eos`` or before ``min_tokens`` only where nothing else may
+    come; the request ends with it.
+
     Numbers are checked against what the device can compute with: a positive temperature, repetition penalty or share is from
     2**-32 to 2**32, a bias at most 2**64, a whole number at most 2**31 - 1 (``seed``: 64 bits).
     """
@@ -63,6 +69,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     n: int = 1
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1, _MOST_INT)
@@ -84,6 +91,10 @@ class SamplingParams:
         for name in ("ignore_eos",):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; expected True or False")
+        if self.guide is not None and (not isinstance(self.guide, Guide) or type(self.guide) is Guide):
+            raise ConfigError(
+                f"guide is {shown(self.guide)}; expected JsonSchema, JsonObject, Regex, Ebnf or Choice of outrider.engine"
+            )
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         object.__setattr__(self, "stop", _strings(self.stop))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))

@@ -207,7 +207,7 @@ def _bias_list(request: Request) -> list[tuple[int, float, int]]:
     """(token, value, position from which on it no longer applies)."""
     params = request.params
     listed = [(token, value, _NO_END) for token, value in params.biases]
-    if params.min_tokens:
+    if params.min_tokens and request.guidance is None:  # a guide's masks hold them back
         until = len(request.prompt) + params.min_tokens
         listed += [(token, float("-inf"), until) for token in sorted(request.stop_tokens)]
     return listed

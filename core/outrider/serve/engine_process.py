@@ -1,0 +1,184 @@
+"""An engine in a process of its own, over a pair of sockets that nobody else can reach.
+
+A frame is its length, four bytes, and a pickle. Both ends are this program, started by itself; nothing that a client of the
+server sends is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from outrider.engine.engine import Engine
+from outrider.registry.children import end_with_parent
+from outrider.serve.client import EngineClient, EngineGone
+from outrider.serve.engine_loop import EngineLoop
+from outrider.serve.messages import Command, EngineInfo, Event, Failed, Output, Ready, Stop
+
+_LENGTH = struct.Struct("!I")
+_PIECE = 1 << 18
+_BUFFER = 8 << 20
+_PATIENCE_S = 10.0
+"""So long the process may take to end once it was told to."""
+
+
+class EngineProcess(EngineClient):
+    """Runs an engine in a child process, which ends when this one does, whatever ends it.
+
+    ``make`` returns the engine; it's pickled, and called in the child. The child takes no notice of SIGINT and SIGTERM, which
+    come to a whole group of processes: its parent tells it to end.
+    """
+
+    def __init__(self, make: Callable[[], Engine]) -> None:
+        super().__init__()
+        self._make = make
+        self._process: Any = None
+        self._transport: asyncio.Transport | None = None
+        self._waiting: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, once it was started."""
+        return None if self._process is None else self._process.pid
+
+    async def close(self) -> None:
+        """Tell the process to end, and wait for that; where it doesn't, kill it."""
+        self._gone(EngineGone("the engine was closed"), expected=True)
+        if self._process is None:
+            return
+        if self._transport is not None and not self._transport.is_closing():
+            self._send(Stop())
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._process.join, _PATIENCE_S)
+        if self._process.is_alive():
+            self._process.kill()
+            await loop.run_in_executor(None, self._process.join)
+        if self._transport is not None:
+            self._transport.close()
+
+    async def _launch(self) -> None:
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                with suppress(OSError):
+                    end.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(target=_serve, args=(self._make, theirs), name="outrider-engine", daemon=True)
+        # From this thread: the child ends with the thread that started it. That takes some milliseconds.
+        self._process.start()
+        theirs.close()
+        ours.setblocking(False)
+        transport, _ = await asyncio.get_running_loop().create_connection(lambda: _Line(self), sock=ours)
+        self._transport = transport
+
+    def _send(self, command: Command) -> None:
+        assert self._transport is not None
+        self._transport.write(_frame(command))
+
+    def _hung_up(self) -> None:
+        """The child's end is closed: it has ended, or is about to."""
+        if self.error is None:
+            self._waiting = asyncio.get_running_loop().create_task(self._say_how_it_ended())
+
+    async def _say_how_it_ended(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self._process.join, 1.0)
+        code = self._process.exitcode
+        how = "hung up" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        self._gone(EngineGone(f"the engine's process {how}"))
+
+
+class _Line(asyncio.Protocol):
+    """Cuts what the child sends into frames."""
+
+    def __init__(self, client: EngineProcess) -> None:
+        self._client = client
+        self._frames = _Frames()
+
+    def data_received(self, data: bytes) -> None:
+        for events in self._frames.add(data):
+            self._client._handle([Output(*event) if type(event) is tuple else event for event in events])
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        del exc
+        self._client._hung_up()
+
+
+class _Frames:
+    """Frames from the pieces in which they come."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def add(self, piece: bytes) -> Iterator[Any]:
+        """What has become whole, with this piece."""
+        held = self._held
+        held += piece
+        start = 0
+        while len(held) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(held, start)
+            end = start + _LENGTH.size + length
+            if end > len(held):
+                break
+            yield pickle.loads(held[start + _LENGTH.size : end])
+            start = end
+        del held[:start]
+
+
+def _frame(item: object) -> bytes:
+    data = pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(data)) + data
+
+
+# -- in the child ------------------------------------------------------------------------------------------------------
+
+
+class _ChildPort:
+    """The engine's end of the line."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._frames = _Frames()
+
+    def take(self, *, block: bool) -> Sequence[Command]:
+        """See :class:`~outrider.serve.engine_loop.Port`."""
+        taken: list[Command] = []
+        while not taken:
+            if not block and not select.select([self._line], [], [], 0)[0]:
+                break
+            piece = self._line.recv(_PIECE)
+            if not piece:
+                return [Stop()]
+            taken.extend(self._frames.add(piece))
+        return taken
+
+    def send(self, events: Sequence[Event]) -> None:
+        """See :class:`~outrider.serve.engine_loop.Port`."""
+        # Plain tuples take a fraction of the time, and there is one for each request and iteration.
+        self._line.sendall(_frame([tuple(event) if type(event) is Output else event for event in events]))
+
+
+def _serve(make: Callable[[], Engine], line: socket.socket) -> None:
+    """What the child runs."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
+    port = _ChildPort(line)
+    try:
+        engine = make()
+        port.send([Ready(EngineInfo.of(engine))])
+        EngineLoop(engine, port).run()
+    except (BrokenPipeError, ConnectionResetError):  # the server is gone
+        os._exit(1)
+    except BaseException as error:
+        with suppress(OSError):
+            port.send([Failed(f"{type(error).__name__}: {error}")])
+        os._exit(1)  # what a lost device leaves behind can't be relied on to end by itself

@@ -1,0 +1,69 @@
+"""An engine in a thread of the server's own process: for programs that embed the server, and for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+from outrider.engine.engine import Engine
+from outrider.serve.client import EngineClient, EngineGone
+from outrider.serve.engine_loop import EngineLoop
+from outrider.serve.messages import Command, EngineInfo, Event, Failed, Ready, Stop
+
+
+class EngineThread(EngineClient):
+    """Runs an engine in a thread. ``make`` returns it, and is called in that thread; an engine that exists is adopted, and
+    its maker must no longer use it.
+
+    The thread shares Python's lock with the event loop. For load, take :class:`~outrider.serve.engine_process.EngineProcess`.
+    """
+
+    def __init__(self, make: Engine | Callable[[], Engine]) -> None:
+        super().__init__()
+        self._make: Callable[[], Engine] = (lambda: make) if isinstance(make, Engine) else make
+        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
+
+    async def close(self) -> None:
+        """End the thread, and wait for that."""
+        self._gone(EngineGone("the engine was closed"), expected=True)
+        if self._thread.ident is not None:
+            self._commands.put(Stop())
+            await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+
+    async def _launch(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def _send(self, command: Command) -> None:
+        self._commands.put(command)
+
+    # -- in the engine's thread: a port ----------------------------------------------------------------------------
+
+    def take(self, *, block: bool) -> Sequence[Command]:
+        """See :class:`~outrider.serve.engine_loop.Port`."""
+        taken: list[Command] = []
+        with suppress(Empty):
+            taken.append(self._commands.get(block=block))
+            while True:
+                taken.append(self._commands.get_nowait())
+        return taken
+
+    def send(self, events: Sequence[Event]) -> None:
+        """See :class:`~outrider.serve.engine_loop.Port`."""
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the event loop was closed: nobody reads it
+            self._loop.call_soon_threadsafe(self._handle, events)
+
+    def _run(self) -> None:
+        try:
+            engine = self._make()
+            engine.adopt()
+            self.send([Ready(EngineInfo.of(engine))])
+            EngineLoop(engine, self).run()
+        except BaseException as error:
+            self.send([Failed(f"{type(error).__name__}: {error}")])

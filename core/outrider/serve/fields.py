@@ -1,0 +1,184 @@
+"""Requests of the API, field by field.
+
+A field that OpenAI's API doesn't have is refused, as OpenAI does, but for those of other servers that sampling knows
+(``top_k``, ``min_p``, …). Fields without an effect here are accepted and named in :data:`IGNORED`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+IGNORED = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "prediction",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "verbosity",
+)
+"""Fields that are checked for their type and change nothing."""
+
+_MOST = 2**31 - 1
+_Words = Annotated[str, Field(max_length=4096)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+
+class StreamOptions(_Strict):
+    """What a stream carries besides text."""
+
+    include_usage: bool = Field(False, description="A last chunk with the usage, and no choices.")
+    include_obfuscation: bool | None = Field(None, description="Has no effect.")
+    include_drafted: bool = Field(False, description="Each chunk says which tokens a draft had proposed.")
+
+
+class Sampling(_Strict):
+    """Fields that completions and chats share."""
+
+    model: _Words
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = 1
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    response_format: dict[str, Any] | None = None
+
+    # Of other servers
+    top_k: Annotated[int, Field(ge=-1, le=_MOST)] | None = Field(None, description="0 or -1: all tokens.")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=_MOST)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=_MOST)] | None = Field(None, description="Higher goes first.")
+    return_token_ids: bool | None = Field(None, description="Choices carry token_ids.")
+
+    # Without an effect
+    user: _Words | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: _Words | None = None
+    prediction: dict[str, Any] | None = None
+    safety_identifier: _Words | None = None
+    prompt_cache_key: _Words | None = None
+    prompt_cache_retention: _Words | None = None
+
+
+class CompletionRequest(Sampling):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: Annotated[int, Field(ge=1, le=_MOST)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=_MOST)] | None = None
+    echo: bool | None = False
+    suffix: str | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+
+
+class FunctionCall(_Strict):
+    """A call that the assistant made."""
+
+    name: _Words
+    arguments: str
+
+
+class ToolCall(_Strict):
+    """A call of a tool."""
+
+    id: _Words
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ImageUrl(_Strict):
+    """Where an image is: a data URL."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class Part(_Strict):
+    """A part of a message."""
+
+    type: Literal["text", "image_url", "refusal", "input_audio", "file"]
+    text: str | None = None
+    image_url: ImageUrl | None = None
+    refusal: str | None = None
+    input_audio: dict[str, Any] | None = None
+    file: dict[str, Any] | None = None
+
+
+class Message(_Strict):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[Part], Field(max_length=4096)] | None = None
+    name: _Words | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: _Words | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    audio: dict[str, Any] | None = None
+    function_call: FunctionCall | None = None
+
+
+class Function(_Strict):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Strict):
+    """A function by its name."""
+
+    name: _Words
+
+
+class NamedTool(_Strict):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatRequest(Sampling):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=65536)]
+    max_tokens: Annotated[int, Field(ge=1, le=_MOST)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=_MOST)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=_MOST)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: _Words | None = Field(None, description="Given to the template, as are chat_template_kwargs.")
+    verbosity: _Words | None = None
+    modalities: list[_Words] | None = None
+    audio: dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None

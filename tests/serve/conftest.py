@@ -1,0 +1,66 @@
+"""One server over the bundled model with speculation, for all tests of the API."""
+
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="not run: the extra serve isn't installed")
+pytest.importorskip("openai", reason="not run: OpenAI's client isn't installed")
+
+from outrider import Engine, EngineConfig
+from outrider_cpu.backend import CpuBackend
+from serve.running import running
+
+BUNDLED = Path(str(files("outrider"))) / "bundled"
+TEMPLATE = (
+    "{% if messages[0].content == 'refuse' %}{{ raise_exception('no such talk') }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+)
+
+
+def bundled_engine(**config):
+    """The bundled model on cpu in float32, with its EAGLE head."""
+    given = {"max_requests": 4, "max_context": 256, "page_size": 16, "dtype": "float32", **config}
+    return Engine.from_checkpoint(
+        BUNDLED / "target",
+        CpuBackend(),
+        draft_dir=BUNDLED / "eagle",
+        speculate="eagle",
+        config=EngineConfig(**given),
+    )
+
+
+@pytest.fixture(scope="session")
+def bundled_target():
+    return BUNDLED / "target"
+
+
+@pytest.fixture(scope="session")
+def server(bundled_target):
+    """With a chat template, and vLLM's names of metrics."""
+    engine = bundled_engine()
+    with running(engine, bundled_target, chat_template=TEMPLATE, metric_names="vllm", max_queued=60) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def reference():
+    """The same model without a server, by an engine of its own."""
+    return bundled_engine()
+
+
+@pytest.fixture
+def client(server):
+    import openai
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as found:
+        yield found
+
+
+@pytest.fixture
+def http(server):
+    import httpx
+
+    with httpx.Client(base_url=server.url, timeout=60) as found:
+        yield found

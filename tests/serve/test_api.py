@@ -1,0 +1,243 @@
+"""What the server says to requests that can't be served, to clients that go away, and about itself."""
+
+import asyncio
+import json
+import time
+
+import httpx
+import pytest
+
+from outrider.serve.config import ServeConfig
+
+ASKED = {"model": "m", "prompt": "def f():", "max_tokens": 4, "temperature": 0}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+def refused(answer, status, *, param=None, code=None, kind="invalid_request_error"):
+    """Check that an answer is an error in OpenAI's form; returns its message."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["param"]) == (kind, param)
+    if code is not None:
+        assert error["code"] == code
+    assert answer.headers["x-request-id"]
+    return error["message"]
+
+
+WRONG = [
+    ({**ASKED, "prompt": []}, "prompt"),
+    ({**ASKED, "prompt": [5, 10**7]}, "prompt"),
+    ({**ASKED, "prompt": [-1]}, "prompt"),
+    ({**ASKED, "prompt": {"a": 1}}, "prompt"),
+    ({**ASKED, "prompt": "half \ud800 a character"}, "prompt"),
+    ({**ASKED, "prompt": "x " * 4000}, "prompt"),
+    ({**ASKED, "max_tokens": 10**6}, "max_tokens"),
+    ({**ASKED, "max_tokens": 0}, "max_tokens"),
+    ({**ASKED, "max_tokens": "four"}, "max_tokens"),
+    ({**ASKED, "temperature": -1}, "temperature"),
+    ({**ASKED, "top_p": 2}, "top_p"),
+    ({**ASKED, "n": 0}, "n"),
+    ({**ASKED, "n": 100}, "n"),
+    ({**ASKED, "seed": 2**63}, "seed"),
+    ({**ASKED, "stop": [""]}, "stop"),
+    ({**ASKED, "logit_bias": {"x": 1}}, "logit_bias"),
+    ({**ASKED, "logit_bias": {"1": 1000}}, "logit_bias[1]"),
+    ({**ASKED, "logit_bias": {"1": 1, "01": 2}}, "logit_bias"),
+    ({**ASKED, "logprobs": 21}, "logprobs"),
+    ({**ASKED, "best_of": 2}, "best_of"),
+    ({**ASKED, "suffix": "end"}, "suffix"),
+    ({**ASKED, "echo": True, "logprobs": 1}, "echo"),
+    ({**ASKED, "stream_options": {"include_usage": True}}, "stream_options"),
+    ({**ASKED, "response_format": {"type": "xml"}}, "response_format.type"),
+    ({**ASKED, "response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+    ({**ASKED, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}}, "response_format"),
+    ({**ASKED, "wings": 2}, "wings"),
+    ({**ASKED, "min_tokens": 9}, "min_tokens"),
+    ({"model": "m"}, "prompt"),
+]
+WRONG_CHATS = [
+    ({**CHAT, "messages": []}, "messages"),
+    ({**CHAT, "messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({**CHAT, "messages": [{"role": "user"}]}, "messages[0].content"),
+    ({**CHAT, "messages": [{"role": "user", "content": "refuse"}]}, "messages"),
+    (
+        {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+        "messages[0].content[0].image_url.url",
+    ),
+    ({**CHAT, "top_logprobs": 2}, "top_logprobs"),
+    ({**CHAT, "tool_choice": "required"}, "tool_choice"),
+    ({**CHAT, "functions": [{}]}, "functions"),
+    ({**CHAT, "modalities": ["audio"]}, "modalities"),
+    ({**CHAT, "chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), WRONG, ids=lambda value: str(value)[-40:])
+def test_a_completion_that_is_wrong(http, body, param):
+    refused(http.post("/v1/completions", content=json.dumps(body), headers=JSON), 400, param=param)
+
+
+@pytest.mark.parametrize(("body", "param"), WRONG_CHATS, ids=lambda value: str(value)[-40:])
+def test_a_chat_that_is_wrong(http, body, param):
+    refused(http.post("/v1/chat/completions", json=body), 400, param=param)
+
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'"x"', b'{"model": "m", "prompt": NaN}', b"[" * 100_000, b"\xff"]
+)
+def test_a_body_that_is_no_request(http, body):
+    assert http.post("/v1/completions", content=body, headers=JSON).status_code == 400
+
+
+def test_what_is_not_there(http):
+    message = refused(
+        http.post("/v1/completions", json={**ASKED, "model": "n\ud800"}), 404, param="model", code="model_not_found"
+    )
+    assert "m" in message
+    refused(http.get("/v1/models/other"), 404, param="model")
+    refused(http.get("/v2"), 404, code="not_found")
+    refused(http.get("/v1/completions"), 405, code="method_not_allowed")
+
+
+def test_a_schema_that_no_grammar_can_keep_is_refused_by_the_engine(http):
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
+    body = {**ASKED, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    assert http.post("/v1/completions", json=body).status_code == 400
+
+
+def test_request_ids(http):
+    assert http.get("/version", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    made = http.get("/version", headers={"x-request-id": 'forged" {'}).headers["x-request-id"]
+    assert made.startswith("req-")
+
+
+def test_states(http):
+    assert http.get("/health").json() == {"status": "ok"}
+    assert http.get("/ready").json() == {"status": "ready"}
+    assert set(http.get("/version").json()) == {"version"}
+
+
+def metrics(http):
+    lines = [line for line in http.get("/metrics").text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def test_metrics_count_what_happened(http):
+    before = metrics(http)
+    http.post("/v1/completions", json={**ASKED, "max_tokens": 8}).raise_for_status()
+    time.sleep(0.3)  # a snapshot of the engine follows its last request
+    after = metrics(http)
+    model = '{model_name="m"}'
+
+    def more(name):
+        return after[name] - before.get(name, 0)
+
+    assert more(f"outrider_output_tokens_total{model}") == 8
+    assert more('outrider_samples_total{finish_reason="length",model_name="m"}') == 1
+    assert more('outrider_http_requests_total{route="/v1/completions",status="200"}') == 1
+    assert more(f"outrider_time_to_first_token_seconds_count{model}") == 1
+    assert more(f"outrider_request_seconds_count{model}") == more(f"vllm:e2e_request_latency_seconds_count{model}") == 1
+    drafted = [more(f'outrider_drafted_tokens_total{{model_name="m",position="{place}"}}') for place in range(1, 5)]
+    accepted = [more(f'outrider_accepted_tokens_total{{model_name="m",position="{place}"}}') for place in range(1, 5)]
+    assert drafted[0] >= accepted[0] > 0
+    assert accepted == sorted(accepted, reverse=True)
+    assert more(f"outrider_iterations_total{model}") > 0
+    assert more(f"outrider_step_seconds_total{model}") > 0
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert after[f"vllm:{name}{model}"] == 0
+    assert any(name.startswith("vllm:cache_config_info{") for name in after)
+    assert after[f"outrider_up{model}"] == 1
+
+
+def everything_is_back(server):
+    """Nothing is open, and no page is held."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        snapshot = server.client.snapshot
+        if server.client.open_requests == 0 and snapshot.load.running == snapshot.load.waiting == 0:
+            break
+        time.sleep(0.02)
+    load = server.client.snapshot.load
+    return (server.client.open_requests, load.running, load.waiting, load.pages - load.free_pages) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_ends_its_request(server, http, stream):
+    before = metrics(http)['outrider_aborted_total{model_name="m"}']
+    body = {**ASKED, "max_tokens": 200, "n": 2, "temperature": 1, "ignore_eos": True, "stream": stream}
+    if stream:
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/completions", json=body, timeout=0.3)
+    assert everything_is_back(server)
+    assert metrics(http)['outrider_aborted_total{model_name="m"}'] - before == 2
+
+
+def test_a_full_queue(server, http):
+    room = server.service.config.max_queued + 4
+
+    async def flood():
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as many:
+            body = {**ASKED, "n": 32, "temperature": 1, "max_tokens": 2}
+            return await asyncio.gather(*(many.post("/v1/completions", json=body) for _ in range(4)))
+
+    answers = asyncio.run(flood())
+    done = [answer for answer in answers if answer.status_code == 200]
+    assert len(done) >= room // 32
+    assert len(done) < 4
+    for answer in answers:
+        if answer.status_code != 200:
+            refused(answer, 429, code="queue_full", kind="rate_limit_error")
+            assert int(answer.headers["retry-after"]) > 0
+    assert everything_is_back(server)
+
+
+def test_limits_of_bodies_and_time(server, http, monkeypatch):
+    def limits(**changed):
+        config = ServeConfig(names=("m",), **changed)
+        monkeypatch.setattr(server.service, "config", config)
+
+    limits(max_body_bytes=2000, body_timeout_s=0.2)
+    refused(http.post("/v1/completions", json={**ASKED, "prompt": "x" * 3000}), 413, code="request_too_large")
+
+    def pieces(pause):
+        yield b'{"model": "m", '
+        time.sleep(pause)
+        yield b'"prompt": "' + b"x" * 3000 + b'"}'
+
+    refused(http.post("/v1/completions", content=pieces(0), headers=JSON), 413, code="request_too_large")
+    refused(http.post("/v1/completions", content=pieces(1), headers=JSON), 408, code="body_timeout")
+    limits(request_timeout_s=0.05)
+    body = {**ASKED, "max_tokens": 200, "ignore_eos": True}
+    refused(http.post("/v1/completions", json=body), 504, code="timeout", kind="server_error")
+    events = [line for line in http.post("/v1/completions", json={**body, "stream": True}).text.split("\n\n") if line]
+    assert json.loads(events[-2][6:])["error"]["code"] == "timeout"
+    assert events[-1] == "data: [DONE]"
+    limits(max_prompt=3)
+    refused(http.post("/v1/completions", json={**ASKED, "prompt": "a b c d e"}), 400, param="prompt")
+    assert everything_is_back(server)
+
+
+def test_keys(server, http, monkeypatch):
+    monkeypatch.setattr(server.service, "config", ServeConfig(names=("m",), api_keys=("right", "also")))
+    refused(http.get("/v1/models"), 401, code="invalid_api_key")
+    for wrong in ("Bearer wrong", "Bearer", "Basic right", "right", "Bearer right2"):
+        refused(http.get("/v1/models", headers={"authorization": wrong}), 401, code="invalid_api_key")
+    for key in ("right", "also"):
+        assert http.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+    assert http.get("/health").status_code == 200
+
+
+def test_every_answer_to_a_completion_is_described(http):
+    described = http.get("/openapi.json").json()
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        answers = described["paths"][path]["post"]["responses"]
+        assert {"200", "400", "401", "404", "408", "413", "429", "503", "504"} <= set(answers)
+        assert "422" not in answers

@@ -1,0 +1,152 @@
+"""``outrider bench serve``: a server under load, beside the engine without one and beside vLLM's server."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cli.models import DraftTokensOption, DtypeOption
+from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.device.errors import ConfigError
+from outrider_bench.child import ChildFailed, run_child
+from outrider_bench.commands.decode import sizes_of
+from outrider_bench.http_load import HttpLoad, Streamed, streamed_of, summary
+
+if TYPE_CHECKING:
+    from outrider_bench.served import Setup
+
+_ENGINES = ("bare", "outrider", "vllm")
+_PROCESSES = 4
+_CLIENTS = 8  # of one process
+_LIMIT_S = 900.0
+
+
+def serve(
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="A server that runs already, instead of starting any.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="With --url: the model's name.")] = None,
+    engines: Annotated[
+        str, typer.Option(metavar="bare,outrider,vllm", help="What is started and measured, one after the other.")
+    ] = "bare,outrider",
+    shape: Annotated[
+        str, typer.Option("--shape", metavar="NAME|config.json", help="Random weights of this shape.")
+    ] = "llama-3.1-8b",
+    concurrency: Annotated[str, typer.Option(metavar="1,32", help="Clients at a time, by commas.")] = "1,32",
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Requests of each client, one after the other.")] = 3,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, metavar="N")] = 512,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=2, metavar="N")] = 256,
+    speculate: Annotated[str, typer.Option("--speculate", metavar="eagle|none")] = "eagle",
+    draft_tokens: DraftTokensOption = 3,
+    accept_length: Annotated[
+        float | None, typer.Option("--accept-length", metavar="A", help="Synthetic acceptance, the same for all.")
+    ] = 2.98,
+    dtype: DtypeOption = None,
+    limit: Annotated[float, typer.Option(min=1, metavar="S", help="What a server may take to start.")] = _LIMIT_S,
+    logs: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep there what the servers say. Default: nowhere.")
+    ] = None,
+    backend: BackendOption = None,
+    json_output: JsonOption = False,
+) -> Report:
+    """Tokens a second, time to the first token and between tokens, of streams over HTTP.
+
+    Each client sends its next request when its last one has ended; one round runs before what is counted. ``bare`` is the
+    same load on the engine in its own thread: what the server costs is the difference.
+    """
+    del json_output
+    sizes = sizes_of(concurrency, "--concurrency", "1,32")
+    load = HttpLoad(url="", model="measured", clients=1, rounds=rounds, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+    data: dict[str, Any] = {**asdict(load), "concurrency": sizes, "shape": None if url else shape}
+    if url is not None:
+        if model is None:
+            raise ConfigError("--url needs --model NAME: what the server calls its model")
+        results = [_measured_over_http(replace(load, url=url, model=model, clients=size)) for size in sizes]
+        return _report({**data, "engines": [{"engine": url, "results": results}]})
+    names = [name.strip() for name in engines.split(",")]
+    if not set(names) <= set(_ENGINES):
+        raise ConfigError(f"--engines is {engines!r}; expected some of {', '.join(_ENGINES)}")
+    from outrider_bench.served import Setup
+
+    setup = Setup(
+        shape=shape,
+        speculate=speculate,
+        draft_tokens=draft_tokens,
+        accept_length=accept_length if speculate == "eagle" else None,
+        dtype=dtype,
+        backend=backend,
+        max_requests=max(sizes),
+        max_context=prompt_tokens + new_tokens + 2 * (draft_tokens + 1),
+    )
+    with TemporaryDirectory(prefix="outrider-bench-") as kept:
+        where = logs or Path(kept)
+        where.mkdir(parents=True, exist_ok=True)
+        found = [_measured(name, setup, load, sizes, where, limit) for name in names]
+    return _report({**data, **asdict(setup), "engines": found})
+
+
+def _measured(name: str, setup: Setup, load: HttpLoad, sizes: list[int], logs: Path, limit: float) -> dict[str, Any]:
+    """Results of one engine, or why there are none."""
+    from outrider_bench.served import served
+
+    began = time.monotonic()
+    try:
+        if name == "bare":
+            given = {"setup": asdict(setup), "load": asdict(load), "sizes": sizes}
+            found = run_child("outrider_bench.bare_child", given, variables={}, limit_s=limit)
+            return {"engine": name, **found}
+        with served(name, setup, directory=logs, limit_s=limit) as url:
+            start_s = time.monotonic() - began
+            results = [_measured_over_http(replace(load, url=url, clients=size)) for size in sizes]
+            return {"engine": name, "start_s": start_s, "results": results}
+    except ChildFailed as failed:
+        return {"engine": name, "failed": str(failed), "results": []}
+
+
+def _measured_over_http(load: HttpLoad) -> dict[str, Any]:
+    """A round to warm up, and then what is counted."""
+    _all_clients(replace(load, rounds=1, first=100_000))
+    return {"concurrency": load.clients, **summary(_all_clients(load))}
+
+
+def _all_clients(load: HttpLoad) -> list[Streamed]:
+    """The clients of a load, spread over some processes."""
+    processes = max(1, min(_PROCESSES, load.clients // _CLIENTS))
+    shares = [load.clients // processes + (number < load.clients % processes) for number in range(processes)]
+    parts = [replace(load, clients=share, first=load.first + sum(shares[:number])) for number, share in enumerate(shares)]
+
+    def run(part: HttpLoad) -> list[Streamed]:
+        found = run_child("outrider_bench.http_load_child", asdict(part), variables={}, limit_s=_LIMIT_S)
+        return streamed_of(found["answers"])
+
+    with ThreadPoolExecutor(processes) as pool:
+        return [answer for answers in pool.map(run, parts) for answer in answers]
+
+
+def _report(data: dict[str, Any]) -> Report:
+    def render(console: Console) -> None:
+        table = Table("engine", "clients", "tokens/s", "first token p50, p99 ms", "between outputs p50, p99 ms", "ms a token")
+        for engine in data["engines"]:
+            if "failed" in engine:
+                console.print(f"{engine['engine']}: {engine['failed']}")
+            for row in engine["results"]:
+                first, between, token = row["first_token_ms"], row["between_outputs_ms"], row["a_token_ms"]
+                table.add_row(
+                    engine["engine"],
+                    str(row["concurrency"]),
+                    f"{row['tokens_per_s']:.1f}",
+                    f"{first['p50']:.2f}, {first['p99']:.2f}",
+                    "-" if between is None else f"{between['p50']:.2f}, {between['p99']:.2f}",
+                    "-" if token is None else f"{token['p50']:.3f}",
+                )
+        console.print(table)
+
+    return Report(data=data, render=render, exit_code=1 if any("failed" in each for each in data["engines"]) else 0)
