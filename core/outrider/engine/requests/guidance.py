@@ -44,6 +44,25 @@ class Matcher(Protocol):
         """Whether nothing may follow."""
 
 
+class Anything:
+    """A matcher that allows every token, and never ends."""
+
+    over = False
+
+    def accept(self, token: int) -> bool:
+        """Always."""
+        del token
+        return True
+
+    def rollback(self, count: int) -> None:
+        """There is nothing to undo."""
+        del count
+
+    def fill(self, words: Tensor, index: int) -> None:
+        """Every token."""
+        words[index].fill_(EVERYTHING)
+
+
 class Guidance:
     """One request's matcher, which has accepted the request's output whenever nobody walks.
 
