@@ -181,11 +181,11 @@ class XgrammarMatcher:
 
 def _compiled(compiler: Any, guide: Guide) -> Any:
     if isinstance(guide, JsonSchema):
-        return compiler.compile_json_schema(guide.schema, max_whitespace_cnt=_WHITESPACE)
+        return compiler.compile_json_schema(guide.written, max_whitespace_cnt=_WHITESPACE)
     if isinstance(guide, JsonObject):
         return compiler.compile_json_schema('{"type": "object"}', strict_mode=False, max_whitespace_cnt=_WHITESPACE)
     if isinstance(guide, Regex):
-        return compiler.compile_regex(guide.pattern)
+        return compiler.compile_regex(guide.written)
     if isinstance(guide, Ebnf):
         return compiler.compile_grammar(guide.grammar, root_rule_name=guide.root)
     assert isinstance(guide, Choice)

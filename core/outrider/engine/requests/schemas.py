@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from outrider.device.errors import ConfigError
+from outrider.engine.requests.patterns import FORMATS, written
 from outrider.errors import shown
 
 MAX_DEPTH, MAX_NODES, MAX_PROPERTIES, MAX_COUNT = 64, 4096, 512, 1 << 16
@@ -177,8 +178,20 @@ class _Reader:
                 "the others out"
             )
         for way in ways:
-            if not isinstance(made[way], str):
-                raise _wrong(f"{place}/{way}", made[way], "a text")
+            if not isinstance(made[way], str) or len(made[way]) > MAX_COUNT:
+                raise _wrong(f"{place}/{way}", shown(made[way]), "a text")
+        least, most = made.pop("minLength", 0), made.pop("maxLength", None)
+        if "format" in made:
+            name = made.pop("format")
+            if name not in FORMATS:
+                raise _wrong(f"{place}/format", name, f"one of {', '.join(FORMATS)}")
+            made["pattern"] = FORMATS[name]
+        elif least or most is not None:
+            if most is not None and least > most:
+                raise _wrong(f"{place}/minLength", least, f"at most maxLength, {most}")
+            made["pattern"] = f'[^"]{{{least},{"" if most is None else most}}}'
+        if "pattern" in made:
+            made["pattern"] = written(made["pattern"], in_json=True)
 
     def _array(self, made: dict[str, Any], place: str, depth: int) -> None:
         if made.pop("uniqueItems", False) is not False:
