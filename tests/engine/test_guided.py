@@ -14,7 +14,7 @@ from engine.guided_schemas import SCHEMAS, check_fits
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.engine import Choice, Ebnf, JsonObject, JsonSchema, Regex
-from outrider.engine.requests import grammars
+from outrider.engine.requests import grammars, guidance
 from outrider.engine.requests.grammars import Grammars
 from outrider.engine.requests.guidance import Guidance, words_of
 from outrider.engine.requests.request import FinishReason
@@ -403,6 +403,17 @@ def test_compiling_has_a_limit_of_time_and_number_and_is_shared(cpu, monkeypatch
     assert len(calls) == 4
 
 
+def test_a_guide_that_takes_too_long_to_walk_ends_its_request_and_no_other(cpu, monkeypatch):
+    engine = cpu.engine(max_requests=2)
+    monkeypatch.setattr(guidance, "WALK_SECONDS", -1.0)
+    slow = SamplingParams(max_tokens=8, guide=Regex("[a-z]*"))
+    prompt = cpu.tokenizer.encode("def main(")
+    failed, other = engine.generate([prompt, prompt], [slow, SamplingParams(max_tokens=8)])
+    assert (failed.finish_reason, failed.token_ids) == (FinishReason.ERROR, ())
+    assert "took more than" in failed.error
+    assert len(other.token_ids) == 8
+
+
 # -- the walk ------------------------------------------------------------------------------------------------------------
 
 
@@ -414,12 +425,12 @@ def test_masks_along_a_tree_are_those_of_a_walk_to_each_node(data):
     parents = [-1, *(data.draw(st.integers(-1, node)) for node in range(size))]
     tokens = [data.draw(st.integers(0, vocabulary - 1)) for _ in range(size)]
     output = data.draw(st.lists(st.integers(0, 12), max_size=3))
-    guidance, taken = Guidance(Residues(vocabulary), vocabulary=vocabulary), []
+    state, taken = Guidance(Residues(vocabulary), vocabulary=vocabulary), []
     for choice in output:
         taken.append(3 * choice + (sum(taken) + len(taken)) % 3)
-        assert guidance.take(taken[-1]) is None
+        assert state.take(taken[-1]) is None
     masks = torch.zeros((size + 1, words_of(vocabulary)), dtype=torch.int32)
-    guidance.along(tokens, parents, masks)
+    state.along(tokens, parents, masks)
     for node in range(size + 1):
         way, at = [], node
         while at > 0:
@@ -432,7 +443,7 @@ def test_masks_along_a_tree_are_those_of_a_walk_to_each_node(data):
         wanted = {t for t in range(vocabulary) if not allowed or t % 3 == (sum(walked) + len(walked)) % 3}
         bits = [int(masks[node, t // 32]) >> (t % 32) & 1 for t in range(vocabulary)]
         assert {t for t, bit in enumerate(bits) if bit} == wanted
-    refused = guidance.take((sum(taken) + len(taken) + 1) % 3)
+    refused = state.take((sum(taken) + len(taken) + 1) % 3)
     assert "isn't allowed by the guide" in refused
 
 
@@ -453,13 +464,13 @@ def test_what_a_pattern_allows_is_what_python_matches(cpu, pattern, in_json, see
     """By a walk along the masks that chooses any token."""
     guide = JsonSchema({"type": "string", "pattern": pattern}) if in_json else Regex(pattern)
     made = _grammars(cpu)
-    guidance = made.guidance(SamplingParams(guide=guide), ENDS)
+    state = made.guidance(SamplingParams(guide=guide), ENDS)
     dice, masks, tokens = torch.Generator().manual_seed(seed), torch.zeros((1, words_of(2048)), dtype=torch.int32), []
-    while not guidance.over:
-        guidance.first(masks, 0)
+    while not state.over:
+        state.first(masks, 0)
         allowed = ((masks[0].unsqueeze(-1) >> torch.arange(32)) & 1).flatten().nonzero().flatten()
         tokens.append(int(allowed[torch.randint(len(allowed), (1,), generator=dice)]))
-        assert guidance.take(tokens[-1]) is None
+        assert state.take(tokens[-1]) is None
     text = cpu.text(tokens)
     assert re.fullmatch(pattern, json.loads(text) if in_json else text), (pattern, text)
 

@@ -77,11 +77,11 @@ class _Writer:
 
     def sequence(self, items: Sequence[Any], first: bool, last: bool) -> str:
         """Parts behind each other. ``first``, ``last``: nothing comes before it, behind it."""
-        parts = []
+        parts: list[str] = []
+        final = max((index for index, (operator, _) in enumerate(items) if str(operator) != "AT"), default=-1)
         for index, (operator, argument) in enumerate(items):
             begins = first and not any(parts)
-            ends = last and all(str(later) == "AT" for later, _ in items[index + 1 :])
-            parts.append(self._part(str(operator), argument, begins, ends))
+            parts.append(self._part(str(operator), argument, begins, last and index >= final))
         return "".join(parts)
 
     def _part(self, name: str, argument: Any, first: bool, last: bool) -> str:

@@ -17,8 +17,9 @@ from outrider.device.errors import ConfigError
 from outrider.engine.requests.patterns import FORMATS, written
 from outrider.errors import shown
 
-MAX_DEPTH, MAX_NODES, MAX_PROPERTIES, MAX_COUNT = 64, 4096, 512, 1 << 16
-"""Schemas within each other, schemas in all, properties of an object, and what a length or a number of items may be."""
+MAX_DEPTH, MAX_NODES, MAX_PROPERTIES, MAX_BRANCHES, MAX_COUNT = 64, 4096, 512, 128, 1 << 16
+"""Schemas within each other, schemas in all, properties of an object, schemas that one of must hold, and what a length or a
+number of items may be."""
 
 _SAYS = frozenset(
     ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id")
@@ -97,6 +98,8 @@ class _Reader:
             raise _wrong(f"{place}/{key}", value, "a list of schemas")
         if key == "allOf" and len(value) > 1:
             raise ConfigError(f"the JSON schema has {len(value)} schemas in 'allOf' at {place}; write them as one")
+        if len(value) > MAX_BRANCHES:
+            raise _wrong(f"{place}/{key}", value, f"at most {MAX_BRANCHES} schemas")
         if key == "oneOf":
             self._check_apart(value, place)
         branches = [self.read(each, f"{place}/{key}/{index}", depth + 1) for index, each in enumerate(value)]
@@ -252,10 +255,13 @@ def _apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         properties, required = each.get("properties"), each.get("required")
         if not isinstance(properties, Mapping) or not isinstance(required, list | tuple):
             return False
-        named.append({key: schema for key, schema in properties.items() if key in required})
+        needed = frozenset(key for key in required if isinstance(key, str))
+        named.append({key: schema for key, schema in properties.items() if key in needed})
     for key in named[0]:
         if key in named[1]:
             values = [_values(each[key]) for each in named]
+            if max(map(len, values)) > MAX_BRANCHES:
+                return False
             if values[0] and values[1] and not any(value in values[1] for value in values[0]):
                 return True
     return False
