@@ -108,6 +108,7 @@ KERNELS = [
     (choose.walk_tree, {}, {**SHARED, "NODES": 4, "DEPTH": 3}),
     (choose.partial_softmax, {}, VOCABULARY),
     (choose.partial_residual, {}, {**VOCABULARY, "LANE": 3}),
+    (choose.apply_token_bitmask, {"bitmask": INT}, {"BLOCK": 1024}),
     (bookkeeping.gather_requests, {}, {"LENS_BY_ROW": True, "BLOCK": 64, "FOUND": 16}),
     (bookkeeping.gather_checked, {"source": HALF}, {"SOME": True, "NUMBERS": True, "BLOCK": 4096}),
     (bookkeeping.gather_checked, {"source": LONG, "out": LONG}, {"SOME": False, "NUMBERS": False, "BLOCK": 4, "rows": None}),
