@@ -36,7 +36,9 @@ def get_transport(name: str) -> Transport:
     info = plugins.usable_info(offer)
     unknown = sorted(set(spec.options) - set(info.options))
     if unknown:
-        raise ConfigError(f"the transport {spec.name!r} has no option {unknown[0]!r}; it has {', '.join(info.options) or 'none'}")
+        raise ConfigError(
+            f"the transport {spec.name!r} has no option {unknown[0]!r}; it has {', '.join(info.options) or 'none'}"
+        )
     try:
         made = plugins.adapt(plugins.call("create_transport", spec.name, options=spec.options), info)
     except OutriderError:

@@ -47,7 +47,7 @@ class NixlTransport(Transport):
             self._api = import_module(f"{package}._api")
         except ImportError as error:
             raise CapabilityError(f"{package} is installed and can't be imported: {error}") from error
-        logging.getLogger(f"{package}.logging").setLevel(logging.WARNING)
+        logging.getLogger("nixl").setLevel(logging.WARNING)
         self._devices = devices
 
     def open(self, regions: Sequence[Tensor], backend: Backend, *, accepts: bool, host: str) -> NixlLink:
@@ -136,7 +136,9 @@ class NixlLink(Link):
             self._peer = added.decode() if isinstance(added, bytes) else str(added)
             if self._peer != name:
                 raise LinkDown("the other side's NIXL agent has another name than it says")
-            ours = self._descriptors([[region.data_ptr(), max(region.get_device(), 0)] for region in self.regions], self.blocks)
+            ours = self._descriptors(
+                [[region.data_ptr(), max(region.get_device(), 0)] for region in self.regions], self.blocks
+            )
             self._ours = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", ours, self._memory)
             self._theirs = self._agent.prep_xfer_dlist(self._peer, self._descriptors(regions, self.peer_blocks), memory)
 

@@ -22,7 +22,9 @@ def transport_info() -> TransportInfo:
         usable=usable,
         reason="" if usable else "NIXL isn't installed",
         advice="" if usable else "pip install 'outrider[nixl]'",
-        options={"devices": "network devices by UCX's names, separated by +; default: what UCX chooses, loopback on one host"},
+        options={
+            "devices": "network devices by UCX's names, separated by +; default: what UCX chooses, loopback on one host"
+        },
     )
 
 

@@ -69,7 +69,9 @@ class TorchLink(Link):
         if not dist.is_available() or not dist.is_gloo_available():
             raise CapabilityError("this torch was built without gloo, which the transport torch needs")
         if backend.control is not None:
-            raise CapabilityError(f"{backend.label} runs when its schedule says so; the transport torch has threads of its own")
+            raise CapabilityError(
+                f"{backend.label} runs when its schedule says so; the transport torch has threads of its own"
+            )
         self._rank, self._host = rank, host
         self._on_host = all(region.device.type == "cpu" for region in self.regions)
         self._flat = tuple(region.view(self.blocks, -1).view(torch.uint8) for region in self.regions)
