@@ -90,6 +90,11 @@ class DecodeSide:
         return len(self._entries)
 
     @property
+    def peers(self) -> int:
+        """How many are linked to this side."""
+        return len(self._peers)
+
+    @property
     def has_work(self) -> bool:
         """Whether :meth:`turn` may find something to do without a message."""
         waits = (_Stage.WANTS_PAGES, _Stage.WAITS_FOR_PAGES, _Stage.WRITING)

@@ -69,6 +69,11 @@ class PrefillSide:
         return sum(len(peer.jobs) for peer in self._peers.values())
 
     @property
+    def peers(self) -> int:
+        """How many are linked to this side."""
+        return len(self._peers)
+
+    @property
     def has_work(self) -> bool:
         """Whether :meth:`turn` may find something to do without a message."""
         return bool(self._leaving) or self.engine.has_unfinished

@@ -141,6 +141,7 @@ class Server(ABC):
             "free_rows": engine.free_rows,
             "rows": engine.config.max_requests,
             "iterations": engine.stats.iterations,
+            f"{'decode' if self._role is Role.PREFILL else 'prefill'}_peers": self._peers,
         }
         self._hub.send(event.peer, Message("status", body))
 
@@ -149,6 +150,10 @@ class Server(ABC):
     @property
     @abstractmethod
     def _open(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def _peers(self) -> int: ...
 
     @property
     @abstractmethod
@@ -206,6 +211,10 @@ class PrefillServer(Server):
     @property
     def _open(self) -> int:
         return self.side.open_jobs
+
+    @property
+    def _peers(self) -> int:
+        return self.side.peers
 
     @property
     def _has_work(self) -> bool:
@@ -271,6 +280,10 @@ class DecodeServer(Server):
     @property
     def _open(self) -> int:
         return self.side.open_requests
+
+    @property
+    def _peers(self) -> int:
+        return self.side.peers
 
     @property
     def _has_work(self) -> bool:
