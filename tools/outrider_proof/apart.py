@@ -277,6 +277,8 @@ def prove(options: argparse.Namespace) -> dict[str, Any]:
         with ExitStack() as stack:
             pair = Pair(stack, model, options.backends, options.transport, rng)
             for seed in range(options.seed, options.seed + count):
+                if time.monotonic() - began > options.seconds:
+                    break
                 program = drawn(model, seed)
                 killing = options.kill if options.kill and seed % options.kill_every == 0 else None
 
@@ -319,6 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--transport", default="torch")
     parser.add_argument("--programs", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no program after so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--backends", nargs=2, default=["cpu", "cpu"], metavar=("PREFILL", "DECODE"))

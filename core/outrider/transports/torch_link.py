@@ -99,7 +99,9 @@ class TorchLink(Link):
         return found
 
     def close(self) -> None:
-        """Take the lock: from then on the receiving thread writes nothing. The threads end when the other side does."""
+        """Take the lock: from then on the receiving thread writes nothing. The threads end when the other side has heard of it,
+        or is dead; one that hangs is waited for a few seconds.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -110,9 +112,8 @@ class TorchLink(Link):
         if self._listener is not None:
             with suppress(OSError):
                 self._listener.close()
-        if threading.current_thread() not in self._threads:
-            for thread in self._threads[:1]:  # the sender; the receiver may wait for a peer that hangs
-                thread.join(_JOIN_S)
+        for thread in self._threads:
+            thread.join(_JOIN_S)
 
     def check_up(self) -> None:
         """Raise :class:`LinkDown` once it is."""
@@ -239,6 +240,8 @@ class TorchLink(Link):
             raise ConfigError("the other side sent something that isn't a message")
         if kind == _Kind.END:
             self._fail("the other side closed it")
+            self._jobs.put(_Job(_Kind.END, 0, [], []))  # its receiving thread waits for that
+            self._jobs.put(None)
             return False
         listed = self._received(group, blocks, torch.int64).tolist() if blocks else []
         if kind == _Kind.OVER:
