@@ -1,4 +1,4 @@
-"""How fast a link writes pages between two devices: link_bandwidth.py TRANSPORT FROM TO [TOKENS...]. Two processes, an 8B shape.
+"""How fast a link writes pages of an 8B shape from process to process: link_bandwidth.py TRANSPORT FROM TO [TOKENS...]
 
 Prints a line of JSON for each number of tokens: milliseconds of one write of all their pages, best of five, and GB/s.
 """

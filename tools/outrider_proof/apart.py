@@ -4,8 +4,8 @@
     python -m outrider_proof.apart --kill decode --programs 40
     python -m outrider_proof.apart --models bundled --backends cuda:0 cuda:1 --transport nixl --programs 200
 
-Every model has a pair of servers, whose engines have drawn sizes. A program is a batch mix of requests; some are aborted. With
-``--kill`` a server is killed (SIGKILL) in the middle of every few programs, and started again on its port.
+Every model has a pair of servers, whose engines have drawn sizes. A program is a batch mix of requests; some are aborted.
+With ``--kill`` a server is killed (SIGKILL) in the middle of every few programs, and started again on its port.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ def make_engine(model: str, backend: Backend, sizes: Sizes) -> Engine:
     from outrider.engine.engine import Engine
 
     if model == "bundled":
-        config = plain_config(
-            dtype="float32", page_size=16, max_requests=8, max_context=256, overlap=True, num_pages=8 * 18
-        )
+        config = plain_config(dtype="float32", page_size=16, max_requests=8, max_context=256, overlap=True, num_pages=8 * 18)
         return Engine.from_checkpoint(
             bundled("target"), backend, draft_dir=bundled("eagle"), speculate="eagle", config=config
         )
@@ -92,7 +90,10 @@ def child(role: str, model: str, backend: str, transport: str, listen: str, pref
     engine = make_engine(model, get_backend(backend), Sizes(*sizes))
     moves = get_transport(transport)
     address = Address.parse(listen)
-    say = lambda line: print(line, flush=True)  # noqa: E731
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
     server: PrefillServer | DecodeServer
     if role == "prefill":
         server = PrefillServer(engine, moves, listen=address, say=say)
@@ -153,8 +154,8 @@ class Pair:
                 raise TimeoutError(f"{self._model}: it didn't come within {LIMIT_S:g} s: {self.front.status(1.0)}")
 
     def run(self, arrivals: Sequence[tuple[Arrival, tuple[int, ...], tuple[Media, ...]]], interrupt: Any = None) -> list[Any]:
-        """Serve the requests of a program; for each, its tokens, or None where it was aborted. ``interrupt``: called once, with
-        requests under way.
+        """Serve the requests of a program; for each, its tokens, or None where it was aborted. ``interrupt``: called once,
+        with requests under way.
         """
         waiting = sorted(range(len(arrivals)), key=lambda index: arrivals[index][0].step)
         number_of: dict[int, int] = {}
@@ -182,7 +183,9 @@ class Pair:
                 interrupt()
                 interrupt = None
             if time.monotonic() > end:
-                raise TimeoutError(f"{self._model}: {len(arrivals) - len(ended)} requests didn't end: {self.front.status(1.0)}")
+                raise TimeoutError(
+                    f"{self._model}: {len(arrivals) - len(ended)} requests didn't end: {self.front.status(1.0)}"
+                )
         return [None if ended[index] == "abort" else (ended[index], tuple(got[index])) for index in range(len(arrivals))]
 
     def settled(self) -> str:
@@ -235,7 +238,7 @@ def drawn(model: str, seed: int) -> list[tuple[Arrival, tuple[int, ...], tuple[M
     """The requests of a program."""
     if model == "bundled":
         rng = random.Random(f"apart {seed}")
-        found = []
+        found: list[tuple[Arrival, tuple[int, ...], tuple[Media, ...]]] = []
         for _ in range(rng.randint(2, 8)):
             length, start = rng.randint(1, 90), rng.randrange(len(words()) - 100)
             abort = rng.randint(0, 6) if rng.random() < 0.1 else None
@@ -267,7 +270,15 @@ class Reference:
 
 def prove(options: argparse.Namespace) -> dict[str, Any]:
     """Run the programs; what came of them."""
-    found: dict[str, Any] = {"programs": 0, "requests": 0, "aborted": 0, "kills": 0, "asked_again": 0, "wrong": [], "held": []}
+    found: dict[str, Any] = {
+        "programs": 0,
+        "requests": 0,
+        "aborted": 0,
+        "kills": 0,
+        "asked_again": 0,
+        "wrong": [],
+        "held": [],
+    }
     found |= {"transport": options.transport, "arrived": 0, "done_again": 0, "prefilled_here": 0}
     began = time.monotonic()
     models = options.models

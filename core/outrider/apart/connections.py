@@ -1,5 +1,6 @@
-"""Connections between the processes: who may speak, messages in and out, and who is gone. One thread; no call blocks but for the
-time that :meth:`Hub.poll` is given.
+"""Connections between the processes: who may speak, messages in and out, and who is gone.
+
+One thread; no call blocks but for the time that :meth:`Hub.poll` is given.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ class _Connection:
 class Hub:
     """The connections of one process.
 
-    ``listen``: where it accepts others; None: nowhere. ``secret``: shared by all processes; each proves that it knows it before
-    anything else it says is read. ``silence_s``: who says nothing for so long is gone.
+    ``listen``: where it accepts others; None: nowhere. ``secret``: shared by all processes; each proves that it knows it,
+    before anything else it says is read. ``silence_s``: who says nothing for so long is gone.
     """
 
     def __init__(self, role: Role, *, listen: Address | None, secret: bytes = b"", silence_s: float = 30.0) -> None:

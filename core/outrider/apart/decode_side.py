@@ -1,4 +1,4 @@
-"""What a decode server does, without its sockets: has requests prefilled elsewhere, takes their pages in, and decodes them."""
+"""What a decode server does, without its sockets: requests are prefilled elsewhere, and decoded here from their pages."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ class Front:
     """Requests to whichever decode server has least to do. One thread.
 
     A request whose server goes away begins again at another one, or at the same one once it's back, with the output that it
-    has; nothing that was given out is given out twice, or taken back. One that finds no server for ``patience_s`` ends with an
-    error.
+    has; nothing that was given out is given out twice, or taken back. One that finds no server for ``patience_s`` ends with
+    an error.
     """
 
     def __init__(

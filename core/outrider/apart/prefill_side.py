@@ -1,4 +1,4 @@
-"""What a prefill server does, without its sockets: takes requests of decode servers, prefills them, and writes their pages."""
+"""What a prefill server does, without its sockets: prefills requests of decode servers, and writes their pages."""
 
 from __future__ import annotations
 

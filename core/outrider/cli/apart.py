@@ -67,9 +67,7 @@ DrainOption = Annotated[
 ]
 SilenceOption = Annotated[
     float,
-    typer.Option(
-        "--silence-seconds", metavar="S", min=1.0, help="A process that says nothing for so long counts as gone."
-    ),
+    typer.Option("--silence-seconds", metavar="S", min=1.0, help="A process that says nothing for so long counts as gone."),
 ]
 
 
@@ -187,9 +185,7 @@ def decode_server(
     tune_seconds: TuneOption = 0.0,
     json_output: JsonOption = False,
 ) -> Report:
-    """Decode requests of clients, with their prompts prefilled by prefill servers. Ends at SIGTERM, when running requests have
-    ended.
-    """
+    """Decode for clients; prefill servers prefill the prompts. Ends at SIGTERM, when running requests have ended."""
     from outrider.apart.connections import Address
     from outrider.apart.decode_side import Alone
     from outrider.apart.server import DecodeServer

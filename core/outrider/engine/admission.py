@@ -80,7 +80,7 @@ class Admission:
         return request
 
     def checked(self, state: RequestState) -> RequestState:
-        """The state with its placeholders expanded. Raises :class:`RequestError` for one that can't be served, whoever made it."""
+        """The state, its placeholders expanded. Raises :class:`RequestError` for one that can't be served."""
         urgency = checked_int(state.priority, "priority")
         if state.params.n > 1:
             raise RequestError(f"n is {state.params.n}; a request that goes from engine to engine is one sample")

@@ -6,9 +6,9 @@ is ordered; a gather precedes the *inputs ready* of its own iteration; the plan 
 the one before, since *shared reads done* comes behind that on forward. And pinned staging: an entry of the ring is filled
 again only after the host has read the results of the iteration that it was filled for.
 
-``network`` is no stream of the engine: a network card is ordered by nothing but the host, which gives it work and asks what is
-over. The host waits by asking, between two iterations. Where a link's copies are work of the backend, the link signals these
-fences; a real card has completions and notifications of its own in their place (:mod:`outrider.transports.link`).
+``network`` is no stream of the engine: a network card is ordered by nothing but the host, which gives it work and asks what
+is over. The host waits by asking, between two iterations. Where a link's copies are work of the backend, the link signals
+these fences; a real card has completions and notifications of its own in their place (:mod:`outrider.transports.link`).
 """
 
 from __future__ import annotations
