@@ -25,8 +25,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from outrider import SamplingParams
+from outrider.apart.client import DecodeClient
 from outrider.apart.connections import Address
-from outrider.apart.front import Front
 from outrider.apart.server import DecodeServer, PrefillServer
 from outrider.cli.models import bundled
 from outrider.registry import get_backend
@@ -116,13 +116,13 @@ class Pair:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         for role in ("prefill", "decode"):
             self.start(role)
-        self.front = stack.enter_context(_closing(Front([Address.parse(self._addresses["decode"])])))
-        self.until(lambda: self.front.servers == 1 and self.linked)
+        self.client = stack.enter_context(_closing(DecodeClient([Address.parse(self._addresses["decode"])])))
+        self.until(lambda: self.client.servers == 1 and self.linked)
 
     @property
     def linked(self) -> bool:
         """Whether a prompt sent now would be prefilled elsewhere."""
-        return any(status.get("prefill_peers") for status in self.front.status())
+        return any(status.get("prefill_peers") for status in self.client.status())
 
     def start(self, role: str) -> None:
         """Start a server, on the port that it had before."""
@@ -149,9 +149,9 @@ class Pair:
         """Poll until it holds."""
         end = time.monotonic() + LIMIT_S
         while not condition():
-            self.front.poll(0.05)
+            self.client.poll(0.05)
             if time.monotonic() > end:
-                raise TimeoutError(f"{self._model}: it didn't come within {LIMIT_S:g} s: {self.front.status(1.0)}")
+                raise TimeoutError(f"{self._model}: it didn't come within {LIMIT_S:g} s: {self.client.status(1.0)}")
 
     def run(self, arrivals: Sequence[tuple[Arrival, tuple[int, ...], tuple[Media, ...]]], interrupt: Any = None) -> list[Any]:
         """Serve the requests of a program; for each, its tokens, or None where it was aborted. ``interrupt``: called once,
@@ -166,14 +166,14 @@ class Pair:
             while waiting and arrivals[waiting[0]][0].step <= step:
                 index = waiting.pop(0)
                 arrival, tokens, media = arrivals[index]
-                (number,) = self.front.submit(tokens, SamplingParams(max_tokens=arrival.max_tokens), media=media)
+                (number,) = self.client.submit(tokens, SamplingParams(max_tokens=arrival.max_tokens), media=media)
                 number_of[number], got[index] = index, []
             for number, index in number_of.items():
                 after = arrivals[index][0].abort_after
                 if after is not None and step > arrivals[index][0].step + after and index not in ended:
-                    self.front.abort(number)
+                    self.client.abort(number)
                     ended[index] = "abort"
-            for output in self.front.poll(0.005):
+            for output in self.client.poll(0.005):
                 index = number_of[output.request_id]
                 got[index].extend(output.tokens)
                 if output.finish_reason is not None:
@@ -184,7 +184,7 @@ class Pair:
                 interrupt = None
             if time.monotonic() > end:
                 raise TimeoutError(
-                    f"{self._model}: {len(arrivals) - len(ended)} requests didn't end: {self.front.status(1.0)}"
+                    f"{self._model}: {len(arrivals) - len(ended)} requests didn't end: {self.client.status(1.0)}"
                 )
         return [None if ended[index] == "abort" else (ended[index], tuple(got[index])) for index in range(len(arrivals))]
 
@@ -192,7 +192,7 @@ class Pair:
         """What the decode server holds once all requests have ended; empty: nothing."""
         end = time.monotonic() + 20
         while True:
-            (status,) = self.front.status()
+            (status,) = self.client.status()
             held = {
                 "pages": status["pages"] - status["free_pages"],
                 "rows": status["rows"] - status["free_rows"],
@@ -202,18 +202,18 @@ class Pair:
                 return ""
             if time.monotonic() > end:
                 return json.dumps(held)
-            self.front.poll(0.05)
+            self.client.poll(0.05)
 
 
 class _closing:  # noqa: N801 - as contextlib's
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, client: DecodeClient) -> None:
+        self._client = client
 
-    def __enter__(self) -> Front:
-        return self._front
+    def __enter__(self) -> DecodeClient:
+        return self._client
 
     def __exit__(self, *_: object) -> None:
-        self._front.close()
+        self._client.close()
 
 
 def free_port() -> int:
@@ -308,14 +308,14 @@ def prove(options: argparse.Namespace) -> dict[str, Any]:
                     elif came[1] != reference.tokens(arrival, tokens):
                         found["wrong"].append([model, seed, repr(arrival), repr(came)])
                 if killing:
-                    pair.until(lambda pair=pair: pair.front.servers == 1 and pair.linked)
+                    pair.until(lambda pair=pair: pair.client.servers == 1 and pair.linked)
             held = pair.settled()
             if held:
                 found["held"].append([model, held])
-            for status in pair.front.status():
+            for status in pair.client.status():
                 for name in ("arrived", "done_again", "prefilled_here"):
                     found[name] += status["counts"][name]
-            found["asked_again"] += pair.front.asked_again
+            found["asked_again"] += pair.client.asked_again
             for role in ("decode", "prefill"):
                 pair.processes[role].terminate()
             codes = [pair.processes[role].wait(60) for role in ("decode", "prefill")]

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from itertools import count
 from typing import TYPE_CHECKING
 
-from outrider.transports.local import LocalTransport
-
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.engine.requests.lent import Expected, Lent
@@ -23,6 +21,8 @@ class Network:
     """The link between two engines."""
 
     def __init__(self, first: Engine, second: Engine) -> None:
+        from outrider.transports.local import LocalTransport
+
         self.engines = first, second
         transport = LocalTransport()
         self.links = tuple(

@@ -25,7 +25,7 @@ class _Asked:
     since: float = field(default_factory=time.monotonic)
 
 
-class Front:
+class DecodeClient:
     """Requests to whichever decode server has least to do. One thread.
 
     A request whose server goes away begins again at another one, or at the same one once it's back, with the output that it
