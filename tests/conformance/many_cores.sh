@@ -7,7 +7,7 @@
 #   levels     L0 to L3, then L4, of the backends cpu, sim and threads, each on two cores of its own
 #   gpu        drawn kernels and laws on the GPU, with its own kernels
 #
-# Parts share the cores; each writes DIRECTORY/PART.log. Nothing needs to be installed beside torch, pytest and hypothesis.
+# PROGRAMS and SAMPLE in the environment: fewer programs, fewer changes. Parts share the cores; each writes DIRECTORY/PART.log. Nothing needs to be installed beside torch, pytest and hypothesis.
 set -u
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 seconds=${2:-240}
@@ -66,17 +66,17 @@ for t in r['tests']:
 fi
 if has programs; then
   if [ "$gpu" -gt 0 ]; then
-    TRITON_INTERPRET=0 on 0 "$python" tests/conformance/long_programs.py --backend cuda --processes 6 --seconds "$seconds" \
+    TRITON_INTERPRET=0 on 0 "$python" tests/conformance/long_programs.py --backend cuda --processes 6 --programs "${PROGRAMS:-10000}" --seconds "$seconds" \
       >"$out/programs-cuda.log" 2>&1 &
   fi
-  on 2 "$python" tests/conformance/long_programs.py --processes "$left" --seconds "$seconds" >"$out/programs.log" 2>&1 &
+  on 2 "$python" tests/conformance/long_programs.py --processes "$left" --programs "${PROGRAMS:-10000}" --seconds "$seconds" >"$out/programs.log" 2>&1 &
 fi
 if has matrix; then
   on 5 "$python" -m conformance.mutants.matrix --seeds 3 --jobs "$left" --seconds "$seconds" --record "$out/matrix.jsonl" \
     >"$out/matrix.log" 2>&1 &
 fi
 if has engine; then
-  on 10 "$python" -m outrider_proof.mutations -n "$left" --sample 2000 --seconds $((seconds - 15)) --limit 60 \
+  on 10 "$python" -m outrider_proof.mutations -n "$left" --sample "${SAMPLE:-2000}" --seconds $((seconds - 15)) --limit 60 \
     --out "$out/engine.jsonl" >"$out/engine.log" 2>&1 &
 fi
 wait
