@@ -7,7 +7,8 @@
 #   levels     L0 to L3, then L4, of the backends cpu, sim and threads, each on two cores of its own
 #   gpu        drawn kernels and laws on the GPU, with its own kernels
 #
-# PROGRAMS and SAMPLE in the environment: fewer programs, fewer changes. Parts share the cores; each writes DIRECTORY/PART.log. Nothing needs to be installed beside torch, pytest and hypothesis.
+# Parts share the cores; each writes DIRECTORY/PART.log. Nothing needs to be installed beside torch, pytest and hypothesis.
+# In the environment: PROGRAMS and SAMPLE for fewer programs and changes, BACKEND and SEED for some programs alone.
 set -u
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 seconds=${2:-240}
@@ -65,11 +66,12 @@ for t in r['tests']:
     if t['outcome'] == 'failed': print(t['id'], t['reason'][:800])" >"$out/gpu.log" 2>&1 &
 fi
 if has programs; then
-  if [ "$gpu" -gt 0 ]; then
+  if [ "$gpu" -gt 0 ] && [ -z "${BACKEND:-}" ]; then
     TRITON_INTERPRET=0 on 0 "$python" tests/conformance/long_programs.py --backend cuda --processes 6 --programs "${PROGRAMS:-10000}" --seconds "$seconds" \
       >"$out/programs-cuda.log" 2>&1 &
   fi
-  on 2 "$python" tests/conformance/long_programs.py --processes "$left" --programs "${PROGRAMS:-10000}" --seconds "$seconds" >"$out/programs.log" 2>&1 &
+  on 2 "$python" tests/conformance/long_programs.py --processes "$left" --programs "${PROGRAMS:-10000}" --seconds "$seconds" \
+    ${BACKEND:+--backend "$BACKEND"} ${SEED:+--seed "$SEED"} >"$out/programs.log" 2>&1 &
 fi
 if has matrix; then
   on 5 "$python" -m conformance.mutants.matrix --seeds 3 --jobs "$left" --seconds "$seconds" --record "$out/matrix.jsonl" \
