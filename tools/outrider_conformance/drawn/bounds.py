@@ -74,8 +74,8 @@ def silu_mul(gate: Number, up: Number, dtype: torch.dtype) -> Number:
 
     The exponential's argument is rounded too, to a base of 2: the result is off by as many units as the argument is large.
     """
-    active = gate.value * torch.sigmoid(gate.value)
-    active = Number(active, 1.1 * gate.error + wide(dtype) * gate.value.abs().clamp(max=_EXPONENT) * active.abs())
+    value = gate.value * torch.sigmoid(gate.value)
+    active = Number(value, 1.1 * gate.error + wide(dtype) * gate.value.abs().clamp(max=_EXPONENT) * value.abs())
     active = rounded(rounded(active, dtype), _statistics(dtype), 8.0)
     error = active.error * (up.value.abs() + up.error) + active.value.abs() * up.error
     return rounded(Number(active.value * up.value, error), dtype)
