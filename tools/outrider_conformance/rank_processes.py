@@ -7,7 +7,7 @@ import multiprocessing
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -126,12 +126,11 @@ class RankProcesses:
 def on_device(spec: str, rank: int) -> str:
     """``spec`` with the device of this rank: ``cuda`` → ``cuda:1``. A backend of one device gives it to every rank."""
     from outrider.registry import Registry
+    from outrider.registry.backends import parse_spec
 
-    name, _, options = spec.partition(":")
-    count = Registry().info(name).device_count
-    if count == 1 or rank == 0:
-        return spec
-    return ":".join(filter(None, [name, str(rank), options]))
+    parsed = parse_spec(spec)
+    count = Registry().info(parsed.name).device_count
+    return spec if count == 1 or rank == 0 else str(replace(parsed, ordinal=rank))
 
 
 def _serve(pipe: Connection, spec: str, rank: int, size: int, port: int) -> None:

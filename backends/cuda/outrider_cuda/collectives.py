@@ -114,10 +114,9 @@ class CudaGroup(TorchGroup):
         self._meeting.set(f"where/{self.rank}", f"{host}|{self.backend.device.index}|{os.getpid()}")
         said = [self._meeting.get(f"where/{rank}").decode().split("|") for rank in range(self.size)]
         own = self.backend.device.index
+        others = [int(index) for _, index, _ in said if index != str(own)]
         one_host = {each[0] for each in said} == {host} and len({each[2] for each in said}) == self.size
-        reached = one_host and all(
-            int(index) == own or torch.cuda.can_device_access_peer(own, int(index)) for _, index, _ in said
-        )
+        reached = one_host and all(torch.cuda.can_device_access_peer(own, other) for other in others)
         if self.rank == 0:
             self._meeting.set("name", str(uuid4()))
         self._symmetric = self._meeting.get("name").decode()  # torch keeps names for good, in each process

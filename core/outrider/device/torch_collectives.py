@@ -92,9 +92,10 @@ class TorchGroup(Group):
             Reduction.MIN: dist.ReduceOp.MIN,
         }
         self._broken: str | None = None
-        self._native: Any = self._run(
-            lambda: make_process_group(backend.device, name, self.ranks, self.rank, store, timeout_s)
-        )
+        self._meeting: Store = fresh_store(name, self.rank, store, timeout_s)
+        """A part of the store for this group alone."""
+        device, index, meeting = backend.device, self.rank, self._meeting
+        self._native: Any = self._run(lambda: make_process_group(device, name, self.ranks, index, meeting, timeout_s))
 
     @property
     def ways(self) -> tuple[str, ...]:
