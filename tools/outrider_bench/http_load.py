@@ -42,12 +42,15 @@ class HttpLoad:
     new_tokens: int
     first: int = 0
 
+    def prompt(self, client: int, round_: int, vocabulary: int = _VOCABULARY) -> list[int]:
+        """Token ids of a request; those of two requests differ."""
+        return token_ids((self.first + client) * 1009 + round_, self.prompt_tokens, vocabulary)
+
     def body(self, client: int, round_: int) -> bytes:
         """A request: greedy, to its full length, as a stream with the ids of the tokens."""
-        prompt = token_ids((self.first + client) * 1009 + round_, self.prompt_tokens, _VOCABULARY)
         asked = {
             "model": self.model,
-            "prompt": prompt,
+            "prompt": self.prompt(client, round_),
             "max_tokens": self.new_tokens,
             "temperature": 0,
             "ignore_eos": True,

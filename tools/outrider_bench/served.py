@@ -21,7 +21,6 @@ from outrider.registry.children import started
 from outrider_bench.child import ChildFailed
 from outrider_bench.environment import with_variables
 from outrider_bench.http_load import HttpLoad, Streamed
-from outrider_bench.mixed_load import token_ids
 from outrider_bench.random_model import RandomModel
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def run_bare(engine: Engine, load: HttpLoad) -> list[Streamed]:
 
     def ask(client: int, round_: int) -> None:
         began = time.time()
-        prompt = token_ids((load.first + client) * 1009 + round_, load.prompt_tokens, 400)
+        prompt = load.prompt(client, round_, min(400, engine.model.config.vocab_size))
         open_[engine.add_request(prompt, params)] = (client, round_, began, [], [])
 
     for client in range(load.clients):

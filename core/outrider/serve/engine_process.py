@@ -1,20 +1,14 @@
-"""An engine in a process of its own, over a pair of sockets that nobody else can reach.
-
-A frame is its length, four bytes, and a pickle. Both ends are this program, started by itself; nothing that a client of the
-server sends is ever unpickled.
-"""
+"""An engine in a process of its own, over a pair of sockets that nobody else can reach."""
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
 import os
-import pickle
 import select
 import signal
 import socket
-import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,9 +16,9 @@ from outrider.engine.engine import Engine
 from outrider.registry.children import end_with_parent
 from outrider.serve.client import EngineClient, EngineGone
 from outrider.serve.engine_loop import EngineLoop
-from outrider.serve.messages import Command, EngineInfo, Event, Failed, Output, Ready, Stop
+from outrider.serve.messages import Command, EngineInfo, Event, Failed, Ready, Stop
+from outrider.serve.wire import Frames, command_of_wire, command_to_wire, event_of_wire, event_to_wire, frame
 
-_LENGTH = struct.Struct("!I")
 _PIECE = 1 << 18
 _BUFFER = 8 << 20
 _PATIENCE_S = 10.0
@@ -82,7 +76,7 @@ class EngineProcess(EngineClient):
 
     def _send(self, command: Command) -> None:
         assert self._transport is not None
-        self._transport.write(_frame(command))
+        self._transport.write(frame(command_to_wire(command)))
 
     def _hung_up(self) -> None:
         """The child's end is closed: it has ended, or is about to."""
@@ -101,41 +95,15 @@ class _Line(asyncio.Protocol):
 
     def __init__(self, client: EngineProcess) -> None:
         self._client = client
-        self._frames = _Frames()
+        self._frames = Frames()
 
     def data_received(self, data: bytes) -> None:
         for events in self._frames.add(data):
-            self._client._handle([Output(*event) if type(event) is tuple else event for event in events])
+            self._client._handle([event_of_wire(event) for event in events])
 
     def connection_lost(self, exc: Exception | None) -> None:
         del exc
         self._client._hung_up()
-
-
-class _Frames:
-    """Frames from the pieces in which they come."""
-
-    def __init__(self) -> None:
-        self._held = bytearray()
-
-    def add(self, piece: bytes) -> Iterator[Any]:
-        """What has become whole, with this piece."""
-        held = self._held
-        held += piece
-        start = 0
-        while len(held) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(held, start)
-            end = start + _LENGTH.size + length
-            if end > len(held):
-                break
-            yield pickle.loads(held[start + _LENGTH.size : end])
-            start = end
-        del held[:start]
-
-
-def _frame(item: object) -> bytes:
-    data = pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
-    return _LENGTH.pack(len(data)) + data
 
 
 # -- in the child ------------------------------------------------------------------------------------------------------
@@ -146,7 +114,7 @@ class _ChildPort:
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
-        self._frames = _Frames()
+        self._frames = Frames()
 
     def take(self, *, block: bool) -> Sequence[Command]:
         """See :class:`~outrider.serve.engine_loop.Port`."""
@@ -157,13 +125,12 @@ class _ChildPort:
             piece = self._line.recv(_PIECE)
             if not piece:
                 return [Stop()]
-            taken.extend(self._frames.add(piece))
+            taken.extend(command_of_wire(command) for command in self._frames.add(piece))
         return taken
 
     def send(self, events: Sequence[Event]) -> None:
         """See :class:`~outrider.serve.engine_loop.Port`."""
-        # Plain tuples take a fraction of the time, and there is one for each request and iteration.
-        self._line.sendall(_frame([tuple(event) if type(event) is Output else event for event in events]))
+        self._line.sendall(frame([event_to_wire(event) for event in events]))
 
 
 def _serve(make: Callable[[], Engine], line: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""What a server and its engine tell each other. All of it can be pickled."""
+"""What a server and its engine tell each other; :mod:`outrider.serve.wire` writes it."""
 
 from __future__ import annotations
 

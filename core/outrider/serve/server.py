@@ -18,6 +18,8 @@ from outrider.serve.messages import EngineInfo
 from outrider.serve.prompts import Prompter
 from outrider.serve.tracing import Spans
 
+_KEEP_ALIVE_S = 75
+"""So long an idle connection stays open: longer than clients and proxies keep theirs. Or it might close as it's used."""
 _CONNECTIONS_S = 5.0
 """So long connections may take to close once all requests have ended."""
 
@@ -59,7 +61,13 @@ async def serve(
         prompter = await loop.run_in_executor(None, make_prompter, info)
         app = create_app(engine, prompter, config, spans=spans)
         service = app.state.service
-        options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "ws": "none"}
+        options: dict[str, Any] = {
+            "timeout_keep_alive": _KEEP_ALIVE_S,
+            "log_config": None,
+            "access_log": False,
+            "server_header": False,
+            "ws": "none",
+        }
         server = _Server(uvicorn.Config(app, host=address.host, port=address.port, lifespan="off", backlog=2048, **options))
         ending: list[asyncio.Task[None]] = []
 

@@ -1,0 +1,155 @@
+"""Messages between a server and its engine's process, as bytes: a length of four bytes, and JSON.
+
+Both ends are the same program. All the same nothing is unpickled: what clients sent is inside, and records alone are made of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+
+from outrider.engine import Choice, Ebnf, Guide, JsonObject, JsonSchema, Regex
+from outrider.engine.requests.logprobs import TokenLogprobs
+from outrider.engine.requests.sampling import SamplingParams
+from outrider.engine.stats import EngineLoad, EngineStats
+from outrider.model import Media, MediaGrid
+from outrider.serve.messages import (
+    Abort,
+    Admitted,
+    Command,
+    EngineInfo,
+    Event,
+    Failed,
+    Output,
+    Ready,
+    Refused,
+    Snapshot,
+    Stop,
+    Submit,
+)
+
+_LENGTH = struct.Struct("!I")
+_GUIDES: tuple[type[Guide], ...] = (JsonSchema, JsonObject, Regex, Ebnf, Choice)
+
+
+class Frames:
+    """What frames hold, from the pieces in which they come."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def add(self, piece: bytes) -> Iterator[Any]:
+        """What has become whole, with this piece."""
+        held = self._held
+        held += piece
+        start = 0
+        while len(held) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(held, start)
+            end = start + _LENGTH.size + length
+            if end > len(held):
+                break
+            yield json.loads(held[start + _LENGTH.size : end])
+            start = end
+        del held[:start]
+
+
+def frame(item: Any) -> bytes:
+    """One frame."""
+    data = json.dumps(item, separators=(",", ":")).encode()
+    return _LENGTH.pack(len(data)) + data
+
+
+def command_to_wire(command: Command) -> list[Any]:
+    """A command as JSON has it."""
+    match command:
+        case Submit(key, tokens, params, priority, media):
+            return ["submit", key, list(tokens), _params_to_wire(params), priority, [*map(_media_to_wire, media)]]
+        case Abort(key):
+            return ["abort", key]
+        case Stop():
+            return ["stop"]
+
+
+def command_of_wire(given: Sequence[Any]) -> Command:
+    """The command again."""
+    match given:
+        case ["submit", key, tokens, params, priority, media]:
+            return Submit(key, tokens, _params_of_wire(params), priority, [*map(_media_of_wire, media)])
+        case ["abort", key]:
+            return Abort(key)
+    return Stop()
+
+
+def event_to_wire(event: Event) -> list[Any]:
+    """An event as JSON has it. An output is the commonest by far: its fields behind a number."""
+    if type(event) is Output:
+        entries = [(entry.token, entry.logprob, entry.top) for entry in event.logprobs] if event.logprobs else ()
+        return [0, *event[:4], entries, *event[5:]]
+    match event:
+        case Snapshot(stats, load, step_s):
+            return ["snapshot", asdict(stats), asdict(load), step_s]
+        case Ready(info):
+            return ["ready", asdict(info)]
+        case Admitted(key):
+            return ["admitted", key]
+        case Refused(key, message):
+            return ["refused", key, message]
+        case Failed(message):
+            return ["failed", message]
+    raise AssertionError(f"{type(event).__name__} isn't an event")
+
+
+def event_of_wire(given: Sequence[Any]) -> Event:
+    """The event again."""
+    if given[0] == 0:
+        _, key, sample, tokens, reason, entries, *rest = given
+        logprobs = tuple(TokenLogprobs(token, logprob, tuple(map(tuple, top))) for token, logprob, top in entries)
+        return Output(key, sample, tuple(tokens), reason, logprobs, *rest)
+    match given:
+        case ["snapshot", stats, load, step_s]:
+            return Snapshot(EngineStats(**stats), EngineLoad(**load), step_s)
+        case ["ready", info]:
+            return Ready(EngineInfo(**info | {"eos_token_ids": tuple(info["eos_token_ids"])}))
+        case ["admitted", key]:
+            return Admitted(key)
+        case ["refused", key, message]:
+            return Refused(key, message)
+    return Failed(given[1])
+
+
+def _params_to_wire(params: SamplingParams) -> dict[str, Any]:
+    """Its fields; floats that JSON hasn't are written as Python reads them."""
+    fields = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
+    guide = fields.pop("guide")
+    return fields | {"guide": None if guide is None else [type(guide).__name__, asdict(guide)]}
+
+
+def _params_of_wire(fields: dict[str, Any]) -> SamplingParams:
+    guide = fields.pop("guide")
+    if guide is not None:
+        name, given = guide
+        guide = next(kind for kind in _GUIDES if kind.__name__ == name)(**given)
+    return SamplingParams(**fields, guide=guide)
+
+
+def _media_to_wire(media: Media) -> dict[str, Any]:
+    pixels = media.pixels.contiguous()
+    return {
+        "grid": asdict(media.grid),
+        "shape": list(pixels.shape),
+        "pixels": base64.b64encode(pixels.numpy().tobytes()).decode(),
+        "digest": media.digest.hex(),
+    }
+
+
+def _media_of_wire(given: dict[str, Any]) -> Media:
+    values = np.frombuffer(bytearray(base64.b64decode(given["pixels"])), dtype=np.float32)
+    pixels = torch.from_numpy(values).view(given["shape"])
+    return Media(MediaGrid(**given["grid"]), pixels, bytes.fromhex(given["digest"]))

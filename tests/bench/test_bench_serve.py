@@ -1,0 +1,96 @@
+"""bench serve: what is read from a server's streams, and the same load without one."""
+
+import asyncio
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from outrider import Engine
+from outrider_bench.http_load import HttpLoad, ServerFailed, Streamed, run_load, summary
+from outrider_bench.served import run_bare, tokenizer_of
+from outrider_proof import tiny
+from outrider_proof.tiny import plain_config
+
+LOAD = HttpLoad(url="", model="m", clients=3, rounds=2, prompt_tokens=5, new_tokens=7)
+
+
+def events(counts, ending=b"data: [DONE]\n\n"):
+    said = [{"choices": [{"index": 0, "text": "x", "token_ids": list(range(count))}]} for count in counts]
+    return b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in said) + ending
+
+
+async def answered_by(answer, load=LOAD):
+    """The load on a server that answers each request with these chunks."""
+    asked = []
+
+    async def serve(reader, writer):
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            length = int(re.search(rb"content-length: (\d+)", head.lower())[1])
+            asked.append(json.loads(await reader.readexactly(length)))
+            writer.write(answer)
+            await writer.drain()
+
+    def quiet(loop, context):
+        assert isinstance(context.get("exception"), asyncio.IncompleteReadError | ConnectionError), context
+
+    asyncio.get_running_loop().set_exception_handler(quiet)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    try:
+        return await run_load(replace(load, url=f"http://127.0.0.1:{port}")), asked
+    finally:
+        server.close()
+
+
+def chunked(body, size):
+    pieces = [body[start : start + size] for start in range(0, len(body), size)]
+    said = b"".join(f"{len(piece):x}\r\n".encode() + piece + b"\r\n" for piece in pieces)
+    return b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + said + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize("size", [7, 100, 10_000])
+def test_tokens_are_counted_wherever_chunks_end(size):
+    answers, asked = asyncio.run(answered_by(chunked(events([1, 3, 3]), size)))
+    assert len(answers) == len(asked) == 6
+    assert all(sum(each.tokens) == 7 for each in answers)
+    assert all(body["stream"] and body["ignore_eos"] and body["max_tokens"] == 7 for body in asked)
+    assert len({tuple(body["prompt"]) for body in asked}) == 6
+
+
+def test_a_server_that_fails():
+    refused = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\n\r\nno"
+    broken = chunked(events([1], b'data: {"error": {"message": "gone"}}\n\n'), 50)
+    for answer, said in ((refused, "429"), (broken, "gone"), (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", "chunks")):
+        with pytest.raises(ServerFailed, match=said):
+            asyncio.run(answered_by(answer, replace(LOAD, clients=1, rounds=1)))
+
+
+def test_figures_of_a_load():
+    answers = [
+        Streamed(began=10.0, times=(10.5, 11.0, 11.2), tokens=(1, 3, 2)),
+        Streamed(began=10.0, times=(11.0, 12.0), tokens=(1, 4)),
+    ]
+    found = summary(answers)
+    assert (found["requests"], found["tokens"], found["seconds"]) == (2, 11, 2.0)
+    assert found["tokens_per_s"] == 5.5
+    assert found["first_token_ms"]["max"] == pytest.approx(1000)
+    assert found["between_outputs_ms"]["p50"] == pytest.approx(500)
+    assert found["a_token_ms"]["max"] == pytest.approx(250)
+    assert found["tokens_an_output"] == 2.2
+
+
+def test_the_engine_alone_gets_the_same_load():
+    engine = Engine(tiny.target(), tiny.BACKEND, config=plain_config(dtype="float64", max_requests=3, max_context=32))
+    answers = run_bare(engine, LOAD)
+    assert [sum(each.tokens) for each in answers] == [7] * 6
+    assert not engine.has_unfinished
+
+
+def test_every_token_has_a_text():
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(tokenizer_of(5000))
+    assert tokenizer.get_vocab_size() == 5000
+    assert len({tokenizer.decode([token]) for token in range(256, 5000)}) == 5000 - 256
