@@ -35,6 +35,15 @@ class Room:
         """Why the ranks can't go on."""
         return self._get(f"{self._name}/failed")
 
+    def speaks(self) -> None:
+        """The first rank tells people itself what went wrong."""
+        self._store.set(f"{self._name}/speaks", "yes")
+
+    @property
+    def spoken(self) -> bool:
+        """Whether the first rank tells people itself."""
+        return self._store.check([f"{self._name}/speaks"])
+
     def hear(self, seconds: float) -> None:
         """Wait until a rank has said that it failed; raises RuntimeError where none does within ``seconds``."""
         self._store.wait([f"{self._name}/failed"], timedelta(seconds=seconds))
