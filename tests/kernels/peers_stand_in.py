@@ -74,6 +74,45 @@ def stood_in(place):
     )
 
 
+def fall_back(place, *, folder):
+    """A GPU whose symmetric memory doesn't work on rank 1: both ranks go by the library, say so, and the sums are right."""
+    import warnings
+    from contextlib import ExitStack
+
+    if place.rank == 0:
+        place.store.set("folder", folder)
+    backend, *patches, _ = stood_in(place)
+
+    def broken(memory, name):
+        raise RuntimeError("no such thing")
+
+    with ExitStack() as stack, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for patch in patches:
+            stack.enter_context(patch)
+        if place.rank == 1:
+            stack.enter_context(mock.patch("torch.distributed._symmetric_memory.rendezvous", broken))
+        else:
+            stack.enter_context(
+                mock.patch("torch.distributed._symmetric_memory.rendezvous", lambda memory, name: _Own(memory))
+            )
+        group = backend.create_group("pair", ranks=(0, 1), rank=place.rank, store=place.store, timeout_s=1.0)
+        x = torch.full((4,), place.rank + 1.0)
+        group.all_reduce(x, stream=backend.create_stream("main"))
+        said = [str(one.message) for one in caught if one.category is RuntimeWarning]
+        found = group.ways, group.has_peer_memory, x.tolist(), said
+        group.close()
+    return found
+
+
+class _Own:
+    def __init__(self, memory):
+        self._memory = memory
+
+    def get_buffer(self, rank, shape, dtype):
+        return self._memory
+
+
 def check(place, *, folder):
     """What ``peers_on_devices`` checks, with few replays, and that small tensors went by the peers' memory."""
     import shutil
