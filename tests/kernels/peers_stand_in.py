@@ -1,4 +1,4 @@
-"""The CUDA backend's groups on a host without GPUs: shared files for the peers' memory, gloo for NCCL, Triton's interpreter."""
+"""The CUDA backend's groups without GPUs: shared files for the peers' memory, gloo for NCCL, Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def stood_in(place):
 
     return (
         StandIn(place),
-        mock.patch("torch.cuda.get_device_capability", lambda device: (8, 0)),
-        mock.patch("torch.cuda.synchronize", lambda device: None),
+        mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)),
+        mock.patch("torch.cuda.synchronize"),
         mock.patch("torch.distributed._symmetric_memory.empty", empty),
         mock.patch("torch.distributed._symmetric_memory.rendezvous", rendezvous),
-        mock.patch("torch._C._distributed_c10d._SymmetricMemory.set_group_info", lambda *given: None),
+        mock.patch("torch._C._distributed_c10d._SymmetricMemory.set_group_info"),
         mock.patch("outrider_cuda.collectives.CudaGroup._sum_in_one_shot", one_shot),
         folder,
     )
@@ -129,7 +129,7 @@ def check(place, *, folder):
             stack.enter_context(patch)
         stack.enter_context(mock.patch.object(on_devices, "REPLAYS", 2))
         stack.enter_context(mock.patch.object(on_devices, "SHAPES", ((1, 64), (3, 130), (2, 1100))))
-        stack.enter_context(mock.patch.object(on_devices, "late", lambda *given: None))
+        stack.enter_context(mock.patch.object(on_devices, "late"))
         said = on_devices.check(replace(place, backend=backend))
     place.store.set(f"done/{place.rank}", "1")
     place.store.wait([f"done/{rank}" for rank in range(place.size)])
