@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -146,6 +146,8 @@ class RankExplorer:
         from outrider_sanitizer import RaceError, watch_ranks
         from outrider_sanitizer.races.rank_program import control_of
 
+        # The guide of a drawn program is put into one engine's record of the request, which other ranks never hear of.
+        program = replace(program, arrivals=tuple(replace(arrival, guided=False) for arrival in program.arrivals))
         backends = self.devices(setup, inject)
         control = control_of(backends[0])
         store = control.create_store()
@@ -245,7 +247,7 @@ def _serve(
     engine: Engine, setup: Setup, program: HostProgram, wanted: Sequence[tuple[int, ...]], prompt: Callable[..., Any]
 ) -> dict[str, int]:
     """The first rank's part: requests to their ends, compared."""
-    serving = OneServing([engine], program, lambda arrival: prompt(setup.proposer, arrival)[0])
+    serving = OneServing([engine], program, lambda arrival: prompt(setup.proposer, arrival))
     serving.run()
     for index, tokens in enumerate(wanted):
         got = tuple(serving.got[index])
@@ -264,8 +266,6 @@ def _mislead(engine: Engine, inject: str) -> None:
     honest = course.next
 
     def other() -> Any:
-        from dataclasses import replace
-
         record = honest()
         if inject == "abort":
             heard = replace(record, commands=tuple(each for each in record.commands if each.name != "abort"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -9,9 +10,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from outrider.cli.environment import RankEnvironment
 from outrider.cli.report import exit_code
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider.registry import Registry
@@ -119,3 +119,29 @@ def as_main(path: Path, argv: Sequence[str]) -> Generator[None]:
         yield
     finally:
         sys.argv, sys.path[:] = before, paths
+
+
+class RankEnvironment:
+    """The process's environment and arguments as a rank that is one of its threads sees them (a ``ProcessView``)."""
+
+    def save(self) -> tuple[Any, list[str]]:
+        """What the running rank sees."""
+        return os.environ, sys.argv
+
+    def restore(self, saved: tuple[Any, list[str]]) -> None:
+        """The rank that saved it runs again."""
+        os.environ, sys.argv = saved
+
+    def begin(self, rank: int, ranks: int, argv: Sequence[str]) -> None:
+        """Let the calling rank have an environment of its own, as torchrun makes it, and its own arguments."""
+        mine = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "GROUP_RANK": 0,
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": 29500,
+        }
+        own: Any = {**os.environ, **{name: str(value) for name, value in mine.items()}}
+        self.restore((own, list(argv)))
