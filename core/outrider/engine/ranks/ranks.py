@@ -48,13 +48,14 @@ class Ranks:
         tensor = tuple(range(self.data_rank * config.tensor, (self.data_rank + 1) * config.tensor))
         data = tuple(range(self.tensor_rank, config.world, config.tensor))
         self.room = Room(store, name)
+        self._engines = itertools.count()
+        self._meetings = itertools.count()
+        self._leaving = itertools.count()
+        self.meet("the start", str(config))  # a group waits no longer than an iteration may
         self.tensor, self.data = self._group("tensor", tensor), self._group("data", data)
         self.model = ModelRanks(config.shards(rank), tensor=self.tensor, data=self.data)
         self.handed_over: dict[str, HandOver] = {}
         """This rank's part of requests that left an engine, by a key that all ranks know, until another engine took them."""
-        self._engines = itertools.count()
-        self._meetings = itertools.count()
-        self._leaving = itertools.count()
 
     def _group(self, kind: str, ranks: tuple[int, ...]) -> Group | None:
         if len(ranks) == 1:
