@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.cli.report import Report
-from outrider.device import CollectiveError, ConfigError, DeadlockError
+from outrider.device import ConfigError
 from outrider_proof.decode_program import HostProgram, Serving, WrongTokens, draft_length_of
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ class Outcome:
     error: str = ""
     text: str = ""
     named: str = ""
+    schedule: str = ""
     counts: dict[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -108,6 +109,7 @@ class Outcome:
             "error": self.error or None,
             "message": self.text or None,
             "named": self.named or None,
+            "schedule": self.schedule or None,
         } | self.counts
 
 
@@ -117,7 +119,7 @@ class RankExplorer:
     def __init__(self, registry: Any, *, wrap: Callable[[int, Fence], Fence] | None = None) -> None:
         """``wrap(rank, fence)``: the engines' ``wrap_fence``."""
         self._registry = registry
-        self._wrap = wrap
+        self.wrap = wrap
         self._devices: dict[tuple[int, str, str], list[Backend]] = {}
         self.change: Callable[[int, Engine], None] | None = None
         """Called with each rank's engine when it was made."""
@@ -221,7 +223,7 @@ class RankExplorer:
             proposer=proposer,
             config=config,
             ranks=ranks,
-            wrap_fence=None if self._wrap is None else _called(self._wrap, ranks.rank),
+            wrap_fence=None if self.wrap is None else _called(self.wrap, ranks.rank),
             draft_length=draft_length_of(program, proposer),
         )
 
@@ -276,15 +278,20 @@ def _mislead(engine: Engine, inject: str) -> None:
 
     course.next = other
     if inject == "bucket":
-        loop: Any = engine._loop
-        loop.step.bucket_of = lambda *of, honest=loop.step.bucket_of: honest(*of) * 2
+        runner: Any = engine._step._runner
+        smallest = runner.bucket
+
+        def larger(count: int, drafted: int | None = None, features: Any = None) -> int:
+            size: int = smallest(count, drafted, features)
+            return next((other for other in runner.buckets if other > size), size)
+
+        runner.bucket = larger
 
 
 def explore_engine(wanted: RanksWanted) -> Report:
     """Programs one after the other, each under a schedule of its own; stops at the first that fails."""
     from outrider_proof.setups import draw
     from outrider_sanitizer.races import decision_named
-    from outrider_sanitizer.races.rank_program import control_of
 
     if wanted.inject is not None and wanted.inject not in (*TOLERATED, *NAMED):
         raise ConfigError(f"--inject {wanted.inject} on the engine: expected one of {', '.join((*TOLERATED, *NAMED))}")
@@ -296,21 +303,7 @@ def explore_engine(wanted: RanksWanted) -> Report:
         setup, program = drawn_setup(number, wanted), draw(number)
         outcome = Outcome(setup, number)
         backends = explorer.devices(setup, wanted.inject)
-        control = control_of(backends[0])
-        found = (
-            control.explore(
-                lambda _, setup=setup, program=program, outcome=outcome: outcome.counts.update(  # type: ignore[misc]
-                    explorer.run(setup, program, inject=wanted.inject)
-                ),
-                strategy=wanted.strategy,
-                iterations=1,
-                seed=number,
-            )
-            if wanted.inject is None
-            else _plainly(explorer, control, setup, program, outcome, wanted.inject)
-        )
-        failure = found.failure if wanted.inject is None else found
-        error = getattr(failure, "error", failure)
+        error = _once(explorer, backends[0], outcome, program, wanted)
         outcomes.append(outcome)
         if error is not None:
             outcome.error, outcome.text = type(error).__name__, str(error)
@@ -332,18 +325,21 @@ def explore_engine(wanted: RanksWanted) -> Report:
     return Report(data=data, render=lambda console: _render(console, data), exit_code=1 if failed else 0)
 
 
-def _plainly(
-    explorer: RankExplorer, control: Any, setup: Setup, program: HostProgram, outcome: Outcome, inject: str
+def _once(
+    explorer: RankExplorer, backend: Backend, outcome: Outcome, program: HostProgram, wanted: RanksWanted
 ) -> BaseException | None:
-    """One run in the order of the program; what it raised."""
-    control.reset()
-    try:
-        outcome.counts.update(explorer.run(setup, program, inject=inject))
-    except (CollectiveError, DeadlockError) as error:
-        return error
-    except Exception as error:
-        return error
-    return None
+    """One run, under a drawn schedule or, with something injected, in the order of the program; what it raised."""
+    from outrider_sanitizer.races.rank_program import control_of
+    from outrider_sim.explore import run_once
+    from outrider_sim.strategies import make_strategy
+
+    def run(_: object) -> None:
+        outcome.counts.update(explorer.run(outcome.setup, program, inject=wanted.inject))
+
+    chosen = make_strategy(wanted.strategy if wanted.inject is None else "program", outcome.number, {})
+    error = run_once(backend, run, chosen)  # type: ignore[arg-type]
+    outcome.schedule = "" if error is None else control_of(backend).schedule()
+    return error
 
 
 def _render(console: Console, data: Mapping[str, Any]) -> None:

@@ -2,9 +2,9 @@
 
 Each rank's device has a sanitizer of its own; they share one object of this module. A collective is one operation with a half
 on each rank. Halves meet by group and number, in the order in which the hosts issue them, so one run tells for every
-schedule: what differs between the halves is found when the second is issued, and the clocks of the ranks join where a rank's
-half needs another's. Of what the ranks' hosts decided, the first difference is kept: it's where the ranks went apart, and what
-is found later names it.
+schedule: what differs between the halves is found when the second is issued, and the clocks of the ranks join where a
+rank's half needs another's. Of what the ranks' hosts decided, the first difference is kept: it's where the ranks went
+apart, and what is found later names it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from outrider.device import Collective, Decision, Group
 from outrider_sanitizer.clocks import Clock, Point
 from outrider_sanitizer.findings import Finding, Kind, Report, Site
 
 if TYPE_CHECKING:
+    from outrider.device import Collective, Decision, Group
     from outrider_sanitizer.ordering import Ordering
 
 Key = tuple[str, tuple[int, ...], int]

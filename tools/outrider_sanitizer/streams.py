@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
-from outrider.device import Access, Collective, Operation
+from outrider.device import Access, Operation
 from outrider_sanitizer.captured import Captured, Verb
 from outrider_sanitizer.clocks import NOTHING, Actor, Clock, Point, Replay
 from outrider_sanitizer.flags import FlagState
@@ -19,7 +19,7 @@ from outrider_sanitizer.places import here
 from outrider_sanitizer.ranks import Half, Ranks
 
 if TYPE_CHECKING:
-    from outrider.device import Event, Flag, Group
+    from outrider.device import Collective, Event, Flag, Group
 
 HOST = "host"
 _GENERATIONS = 16

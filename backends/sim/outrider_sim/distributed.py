@@ -1,7 +1,8 @@
 """`torch.distributed` between simulated devices: the backend `simccl`, for programs that use torch alone.
 
 As with NCCL, a call runs on a stream of its group, behind what the caller's stream holds, and `wait()` of what an
-asynchronous call returns makes the caller's stream wait for it. Host tensors travel through the rank's device, and the host waits.
+asynchronous call returns makes the caller's stream wait for it. Host tensors travel through the rank's device, and the host
+waits.
 """
 
 from __future__ import annotations
@@ -131,11 +132,10 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # -- running a call --------------------------------------------------------------------------------------------
 
     def _stream(self, channel: str = "", peer: int = -1) -> SimStream:
-        found = self._streams.get((channel, peer))
-        if found is None:
+        if (channel, peer) not in self._streams:
             name = f"{self.seam.name}{f' {channel} {peer}' if channel else ''}"
-            found = self._streams[channel, peer] = self.backend.create_stream(name)  # type: ignore[assignment]
-        return found
+            self._streams[channel, peer] = self.backend.create_stream(name)  # type: ignore[assignment]
+        return self._streams[channel, peer]
 
     def _run(self, verb: Callable[[SimStream], None], held: Sequence[Tensor], channel: str = "", peer: int = -1) -> SimWork:
         """`verb` on the group's stream, behind the caller's."""
