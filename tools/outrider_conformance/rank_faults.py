@@ -120,18 +120,21 @@ def peer_dies(rank: Rank, how: str) -> None:
     began = time.monotonic()
     try:
         group.all_reduce(x, stream=stream)
-        event = lab.record(stream, "behind")
-        done = event.synchronize_within(rank.timeout_s)
+        done = lab.record(stream, "behind").synchronize_within(rank.timeout_s)
     except CollectiveError as error:
-        found = (error.group, error.rank, error.kind, error.sequence)
+        raised: CollectiveError | None = error
+    else:
+        raised = None
+    finally:
+        rank.say("given up")
+    if raised is not None:
+        found = (raised.group, raised.rank, raised.kind, raised.sequence)
         expect(found, (group.name, 0, "all_reduce", 2), "what the error says")
-        assert not error.device_lost, "a peer that died doesn't take this device with it"
+        assert not raised.device_lost, "a peer that died doesn't take this device with it"
         _raises(CollectiveError, "a call behind the failure", lambda: _waited(group, x, stream))
     else:
         assert rank.asynchronous, "the call came back without its peer, and nothing was raised"
         assert not done, "the stream went past a call that its peer never made"
-    finally:
-        rank.say("given up")
     assert time.monotonic() - began < 2 * rank.timeout_s + _WAIT_S, "the limit was far exceeded"
     if not rank.asynchronous or rank.backend.control is not None:
         group.close()

@@ -1,7 +1,8 @@
 """How the suite runs a program on several ranks, each with a device of its own.
 
-A *program* is a function that every rank runs at the same time; it checks what it sees. Ranks are threads where the device is the host's or simulated, processes elsewhere: a driver may want one process a
-device. A simulated device tries several schedules.
+A *program* is a function that every rank runs at the same time; it checks what it sees. Ranks are threads where the device is
+the host's or simulated, and processes elsewhere: a driver may want one process a device. A simulated device tries several
+schedules.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +68,7 @@ class Rank:
 
     def hear(self, word: str) -> None:
         """Wait on the host until another rank has said it."""
-        self.store.wait([f"said/{word}"])
+        self.store.wait([f"said/{word}"], timedelta(seconds=_BEYOND_S))
 
 
 class RankRunner:

@@ -22,7 +22,7 @@ def backend_info() -> BackendInfo:
         priority=-1,
         device_count=MOST_DEVICES,
         options=OPTIONS,
-        ci=CiDeclaration(markers=("simulated", "asynchronous", "graphs"), level="L4"),
+        ci=CiDeclaration(markers=("simulated", "asynchronous", "graphs"), level="L6"),
     )
 
 
