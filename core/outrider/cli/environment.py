@@ -61,6 +61,13 @@ def rank_variables(*, rank: int, world: int, port: int, pipe: int) -> dict[str, 
     }
 
 
+def become_rank(*, rank: int, world: int, port: int) -> None:
+    """Give this process the environment of a rank, as torchrun does. It ends by itself when its starter does."""
+    variables = rank_variables(rank=rank, world=world, port=port, pipe=-1)
+    del variables["OUTRIDER_RANK_PIPE"]
+    os.environ.update(variables)
+
+
 def _cache_directory() -> Path | None:
     given = os.environ.get(CACHE_VARIABLE, "")
     try:

@@ -443,7 +443,7 @@ class Engine:
             return expected.request
 
     def forsake(self, expected: Expected) -> None:
-        """Free reserved pages. The caller knows that nobody writes them: no transfer began, it's over, or its link is closed."""
+        """Free reserved pages. The caller knows that nobody writes them: no transfer began, or it's over, or the link is."""
         with self._use():
             self._lends().forsake(expected)
 
