@@ -520,6 +520,7 @@ class Engine:
             "forget": self._forget_ids,
             "hand_over": self.hand_over,
             "resume": self.resume,
+            "call": lambda function, *arguments: function(self, *arguments),
             "take_over": lambda key: self.take_over(handed_over[key]),
         }
         follow(self._course, calls, self._loop)
