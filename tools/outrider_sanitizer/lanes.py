@@ -53,6 +53,7 @@ class Lanes:
         self._threads: list[tuple[ReferenceType[threading.Thread], Actor]] = []
         self._tokens: OrderedDict[int, tuple[object, Clock]] = OrderedDict()
         self._held: list[Lane] = []
+        self._later: list[Callable[[], None]] = []
 
     # -- actors ----------------------------------------------------------------------------------------------------
 
@@ -165,6 +166,14 @@ class Lanes:
                 if not held:
                     lane.held = None
                     self._held.remove(lane)
+        if not self._held and self._later:
+            later, self._later = self._later, []
+            for action in later:
+                action()
+
+    def when_none_held(self, action: Callable[[], None]) -> None:
+        """Call ``action`` when every step that was enqueued so far has been taken, and no stream is held."""
+        self._later.append(action)
 
     def _point(self, actor: Actor, name: str, location: str = "", operation: Operation | None = None) -> Point:
         return Point(actor, name, location, self.place(), operation)

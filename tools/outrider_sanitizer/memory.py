@@ -97,7 +97,9 @@ class Memory:
         loose = [
             record
             for record in shadow.records()
-            if record[0].epoch > clock.get(record[0].number, 0) and record[1] is not None and record[0].actor is not releaser
+            if record[0].epoch > clock.get(record[0].number, 0)
+            and record[1] is not None
+            and record[0].number != releaser.number
         ]
         if loose:
             waiting = self._loose.setdefault(stream, [])

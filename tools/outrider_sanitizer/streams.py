@@ -189,7 +189,13 @@ class StreamOrdering(Lanes):
         lane = self.lanes.get(stream) or self.lane(stream)
         if lane.held is None:
             lane.launched_by(self.thread())
-            self.memory.free(storage, stream, lane, here)
+            if not self._held:
+                self.memory.free(storage, stream, lane, here)
+                return
+            # Accesses that came before wait to be looked at, on other streams: the memory's history must stay that long.
+            then, location = Actor(lane.number, lane.name, host=False), here()
+            then.clock = lane.release()
+            self.when_none_held(lambda: self.memory.free(storage, stream, then, lambda: location))
             return
 
         def step() -> bool:

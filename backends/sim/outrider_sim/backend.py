@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -264,6 +264,10 @@ class SimBackend(Backend):
         return {**super().versions(), "device": f"simulated, like {self.sim.options.like.name}"}
 
     # -- ranks of a program --------------------------------------------------------------------------------------------
+
+    def as_current(self) -> AbstractContextManager[None]:
+        """A scope in which calls that name no device come here."""
+        return self._dispatcher.using(self.sim)
 
     def become_current(self) -> None:
         """Let calls that name no device come here, on the calling thread, and remember that it's this rank's."""

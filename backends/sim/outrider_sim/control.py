@@ -110,7 +110,8 @@ class SimControl:
 
         Each starts on the caller's current stream. Raises what the first failing one raised.
         """
-        self._machine.hosts.run_threads(*bodies)
+        with self._backend.as_current():
+            self._machine.hosts.run_threads(*bodies)
 
     def yield_(self) -> None:
         """A point of the schedule in plain host code, where another thread or a stream may go on."""

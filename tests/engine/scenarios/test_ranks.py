@@ -80,7 +80,7 @@ def test_21_an_idle_rank_takes_another_branch(explorer):
     assert once(explorer, IDLE, one) is None
 
 
-@pytest.mark.parametrize("strategy", ["program", "random"])
+@pytest.mark.parametrize("strategy", ["program", pytest.param("random", marks=pytest.mark.slow)])
 def test_idle_rank_drafts_graphs_padding_and_hand_over_together(explorer, strategy):
     error = once(explorer, IDLE, strategy=strategy)
     assert error is None, str(error)
