@@ -245,7 +245,7 @@ def _serve(
     engine: Engine, setup: Setup, program: HostProgram, wanted: Sequence[tuple[int, ...]], prompt: Callable[..., Any]
 ) -> dict[str, int]:
     """The first rank's part: requests to their ends, compared."""
-    serving = OneServing([engine], program, lambda arrival: prompt(setup.proposer, arrival)[0])
+    serving = OneServing([engine], program, lambda arrival: prompt(setup.proposer, arrival))
     serving.run()
     for index, tokens in enumerate(wanted):
         got = tuple(serving.got[index])
