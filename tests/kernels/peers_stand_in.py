@@ -1,4 +1,4 @@
-"""The CUDA backend's groups on a host without GPUs: shared files for the peers' memory, gloo for NCCL, Triton's interpreter."""
+"""The CUDA backend's groups without GPUs: shared files for the peers' memory, gloo for NCCL, Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -64,14 +64,53 @@ def stood_in(place):
 
     return (
         StandIn(place),
-        mock.patch("torch.cuda.get_device_capability", lambda device: (8, 0)),
-        mock.patch("torch.cuda.synchronize", lambda device: None),
+        mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)),
+        mock.patch("torch.cuda.synchronize"),
         mock.patch("torch.distributed._symmetric_memory.empty", empty),
         mock.patch("torch.distributed._symmetric_memory.rendezvous", rendezvous),
-        mock.patch("torch._C._distributed_c10d._SymmetricMemory.set_group_info", lambda *given: None),
+        mock.patch("torch._C._distributed_c10d._SymmetricMemory.set_group_info"),
         mock.patch("outrider_cuda.collectives.CudaGroup._sum_in_one_shot", one_shot),
         folder,
     )
+
+
+def fall_back(place, *, folder):
+    """A GPU whose symmetric memory doesn't work on rank 1: both ranks go by the library, say so, and the sums are right."""
+    import warnings
+    from contextlib import ExitStack
+
+    if place.rank == 0:
+        place.store.set("folder", folder)
+    backend, *patches, _ = stood_in(place)
+
+    def broken(memory, name):
+        raise RuntimeError("no such thing")
+
+    with ExitStack() as stack, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for patch in patches:
+            stack.enter_context(patch)
+        if place.rank == 1:
+            stack.enter_context(mock.patch("torch.distributed._symmetric_memory.rendezvous", broken))
+        else:
+            stack.enter_context(
+                mock.patch("torch.distributed._symmetric_memory.rendezvous", lambda memory, name: _Own(memory))
+            )
+        group = backend.create_group("pair", ranks=(0, 1), rank=place.rank, store=place.store, timeout_s=1.0)
+        x = torch.full((4,), place.rank + 1.0)
+        group.all_reduce(x, stream=backend.create_stream("main"))
+        said = [str(one.message) for one in caught if one.category is RuntimeWarning]
+        found = group.ways, group.has_peer_memory, x.tolist(), said
+        group.close()
+    return found
+
+
+class _Own:
+    def __init__(self, memory):
+        self._memory = memory
+
+    def get_buffer(self, *_):
+        return self._memory
 
 
 def check(place, *, folder):
@@ -90,7 +129,7 @@ def check(place, *, folder):
             stack.enter_context(patch)
         stack.enter_context(mock.patch.object(on_devices, "REPLAYS", 2))
         stack.enter_context(mock.patch.object(on_devices, "SHAPES", ((1, 64), (3, 130), (2, 1100))))
-        stack.enter_context(mock.patch.object(on_devices, "late", lambda *given: None))
+        stack.enter_context(mock.patch.object(on_devices, "late"))
         said = on_devices.check(replace(place, backend=backend))
     place.store.set(f"done/{place.rank}", "1")
     place.store.wait([f"done/{rank}" for rank in range(place.size)])

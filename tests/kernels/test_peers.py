@@ -10,12 +10,28 @@ from outrider_conformance.rank_processes import RankProcesses
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
 
-@pytest.mark.slow
-def test_groups_of_gpus_exchange_small_tensors_by_the_peers_memory(monkeypatch):
+@pytest.fixture
+def two(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["tests", os.environ.get("PYTHONPATH", "")]))
     with RankProcesses("cpu", 2) as ranks:
-        said, same = ranks.run("kernels.peers_stand_in:check", {"folder": str(uuid.uuid4())}, limit_s=100)
+        yield ranks
+
+
+@pytest.mark.slow
+def test_groups_of_gpus_exchange_small_tensors_by_the_peers_memory(two):
+    said, same = two.run("kernels.peers_stand_in:check", {"folder": str(uuid.uuid4())}, limit_s=100)
     assert said == same
     assert said[0] == "ways ('nccl', 'one shot', 'exchange'), peer memory True"
     assert len(said) == 4
+
+
+@pytest.mark.slow
+def test_where_memory_of_the_peers_fails_the_library_carries_everything(two):
+    for rank, found in enumerate(two.run("kernels.peers_stand_in:fall_back", {"folder": str(uuid.uuid4())}, limit_s=60)):
+        ways, reached, values, said = found
+        assert (ways, reached, values) == (("nccl",), False, [3.0] * 4)
+        assert len(said) == 1
+        assert "goes by NCCL alone, which takes longer for small tensors" in said[0]
+        assert f"can't be used on rank {rank}" in said[0]
+    assert "no such thing" in said[0]

@@ -103,7 +103,7 @@ def nobody_comes(rank: Rank) -> None:
 
 
 def peer_dies(rank: Rank, how: str) -> None:
-    """The first call works; then rank 1 leaves: ``"closes"`` its group, ``"exits"`` its process, ``"hangs"`` past the limit."""
+    """The first call works; then rank 1 ``"closes"`` its group, ``"exits"`` its process, or ``"hangs"`` past the limit."""
     lab = rank.lab
     group = rank.group()
     stream = rank.stream()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import warnings
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -47,16 +48,17 @@ class CudaGroup(TorchGroup):
         timeout_s: float,
     ) -> None:
         super().__init__(backend, name, ranks, rank, store, timeout_s)
-        self._reachable: bool | None = False if self.size == 1 else None
+        self._reachable = False
         self._kept: list[Any] = []
         self._meeting: Any = dist.PrefixStore("peers", self._meeting)
         self._symmetric = ""
+        self._registered: Any = None
         self._one_shot: Tensor | None = None
         self._exchange: PeerExchange | None = None
         if hasattr(self._native, "eager_connect_single_device"):
             self._run(lambda: self._native.eager_connect_single_device(backend.device))
-        if self.size > 1:
-            self._reachable = self._reach_peers()
+        if self.size > 1 and self._reach_peers():
+            self._reachable = self._try_peers()
         if self._reachable:
             pdl = torch.cuda.get_device_capability(backend.device)[0] >= 9
             self._exchange = PeerExchange(self, most_bytes=EXCHANGED_BYTES, pdl=pdl)
@@ -106,7 +108,7 @@ class CudaGroup(TorchGroup):
     @property
     def has_peer_memory(self) -> bool:
         """Where all ranks are processes of one host whose GPUs reach each other."""
-        return bool(self._reachable)
+        return self._reachable
 
     def _reach_peers(self) -> bool:
         """Ask every rank, so that all come to one answer."""
@@ -117,21 +119,61 @@ class CudaGroup(TorchGroup):
         others = [int(index) for _, index, _ in said if index != str(own)]
         one_host = {each[0] for each in said} == {host} and len({each[2] for each in said}) == self.size
         reached = one_host and all(torch.cuda.can_device_access_peer(own, other) for other in others)
+        return self._all_say("reached", said=reached)
+
+    def _all_say(self, what: str, *, said: bool) -> bool:
+        """Whether every rank says yes, known to all of them."""
+        self._meeting.set(f"{what}/{self.rank}", str(int(said)))
+        return all([self._meeting.get(f"{what}/{rank}") == b"1" for rank in range(self.size)])  # noqa: C419  (ask all)
+
+    def _try_peers(self) -> bool:
+        """Make memory that the ranks share and use it, so that what can't work is known now, on every rank."""
         if self.rank == 0:
             self._meeting.set("name", str(uuid4()))
-        self._symmetric = self._meeting.get("name").decode()  # torch keeps names for good, in each process
-        self._meeting.set(f"reached/{self.rank}", str(int(reached)))
-        return all(self._meeting.get(f"reached/{rank}") == b"1" for rank in range(self.size))
+        self._symmetric = self._meeting.get("name").decode()
+        reason = "another rank failed"
+        try:
+            self._register()
+            buffers = self._peer_buffers("probe", (self.size,), torch.int32)
+            for buffer in buffers:
+                buffer[self.rank].fill_(self.rank + 1)
+            torch.cuda.synchronize(self.backend.device)
+            self._meet("written")
+            worked = buffers[self.rank].tolist() == list(range(1, self.size + 1))
+            reason = reason if worked else "what another GPU wrote isn't there"
+        except Exception as error:  # whatever a driver, a container or another torch says: then it's NCCL
+            worked, reason, self._broken = False, f"{type(error).__name__}: {str(error).splitlines()[0]}", None
+        worked = self._all_say("tried", said=worked)
+        if not worked:
+            warnings.warn(
+                f"group {self.name!r} goes by NCCL alone, which takes longer for small tensors: memory that the GPUs share "
+                f"can't be used on rank {self.rank} ({reason})",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return worked
+
+    def _register(self) -> None:
+        """Tell torch's symmetric memory, which looks groups up by name, who this one is."""
+        from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
+
+        meeting = dist.PrefixStore("symmetric", self._meeting)
+        group = dist.ProcessGroup(meeting, self.rank, self.size)
+        kind = dist.ProcessGroup.BackendType.NCCL
+        group._register_backend(self.backend.device, kind, self._native)
+        group._set_default_backend(kind)
+        group._set_group_name(self._symmetric)
+        register: Any = _register_process_group
+        register(self._symmetric, group)
+        self._registered = group
+        if hasattr(_SymmetricMemory, "set_group_info"):
+            _SymmetricMemory.set_group_info(self._symmetric, self.rank, self.size, meeting)
 
     def _peer_buffers(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        from torch._C._distributed_c10d import _SymmetricMemory
         from torch.distributed import _symmetric_memory as symmetric
 
         del name  # the ranks make the same buffers in the same order
         meet: Any = symmetric.rendezvous
-        if not self._kept:
-            meeting = dist.PrefixStore("symmetric", self._meeting)
-            _SymmetricMemory.set_group_info(self._symmetric, self.rank, self.size, meeting)
 
         def make() -> tuple[Any, Tensor]:
             memory = symmetric.empty(shape, dtype=dtype, device=self.backend.device)
@@ -141,17 +183,24 @@ class CudaGroup(TorchGroup):
         self._kept.append((handle, memory))
         memory.zero_()
         torch.cuda.synchronize(self.backend.device)
-        self._meet(len(self._kept))
+        self._meet(f"made {len(self._kept)}")
         return tuple(handle.get_buffer(rank, shape, dtype) for rank in range(self.size))
 
-    def _meet(self, number: int) -> None:
-        """Wait on the host until every rank has come here, the ``number``-th time."""
-        self._meeting.set(f"met/{number}/{self.rank}", "1")
-        self._run(lambda: self._meeting.wait([f"met/{number}/{rank}" for rank in range(self.size)]))
+    def _meet(self, what: str) -> None:
+        """Wait on the host until every rank has come here."""
+        self._meeting.set(f"met/{what}/{self.rank}", "1")
+        self._run(lambda: self._meeting.wait([f"met/{what}/{rank}" for rank in range(self.size)]))
 
     def _close(self) -> None:
         self._exchange = self._one_shot = None
         self._kept.clear()
+        registered, self._registered = self._registered, None
+        if registered is not None:
+            from torch._C._distributed_c10d import _unregister_process_group
+
+            unregister: Any = _unregister_process_group
+            unregister(self._symmetric)
+        del registered
         super()._close()
 
 

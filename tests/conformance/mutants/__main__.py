@@ -68,7 +68,7 @@ def main() -> int:
     broken = {} if options.no_broken else {n: m for n, m in table.mutants().items() if options.only in n}
     legal = {} if options.no_legal else {n: m for n, m in table.legals().items() if options.only in n}
     record.forget(lambda key, outcome: _wrong(key, outcome, broken, legal))
-    jobs = [((True, name), (m.base, m.apply, m.level, (), True)) for name, m in broken.items()]
+    jobs = [((True, name), (m.base, m.apply, m.level, m.tests, True)) for name, m in broken.items()]
     jobs += [((False, name), (one.base, one.apply, one.level, (), True)) for name, one in legal.items()]
     results, lived, wrong = {}, {}, 0
     for (is_broken, name), outcome in record.completed(jobs, lambda missing: harness.run_all(missing, options.jobs)):

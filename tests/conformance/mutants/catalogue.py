@@ -19,6 +19,11 @@ class Mutant:
     survives: str = ""  # why the kit can't notice, where it can't
 
     @property
+    def tests(self):
+        """Modules of the suite that are run on it; empty: all up to its level. What collectives do is seen at L6 alone."""
+        return ("test_l6_verbs", "test_l6_order") if self.level == 6 else ()
+
+    @property
     def name(self):
         return f"{self.verb}: {self.fault} ({self.base})"
 

@@ -301,8 +301,9 @@ def _host_waits(base):
 def _early_read(base):
     def make(inner):
         def all_to_all(group, output, tensor):
-            now = tensor.clone()  # of what is there, in an order of its own
-            now._inner.copy_(tensor._inner)
+            now = torch.empty_like(tensor)
+            now._inner.copy_(tensor._inner)  # of what is there, in no order
+            group.kept = [*getattr(group, "kept", []), now]
             inner(group, output, now)
 
         return all_to_all
