@@ -78,7 +78,7 @@ class Batch:
 
     @property
     def guided(self) -> bool:
-        """Whether a mask decides what may come, here or elsewhere: of a request that decodes, or behind the end of a prompt."""
+        """Whether a mask decides what may come, in any group: of a request that decodes, or behind a prompt."""
         chosen = (
             request
             for each in self.everyone
