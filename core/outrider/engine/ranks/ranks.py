@@ -21,6 +21,7 @@ from outrider.model import ModelRanks
 _START_S = 600.0
 """Seconds that ranks wait for each other while they start: one may read its weights from a slower disk."""
 _FAILED = "failed"
+_LIBRARY_S = 120.0
 _HEAR_S = 1.0
 """So long a rank that lost the others waits to hear who failed before it says so itself."""
 
@@ -60,7 +61,10 @@ class Ranks:
         if len(ranks) == 1:
             return None
         name = f"{self.name}/{kind}/{ranks[0]}"
-        return self.backend.create_group(name, ranks=ranks, rank=self.rank, store=self.store, timeout_s=self.config.timeout_s)
+        # Beside the host, calls are limited where the host waits for them; a library's own limit ends the process.
+        beside = self.backend.capabilities.asynchronous and self.backend.control is None
+        limit = max(self.config.timeout_s, _LIBRARY_S) if beside else self.config.timeout_s
+        return self.backend.create_group(name, ranks=ranks, rank=self.rank, store=self.store, timeout_s=limit)
 
     @property
     def leads(self) -> bool:
