@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A collective: ``kind`` as ``outrider bench collectives`` has it, and this rank's tensor [rows, width]. ``group``: between
+    """A collective of one rank's tensor [rows, width]. ``kind``: as ``outrider bench collectives`` has it; ``group``: between
     which ranks, ``"tensor"`` or ``"data"``.
     """
 

@@ -94,7 +94,14 @@ class Residues:
 
 
 def guide(engine: Engine, request: int) -> None:
-    """Guide a request that has just come to an engine by :class:`Residues`, along the output that it brings."""
+    """Guide a request that has just come to an engine by :class:`Residues`, along the output that it brings; on every rank
+    of the engine.
+    """
+    engine._tell("call", _guide, request)
+    _guide(engine, request)
+
+
+def _guide(engine: Engine, request: int) -> None:
     from outrider.engine.requests.guidance import Guidance
 
     record = engine._requests[request]

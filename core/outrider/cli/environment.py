@@ -52,8 +52,6 @@ def rank_variables(*, rank: int, world: int, port: int, pipe: int) -> dict[str, 
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OUTRIDER_RANK_PIPE": str(pipe),
-        # Else the library's own watchdog ends a rank that waits, before anybody can say why.
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -28,6 +29,8 @@ from outrider.engine.graphs import CaptureProgress, EagerRunner
 from outrider.engine.lending import Lending
 from outrider.engine.loading import load_checkpoint
 from outrider.engine.ranks.course import Course, ToldLength
+from outrider.engine.ranks.parallel import ParallelConfig
+from outrider.engine.ranks.processes import RankProcesses, start_ranks
 from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.ranks.start import check_key, join_engine
 from outrider.engine.recovery.watchdog import Watchdog
@@ -150,6 +153,7 @@ class Engine:
             vision=vision,
         )
         self._lending: Lending | None = None
+        self._processes: RankProcesses | None = None
         self._next_id = 0
 
     @classmethod
@@ -167,6 +171,7 @@ class Engine:
         progress: Progress | None = None,
         capture_progress: CaptureProgress | None = None,
         ranks: Ranks | None = None,
+        parallel: ParallelConfig | None = None,
     ) -> Engine:
         """Load a checkpoint (and its draft) and build an engine for it.
 
@@ -178,10 +183,34 @@ class Engine:
         replaceable attention, slower than a native one. ``trust_remote_code`` lets it run Python code that the checkpoint
         brings, with all rights of this process; code of a checkpoint is never run without it. ``progress(file, done,
         total)`` is told of each tensor loaded, ``capture_progress(done, total)`` of each batch size captured. ``ranks``:
-        those that run the engine together; each reads its own part of the checkpoint.
+        those that run the engine together; each reads its own part of the checkpoint. ``parallel``: instead of them, over how
+        many; the others are started as processes of this host, and end with :meth:`close`.
 
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
+        if parallel is not None and parallel.world > 1:
+            arguments: dict[str, Any] = {
+                "draft_dir": draft_dir,
+                "speculate": speculate,
+                "config": config,
+                "through_transformers": through_transformers,
+                "trust_remote_code": trust_remote_code,
+            }
+            processes = start_ranks(backend, parallel, model_dir, arguments, given=ranks, builders=builders)
+            try:
+                made = cls.from_checkpoint(
+                    model_dir,
+                    backend,
+                    progress=progress,
+                    capture_progress=capture_progress,
+                    ranks=processes.ranks,
+                    **arguments,
+                )
+            except BaseException:
+                processes.close()
+                raise
+            made._processes = processes
+            return made
         with nullcontext() if ranks is None else ranks.starting():
             loaded = load_checkpoint(
                 model_dir,
@@ -491,6 +520,7 @@ class Engine:
             "forget": self._forget_ids,
             "hand_over": self.hand_over,
             "resume": self.resume,
+            "call": lambda function, *arguments: function(self, *arguments),
             "take_over": lambda key: self.take_over(handed_over[key]),
         }
         follow(self._course, calls, self._loop)
@@ -504,6 +534,8 @@ class Engine:
         """Let the other ranks' engines end; for one rank, nothing. Allowed twice."""
         if self._course is not None and self._course.leads and self._lifeline.stopped is None:
             self._course.end()
+        if self._processes is not None:
+            self._processes.close()
 
     def adopt(self) -> None:
         """Make the calling thread the owner. The previous owner must no longer use the engine.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,7 +20,8 @@ from outrider.model import ModelRanks
 
 _START_S = 600.0
 """Seconds that ranks wait for each other while they start: one may read its weights from a slower disk."""
-_LOOK_S = 2.0
+_FAILED = "failed"
+_LIBRARY_S = 120.0
 _HEAR_S = 1.0
 """So long a rank that lost the others waits to hear who failed before it says so itself."""
 
@@ -48,19 +48,23 @@ class Ranks:
         tensor = tuple(range(self.data_rank * config.tensor, (self.data_rank + 1) * config.tensor))
         data = tuple(range(self.tensor_rank, config.world, config.tensor))
         self.room = Room(store, name)
+        self._engines = itertools.count()
+        self._meetings = 0
+        self._leaving = itertools.count()
+        self.meet("the start", str(config))  # a group waits no longer than an iteration may
         self.tensor, self.data = self._group("tensor", tensor), self._group("data", data)
         self.model = ModelRanks(config.shards(rank), tensor=self.tensor, data=self.data)
         self.handed_over: dict[str, HandOver] = {}
         """This rank's part of requests that left an engine, by a key that all ranks know, until another engine took them."""
-        self._engines = itertools.count()
-        self._meetings = itertools.count()
-        self._leaving = itertools.count()
 
     def _group(self, kind: str, ranks: tuple[int, ...]) -> Group | None:
         if len(ranks) == 1:
             return None
         name = f"{self.name}/{kind}/{ranks[0]}"
-        return self.backend.create_group(name, ranks=ranks, rank=self.rank, store=self.store, timeout_s=self.config.timeout_s)
+        # Beside the host, calls are limited where the host waits for them; a library's own limit ends the process.
+        beside = self.backend.capabilities.asynchronous and self.backend.control is None
+        limit = max(self.config.timeout_s, _LIBRARY_S) if beside else self.config.timeout_s
+        return self.backend.create_group(name, ranks=ranks, rank=self.rank, store=self.store, timeout_s=limit)
 
     @property
     def leads(self) -> bool:
@@ -83,27 +87,24 @@ class Ranks:
 
     def meet(self, what: str, value: Any) -> list[Any]:
         """Every rank's ``value``, in order of ranks; all of them call it, in the same order. For starts alone: it's slow."""
-        number = next(self._meetings)
-        self.store.set(self._meeting(number, self.rank), pickle.dumps((what, value)))  # type: ignore[arg-type]
+        number = self._meetings
+        self._meetings += 1
+        self._say(number, what, value)
         found = []
         for rank in range(self.config.world):
             key = self._meeting(number, rank)
-            self._wait(key, f"rank {rank} didn't come to {what!r}")
+            if not came(self.store, key, _START_S):
+                raise RanksFailed(f"rank {rank} didn't come to {what!r} within {_START_S:g} s")
             theirs, given = pickle.loads(self.store.get(key))
+            if theirs == _FAILED:
+                raise RanksFailed(given)
             if theirs != what:
                 raise RanksDiffer(f"rank {self.rank} is at {what!r}, and rank {rank} at {theirs!r}; start all of them alike")
             found.append(given)
         return found
 
-    def _wait(self, key: str, missing: str) -> None:
-        """Wait for a key, unless a rank says meanwhile that it failed."""
-        until = time.monotonic() + _START_S
-        while not came(self.store, key, _LOOK_S):
-            failure = self.room.failure
-            if failure is not None:
-                raise RanksFailed(failure)
-            if time.monotonic() > until:
-                raise RanksFailed(f"{missing} within {_START_S:g} s")
+    def _say(self, number: int, what: str, value: Any) -> None:
+        self.store.set(self._meeting(number, self.rank), pickle.dumps((what, value)))  # type: ignore[arg-type]
 
     def check_same(self, what: str, values: Mapping[str, object]) -> None:
         """Raise :class:`RanksDiffer` unless all ranks have the same ``values``; names the first one that differs."""
@@ -137,7 +138,9 @@ class Ranks:
         if isinstance(error, CollectiveError | DeviceStuck):
             with suppress(RuntimeError, OutriderError):  # most likely another rank's failure
                 self.room.hear(_HEAR_S)
-        first = self.room.fail(f"rank {self.rank} failed: {type(error).__name__}: {error} ({self.progress})")
+        said = f"rank {self.rank} failed: {type(error).__name__}: {error} ({self.progress})"
+        first = self.room.fail(said)
+        self._say(self._meetings, _FAILED, first)  # whoever waits for this rank needn't any more
         self.close()
         return first
 

@@ -78,8 +78,12 @@ class Batch:
 
     @property
     def guided(self) -> bool:
-        """Whether a mask decides what may come: of a request that decodes, or behind the end of a prompt."""
-        chosen = (*self.decode, *(chunk.request for chunk in self.prefill if chunk.final))
+        """Whether a mask decides what may come, in any group: of a request that decodes, or behind a prompt."""
+        chosen = (
+            request
+            for each in self.everyone
+            for request in (*each.decode, *(chunk.request for chunk in each.prefill if chunk.final))
+        )
         return any(request.guidance is not None for request in chosen)
 
     def only(self, request: Request) -> Batch:

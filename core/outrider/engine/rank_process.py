@@ -1,0 +1,37 @@
+"""A rank in a process of its own, which follows the engine of the process that started it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from outrider.engine.engine import Engine
+from outrider.engine.ranks.processes import Work
+from outrider.engine.ranks.ranks import Ranks
+from outrider.registry import Registry
+from outrider.registry.backends import BackendSpec
+
+
+def main() -> None:
+    """Read what to do from standard input, which stays open for as long as the other process lives."""
+    work: Work = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    backend = Registry().create(BackendSpec(name=work.backend, ordinal=work.rank if work.numbered else 0))
+    store = TCPStore("127.0.0.1", work.port, is_master=False, wait_for_workers=False)
+    ranks = Ranks(backend, work.parallel, rank=work.rank, store=store)
+    Engine.from_checkpoint(work.model_dir, backend, ranks=ranks, **work.arguments).follow()
+    ranks.close()
+
+
+def _end_with_input() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
