@@ -8,6 +8,7 @@
 #   gpu        drawn kernels and laws on the GPU, with its own kernels
 #
 # Parts share the cores; each writes DIRECTORY/PART.log. Nothing needs to be installed beside torch, pytest and hypothesis.
+# In the environment: PROGRAMS and SAMPLE for fewer programs and changes, BACKEND and SEED for some programs alone.
 set -u
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 seconds=${2:-240}
@@ -19,21 +20,24 @@ cores=$(nproc)
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONPATH
 PYTHONPATH=$(echo core kernels tools tests backends/* examples/threads_backend examples/toy_driver examples/toy_backend/src \
   | tr ' ' '\n' | sed "s|^|$PWD/|" | paste -sd:)
-if ! "$python" -c "from importlib.metadata import entry_points as e; exit(not e(group='outrider.backends'))"; then
-  "$python" - "$out/installed/outrider-0.1.0.dist-info" <<'END'
+"$python" - "$out/installed" <<'END'
 import sys, tomllib
+from importlib.metadata import entry_points
 from pathlib import Path
 
-place, project = Path(sys.argv[1]), tomllib.loads(Path("pyproject.toml").read_text())["project"]
-place.mkdir(parents=True, exist_ok=True)
-(place / "METADATA").write_text("Metadata-Version: 2.1\nName: outrider\nVersion: 0.1.0\n")
-groups = {"console_scripts": project["scripts"], **project["entry-points"]}
-(place / "entry_points.txt").write_text(
-    "\n".join(line for group, names in groups.items() for line in (f"[{group}]", *(f"{n} = {v}" for n, v in names.items()), ""))
-)
+for name in (".", "examples/threads_backend", "examples/toy_backend"):
+    project = tomllib.loads((Path(name) / "pyproject.toml").read_text())["project"]
+    groups = {"console_scripts": project.get("scripts", {}), **project["entry-points"]}
+    known = entry_points(group="outrider.backends").names
+    if set(groups["outrider.backends"]) <= known:
+        continue
+    place = Path(sys.argv[1]) / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    lines = [line for group, names in groups.items() for line in (f"[{group}]", *(f"{n} = {v}" for n, v in names.items()), "")]
+    (place / "entry_points.txt").write_text("\n".join(lines))
 END
-  PYTHONPATH=$out/installed:$PYTHONPATH
-fi
+PYTHONPATH=$out/installed:$PYTHONPATH
 has() { case " $parts " in *" $1 "*) return 0 ;; *) return 1 ;; esac; }
 gpu=$(command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -c . || echo 0)
 
@@ -62,18 +66,19 @@ for t in r['tests']:
     if t['outcome'] == 'failed': print(t['id'], t['reason'][:800])" >"$out/gpu.log" 2>&1 &
 fi
 if has programs; then
-  if [ "$gpu" -gt 0 ]; then
-    TRITON_INTERPRET=0 on 0 "$python" tests/conformance/long_programs.py --backend cuda --processes 6 --seconds "$seconds" \
+  if [ "$gpu" -gt 0 ] && [ -z "${BACKEND:-}" ]; then
+    TRITON_INTERPRET=0 on 0 "$python" tests/conformance/long_programs.py --backend cuda --processes 6 --programs "${PROGRAMS:-10000}" --seconds "$seconds" \
       >"$out/programs-cuda.log" 2>&1 &
   fi
-  on 2 "$python" tests/conformance/long_programs.py --processes "$left" --seconds "$seconds" >"$out/programs.log" 2>&1 &
+  on 2 "$python" tests/conformance/long_programs.py --processes "$left" --programs "${PROGRAMS:-10000}" --seconds "$seconds" \
+    ${BACKEND:+--backend "$BACKEND"} ${SEED:+--seed "$SEED"} >"$out/programs.log" 2>&1 &
 fi
 if has matrix; then
   on 5 "$python" -m conformance.mutants.matrix --seeds 3 --jobs "$left" --seconds "$seconds" --record "$out/matrix.jsonl" \
     >"$out/matrix.log" 2>&1 &
 fi
 if has engine; then
-  on 10 "$python" -m outrider_proof.mutations -n "$left" --sample 2000 --seconds $((seconds - 15)) --limit 60 \
+  on 10 "$python" -m outrider_proof.mutations -n "$left" --sample "${SAMPLE:-2000}" --seconds $((seconds - 15)) --limit 60 \
     --out "$out/engine.jsonl" >"$out/engine.log" 2>&1 &
 fi
 wait

@@ -1,5 +1,6 @@
 """One server over the bundled model with speculation, for all tests of the API."""
 
+import functools
 from importlib.resources import files
 from pathlib import Path
 
@@ -8,7 +9,11 @@ import pytest
 pytest.importorskip("fastapi", reason="not run: the extra serve isn't installed")
 pytest.importorskip("openai", reason="not run: OpenAI's client isn't installed")
 
+import torch
+
 from outrider import Engine, EngineConfig
+from outrider.model import Tokenizer, load_decoder, load_eagle
+from outrider.speculative.eagle import EagleProposer
 from outrider_cpu.backend import CpuBackend
 from serve.running import running
 
@@ -19,16 +24,21 @@ TEMPLATE = (
 )
 
 
+@functools.cache
+def weights():
+    """The bundled model on cpu in float32, and its EAGLE head."""
+    backend = CpuBackend()
+    target = load_decoder(BUNDLED / "target", backend=backend, dtype=torch.float32)
+    return backend, target, load_eagle(BUNDLED / "eagle", target=target, backend=backend, dtype=torch.float32)
+
+
 def bundled_engine(**config):
-    """The bundled model on cpu in float32, with its EAGLE head."""
+    """An engine over them."""
+    backend, target, head = weights()
     given = {"max_requests": 4, "max_context": 256, "page_size": 16, "dtype": "float32", **config}
-    return Engine.from_checkpoint(
-        BUNDLED / "target",
-        CpuBackend(),
-        draft_dir=BUNDLED / "eagle",
-        speculate="eagle",
-        config=EngineConfig(**given),
-    )
+    tokenizer = Tokenizer.from_checkpoint(BUNDLED / "target")
+    proposer = EagleProposer(head, draft_tokens=4)
+    return Engine(target, backend, proposer=proposer, config=EngineConfig(**given), tokenizer=tokenizer)
 
 
 @pytest.fixture(scope="session")

@@ -87,17 +87,17 @@ def test_a_chat_that_is_wrong(http, body, param):
 JSON = {"content-type": "application/json"}
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"null", b'"x"', b'{"model": "m", "prompt": NaN}', b"[" * 100_000, b"\xff"]
-)
+BROKEN = [b"", b"{", b"[]", b"null", b'"x"', b'{"model": "m", "prompt": NaN}', b"[" * 100_000, b"\xff", b"1" * 5000]
+
+
+@pytest.mark.parametrize("body", BROKEN, ids=range(len(BROKEN)))
 def test_a_body_that_is_no_request(http, body):
     assert http.post("/v1/completions", content=body, headers=JSON).status_code == 400
 
 
 def test_what_is_not_there(http):
-    message = refused(
-        http.post("/v1/completions", json={**ASKED, "model": "n\ud800"}), 404, param="model", code="model_not_found"
-    )
+    answer = http.post("/v1/completions", json={**ASKED, "model": "n"})
+    message = refused(answer, 404, param="model", code="model_not_found")
     assert "m" in message
     refused(http.get("/v1/models/other"), 404, param="model")
     refused(http.get("/v2"), 404, code="not_found")
@@ -214,8 +214,8 @@ def test_limits_of_bodies_and_time(server, http, monkeypatch):
 
     refused(http.post("/v1/completions", content=pieces(0), headers=JSON), 413, code="request_too_large")
     refused(http.post("/v1/completions", content=pieces(1), headers=JSON), 408, code="body_timeout")
-    limits(request_timeout_s=0.05)
-    body = {**ASKED, "max_tokens": 200, "ignore_eos": True}
+    limits(request_timeout_s=0.5)
+    body = {**ASKED, "max_tokens": 240, "n": 4, "temperature": 1, "ignore_eos": True}
     refused(http.post("/v1/completions", json=body), 504, code="timeout", kind="server_error")
     events = [line for line in http.post("/v1/completions", json={**body, "stream": True}).text.split("\n\n") if line]
     assert json.loads(events[-2][6:])["error"]["code"] == "timeout"
@@ -241,3 +241,34 @@ def test_every_answer_to_a_completion_is_described(http):
         answers = described["paths"][path]["post"]["responses"]
         assert {"200", "400", "401", "404", "408", "413", "429", "503", "504"} <= set(answers)
         assert "422" not in answers
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_draining_server_ends_what_runs_and_takes_nothing_new(server, http, monkeypatch):
+    monkeypatch.setattr(server.service, "_draining", False)  # put back behind the test
+    body = {**ASKED, "max_tokens": 60, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        ended = asyncio.run_coroutine_threadsafe(server.service.drain(30), server.loop)
+        with httpx.Client(base_url=server.url) as other:
+            while other.get("/ready").status_code == 200:
+                time.sleep(0.005)
+            refused(other.post("/v1/completions", json=ASKED), 503, code="draining", kind="server_error")
+            assert other.get("/health").status_code == 200
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert ended.result(30) is True
+
+
+def test_a_drain_that_takes_too_long_cuts_requests_off(server, http, monkeypatch):
+    monkeypatch.setattr(server.service, "_draining", False)
+    body = {**ASKED, "max_tokens": 200, "n": 4, "temperature": 1, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert server.call(lambda service: service.drain(0.01)) is False
+        events = [line for line in lines if line]
+    assert json.loads(events[-2][6:])["error"]["code"] == "draining"
+    assert everything_is_back(server)

@@ -32,10 +32,8 @@ def test_a_completion_has_the_tokens_and_logprobs_of_the_engine(client, referenc
     assert choice.finish_reason == "length"
     assert choice.logprobs.token_logprobs == pytest.approx([each.logprob for each in one.logprobs], abs=1e-5)
     assert "".join(choice.logprobs.tokens) == choice.text
-    offsets = choice.logprobs.text_offset
-    assert [
-        choice.text[start : start + len(token)] for start, token in zip(offsets, choice.logprobs.tokens, strict=True)
-    ] == (choice.logprobs.tokens)
+    placed = zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=True)
+    assert all(choice.text[start : start + len(token)] == token for start, token in placed)
     assert [2 <= len(top) <= 3 for top in choice.logprobs.top_logprobs] == [True] * 16
     assert answer.usage.completion_tokens == 16
     assert answer.usage.prompt_tokens == len(reference.tokenizer.encode(PROMPT))
@@ -71,12 +69,17 @@ def test_a_chat_by_its_template(client, reference):
     assert [entry.logprob for entry in content] == pytest.approx([each.logprob for each in one.logprobs], abs=1e-5)
     assert b"".join(bytes(entry.bytes) for entry in content).decode() == message.content
     assert all(len(entry.top_logprobs) == 2 for entry in content)
-    said = "".join(
-        chunk.choices[0].delta.content or ""
-        for chunk in client.chat.completions.create(**asked, stream=True)
-        if chunk.choices
-    )
-    assert said == message.content
+    chunks = client.chat.completions.create(**asked, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
+
+
+def test_control_tokens_in_a_message_are_text(client, reference):
+    def read(content):
+        messages = [{"role": "user", "content": content}]
+        return client.chat.completions.create(model="m", messages=messages, max_tokens=1).usage.prompt_tokens
+
+    assert reference.tokenizer.encode("<|endoftext|>") == [0]
+    assert read("<|endoftext|>") > read("x") + 2
 
 
 def test_sampling_is_by_the_seed(client, reference):

@@ -60,8 +60,9 @@ def test_blocks_are_written_and_told_of(pair):
     for side in (0, 1):
         here, there = pair.memory[side], pair.memory[1 - side]
         before, sent = [each.clone() for each in there], [each.clone() for each in here]
-        transfer = pair.links[side].write([1, 4, 2], [5, 0, 3], b"hello")
-        assert until(lambda: pair.links[1 - side].notices() or (transfer.done() and None)) == [b"hello"]
+        transfer, other = pair.links[side].write([1, 4, 2], [5, 0, 3], b"hello"), pair.links[1 - side]
+        # Both sides go on asking.
+        assert until(lambda given=(transfer, other): given[1].notices() or (given[0].done() and None)) == [b"hello"]
         for region, old, new in zip(there, before, sent, strict=True):
             old[[5, 0, 3]] = new[[1, 4, 2]]
             assert torch.equal(region, old)

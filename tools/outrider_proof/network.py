@@ -6,16 +6,14 @@ from collections.abc import Callable
 from itertools import count
 from typing import TYPE_CHECKING
 
-from outrider.transports.local import LocalTransport
-
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.engine.requests.lent import Expected, Lent
     from outrider.transports import Transfer
 
 APART = 3
-"""Turns between what one side learns and what the other does. There is one host here where there would be two: what it learns for
-one side would order the other one too. Which side is first changes from move to move.
+"""Turns between what one side learns and what the other does. There is one host here where there would be two: what it learns
+for one side would order the other one too. Which side is first changes from move to move.
 """
 
 
@@ -23,6 +21,8 @@ class Network:
     """The link between two engines."""
 
     def __init__(self, first: Engine, second: Engine) -> None:
+        from outrider.transports.local import LocalTransport
+
         self.engines = first, second
         transport = LocalTransport()
         self.links = tuple(
@@ -69,20 +69,16 @@ class NetworkMove:
             if self._expected is None or not self._lent.ready.done() or not self._expected.free.done():
                 return False
             theirs.expecting(self._notice, self._expected.written)
-            self._transfer = ours.write(
-                self._lent.pages, self._expected.pages[: len(self._lent.pages)], self._notice, read=self._lent.read
-            )
+            pages = self._expected.pages[: len(self._lent.pages)]
+            self._transfer = ours.write(self._lent.pages, pages, self._notice, read=self._lent.read)
         assert self._expected is not None
         self._turns += 1
         early, late = self._turns > 0, self._turns > APART
-        if (
-            not self._there
-            and (late if self._number % 2 else early)
-            and self._network.has_arrived(1 - self._side, self._notice)
-        ):
+        tells, returns = (late, early) if self._number % 2 else (early, late)
+        if tells and not self._there and self._network.has_arrived(1 - self._side, self._notice):
             self._arrive(taker.arrived(self._expected, self._lent.relay))
             self._there = True
-        if not self._back and (early if self._number % 2 else late) and self._transfer.done():
+        if returns and not self._back and self._transfer.done():
             giver.returned(self._lent)
             self._back = True
         return self._there and self._back

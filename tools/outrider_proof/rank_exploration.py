@@ -1,9 +1,10 @@
 """``outrider explore ranks``: programs of several ranks on simulated devices, and what brings the ranks apart.
 
-Without more it runs the real engine on drawn host programs (:mod:`outrider_proof.rank_engine`). ``--inject`` puts a divergence
-in: by the name of an injection or of a program of the corpus, or ``every``: all of them, one after the other, each of which
-must be found and named at its first different decision, and each corrected program must be silent. ``--corrected``: the
-corrected programs of the corpus alone, drawn schedules, any number of runs.
+Without more it runs the real engine on drawn host programs (:mod:`outrider_proof.rank_engine`). ``--inject`` puts a
+divergence in: by the name of an injection or of a program of the corpus, or ``every``: all of them, one after the other, each
+of which must be found and named at its first different decision, and each corrected program must be silent. With a layout
+(``--tensor``, ``--data``) some go into the engine instead. ``--corrected``: the corrected programs of the corpus alone, under
+drawn schedules, any number of runs.
 """
 
 from __future__ import annotations
@@ -107,9 +108,10 @@ def explore_ranks(wanted: RanksWanted) -> Report:
     """See the module. Exit code 0 where everything is as it should be."""
     if wanted.ranks < 2:
         raise ConfigError(f"--ranks {wanted.ranks}: ranks come apart where there are two at least")
-    if wanted.inject is None and not wanted.corrected:
-        from outrider_proof.rank_engine import explore_engine
+    from outrider_proof.rank_engine import NAMED, TOLERATED, explore_engine
 
+    laid_out = wanted.tensor is not None or wanted.data is not None
+    if not wanted.corrected and (wanted.inject is None or (laid_out and wanted.inject in (*TOLERATED, *NAMED))):
         return explore_engine(wanted)
     devices = Devices(wanted.registry)
     chosen = [] if wanted.inject is None else _chosen(wanted.inject)

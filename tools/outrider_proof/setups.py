@@ -241,21 +241,11 @@ def prompt_and_media(proposer: str, arrival: Arrival) -> tuple[tuple[int, ...], 
 
 
 class Served(Serving):
-    """With images, and keeping the engine's records of the requests."""
+    """Keeps the engine's records of the requests."""
 
     def __init__(self, engines: Sequence[Engine], program: HostProgram, proposer: str) -> None:
-        super().__init__(engines, program, lambda arrival: prompt_and_media(proposer, arrival)[0])
-        self._proposer = proposer
+        super().__init__(engines, program, lambda arrival: prompt_and_media(proposer, arrival))
         self.records: dict[int, Request] = {}
-
-    def _arrive(self, step: int) -> None:
-        while self._waiting and self._arrivals[self._waiting[0]].step <= step:
-            index = self._waiting.pop(0)
-            arrival = self._arrivals[index]
-            tokens, media = prompt_and_media(self._proposer, arrival)
-            params = SamplingParams(max_tokens=arrival.max_tokens)
-            self._place(index, 0, self._engines[0].add_request(tokens, params, media=media))
-            self._since[index] = step
 
     def _place(self, index: int, side: int, request: int) -> None:
         super()._place(index, side, request)

@@ -47,6 +47,7 @@ class Lanes:
         self._number = number or itertools.count(1).__next__
         self.lanes: dict[str, Lane] = {}
         self.sequence = 0
+        self._stamp: int | None = None  # of the step that is being taken, where it was held
         self._free_numbers: list[tuple[int, int]] = []
         self._local = threading.local()
         self._threads: list[tuple[ReferenceType[threading.Thread], Actor]] = []
@@ -125,16 +126,31 @@ class Lanes:
         if lane.held is None:
             lane.launched_by(thread)
             if not step():
-                lane.held = deque([step])
+                lane.held = deque([self._as_of_now(step)])
                 self._held.append(lane)
             return
         known = thread.release()
+        stamped = self._as_of_now(step)
 
         def later() -> bool:
             lane.join(known)
-            return step()
+            return stamped()
 
         lane.held.append(later)
+
+    def _as_of_now(self, step: Step) -> Step:
+        """The step, which is taken later and keeps its place in the order of the program."""
+        self.sequence += 1
+        stamp = self.sequence
+
+        def stamped() -> bool:
+            before, self._stamp = self._stamp, stamp
+            try:
+                return step()
+            finally:
+                self._stamp = before
+
+        return stamped
 
     def resume_held(self) -> None:
         """Take the steps that have become possible."""
@@ -151,8 +167,28 @@ class Lanes:
                     self._held.remove(lane)
 
     def _point(self, actor: Actor, name: str, location: str = "", operation: Operation | None = None) -> Point:
-        self.sequence += 1
-        return Point(actor, name, location, self.sequence, operation)
+        return Point(actor, name, location, self.place(), operation)
+
+    @property
+    def now(self) -> int:
+        """The last place in the order of the program, as the step that is being taken sees it."""
+        return self.sequence if self._stamp is None else self._stamp
+
+    def in_order(self, stream: str, action: Callable[[], None]) -> None:
+        """Call ``action`` when everything before it on the stream has been looked at."""
+
+        def step() -> bool:
+            action()
+            return True
+
+        self._enqueue(self.lane(stream), step)
+
+    def place(self) -> int:
+        """The place in the order of the program of what is done now; of a step that was held, that of its enqueueing."""
+        if self._stamp is None:
+            self.sequence += 1
+            return self.sequence
+        return self._stamp
 
 
 def _lives(thread: threading.Thread | None) -> bool:

@@ -2,24 +2,24 @@
 
 Each rank's device has a sanitizer of its own; they share one object of this module. A collective is one operation with a half
 on each rank. Halves meet by group and number, in the order in which the hosts issue them, so one run tells for every
-schedule: what differs between the halves is found when the second is issued, and the clocks of the ranks join where a rank's
-half needs another's. Of what the ranks' hosts decided, the first difference is kept: it's where the ranks went apart, and what is found
-later names it.
+schedule: what differs between the halves is found when the second is issued, and the clocks of the ranks join where a
+rank's half needs another's. Of what the ranks' hosts decided, the first difference is kept: it's where the ranks went
+apart, and what is found later names it.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from outrider.device import Collective, Decision, Group
 from outrider_sanitizer.clocks import Clock, Point
 from outrider_sanitizer.findings import Finding, Kind, Report, Site
 
 if TYPE_CHECKING:
+    from outrider.device import Collective, Decision, Group
     from outrider_sanitizer.ordering import Ordering
 
 Key = tuple[str, tuple[int, ...], int]
@@ -41,6 +41,7 @@ class Half:
     meeting: Meeting
     before: dict[Key, int]
     clock: Clock | None = None
+    alone: bool = False
 
     @property
     def kind(self) -> str:
@@ -50,6 +51,8 @@ class Half:
     @property
     def needs(self) -> tuple[int, ...]:
         """Indexes of the ranks whose contribution this half waits for."""
+        if self.alone:
+            return ()
         if self.call.kind == "broadcast":
             return () if self.index == self.call.root else (self.call.root or 0,)
         if self.call.kind == "send":
@@ -71,7 +74,8 @@ class Half:
     def site(self, group: str) -> Site:
         """As reports name it."""
         how = " in a graph" if self.in_graph else ""
-        return Site(f"{self.call}{how} of group {group!r}", f"rank {self.rank}", True, -1, self.location, rank=self.rank)
+        call = replace(self.call, sequence=self.number)  # in a graph it was counted once, and is called again and again
+        return Site(f"{call}{how} of group {group!r}", f"rank {self.rank}", True, -1, self.location, rank=self.rank)
 
 
 @dataclass(eq=False, slots=True)
@@ -131,10 +135,13 @@ class _State:
 class Ranks:
     """Shared by the sanitizers of the ranks of one program. Not thread-safe: its ``lock`` is held around each call."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool = False) -> None:
+        """``alone``: one rank is watched by itself, so what the others do isn't seen and nothing waits for it."""
+        self.alone = alone
         self.lock = threading.RLock()
         self.report = Report()
         self.orderings: list[Ordering] = []
+        self.broken = False  # the device passed collectives that some rank never made: what comes after isn't ordered
         self.differing: str = ""  # the first decision in which ranks differ
         self._numbers = itertools.count(1)
         self._states: dict[Key, _State] = {}
@@ -176,6 +183,9 @@ class Ranks:
             self._compare(state, other, half)
         meeting.halves[group.rank] = half
         state.last[group.rank] = half
+        if self.alone:
+            meeting.members = (group.rank,)
+            half.alone = True
         self._progress += 1
         return half
 
@@ -233,6 +243,8 @@ class Ranks:
             if other is not state and len(mine.intersection(other.key[1])) < 2:
                 continue
             for before, earlier in other.points.get(half.rank, {}).values():
+                if earlier.kind == half.kind == "message":
+                    continue  # each direction between two ranks is a communicator of its own
                 if not before.before(point) and not state.apart:
                     self._unordered(state, other, (before, earlier), (point, half))
         state.points.setdefault(half.rank, {})[point.number] = (point, half)
@@ -243,7 +255,7 @@ class Ranks:
             Kind.COLLECTIVE_UNORDERED,
             one[1].site(other.name),
             two[1].site(state.name),
-            f"nothing orders streams {first} and {then}: ranks may begin the two in different order, each waiting for the other",
+            f"nothing orders streams {first} and {then}: ranks may begin the two in different order, and wait for each other",
             f"record an event on {first} after the first and make {then} wait for it before the second",
         )
 
@@ -264,6 +276,14 @@ class Ranks:
                 ordering.resume_held()
             if self._progress == before:
                 return
+
+    def passed_without(self) -> None:
+        """The device went on though a collective wasn't whole: it failed there, and what follows means nothing."""
+        self.broken = self.broken or any(
+            len(meeting.halves) < len(meeting.members)
+            for state in self._states.values()
+            for meeting in state.meetings.values()
+        )
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 

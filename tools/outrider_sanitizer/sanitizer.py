@@ -31,7 +31,7 @@ class Sanitizer(Observer):
     def __init__(self, backend: Backend, ranks: Ranks | None = None) -> None:
         """``ranks``: what it shares with the sanitizers of the other ranks of the program; None: it watches one alone."""
         self.backend = backend
-        self.ranks = ranks or Ranks()
+        self.ranks = ranks or Ranks(alone=True)
         self.report = self.ranks.report
         self.report.backend += f", {backend.label}" if self.report.backend else backend.label
         self._lock = self.ranks.lock
@@ -59,7 +59,8 @@ class Sanitizer(Observer):
     # -- helpers ---------------------------------------------------------------------------------------------------
 
     def _add(self, finding: Finding) -> None:
-        self.report.add(finding)
+        if not self.ranks.broken:
+            self.report.add(finding)
 
     def _steps(self, stream: str) -> tuple[str, int] | None:
         control = self.backend.control
@@ -215,7 +216,10 @@ class Sanitizer(Observer):
     def replayed(self, graph: Graph, stream: Stream, generation: int) -> None:
         with self._lock:
             self._watch_reads()
-            self._staleness.replayed(graph, stream.name, generation, self.backend.replays, here())
+            replays, location = self.backend.replays, here()
+            self._ordering.in_order(
+                stream.name, lambda: self._staleness.replayed(graph, stream.name, generation, replays, location)
+            )
             self._ordering.replayed(graph, stream.name, generation)
 
     def params_updated(self, graph: Graph, stream: Stream, params: Mapping[str, tuple[int, ...]]) -> None:

@@ -16,7 +16,6 @@ from outrider.device import (
     Backend,
     Capabilities,
     CaptureContext,
-    ConfigError,
     Event,
     Flag,
     Graph,
@@ -35,21 +34,18 @@ from outrider.device import (
     Waiter,
 )
 from outrider_sim.collectives import create_group
+from outrider_sim.control import SimControl
 from outrider_sim.device import Current, host_of, register
-from outrider_sim.diverging import DIVERGENCES
-from outrider_sim.explore import Exploration, explore
 from outrider_sim.failures import fail_on_request
 from outrider_sim.graphs import Capture, Program
 from outrider_sim.kernels import HostLengthKernels
 from outrider_sim.memory import Pool
 from outrider_sim.operands import extent
-from outrider_sim.options import FAULTS, Personality, SimOptions
+from outrider_sim.options import Personality, SimOptions
 from outrider_sim.pinned import PinnedTensor
 from outrider_sim.queue import EventState, FlagState, Kind, Op, StreamQueue
-from outrider_sim.schedule import Delay, Schedule, Step
 from outrider_sim.sim import Sim, host_extent
-from outrider_sim.store import SimStore
-from outrider_sim.strategies import Replay, Strategy
+from outrider_sim.strategies import Strategy
 from outrider_sim.tap import SeamTap
 from outrider_sim.tensor import SimTensor
 
@@ -222,99 +218,6 @@ def _capabilities(like: Personality) -> Capabilities:
     )
 
 
-class SimControl:
-    """The handle by which tools decide who goes next (the seam's `ControllableDevice`, and more)."""
-
-    def __init__(self, backend: SimBackend) -> None:
-        self._backend = backend
-
-    @property
-    def _machine(self) -> Any:
-        return self._backend.sim.machine
-
-    def set_schedule(self, schedule: str) -> None:
-        """Replay a schedule from here on. Call it right after `reset`. Raises `ConfigError` for a string that is none."""
-        self.use(Replay(Schedule.parse(schedule)))
-
-    def use(self, strategy: Strategy) -> None:
-        """Let `strategy` decide from here on."""
-        self._machine.use(strategy)
-
-    def schedule(self) -> str:
-        """The departures from the order of the program since the last reset; replays them exactly."""
-        return str(self._machine.schedule())
-
-    def reset(self, strategy: Strategy | None = None) -> None:
-        """Drain, then start over: indices, decisions, virtual time, errors and random numbers. Live tensors keep their
-        memory, everything free is forgotten, and streams that nobody holds any more are gone. A lost device lives again.
-
-        `strategy` decides from here on; None: the one of the backend's options.
-        """
-        self._backend.start_over(strategy)
-
-    def virtual_time(self) -> float:
-        """Seconds of simulated time since the last reset, on the stream or thread that is furthest."""
-        machine = self._machine
-        clocks = [stream.clock for stream in machine.scheduler.streams] + [thread.clock for thread in machine.threads]
-        return float(max(clocks)) / 1e6
-
-    def steps(self, stream: Stream | None) -> tuple[str, int]:
-        """How schedules name `stream` (None: the calling thread), and how many steps it has enqueued (taken) so far."""
-        if stream is None:
-            thread = self._machine.thread
-            return thread.label, thread.step
-        assert isinstance(stream, SimStream)
-        return stream.queue_state.label, stream.queue_state.issued
-
-    def delaying(self, step: tuple[str, int], after: tuple[str, int]) -> str:
-        """The schedule in which `step` isn't taken before `after` has been."""
-        return str(Schedule([Delay(Step(*step), Step(*after))]))
-
-    def inject(self, kind: str, number: int) -> None:
-        """The fault that the option `fault=kind@number` asks for, counted from here to the next reset; `number` from 1."""
-        if kind not in FAULTS:
-            raise ConfigError(f"there is no fault {kind!r}; expected one of {', '.join(FAULTS)}")
-        if kind == "oom":
-            memory = self._backend.sim.memory
-            memory.faults.add(memory.count + number)
-        else:
-            self._machine.faults[self._machine.enqueued + number] = kind
-
-    def diverge(self, kind: str) -> None:
-        """Let this device, or the calling host thread, depart from those of other ranks until the next reset; `diverging`
-        lists the kinds.
-        """
-        if kind not in DIVERGENCES:
-            raise ConfigError(f"there is no divergence {kind!r}; expected one of {', '.join(DIVERGENCES)}")
-        if kind == "slow":
-            self._machine.scheduler.slow.add(self._machine.thread)
-        else:
-            self._backend.sim.diverges |= {kind}
-
-    def create_store(self) -> Store:
-        """Where ranks that are host threads of this process meet: a wait there is a point of the schedule."""
-        return SimStore(self._machine.scheduler)
-
-    def explore(
-        self, program: Callable[[Backend], None], *, strategy: str = "mixed", iterations: int = 100, seed: int = 0
-    ) -> Exploration:
-        """Run `program` under up to `iterations` schedules; see `outrider_sim.explore`."""
-        return explore(self._backend, program, strategy=strategy, iterations=iterations, seed=seed)
-
-    def run_threads(self, *bodies: Callable[[], None]) -> None:
-        """Run the callables as host threads beside each other, one at a time, picked by the strategy; join them all.
-
-        Each starts on the caller's current stream. Raises what the first failing one raised.
-        """
-        self._machine.hosts.run_threads(*bodies)
-
-    def yield_(self) -> None:
-        """A point of the schedule in plain host code, where another thread or a stream may go on."""
-        from outrider_sim.queue import FREE
-
-        self._machine.point(FREE)
-
-
 class SimBackend(Backend):
     """A simulated accelerator.
 
@@ -359,6 +262,22 @@ class SimBackend(Backend):
     def versions(self) -> Mapping[str, str]:
         """torch, and which family is imitated."""
         return {**super().versions(), "device": f"simulated, like {self.sim.options.like.name}"}
+
+    # -- ranks of a program --------------------------------------------------------------------------------------------
+
+    def become_current(self) -> None:
+        """Let calls that name no device come here, on the calling thread, and remember that it's this rank's."""
+        self._dispatcher.several = True
+        self._dispatcher.current = self.sim
+        self._dispatcher.own.sim = self.sim
+
+    def current_rank(self) -> int:
+        """The rank that the calling thread is."""
+        return self._dispatcher.rank_device().machine.rank
+
+    def handle_specially(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
+        """Let these operators be carried out by the given functions."""
+        self._dispatcher.handle_specially(handlers)
 
     # -- tools --------------------------------------------------------------------------------------------------------
 

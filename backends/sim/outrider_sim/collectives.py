@@ -37,13 +37,14 @@ class Captured:
 
     def __init__(self, member: Member, call: Call) -> None:
         self._member = member
-        self._call = call
+        self.call = call
         self._half: Half | None = None
 
     def again(self, op: Op) -> Op:
         """The operation for one more replay."""
         if op.kind == Kind.COLLECTIVE_START:
-            self._half = self._member.issue(self._call)
+            self._half = self._member.issue(self.call)
+            self._half.captured = self
         fresh = op.again()
         fresh.target = self._half
         return fresh

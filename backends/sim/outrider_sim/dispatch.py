@@ -6,6 +6,7 @@ allocate them in the order of the current stream, queue the host kernel on the t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -51,6 +52,7 @@ class Dispatcher:
     def __init__(self, device: torch.device, current: Sim) -> None:
         self.device = device
         self.current = current
+        self.own = threading.local()  # the device of the rank that a thread is
         self.several = False  # there are devices beside the first, so operands say where a call belongs
         self.metas = Metas()
         self.infos: dict[Any, OpInfo] = {}
@@ -126,6 +128,16 @@ class Dispatcher:
                     return named
             raise RuntimeError(f"there is no device {device}: this host has {len(scheduler.machines)}")
         return None
+
+    def rank_device(self) -> Sim:
+        """The device of the rank that the calling thread is; the current one, where it's none."""
+        found: Sim = getattr(self.own, "sim", self.current)
+        return found
+
+    def handle_specially(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
+        """Let these operators be carried out by the given functions."""
+        self._special.update(handlers)
+        self._handlers.clear()
 
     def info(self, func: Any) -> OpInfo:
         """What is known about an overload."""

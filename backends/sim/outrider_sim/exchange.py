@@ -45,17 +45,26 @@ class Call(NamedTuple):
 class Half:
     """One rank's part of a meeting."""
 
-    __slots__ = ("call", "failed", "meeting", "member", "number", "resident", "results", "started", "stream")
+    __slots__ = ("captured", "failed", "issued", "meeting", "member", "number", "resident", "results", "started", "stream")
 
     def __init__(self, member: Member, call: Call, number: int, meeting: Meeting) -> None:
         self.member = member
-        self.call = call
+        self.issued = call
+        self.captured: Any = None  # the call in a graph that this is one replay of; a rebinding changes what it works on
         self.number = number
         self.meeting = meeting
         self.started = self.resident = False
         self.failed: str | None = None
         self.results: Any = None
         self.stream: StreamQueue | None = None
+
+    @property
+    def call(self) -> Call:
+        """What is asked for, as it stands when it's needed."""
+        if self.captured is None:
+            return self.issued
+        now: Call = self.captured.call
+        return now
 
     def __str__(self) -> str:
         where = f" at {self.call.line}" if self.call.line else ""

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from outrider_sim.sim import Sim
 
 _EDGES = (Kind.RECORD, Kind.WAIT)
-_KEPT = (*_EDGES, Kind.COLLECTIVE_START, Kind.COLLECTIVE)
 
 
 class Capture:
@@ -171,11 +170,13 @@ class Program:
                 f"graph {self.name!r}: other host parameters give another sequence of operations ({len(mine)} and "
                 f"{len(theirs)}), which a rebind can't change; capture a graph for them"
             )
-        pairs = [(op, new) for (_, op), (_, new) in zip(self.nodes, other.nodes, strict=True) if op.kind not in _KEPT]
+        pairs = [(op, new) for (_, op), (_, new) in zip(self.nodes, other.nodes, strict=True) if op.kind not in _EDGES]
 
         def apply() -> None:
             for op, new in pairs:
                 op.fn, op.args, op.kwargs, op.post = new.fn, new.args, new.kwargs, new.post
+                if op.kind >= Kind.COLLECTIVE_START:
+                    op.target.call = new.target.call
 
         self.sim.machine.enqueue(Op(Kind.LAUNCH, f"rebind {self.name}", apply, cost=self.sim.machine.like.kernel_us), stream)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from outrider.registry.probing import Probe
 
@@ -58,6 +61,13 @@ def rank_variables(*, rank: int, world: int, port: int, pipe: int) -> dict[str, 
     }
 
 
+def become_rank(*, rank: int, world: int, port: int) -> None:
+    """Give this process the environment of a rank, as torchrun does. It ends by itself when its starter does."""
+    variables = rank_variables(rank=rank, world=world, port=port, pipe=-1)
+    del variables["OUTRIDER_RANK_PIPE"]
+    os.environ.update(variables)
+
+
 def _cache_directory() -> Path | None:
     given = os.environ.get(CACHE_VARIABLE, "")
     try:
@@ -80,3 +90,29 @@ def without_autoload() -> dict[str, str]:
 def disable_autoload() -> None:
     """Keep a later ``import torch`` of this process from loading device extensions."""
     os.environ[AUTOLOAD_VARIABLE] = "0"
+
+
+class RankEnvironment:
+    """The process's environment and arguments as a rank that is one of its threads sees them (a ``ProcessView``)."""
+
+    def save(self) -> tuple[Any, list[str]]:
+        """What the running rank sees."""
+        return os.environ, sys.argv
+
+    def restore(self, saved: tuple[Any, list[str]]) -> None:
+        """The rank that saved it runs again."""
+        os.environ, sys.argv = saved
+
+    def begin(self, rank: int, ranks: int, argv: Sequence[str]) -> None:
+        """Let the calling rank have an environment of its own, as torchrun makes it, and its own arguments."""
+        mine = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "GROUP_RANK": 0,
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": 29500,
+        }
+        own: Any = {**os.environ, **{name: str(value) for name, value in mine.items()}}
+        self.restore((own, list(argv)))

@@ -14,6 +14,14 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from rich.console import Console
 
+from outrider.cli.guide_options import (
+    ChoiceOption,
+    GrammarOption,
+    JsonObjectOption,
+    JsonSchemaOption,
+    RegexOption,
+    chosen_guide,
+)
 from outrider.cli.images import ImageOption, Question
 from outrider.cli.inputs import check_utf8, read_bounded
 from outrider.cli.models import (
@@ -88,6 +96,11 @@ def generate(
     stop: StopOption = None,
     logprobs: LogprobsOption = None,
     n: SamplesOption = 1,
+    json_schema: JsonSchemaOption = None,
+    json_object: JsonObjectOption = False,
+    regex: RegexOption = None,
+    grammar: GrammarOption = None,
+    choice: ChoiceOption = None,
     model: ModelOption = None,
     draft: DraftOption = None,
     backend: BackendOption = None,
@@ -130,6 +143,7 @@ def generate(
         raise ConfigError(f"--compare compares one output with another, --n is {n}; leave --n out")
     for item in stop or ():
         check_utf8("--stop", item)
+    guide = chosen_guide(json_schema, json_object, regex, grammar, choice)
     require_torch()
     spread_out = spread(context.obj, tensor_parallel, data_parallel, json_output=json_output)
     if spread_out is not None:
@@ -150,6 +164,7 @@ def generate(
         stop=tuple(stop or ()),
         logprobs=logprobs,
         n=n,
+        guide=guide,
     )
     speculation = Speculation.choose(
         speculate,
@@ -232,8 +247,9 @@ def _difference(
     at = first_difference(ours, theirs)
     if at is None:
         return None
+    reshaped = params.penalized or params.biases or params.min_tokens or params.guide is not None
     by_logits = isinstance(plain.model, Decoder) and plain.model.ranks is None
-    if question.media or params.penalized or params.biases or params.min_tokens or not by_logits:
+    if question.media or reshaped or not by_logits:
         return {"position": at, "speculative": ours[at], "plain": theirs[at]}
     found = Closer(plain).look(question.tokens, ours, theirs)
     assert found is not None

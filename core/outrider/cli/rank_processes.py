@@ -23,7 +23,7 @@ import typer
 from outrider.cli.environment import rank_environment, rank_variables
 from outrider.cli.report import Report
 from outrider.cli.stopping import Stopped
-from outrider.device.errors import BackendError, ConfigError
+from outrider.device.errors import BackendError, ConfigError, DeviceError, OutriderError
 
 if TYPE_CHECKING:
     from outrider.device import Backend
@@ -52,9 +52,11 @@ DataParallelOption = Annotated[
 ]
 
 _POLL_S = 0.05
-_GRACE_S = 2.5
+_GRACE_S = 1.5
 """So long ranks have to end by themselves once one has failed."""
 _STORE_S = 30.0
+_UNSAID = 70
+"""Exit code of a rank that leaves it to others to say what happened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,15 +168,29 @@ class Joined:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         del kind, traceback
-        if self.ranks is None or self._watch is None:
+        if self.ranks is None or self._watch is None or self.place is None:
             return
         self._watch.stop()
+        speaks = error is not None and self.place.rank == 0 and not _of_the_ranks(error)
         with suppress(Exception):  # whoever hears of it may be gone
             if error is None:
                 self._room.beat(self.ranks.rank, self._room.ENDED)
+            elif speaks:
+                self._room.speaks()
             else:
-                self._room.fail(f"rank {self.ranks.rank} failed: {type(error).__name__}: {error}")
+                self.ranks.fail(error)
         self.ranks.close()
+        if error is None or speaks or (self.place.pipe is None and self.place.rank == 0):
+            return
+        if _of_the_ranks(error) or self.place.pipe is None:
+            raise typer.Exit(_UNSAID) from error  # whoever started the ranks says it, or the first of them
+
+
+def _of_the_ranks(error: BaseException) -> bool:
+    """Whether it's a rank that failed, rather than something that the user asked for."""
+    if not isinstance(error, Exception) or isinstance(error, typer.Exit | typer.Abort):
+        return False
+    return isinstance(error, DeviceError) or not isinstance(error, OutriderError)
 
 
 def spread(arguments: Sequence[str] | None, tensor: int, data: int, *, json_output: bool) -> Report | None:
@@ -266,11 +282,11 @@ class _Processes:
             last = self._room.last_beat(rank).partition(" ")[2]
             self._room.fail(f"rank {rank} was ended by {signal.Signals(-code).name}; {last or 'it had not begun'}")
         until = time.monotonic() + _GRACE_S
-        while time.monotonic() < until and self._started[0].poll() is None:
+        while self._started[0].poll() is None and (time.monotonic() < until or self._room.spoken):
             time.sleep(_POLL_S)
         first = self._started[0].poll()
         self._end()
-        if first is not None and first > 0:
+        if first is not None and first > 0 and first != _UNSAID:
             return self._reported()
         words = "" if rank is None else f"rank {rank} ended with exit code {code}: {self._last_words(rank)}"
         raise RanksFailed(f"{self._room.failure or words}; the other ranks were ended")

@@ -93,6 +93,7 @@ if TYPE_CHECKING:
         ExplorationResult,
         Observer,
         Operation,
+        ProcessView,
         ScheduleFailure,
         TimedObserver,
     )
@@ -158,9 +159,11 @@ _HOMES = {
     "tools": (
         "Access",
         "ControllableDevice",
+        "ProcessView",
         "ExplorationResult",
         "Observer",
         "Operation",
+        "ProcessView",
         "ScheduleFailure",
         "TimedObserver",
     ),
@@ -236,6 +239,7 @@ __all__ = [
     "PinnedBuffer",
     "PluginContractError",
     "PluginInfo",
+    "ProcessView",
     "Product",
     "Recompute",
     "Reduction",

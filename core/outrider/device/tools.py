@@ -11,7 +11,7 @@ are queued, in the order in which they were enqueued. A callback must not enqueu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -191,6 +191,16 @@ class TimedObserver(Observer):
         """
 
 
+class ProcessView(Protocol):
+    """Something that a process has one of (arguments, environment), of which each rank shall see its own."""
+
+    def save(self) -> Any:
+        """What the running rank sees."""
+
+    def restore(self, saved: Any) -> None:
+        """The rank that saved this runs again."""
+
+
 @runtime_checkable
 class ControllableDevice(Protocol):
     """A device whose schedule a tool decides. A backend that has it offers it as ``Backend.control``."""
@@ -225,6 +235,11 @@ class ControllableDevice(Protocol):
 
     def create_store(self) -> Store:
         """A store for ranks that are threads of :meth:`run_threads`: a wait there lets the others run."""
+
+    def run_ranks(self, bodies: Sequence[Callable[[], None]], views: Sequence[ProcessView] = ()) -> None:
+        """Run the callables as the ranks of one program, as if each had its process: its device is the current one there, and
+        torch.distributed, whatever backend is asked for, joins the ranks' devices. ``views``: what else each has of its own.
+        """
 
     def run_threads(self, *bodies: Callable[[], None]) -> None:
         """Run the callables as host threads that the schedule picks in turn, and join them. Between themselves they may

@@ -84,18 +84,23 @@ class Admission:
 
     def resumed(self, request_id: int, state: RequestState) -> Request:
         """A request that begins here, or again here: its context is its prompt and its output so far."""
+        given = self.checked(state)
+        request = self.arrival(request_id, given)
+        request.context = (*given.prompt, *given.output)
+        return request
+
+    def checked(self, state: RequestState) -> RequestState:
+        """The state, its placeholders expanded. Raises :class:`RequestError` for one that can't be served."""
         urgency = checked_int(state.priority, "priority")
         if state.params.n > 1:
             raise RequestError(f"n is {state.params.n}; a request that goes from engine to engine is one sample")
         seen = checked_media(state.media)
         prompt = expanded(checked_tokens(state.prompt, limit=self.max_context), seen, self.model.vision)
         given = replace(state, prompt=prompt, media=seen, priority=urgency)
-        self.check_output(given)
-        request = self.arrival(request_id, given)
-        request.context = (*prompt, *given.output)
-        return request
+        self._check_output(given)
+        return given
 
-    def check_output(self, state: RequestState) -> None:
+    def _check_output(self, state: RequestState) -> None:
         """Raise :class:`RequestError` for output that a request that goes on can't have."""
         output = state.output
         if len(output) >= state.params.max_tokens:

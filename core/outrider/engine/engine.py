@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from torch import Tensor
@@ -135,6 +135,8 @@ class Engine:
         if course is not None and not course.leads:
             self._draft_length = ToldLength(self._draft_length.lengths, course)
         self._loop = loop = build_loop(parts, self._step, watchdog, self._draft_length, course)
+        if course is not None:  # everything is compiled: from here on a rank that doesn't come is lost
+            watchdog.limit_s = min(watchdog.limit_s or course.ranks.config.timeout_s, course.ranks.config.timeout_s)
         self._lifeline, self._scheduler, self._requests = loop.lifeline, loop.scheduler, loop.requests
         self._grammars = Grammars(tokenizer, vocabulary=model.config.vocab_size, ends=model.config.eos_token_ids)
         self._admission = Admission(
@@ -180,18 +182,19 @@ class Engine:
 
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
-        loaded = load_checkpoint(
-            model_dir,
-            backend,
-            config or EngineConfig(),
-            draft_dir=draft_dir,
-            speculate=speculate,
-            builders=builders,
-            through_transformers=through_transformers,
-            trust_remote_code=trust_remote_code,
-            progress=progress,
-            ranks=ranks,
-        )
+        with nullcontext() if ranks is None else ranks.starting():
+            loaded = load_checkpoint(
+                model_dir,
+                backend,
+                config or EngineConfig(),
+                draft_dir=draft_dir,
+                speculate=speculate,
+                builders=builders,
+                through_transformers=through_transformers,
+                trust_remote_code=trust_remote_code,
+                progress=progress,
+                ranks=ranks,
+            )
         return cls(
             loaded.model,
             backend,
@@ -411,7 +414,7 @@ class Engine:
             return expected.request
 
     def forsake(self, expected: Expected) -> None:
-        """Free reserved pages. The caller knows that nobody writes them: no transfer began, it's over, or its link is closed."""
+        """Free reserved pages. The caller knows that nobody writes them: no transfer began, or it's over, or the link is."""
         with self._use():
             self._lends().forsake(expected)
 

@@ -7,9 +7,9 @@ the one before, since *shared reads done* comes behind that on forward. And pinn
 again only after the host has read the results of the iteration that it was filled for. So is the buffer of masks, since an
 iteration with a guided request is launched when no other is in flight.
 
-``network`` is no stream of the engine: a network card is ordered by nothing but the host, which gives it work and asks what is
-over. The host waits by asking, between two iterations. Where a link's copies are work of the backend, the link signals these
-fences; a real card has completions and notifications of its own in their place (:mod:`outrider.transports.link`).
+``network`` is no stream of the engine: a network card is ordered by nothing but the host, which gives it work and asks what
+is over. The host waits by asking, between two iterations. Where a link's copies are work of the backend, the link signals
+these fences; a real card has completions and notifications of its own in their place (:mod:`outrider.transports.link`).
 """
 
 from __future__ import annotations

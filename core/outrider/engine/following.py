@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from outrider.engine.loop import Loop
 from outrider.engine.ranks.course import Course
+from outrider.errors import RequestError
 
 Calls = Mapping[str, Callable[..., object]]
 """What an engine does for each command, by its name."""
@@ -17,7 +19,9 @@ def follow(course: Course, calls: Calls, loop: Loop) -> None:
         while True:
             record = course.next()
             for command in record.commands:
-                calls[command.name](*command.arguments)
+                # What is refused is refused on every rank, and the first one's caller is told.
+                with suppress(RequestError):
+                    calls[command.name](*command.arguments)
             if record.act == "iterate":
                 loop.iterate()
             elif record.act == "drain":

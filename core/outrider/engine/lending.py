@@ -81,7 +81,7 @@ class Lending:
             return None
         if not state.output:
             raise RequestError("a request that comes from another engine has a token of output at least; this one has none")
-        self._admission.check_output(state)
+        state = self._admission.checked(state)
         request = self._admission.arrival(request_id, state)
         if not self._scheduler.reserve(request):
             return None

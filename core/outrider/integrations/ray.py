@@ -32,7 +32,7 @@ from outrider.cli.models import Sizes, Speculation, load
 from outrider.device import ConfigError
 from outrider.serve.app import create_app
 from outrider.serve.config import ServeConfig
-from outrider.serve.engine_process import EngineProcess
+from outrider.serve.engine_ranks import engine_process
 from outrider.serve.errors import SERVER, ApiError
 from outrider.serve.prompts import Prompter
 
@@ -70,6 +70,8 @@ class RaySettings(BaseModel):
     draft: Path | None = None
     speculate: str | None = None
     draft_tokens: int = 4
+    tensor_parallel: int = Field(1, ge=1)
+    data_parallel: int = Field(1, ge=1)
     backend: str | None = None
     dtype: str | None = None
     max_requests: int | None = None
@@ -105,7 +107,7 @@ class Replica:
         make = functools.partial(
             load, settings.backend, speculation, max_requests=None, dtype=settings.dtype, sizes=sizes, say=True
         )
-        self._engine = EngineProcess(make)
+        self._engine = engine_process(make, tensor=settings.tensor_parallel, data=settings.data_parallel)
         info = await self._engine.start()
         template = None if settings.chat_template is None else settings.chat_template.read_text("utf-8")
         keys = () if settings.api_key_file is None else tuple(settings.api_key_file.read_text("utf-8").split())

@@ -38,8 +38,8 @@ def load_eagle(
     if config.hidden_size != target.config.hidden_size:
         raise _foreign(directory, "hidden_size", config.hidden_size, target.config.hidden_size)
     targets = eagle_targets(config, files.tensors, target.shards)
+    check_tensors(files, eagle_targets(config, files.tensors), optional=set())
     config = target.shards.local(config, str(directory))
-    check_tensors(files, targets, optional=set())
     with placed(backend, dtype) as stream:
         weights = load_tensors(files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress)
         return EagleHead(config, eagle_weights(config, weights, embedding=target.embedding), target)
@@ -67,8 +67,9 @@ def load_eagle3(
             f"vocab_size {config.vocab_size}"
         )
     targets = eagle3_targets(config, target.config, draft_vocab, files.tensors, target.shards)
+    whole = eagle3_targets(config, target.config, draft_vocab, files.tensors)
     config = target.shards.local(config, str(directory))
-    check_tensors(files, targets, optional={"d2t", "t2d"})  # t2d says what d2t says, the other way round
+    check_tensors(files, whole, optional={"d2t", "t2d"})  # t2d says what d2t says, the other way round
     target_ids = _target_ids(files, draft_vocab, config.vocab_size)
     with placed(backend, dtype) as stream:
         weights = load_tensors(files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress)

@@ -40,7 +40,7 @@ def load_decoder(
     optional = {"lm_head.weight"} if config.tie_embeddings else set()
     if config.vision is not None:
         optional |= {key for key in files.tensors if vision_name(key) is not None}  # load_vision checks them
-    check_tensors(files, targets, optional=optional)
+    check_tensors(files, decoder_targets(config, files.tensors), optional=optional)
     if config.tie_embeddings and "lm_head.weight" in files.tensors:
         _check_tied(files, "lm_head.weight", targets[0].pieces[0])
     with placed(backend, dtype) as stream:

@@ -118,8 +118,8 @@ def load_mtp(
     config = replace(config, num_layers=1, windows=config.windows[:1])
     shards = target.shards
     targets = mtp_targets(config, heads, shards)
+    check_tensors(files, mtp_targets(config, heads), optional=set())
     config = shards.local(config, str(directory))
-    check_tensors(files, targets, optional=set())
     with placed(backend, dtype) as stream:
         weights = load_tensors(files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress)
         return tuple(

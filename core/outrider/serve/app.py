@@ -31,6 +31,7 @@ from outrider.serve.params import check_unserved, format_guide, sampling_params 
 from outrider.serve.prompts import Prompt, Prompter, prompt_size  # noqa: E402
 from outrider.serve.sending import Answer, EventStream  # noqa: E402
 from outrider.serve.service import Service, State  # noqa: E402
+from outrider.serve.tracing import Spans  # noqa: E402
 
 _ERROR = {
     "type": "object",
@@ -71,8 +72,8 @@ _GENERATED: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(engine: EngineClient, prompter: Prompter, config: ServeConfig) -> FastAPI:
-    """The application over an engine that has started. Its service is ``app.state.service``.
+def create_app(engine: EngineClient, prompter: Prompter, config: ServeConfig, *, spans: Spans | None = None) -> FastAPI:
+    """The application over an engine that has started. Its service is ``app.state.service``. ``spans``: None makes none.
 
     Whoever makes it starts and closes the engine; :func:`outrider.serve.server.serve` does.
     """
@@ -81,7 +82,7 @@ def create_app(engine: EngineClient, prompter: Prompter, config: ServeConfig) ->
     fingerprint = "outrider-" + hashlib.sha256(f"{version} {engine.info}".encode()).hexdigest()[:12]
     app = FastAPI(title="Outrider", version=version, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     app.state.service = service
-    app.add_middleware(Gate, service=service)
+    app.add_middleware(Gate, service=service, spans=spans)
     if config.allow_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(config.allow_origins), allow_methods=["*"], allow_headers=["*"])
     _add_errors(app)
@@ -155,6 +156,7 @@ async def _generated(
     urgency = body.priority or 0
     generation = await service.generate(prompts, made, priority=urgency, special_tokens=special, pieces=drafted)
     generation.notes = request.scope[NOTES]
+    generation.notes["model"] = body.model
     writer = Writer(body, generation, service.prompter.tokenizer, fingerprint=fingerprint, readers=readers)
     if body.stream:
         return EventStream(lambda: writer.chunks(echoed), close=generation.close, write_s=config.write_timeout_s)

@@ -40,12 +40,12 @@ from outrider.cli.models import (
     TuneOption,
     load,
 )
+from outrider.cli.rank_processes import DataParallelOption, TensorParallelOption
 from outrider.cli.report import BackendOption
 from outrider.device.errors import ConfigError
 from outrider.serve.extra import require_kv_events, require_serve
 
 if TYPE_CHECKING:
-    from outrider.serve.config import ServeConfig
     from outrider.serve.messages import EngineInfo
     from outrider.serve.prompts import Prompter
 
@@ -137,6 +137,14 @@ def serve(
             help="Where subscribers ask for events that they missed, such as tcp://*:5558.",
         ),
     ] = None,
+    otel: Annotated[
+        bool,
+        typer.Option(
+            "--otel",
+            rich_help_panel=_SERVER,
+            help="A span of OpenTelemetry for each request, over OTLP to where OTEL_EXPORTER_OTLP_ENDPOINT says.",
+        ),
+    ] = False,
     log_format: Annotated[
         str, typer.Option("--log-format", metavar="json|text", rich_help_panel=_SERVER, help="Of standard error.")
     ] = "json",
@@ -165,6 +173,8 @@ def serve(
             "--drain-seconds", metavar="S", rich_help_panel=_LIMITS, help="What running requests have after SIGTERM."
         ),
     ] = 30.0,
+    tensor_parallel: TensorParallelOption = 1,
+    data_parallel: DataParallelOption = 1,
     model: ModelOption = None,
     draft: DraftOption = None,
     backend: BackendOption = None,
@@ -237,35 +247,27 @@ def serve(
         make = _with_kv_events(make, kv_events, kv_events_replay)
     template = None if chat_template is None else _text(chat_template, "a chat template")
     answers = _answers(response_template, tool_format)
-    _run(make, config, speculation.model, host, port, log_format, template, answers)
-
-
-def _run(
-    make: Any,
-    config: ServeConfig,
-    model_dir: Path,
-    host: str,
-    port: int,
-    log_format: str,
-    chat_template: str | None,
-    response_template: dict[str, Any] | None,
-) -> None:
-    from outrider.serve.engine_process import EngineProcess
+    from outrider.serve.engine_ranks import engine_process
     from outrider.serve.logs import log_to_stderr
     from outrider.serve.prompts import Prompter
-    from outrider.serve.server import Address, serve
+    from outrider.serve.server import Address
+    from outrider.serve.server import serve as serve_until_ended
+    from outrider.serve.tracing import Spans
 
+    spans = Spans() if otel else None
     log_to_stderr(log_format)
 
     def make_prompter(info: EngineInfo) -> Prompter:
-        return Prompter(model_dir, info, chat_template=chat_template, response_template=response_template)
+        return Prompter(speculation.model, info, chat_template=template, response_template=answers)
 
     def started(host: str, port: int) -> None:
         shown = f"[{host}]" if ":" in host else host
         sys.stdout.write(f"outrider: serving {config.names[0]} at http://{shown}:{port}\n")
         sys.stdout.flush()
 
-    run_loop(serve(EngineProcess(make), make_prompter, config, Address(host=host, port=port), started=started))
+    address = Address(host=host, port=port)
+    engine = engine_process(make, tensor=tensor_parallel, data=data_parallel)
+    run_loop(serve_until_ended(engine, make_prompter, config, address, started=started, spans=spans))
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.serve.errors import SERVER, ApiError
 from outrider.serve.sending import ClientGone, send_error
 from outrider.serve.service import Service
+from outrider.serve.tracing import Spans
 
 LOG = "outrider.serve"
 """The logger of requests. A record's ``fields`` are what a line of JSON has besides the message."""
@@ -24,6 +25,7 @@ NOTES = "outrider"
 """Key of a scope: what a route wants in the log about the request, as a dict."""
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _PROTECTED = "/v1/"
+_CALLER = ("traceparent", "tracestate")
 _QUIET = ("/health", "/ready", "/metrics")
 """Asked for every few seconds: logged only where they fail."""
 
@@ -31,8 +33,9 @@ _QUIET = ("/health", "/ready", "/metrics")
 class Gate:
     """ASGI middleware around the application."""
 
-    def __init__(self, app: ASGIApp, *, service: Service) -> None:
+    def __init__(self, app: ASGIApp, *, service: Service, spans: Spans | None = None) -> None:
         self._app = app
+        self._spans = spans
         self._service = service
         self._log = logging.getLogger(LOG)
 
@@ -150,6 +153,9 @@ class Gate:
         if outcome is not None:
             fields["outcome"] = outcome
         self._log.info("request", extra={"fields": fields})
+        if self._spans is not None:
+            caller = {name: value for name in _CALLER if (value := _header(scope, name.encode())) is not None}
+            self._spans.record(f"{scope['method']} {route}", caller, seconds=seconds, now_ns=time.time_ns(), fields=fields)
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

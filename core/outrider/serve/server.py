@@ -16,6 +16,7 @@ from outrider.serve.config import ServeConfig
 from outrider.serve.gate import LOG
 from outrider.serve.messages import EngineInfo
 from outrider.serve.prompts import Prompter
+from outrider.serve.tracing import Spans
 
 _CONNECTIONS_S = 5.0
 """So long connections may take to close once all requests have ended."""
@@ -40,8 +41,10 @@ async def serve(
     address: Address,
     *,
     started: Callable[[str, int], None] | None = None,
+    spans: Spans | None = None,
 ) -> None:
-    """Start the engine and serve until SIGTERM or SIGINT; a second signal ends it at once. ``started`` is told host and port.
+    """Start the engine and serve until SIGTERM or SIGINT; a second signal ends it at once. ``started`` is told host and port;
+    ``spans`` is closed in the end.
 
     Raises :class:`ServerLost` where the engine ended by itself, and what starting it raised.
     """
@@ -54,7 +57,7 @@ async def serve(
     info = await engine.start()
     try:
         prompter = await loop.run_in_executor(None, make_prompter, info)
-        app = create_app(engine, prompter, config)
+        app = create_app(engine, prompter, config, spans=spans)
         service = app.state.service
         options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "ws": "none"}
         server = _Server(uvicorn.Config(app, host=address.host, port=address.port, lifespan="off", backlog=2048, **options))
@@ -94,6 +97,8 @@ async def serve(
             raise ServerLost(f"the server has ended because its engine did: {engine.error}")
     finally:
         await engine.close()
+        if spans is not None:
+            await loop.run_in_executor(None, spans.close)
 
 
 def _server_class() -> Any:

@@ -52,8 +52,8 @@ class Transfer(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether it's over: a write's bytes are in the peer's memory, a read's bytes are here, and the blocks of this side may
-        be used for something else. Never blocks. Raises :class:`LinkDown`; the blocks are free then once the link is closed.
+        """Whether it's over: a write's bytes are in the peer's memory, a read's bytes are here, and this side's blocks may be
+        used for something else. Never blocks. Raises :class:`LinkDown`; the blocks are free then once the link is closed.
         """
 
 
@@ -92,14 +92,14 @@ class Link(ABC):
             raise ConfigError(f"the other side's transport is {read['transport']!r}, this one's {self.transport!r}")
         if tuple(read["block_bytes"]) != self.block_bytes:
             raise ConfigError(
-                f"the other side registers regions of {read['block_bytes']} bytes a block, this one {list(self.block_bytes)}: "
-                "the engines need the same model, dtype, page size and proposer"
+                f"the other side registers regions of {read['block_bytes']} bytes a block, this one "
+                f"{list(self.block_bytes)}: the engines need the same model, dtype, page size and proposer"
             )
         self.peer_blocks = read["blocks"]
         self._connect(read["address"])
 
     def write(self, ours: Sequence[int], theirs: Sequence[int], notice: bytes, *, read: Fence | None = None) -> Transfer:
-        """Start to write this side's blocks ``ours`` to the other side's ``theirs``, in every region, one by one in this order.
+        """Start to write this side's blocks ``ours`` to the other side's ``theirs``, each to its own, in every region.
 
         The other side gets ``notice`` from :meth:`notices` after all bytes are in its memory, visible to whatever it enqueues
         or starts from then on. ``read`` is for links whose copies are work of the backend, on streams: such a link
@@ -122,6 +122,7 @@ class Link(ABC):
         """The fence for the arrival of ``notice``, before the other side is told where to write. For links whose copies are
         work of the backend; others need none.
         """
+        del notice, written
 
     @abstractmethod
     def notices(self) -> list[bytes]:
@@ -129,8 +130,8 @@ class Link(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the link. When it returns, no byte of this side's memory is read or written on its behalf any more, whatever the
-        other side does. Allowed twice, and after the other side's death; the only call that may take long.
+        """End the link. When it returns, no byte of this side's memory is read or written on its behalf any more, whatever
+        the other side does. Allowed twice, and after the other side's death; the only call that may take long.
         """
 
     @abstractmethod
@@ -139,8 +140,8 @@ class Link(ABC):
 
     @abstractmethod
     def _connect(self, address: bytes) -> None:
-        """Transport's verb for :meth:`connect`. ``address`` is what the other side's :meth:`_offer` gave, and nobody's but the
-        sender's word: check it.
+        """Transport's verb for :meth:`connect`. ``address`` is what the other side's :meth:`_offer` gave, and its word alone:
+        check it.
         """
 
     @abstractmethod

@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from outrider.device import Backend, CapabilityError, ConfigError, Fence
@@ -25,13 +24,6 @@ _HOST, _DEVICE = "DRAM", "VRAM"
 _LOOPBACK, _LOOPBACK_DEVICE = "127.", "lo"
 
 
-def installed_package(major: str | None) -> str | None:
-    """The package that is installed; where several are, that of CUDA's version ``major``. None: none is."""
-    found = [name for name in PACKAGES if find_spec(name) is not None]
-    fitting = [name for name in found if major is not None and name.endswith(f"cu{major}")]
-    return next(iter(fitting or found), None)
-
-
 class NixlTransport(Transport):
     """Links of NIXL agents, an agent for each. ``devices``: network devices by UCX's names, separated by commas; none: the
     loopback device between processes of one host, else what UCX chooses.
@@ -40,14 +32,14 @@ class NixlTransport(Transport):
     name = "nixl"
 
     def __init__(self, devices: str = "") -> None:
-        package = installed_package((torch.version.cuda or "").partition(".")[0] or None)
+        package = next((name for name in PACKAGES if find_spec(name) is not None), None)
         if package is None:
             raise CapabilityError("the transport nixl needs NIXL: pip install 'outrider[nixl]'")
         try:
             self._api = import_module(f"{package}._api")
         except ImportError as error:
             raise CapabilityError(f"{package} is installed and can't be imported: {error}") from error
-        logging.getLogger(f"{package}.logging").setLevel(logging.WARNING)
+        logging.getLogger("nixl").setLevel(logging.WARNING)
         self._devices = devices
 
     def open(self, regions: Sequence[Tensor], backend: Backend, *, accepts: bool, host: str) -> NixlLink:

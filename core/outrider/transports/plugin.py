@@ -1,7 +1,7 @@
 """What a package offers that brings a transport of its own: two hooks, and a record that describes it.
 
-A plugin is a module named by an entry point of the group ``outrider.transports``; its name there is what ``--transport`` takes.
-The module imports the library that moves the bytes inside ``create_transport``.
+A plugin is a module named by an entry point of the group ``outrider.transports``; its name there is what ``--transport``
+takes. The module imports the library that moves the bytes inside ``create_transport``.
 """
 
 from __future__ import annotations

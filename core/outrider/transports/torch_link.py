@@ -16,14 +16,15 @@ from datetime import timedelta
 from enum import IntEnum
 from itertools import count
 from queue import SimpleQueue
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed
 
 from outrider.device import Backend, CapabilityError, ConfigError, Fence
 from outrider.transports.link import NOTICE_BYTES, Link, LinkDown, Transfer, Transport, check_blocks
 
+dist: Any = distributed  # torch types little of it
 _HEADER, _BODY = 1, 2
 """Tags. Each side sends from one thread, so that bodies follow their headers."""
 _MAGIC = 0x6F757472
@@ -83,7 +84,7 @@ class TorchLink(Link):
         self._notices: deque[bytes] = deque()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._store: dist.TCPStore | None = None
+        self._store: Any = None
         self._listener: socket.socket | None = None
         self._stream = None if self._on_host else backend.create_stream("network")
         if rank == 0:
@@ -99,7 +100,9 @@ class TorchLink(Link):
         return found
 
     def close(self) -> None:
-        """Take the lock: from then on the receiving thread writes nothing. The threads end when the other side does."""
+        """Take the lock: from then on the receiving thread writes nothing. The threads end when the other side has heard of
+        it, or is dead; one that hangs is waited for a few seconds.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -110,9 +113,8 @@ class TorchLink(Link):
         if self._listener is not None:
             with suppress(OSError):
                 self._listener.close()
-        if threading.current_thread() not in self._threads:
-            for thread in self._threads[:1]:  # the sender; the receiver may wait for a peer that hangs
-                thread.join(_JOIN_S)
+        for thread in self._threads:
+            thread.join(_JOIN_S)
 
     def check_up(self) -> None:
         """Raise :class:`LinkDown` once it is."""
@@ -134,7 +136,7 @@ class TorchLink(Link):
                     raise ValueError("the port is out of range")
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ConfigError(f"the other side's address can't be read: {error}") from None
-        ready: SimpleQueue[dist.ProcessGroupGloo | None] = SimpleQueue()
+        ready: SimpleQueue[Any] = SimpleQueue()
         sender = threading.Thread(target=self._send_all, args=(host, port, ready), name="outrider-link-send", daemon=True)
         receiver = threading.Thread(target=self._receive_all, args=(ready,), name="outrider-link-receive", daemon=True)
         self._threads = [sender, receiver]
@@ -158,7 +160,7 @@ class TorchLink(Link):
 
     # -- the sending thread ------------------------------------------------------------------------------------------
 
-    def _send_all(self, host: str, port: int, ready: SimpleQueue[dist.ProcessGroupGloo | None]) -> None:
+    def _send_all(self, host: str, port: int, ready: SimpleQueue[Any]) -> None:
         try:
             group = self._join(host, port)
         except Exception as error:
@@ -172,7 +174,7 @@ class TorchLink(Link):
         except Exception as error:
             self._fail(str(error).splitlines()[0])
 
-    def _join(self, host: str, port: int) -> dist.ProcessGroupGloo:
+    def _join(self, host: str, port: int) -> Any:
         """The group of the two sides; returns when the other one is there."""
         short = timedelta(seconds=60)
         if self._listener is not None:
@@ -188,7 +190,7 @@ class TorchLink(Link):
         options._timeout = _WAIT
         return dist.ProcessGroupGloo(self._store, self._rank, 2, options)
 
-    def _send_job(self, group: dist.ProcessGroupGloo, job: _Job) -> None:
+    def _send_job(self, group: Any, job: _Job) -> None:
         sends = job.kind in (_Kind.WRITE, _Kind.ANSWER)
         header = [_MAGIC, job.kind, job.number, len(job.theirs), len(job.notice)]
         body = [torch.tensor(job.theirs, dtype=torch.int64)] if job.theirs else []
@@ -221,7 +223,7 @@ class TorchLink(Link):
 
     # -- the receiving thread ----------------------------------------------------------------------------------------
 
-    def _receive_all(self, ready: SimpleQueue[dist.ProcessGroupGloo | None]) -> None:
+    def _receive_all(self, ready: SimpleQueue[Any]) -> None:
         group = ready.get()
         if group is None:
             return
@@ -231,7 +233,7 @@ class TorchLink(Link):
         except Exception as error:
             self._fail(str(error).splitlines()[0])
 
-    def _receive_one(self, group: dist.ProcessGroupGloo) -> bool:
+    def _receive_one(self, group: Any) -> bool:
         """Take one message in. False after the last one. What doesn't fit the registered memory ends the link."""
         header = self._received(group, 5, torch.int64, _HEADER).tolist()
         magic, kind, number, blocks, noticed = header
@@ -239,6 +241,8 @@ class TorchLink(Link):
             raise ConfigError("the other side sent something that isn't a message")
         if kind == _Kind.END:
             self._fail("the other side closed it")
+            self._jobs.put(_Job(_Kind.END, 0, [], []))  # its receiving thread waits for that
+            self._jobs.put(None)
             return False
         listed = self._received(group, blocks, torch.int64).tolist() if blocks else []
         if kind == _Kind.OVER:
@@ -260,7 +264,7 @@ class TorchLink(Link):
             raise ConfigError(f"the other side sent a message of the unknown kind {kind}")
         return True
 
-    def _land(self, group: dist.ProcessGroupGloo, blocks: list[int]) -> None:
+    def _land(self, group: Any, blocks: list[int]) -> None:
         check_blocks(blocks, self.blocks, "this side")
         index = torch.tensor(blocks, dtype=torch.int64)
         for region in self._flat:
@@ -275,7 +279,7 @@ class TorchLink(Link):
                     region.index_copy_(0, index.to(self.backend.device), came.to(self.backend.device))
                 self._stream.synchronize()
 
-    def _received(self, group: dist.ProcessGroupGloo, size: int, dtype: torch.dtype, tag: int = _BODY) -> Tensor:
+    def _received(self, group: Any, size: int, dtype: torch.dtype, tag: int = _BODY) -> Tensor:
         made = torch.empty(size, dtype=dtype)
         group.recv([made], 1 - self._rank, tag).wait()
         return made

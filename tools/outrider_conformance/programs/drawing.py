@@ -352,9 +352,9 @@ class _Drawing:
         after = lang.Copy(waiter, second[0], second[1], self.chance(50))
         if self.chance(60):  # what was written before is what is read after
             after = lang.Copy(waiter, replace(first[0], of=first[1].of), first[0], False)
-        if self.chance(30):  # the set comes behind much that is pending
-            for step in (lang.Slow(setter), *(lang.Fill(setter, first[0], n) for n in range(self.number(13, 20)))):
-                self.emit(step)
+        steps: list[Step] = [lang.Fill(setter, first[0], value) for value in range(self.number(13, 20))]
+        for step in (lang.Slow(setter), *steps) if self.chance(30) else ():  # the set comes behind much that is pending
+            self.emit(step)
         return lang.Signal(0, self.pick(self.events), setter, waiter, before, after, self.chance(60))
 
     # -- several ---------------------------------------------------------------------------------------------------

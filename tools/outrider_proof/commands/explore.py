@@ -58,6 +58,9 @@ def explore(
     draft_topk: Annotated[int, typer.Option("--draft-topk", min=1, help="decode: 1 drafts chains, more drafts trees.")] = 1,
     mode: Annotated[str, typer.Option(help="decode: staged or fused.")] = "staged",
     graphs: Annotated[bool, typer.Option("--graphs", help="decode: replay stages from graphs in staged mode too.")] = False,
+    images: Annotated[
+        bool, typer.Option("--images", help="decode: a tiny model over text and images, with positions on three axes.")
+    ] = False,
     corrected: Annotated[bool, typer.Option("--corrected", help="The corrected program of the corpus.")] = False,
     ranks: Annotated[
         int | None, typer.Option(min=2, max=64, help="ranks: how many; 2 unless --tensor or --data say.")
@@ -94,6 +97,7 @@ def explore(
                 draft_topk=draft_topk,
                 mode=mode,
                 graphs=graphs,
+                images=images,
             )
         )
     if name == RANKS:

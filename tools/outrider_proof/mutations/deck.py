@@ -83,8 +83,11 @@ class Unfit(OutriderError):
 
 
 def _judges() -> list[tuple[str, Callable[[], str]]]:
-    judges = [(f"{setup.name}, {number}", partial(_judged, setup, number)) for setup, number in programs()]
-    return judges + [(f"faults in {', '.join(map(str, each))}", partial(_faulted, *each)) for each in FAULTY]
+    judges: list[tuple[str, Callable[[], str]]] = [
+        (f"{setup.name}, {number}", partial(_judged, setup, number)) for setup, number in programs()
+    ]
+    judges += [(f"faults in {', '.join(map(str, each))}", partial(_faulted, *each)) for each in FAULTY]
+    return judges
 
 
 def _judged(setup: Setup, number: int) -> str:

@@ -37,14 +37,13 @@ class Course:
 
     def act(self, name: str, decisions: Decisions | None = None, argument: Any = None) -> None:
         """What happens now: published where this rank leads; checked against what was published where it follows."""
-        if self.leads:
-            if not self.over:
-                self._log.publish(Record(tuple(self._commands), name, decisions, argument))
-                self._commands.clear()
-        elif self._record is not None:
-            self._check(self._record.decisions, decisions)
+        if self.leads and not self.over:
+            self._log.publish(Record(tuple(self._commands), name, decisions, argument))
+            self._commands.clear()
         for what, value in (decisions or {}).items():
             self.ranks.decide(what, value)
+        if not self.leads and self._record is not None:
+            self._check(self._record.decisions, decisions)
 
     def end(self) -> None:
         """Leading: let the others end. Allowed twice."""

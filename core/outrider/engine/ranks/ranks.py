@@ -5,22 +5,23 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from outrider.device import Backend, CollectiveError, Decision, DeviceStuck, Group
+from outrider.device import Backend, CollectiveError, Decision, DeviceStuck, Group, OutriderError
 from outrider.engine.ranks.parallel import ParallelConfig
-from outrider.engine.ranks.records import RanksDiffer, RanksFailed, RecordLog
+from outrider.engine.ranks.records import RanksDiffer, RanksFailed, RecordLog, came
 from outrider.engine.ranks.room import Room
 from outrider.engine.requests.hand_over import HandOver
 from outrider.model import ModelRanks
 
 _START_S = 600.0
 """Seconds that ranks wait for each other while they start: one may read its weights from a slower disk."""
+_LOOK_S = 2.0
 _HEAR_S = 1.0
 """So long a rank that lost the others waits to hear who failed before it says so itself."""
 
@@ -87,15 +88,22 @@ class Ranks:
         found = []
         for rank in range(self.config.world):
             key = self._meeting(number, rank)
-            try:
-                self.store.wait([key], timedelta(seconds=_START_S))
-            except RuntimeError as error:
-                raise RanksFailed(f"rank {rank} didn't come to {what!r} within {_START_S:g} s: {error}") from error
+            self._wait(key, f"rank {rank} didn't come to {what!r}")
             theirs, given = pickle.loads(self.store.get(key))
             if theirs != what:
                 raise RanksDiffer(f"rank {self.rank} is at {what!r}, and rank {rank} at {theirs!r}; start all of them alike")
             found.append(given)
         return found
+
+    def _wait(self, key: str, missing: str) -> None:
+        """Wait for a key, unless a rank says meanwhile that it failed."""
+        until = time.monotonic() + _START_S
+        while not came(self.store, key, _LOOK_S):
+            failure = self.room.failure
+            if failure is not None:
+                raise RanksFailed(failure)
+            if time.monotonic() > until:
+                raise RanksFailed(f"{missing} within {_START_S:g} s")
 
     def check_same(self, what: str, values: Mapping[str, object]) -> None:
         """Raise :class:`RanksDiffer` unless all ranks have the same ``values``; names the first one that differs."""
@@ -127,15 +135,22 @@ class Ranks:
     def fail(self, error: BaseException) -> str:
         """Tell the others that this rank can't go on; returns what the first one said that told them."""
         if isinstance(error, CollectiveError | DeviceStuck):
-            self._hear(_HEAR_S)  # most likely another rank's failure
+            with suppress(RuntimeError, OutriderError):  # most likely another rank's failure
+                self.room.hear(_HEAR_S)
         first = self.room.fail(f"rank {self.rank} failed: {type(error).__name__}: {error} ({self.progress})")
         self.close()
         return first
 
-    def _hear(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while self.room.failure is None and time.monotonic() < until:
-            time.sleep(_HEAR_S / 50)
+    @contextmanager
+    def starting(self) -> Generator[None]:
+        """Around what each rank does alone before it follows or leads: the others needn't wait for one that fails."""
+        try:
+            yield
+        except BaseException as error:
+            first = self.fail(error)
+            if isinstance(error, CollectiveError) and not first.startswith(f"rank {self.rank} "):
+                raise RanksFailed(first) from error
+            raise
 
     def close(self) -> None:
         """Leave the groups. Allowed twice."""

@@ -75,22 +75,24 @@ class RecordLog:
     def next(self) -> Record:
         """Wait for the next record, for as long as it takes; whoever watches the ranks ends the wait."""
         key = self._key(self._next)
-        while not self._there(key):
+        while not came(self._store, key, _POLL_S):
             pass
         self._next += 1
         record = pickle.loads(self._store.get(key))
         assert isinstance(record, Record)
         return record
 
-    def _there(self, key: str) -> bool:
-        try:
-            self._store.wait([key], timedelta(seconds=_POLL_S))
-        except RuntimeError as error:
-            # A store says in words alone that the time is over.
-            if "timeout" in str(error).lower() or "timed out" in str(error).lower():
-                return False
-            raise RanksFailed(f"the store where the ranks meet is gone: {error}; its process has ended") from error
-        return True
-
     def _key(self, number: int) -> str:
         return f"{self._name}/record/{number}"
+
+
+def came(store: Store, key: str, seconds: float) -> bool:
+    """Whether ``key`` is there, within ``seconds``. Raises :class:`RanksFailed` where the store is gone."""
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except RuntimeError as error:
+        # A store says in words alone that the time is over.
+        if "timeout" in str(error).lower() or "timed out" in str(error).lower():
+            return False
+        raise RanksFailed(f"the store where the ranks meet is gone: {error}; its process has ended") from error
+    return True

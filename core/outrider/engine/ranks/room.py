@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 
@@ -32,6 +34,19 @@ class Room:
     def failure(self) -> str | None:
         """Why the ranks can't go on."""
         return self._get(f"{self._name}/failed")
+
+    def speaks(self) -> None:
+        """The first rank tells people itself what went wrong."""
+        self._store.set(f"{self._name}/speaks", "yes")
+
+    @property
+    def spoken(self) -> bool:
+        """Whether the first rank tells people itself."""
+        return self._store.check([f"{self._name}/speaks"])
+
+    def hear(self, seconds: float) -> None:
+        """Wait until a rank has said that it failed; raises RuntimeError where none does within ``seconds``."""
+        self._store.wait([f"{self._name}/failed"], timedelta(seconds=seconds))
 
     def _get(self, key: str) -> str | None:
         return self._store.get(key).decode() if self._store.check([key]) else None

@@ -13,7 +13,7 @@ from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.ranks.room import Room
 
 _BEAT_S = 0.4
-_SILENT_S = 4.0
+_SILENT_S = 4.5
 """A rank that gives no sign of life for so long hangs: it's stopped, or in an operation that keeps all its threads."""
 _GRACE_S = 2.0
 """So long a rank has to end by itself once another has failed: it may be waiting for what never comes."""

@@ -63,6 +63,8 @@ class HandOver:
             raise ConfigError(
                 f"the request comes from an engine whose proposer is {self.proposer!r}, this one's is {proposer.name!r}"
             )
+        if not self.keys_values:
+            return  # the part of a rank in another data-parallel group, which has no tensors
         theirs = _shapes(self.draft_caches, 1), {name: _shape(value, 1) for name, value in self.relay.items()}
         ours = _shapes(proposer.caches, 2), {spec.name: (spec.shape, spec.dtype) for spec in proposer.relay}
         if theirs != ours:

@@ -15,9 +15,9 @@ from outrider.engine.requests.request_state import RequestState
 class Lent:
     """A request that left an engine, whose pages stay until the other side has read them.
 
-    ``pages`` hold the keys, values and draft caches of ``state.length`` tokens, and the draft's one more where it's there. ``relay``: what the
-    proposer relays, on the host, by name, [1, ...]. Both may be read once ``ready`` is done: *pages ready*. ``read``: to be
-    given to the link that writes them elsewhere: *pages read*. ``slot`` is the engine's own.
+    ``pages`` hold the keys, values and draft caches of ``state.length`` tokens, and the draft's one more where it's there.
+    ``relay``: what the proposer relays, on the host, by name, [1, ...]. Both may be read once ``ready`` is done.
+    ``read``: to be given to the link that writes them elsewhere: *pages read*. ``slot`` is the engine's own.
     """
 
     state: RequestState
@@ -32,8 +32,9 @@ class Lent:
 class Expected:
     """Pages that wait for a request of another engine.
 
-    ``pages``: as many as the sender has, or more: the first ones are filled. The network card may write them once ``free`` is done: *pages free*. ``written``: to
-    be given to the link that tells of their arrival: *pages written*. ``request`` and ``slot`` are the engine's own.
+    ``pages``: as many as the sender has, or more: the first ones are filled. The network card may write them once ``free`` is
+    done: *pages free*. ``written``: to be given to the link that tells of their arrival: *pages written*. ``request`` and
+    ``slot`` are the engine's own.
     """
 
     request: int

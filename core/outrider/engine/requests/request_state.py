@@ -11,8 +11,8 @@ from outrider.model import Media
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestState:
-    """A request without its device state. An engine that gets it alone computes the keys and values of prompt and output again;
-    tokens depend on seed and position, so they are those that it would have had.
+    """A request without its device state. An engine that gets it alone computes the keys and values of prompt and output
+    again; tokens depend on seed and position, so they are those that it would have had.
 
     ``output``: the tokens so far; empty for a new request. ``logprobs``: one for each of them, where asked for.
     ``iterations`` and ``verified_tokens`` count its verifications so far.

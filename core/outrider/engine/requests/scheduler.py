@@ -223,7 +223,7 @@ class Scheduler:
         return pages
 
     def reserve(self, request: Request) -> bool:
-        """Take the pages of a request whose context another engine computes, before it's queued. False where they aren't free."""
+        """Take pages for a request whose context another engine computes, before it's queued. False where they're short."""
         needed = self._pages_at_first(request)
         if needed > self.pages.available:
             return False

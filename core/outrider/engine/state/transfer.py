@@ -109,12 +109,12 @@ class Transfer:
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
-        """All that has pages: keys and values of each layer in turn, then the proposer's caches; [pages, page size, ...] each."""
+        """All that has pages: keys and values of each layer, then the proposer's caches; [pages, page size, ...] each."""
         return (*(cache for pair in self._cache.layers for cache in pair), *self._proposer.caches)
 
     def depart(self, request: Request, ready: Fence) -> Mapping[str, Tensor]:
-        """Copy what the proposer relays for a request, of which nothing is in flight, to the host, and signal ``ready`` behind
-        everything that was enqueued for its pages. The result may be read once the host has seen ``ready`` done.
+        """Copy what the proposer relays for a request, of which nothing is in flight, to the host. Signal ``ready`` behind
+        that and everything that was enqueued for its pages; the result may be read once the host has seen it done.
 
         Its row may be given back then; its pages stay the caller's.
         """

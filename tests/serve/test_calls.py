@@ -1,0 +1,105 @@
+"""Calls of tools, read from what a model writes."""
+
+import json
+
+import pytest
+
+from outrider.serve.calls import FORMATS, Calls, ListReader, NamedReader, ParsedReader
+from outrider.serve.errors import ApiError
+from outrider.serve.fields import ChatRequest
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}},
+}
+WRITTEN = {
+    "hermes": (
+        "<|im_start|>assistant\n",
+        '<think>let me see</think>\n<tool_call>\n{"name": "look", "arguments": {"n": 3}}\n</tool_call>\n'
+        '<tool_call>{"name": "look", "arguments": {"n": 4}}</tool_call>',
+    ),
+    "mistral": ("[/INST]", '[TOOL_CALLS][{"name": "look", "arguments": {"n": 3}}, {"name": "look", "arguments": {"n": 4}}]'),
+    "llama3-json": (
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        '{"name": "look", "parameters": {"n": 3}}',
+    ),
+}
+
+
+def read(reader, text, size):
+    """What comes of a text in pieces of so many characters, put together as clients do."""
+    made = {"content": "", "reasoning_content": "", "calls": {}}
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    for number, piece in enumerate(pieces):
+        delta = reader.feed(piece, last=number == len(pieces) - 1)
+        for name in ("content", "reasoning_content"):
+            made[name] += delta.get(name, "")
+        for call in delta.get("tool_calls", ()):
+            known = made["calls"].setdefault(call["index"], {"name": "", "arguments": ""})
+            known["name"] += call["function"].get("name", "")
+            known["arguments"] += call["function"]["arguments"]
+    return made
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("name", FORMATS)
+def test_known_formats(name, size):
+    prompt, text = WRITTEN[name]
+    reader = ParsedReader(FORMATS[name], f"before{prompt}", [TOOL])
+    made = read(reader, text, size)
+    arguments = [3] if name == "llama3-json" else [3, 4]
+    assert [(call["name"], json.loads(call["arguments"])) for call in made["calls"].values()] == [
+        ("look", {"n": n}) for n in arguments
+    ]
+    assert made["content"].strip() == ""
+    assert made["reasoning_content"] == ("let me see" if name == "hermes" else "")
+    assert reader.called
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "text", ["just text", "a < b, {x}: [1]", '<tool_call>{"name": broken</tool_call> and more', "[TOOL_CALLS]nothing"]
+)
+def test_what_is_no_call_is_content(name, text, size):
+    reader = ParsedReader(FORMATS[name], WRITTEN[name][0], [TOOL])
+    made = read(reader, text, size)
+    assert made["calls"] == {}
+    assert not reader.called
+    for word in ("just", "text", "a < b", "broken", "nothing"):
+        assert (word in text) == (word in made["content"])
+
+
+def test_a_call_that_was_cut_off_is_content():
+    reader = ListReader()
+    assert reader.feed('[{"name": "lo', last=True) == {"content": '[{"name": "lo'}
+    assert not reader.called
+
+
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_the_arguments_of_a_named_call_come_as_they_are_written(size):
+    made = read(NamedReader("look"), '{"n": 12}', size)
+    assert made["calls"] == {0: {"name": "look", "arguments": '{"n": 12}'}}
+
+
+def asked(**more):
+    return ChatRequest(model="m", messages=[{"role": "user", "content": "x"}], **more)
+
+
+def test_what_is_asked_for_by_a_choice_of_tools():
+    assert Calls(asked(), None).guide is None
+    assert Calls(asked(tools=[TOOL]), None).special_tokens is False
+    assert Calls(asked(tools=[TOOL]), FORMATS["hermes"]).special_tokens is True
+    assert Calls(asked(tools=[TOOL], tool_choice="none"), FORMATS["hermes"]).special_tokens is False
+    assert '"minItems": 1' in Calls(asked(tools=[TOOL], tool_choice="required"), None).guide.schema
+    named = {"type": "function", "function": {"name": "look"}}
+    assert json.loads(Calls(asked(tools=[TOOL], tool_choice=named), None).guide.schema)["properties"] == {
+        "n": {"type": "integer"}
+    }
+    for wrong in (
+        {"tool_choice": "auto"},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+    ):
+        with pytest.raises(ApiError) as refused:
+            Calls(asked(**wrong), None)
+        assert refused.value.param == "tool_choice"

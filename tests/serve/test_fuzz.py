@@ -1,0 +1,82 @@
+"""Drawn requests over the description of the API: no answer is a 500, and each has a form that the description knows."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
+
+from serve.test_api import everything_is_back
+
+schemathesis = pytest.importorskip("schemathesis", reason="not run: schemathesis isn't installed")
+
+SOME, MANY = 4, 400
+MODES = [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
+KNOWN = {"/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name}", "/health", "/ready", "/metrics"}
+
+
+def served(case):
+    """Mostly of the model that is there, and short: what is wrong otherwise is looked at, too."""
+    body = case.body
+    if isinstance(body, dict):
+        if len(str(body)) % 8:
+            body["model"] = "m"
+        for name in ("max_tokens", "max_completion_tokens"):
+            if isinstance(body.get(name), int) and body[name] > 8:
+                body[name] = 1 + body[name] % 8
+        if isinstance(body.get("n"), int) and body["n"] > 3:
+            body["n"] = 1 + body["n"] % 3
+        if case.path == "/v1/chat/completions" and not {"max_tokens", "max_completion_tokens"} & body.keys():
+            body["max_tokens"] = 4
+        if isinstance(body.get("min_tokens"), int):
+            body["min_tokens"] = 0
+    return case
+
+
+def check(answer, path, described):
+    assert answer.status_code < 500, answer.text
+    assert str(answer.status_code) in described or answer.status_code in (404, 405), (answer.status_code, sorted(described))
+    if answer.status_code >= 400:
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+    elif path.startswith("/v1"):
+        if "text/event-stream" in str(answer.headers["content-type"]):
+            *events, done = answer.text.strip().split("\n\n")
+            assert done == "data: [DONE]"
+            assert all(isinstance(json.loads(event[6:]), dict) for event in events)
+        else:
+            assert isinstance(answer.json(), dict)
+
+
+def try_operation(operation, mode, examples):
+    described = operation.definition.raw["responses"]
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode).map(served))
+    def run(case):
+        check(case.call(timeout=60), operation.path, described)
+
+    run()
+
+
+@pytest.mark.parametrize("examples", [SOME, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+def test_no_request_is_an_internal_error(server, mode, examples):
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    paths = set()
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        paths.add(operation.path)
+        try:
+            try_operation(operation, mode, examples if operation.method == "post" else 3)
+        except Unsatisfiable:
+            assert operation.method == "get", "a request without fields has no wrong form"
+    assert paths >= KNOWN
+    assert everything_is_back(server)
