@@ -3,7 +3,7 @@
     conformance_summary.py MATRIX REPORTS
 
 MATRIX is a file with what `outrider ci-matrix --format github` printed. REPORTS is a folder with one folder
-`conformance-BACKEND` for each that ran, and a `report.json` in it. A row without a runner is "not run", whatever else is
+`conformance-JOB` for each that ran, and a `report.json` in it. A row without a runner is "not run", whatever else is
 true; one that had a runner and left no report has failed. Writes Markdown to standard output. Exit code 1 when a row
 failed or a plugin is broken.
 """
@@ -22,7 +22,7 @@ BAD = ("failed", "broken")
 
 @dataclass(frozen=True)
 class Outcome:
-    """One line of the table."""
+    """One line of the table. ``backend``: of the job."""
 
     backend: str
     result: str
@@ -31,7 +31,8 @@ class Outcome:
 
 def outcome(row: Mapping[str, Any], reports: Path) -> Outcome:
     """What came of one row of the matrix."""
-    name = row["backend"]
+    backend = row["backend"]
+    name = row.get("job") or backend
     if row["status"] != "runs":
         return Outcome(name, row["status"], row["reason"])
     path = reports / f"conformance-{name}" / "report.json"
@@ -40,9 +41,10 @@ def outcome(row: Mapping[str, Any], reports: Path) -> Outcome:
     report = json.loads(path.read_text(encoding="utf-8"))
     tier = report["tier"]
     where = f"{tier['kind']}, {tier['device']}, {tier['date']}" if tier["device"] else f"{tier['kind']}, {tier['date']}"
-    wanted = min(int(row["level"][1:]), 4)  # L5 is reported, not judged
+    wanted = int(row["level"][1:])
+    wanted = 4 if wanted == 5 else wanted  # L5 is reported, not judged
     reached = -1 if report["reached"] is None else int(report["reached"][1:])
-    if report["backend"]["name"] != name:
+    if report["backend"]["name"] != backend:
         return Outcome(name, "failed", f"its report is about {report['backend']['name']}")
     if reached < wanted:
         return Outcome(name, "failed", f"{row['level']} was asked for, reached {report['reached'] or 'no level'} ({where})")

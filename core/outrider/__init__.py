@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from outrider._moved import install
 
 if TYPE_CHECKING:
+    from outrider.apart.client import DecodeClient
     from outrider.device.errors import OutriderError
     from outrider.engine.async_engine import AsyncEngine
     from outrider.engine.config import EngineConfig
@@ -22,6 +23,7 @@ install()
 
 _HOMES = {
     "AsyncEngine": "outrider.engine.async_engine",
+    "DecodeClient": "outrider.apart.client",
     "Engine": "outrider.engine.engine",
     "EngineConfig": "outrider.engine.config",
     "OutriderError": "outrider.device.errors",
@@ -30,7 +32,16 @@ _HOMES = {
     "get_backend": "outrider.registry",
 }
 
-__all__ = ["AsyncEngine", "Engine", "EngineConfig", "OutriderError", "SamplingParams", "StepOutput", "get_backend"]
+__all__ = [
+    "AsyncEngine",
+    "DecodeClient",
+    "Engine",
+    "EngineConfig",
+    "OutriderError",
+    "SamplingParams",
+    "StepOutput",
+    "get_backend",
+]
 
 if not TYPE_CHECKING:  # a type checker must see a misspelt name as an error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
 from outrider_triton.define import define
@@ -198,4 +199,31 @@ define(
     lambda target_logits, tokens, parents, temperature, seeds, positions, depth, sampling, lane, shares, pdl: _empty_path(
         tokens, depth
     ),
+)
+
+
+def _apply_token_bitmask(logits: Tensor, bitmask: Tensor, pdl: bool) -> Tensor:
+    batch, nodes, vocabulary = logits.shape
+    words = triton.cdiv(vocabulary, 32)
+    torch._check(
+        bitmask.dtype == torch.int32 and bitmask.shape == (batch, nodes, words),
+        lambda: f"a bitmask {tuple(bitmask.shape)} of {bitmask.dtype} for logits {tuple(logits.shape)}",
+    )
+    given = logits if logits.stride(-1) == 1 else logits.contiguous()
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    launch(
+        choose.apply_token_bitmask,
+        (batch * nodes, triton.cdiv(vocabulary, _VOCABULARY_BLOCK)),
+        *(given, bitmask.contiguous(), out, nodes, vocabulary, words, given.stride(0), given.stride(1)),
+        BLOCK=_VOCABULARY_BLOCK,
+        pdl=pdl,
+        warps=4,
+    )
+    return out
+
+
+define(
+    "apply_token_bitmask.triton(Tensor logits, Tensor bitmask, bool pdl) -> Tensor",
+    _apply_token_bitmask,
+    lambda logits, bitmask, pdl: torch.empty_like(logits, memory_format=torch.contiguous_format),
 )

@@ -41,6 +41,12 @@ class TritonChoices(KernelSet):
                     yield count
         yield shares(rows, shape[-1], self.processors)
 
+    def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> Tensor:
+        """A program a row and stretch of tokens."""
+        if not self._uses("apply_token_bitmask", logits):
+            return super().apply_token_bitmask(logits, bitmask)
+        return _TRITON.apply_token_bitmask.triton(logits, bitmask, self.pdl)  # type: ignore[no-any-return]
+
     def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
         """The vocabulary shared out among programs."""
         if not self._uses("sample", logits):

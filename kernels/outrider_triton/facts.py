@@ -17,7 +17,7 @@ class DeviceFacts:
     ``shared_bytes``: shared memory that one program may have, opted in; ``processor_shared``: that of a multiprocessor, which
     its programs divide. ``l2_bytes``: the second-level cache. ``registers``: of a multiprocessor, 4 bytes each. ``warp``:
     threads that run in step. ``bandwidth``: bytes a second of the memory, by its clock and width; 0 where nothing says so.
-    ``name``: what it calls itself.
+    ``name``: what it calls itself. ``early_starts``, ``copy_engine``: whether it has them; None: as its generation has.
     """
 
     architecture: str
@@ -29,6 +29,8 @@ class DeviceFacts:
     warp: int = 32
     bandwidth: float = 0.0
     name: str = ""
+    early_starts: bool | None = None
+    copy_engine: bool | None = None
 
     @property
     def capability(self) -> int:
@@ -38,7 +40,12 @@ class DeviceFacts:
     @property
     def pdl(self) -> bool:
         """Whether a kernel can start before the one ahead of it has ended."""
-        return self.capability >= 90
+        return self.capability >= 90 if self.early_starts is None else self.early_starts
+
+    @property
+    def descriptors(self) -> bool:
+        """Whether there is a copy engine that reads by descriptors."""
+        return self.capability >= 90 if self.copy_engine is None else self.copy_engine
 
     @property
     def rings(self) -> bool:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from outrider.device import (
     AttentionMetadata,
+    Group,
     KernelSet,
     Product,
     RotaryArgs,
+    Stream,
 )
 from outrider_triton import fused_ops as _fused_ops  # noqa: F401  (these register the operators)
 from outrider_triton import ops as _ops  # noqa: F401
@@ -22,7 +25,8 @@ from outrider_triton.derive import MOST, choose
 from outrider_triton.derive_attention import AttentionCut, Heads, cut, programs
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead
-from outrider_triton.prompts import Device, PromptAttention, Prompts
+from outrider_triton.peers import FUSED_BYTES, PeerExchange
+from outrider_triton.prompts import PromptAttention, Prompts
 from outrider_triton.table import STREAMED, AttentionConfig, MatmulConfig, Table, bucket
 from outrider_triton.tuning import TritonTuning
 
@@ -59,16 +63,9 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonTuning, KernelSet):
         self._everywhere = everywhere
         self.processors, self.pdl = facts.processors, facts.pdl
         self._scope = variants.Scope()
+        self._exchanges: WeakKeyDictionary[Group, PeerExchange] = WeakKeyDictionary()
         self._derived: dict[tuple[str, int, int, int, int], MatmulConfig | None] = {}
-        self._prompts = PromptAttention(
-            Device(
-                facts.processors,
-                facts.shared_bytes,
-                pdl=facts.pdl,
-                descriptors=facts.pdl,
-                capability=facts.capability // 10,
-            )
-        )
+        self._prompts = PromptAttention(facts)
         tuned = f"derived for {facts.architecture}" if table is None else f"tuned for {table.device}"
         self.name = f"triton, {tuned}" + (", everywhere" if everywhere else "")
 
@@ -274,6 +271,19 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonTuning, KernelSet):
         if not self._uses("add_rms_norm", x) or not residual.is_contiguous():
             return super().add_rms_norm(x, residual, weight, eps)
         return _TRITON.add_rms_norm.triton(x, residual, weight, eps, self.pdl)  # type: ignore[no-any-return]
+
+    def all_reduce_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, group: Group, stream: Stream
+    ) -> Tensor:
+        """One kernel that writes rows into the other ranks' memory, where they reach it and the rows are few."""
+        if group.has_peer_memory and group.size > 1:
+            exchange = self._exchanges.get(group)
+            if exchange is None:
+                exchange = self._exchanges[group] = PeerExchange(group, most_bytes=FUSED_BYTES, pdl=self.pdl)
+            if exchange.takes_rows(x, residual, weight):
+                group.announce(x, stream=stream, reads=(residual, weight), writes=(residual,))
+                return exchange.all_reduce_rms_norm(x, residual, weight, eps)
+        return super().all_reduce_rms_norm(x, residual, weight, eps, group=group, stream=stream)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Elementwise."""

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from outrider.device import AttentionMetadata
 from outrider_triton import prompt_ops
+from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import power_of_two
 
 _TRITON = torch.ops.outrider
@@ -33,20 +34,6 @@ _MOST_COPIED = 1 << 29
 _COPIED = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2))
 """Two programs of such a size share a multiprocessor: one multiplies while the other takes its exponents."""
 _CONFIGS = ((128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1))
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What decides how attention is cut up. ``shared``: bytes of shared memory that a program may have. ``pdl``: kernels may
-    start early. ``descriptors``: there is a copy engine that reads by them. ``capability``:
-    the first number of an NVIDIA GPU's compute capability, 0 of others: which libraries have kernels for it.
-    """
-
-    processors: int
-    shared: int
-    pdl: bool
-    descriptors: bool
-    capability: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +95,8 @@ def config(size: int, shared: int, *, copied: bool = False) -> list[int]:
 class PromptAttention:
     """Attends by the candidate that was measured to be fastest; before any was measured, by a sound one."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, facts: DeviceFacts) -> None:
+        self._facts = facts
         self._ranked: dict[tuple[object, ...], Mapping[int, tuple[str, ...]]] = {}
         self._said: dict[str, str] = {}
 
@@ -122,16 +109,16 @@ class PromptAttention:
         """Whether this is for prompts: causal, many new tokens, and enough of them to keep the device busy."""
         if metadata.tree_mask is not None or metadata.max_query < LEAST or q.dtype not in (torch.bfloat16, torch.float16):
             return False
-        rows = config(q.shape[-1], self._device.shared)[0]
+        rows = config(q.shape[-1], self._facts.shared_bytes)[0]
         programs = self._blocks(q, metadata, rows) * q.shape[1]
-        return 2 * programs >= self._device.processors or metadata.max_kv <= 8 * metadata.max_query
+        return 2 * programs >= self._facts.processors or metadata.max_kv <= 8 * metadata.max_query
 
     def longest_elsewhere(self, q: Tensor) -> int:
         """New tokens of a sequence for which :meth:`serves` may be False, at most."""
         if q.dtype not in (torch.bfloat16, torch.float16):
             return 1 << 62
-        rows = config(q.shape[-1], self._device.shared)[0]
-        return max(LEAST, -(-self._device.processors // (2 * q.shape[1])) * rows)
+        rows = config(q.shape[-1], self._facts.shared_bytes)[0]
+        return max(LEAST, -(-self._facts.processors // (2 * q.shape[1])) * rows)
 
     def attend(self, prompts: Prompts) -> Tensor:
         """Attention of the new tokens; padding gives zeros."""
@@ -182,18 +169,19 @@ class PromptAttention:
         return able["copy"] if longest >= _LONG and "copy" in able else able["pages"]
 
     def _candidates(self, prompts: Prompts) -> tuple[Candidate, ...]:
-        device, q, metadata = self._device, prompts.q, prompts.metadata
+        facts, q, metadata = self._facts, prompts.q, prompts.metadata
         found = [Candidate("pages", self._by_pages, copies=False)]
         kv_heads, size = prompts.k_cache.shape[2:]
         width = max(power_of_two(size), 16)
         copied = 4 * prompt_ops.copied_rows(metadata.seq_lens.shape[0] * metadata.max_kv, metadata.seq_lens.shape[0])
         if metadata.host_query_start is None or copied * kv_heads * width > _MOST_COPIED:
             return tuple(found)
-        if device.descriptors:
+        generation = facts.capability // 10
+        if facts.descriptors:
             found.append(Candidate("copy", self._by_copy))
-        if device.capability >= 8 and prompts.window == 0 and size % 8 == 0:
+        if generation >= 8 and prompts.window == 0 and size % 8 == 0:
             # It has no kernels for later devices, and ends the process there.
-            able = device.capability in (8, 9) and q.dtype is torch.bfloat16 and size in (64, 96, 128, 192, 256)
+            able = generation in (8, 9) and q.dtype is torch.bfloat16 and size in (64, 96, 128, 192, 256)
             if able and find_spec("fa3_fwd") is not None:
                 found.append(Candidate("fa3-fwd", self._by_flash3))
             found.append(Candidate("torch's FlashAttention 2", self._by_flash2))
@@ -222,21 +210,21 @@ class PromptAttention:
             prompts.scale,
             prompts.window,
             shape,
-            self._device.pdl,
+            self._facts.pdl,
         )
 
     def _by_pages(self, prompts: Prompts) -> Tensor:
-        shape = config(prompts.q.shape[-1], self._device.shared)
+        shape = config(prompts.q.shape[-1], self._facts.shared_bytes)
         return self._attend(prompts, (prompts.k_cache, prompts.v_cache, None), shape)
 
     def _by_copy(self, prompts: Prompts) -> Tensor:
         size = prompts.q.shape[-1]
-        shape = config(size, self._device.shared, copied=True)
-        return self._attend(prompts, prompts.copied(max(power_of_two(size), 16), self._device.pdl), shape)
+        shape = config(size, self._facts.shared_bytes, copied=True)
+        return self._attend(prompts, prompts.copied(max(power_of_two(size), 16), self._facts.pdl), shape)
 
     def _by_flash3(self, prompts: Prompts) -> Tensor:
         metadata = prompts.metadata
-        keys, values, start = prompts.copied(prompts.q.shape[-1], self._device.pdl)
+        keys, values, start = prompts.copied(prompts.q.shape[-1], self._facts.pdl)
         out = _flash3()(
             prompts.q,
             keys,
@@ -254,7 +242,7 @@ class PromptAttention:
 
     def _by_flash2(self, prompts: Prompts) -> Tensor:
         metadata = prompts.metadata
-        keys, values, start = prompts.copied(prompts.q.shape[-1], self._device.pdl)
+        keys, values, start = prompts.copied(prompts.q.shape[-1], self._facts.pdl)
         out = torch.ops.aten._flash_attention_forward(
             prompts.q,
             keys,
@@ -274,7 +262,7 @@ class PromptAttention:
     def _by_cudnn(self, prompts: Prompts) -> Tensor:
         """Of one prompt without a context."""
         tokens = prompts.q.shape[0]
-        keys, values, _ = prompts.copied(prompts.q.shape[-1], self._device.pdl)
+        keys, values, _ = prompts.copied(prompts.q.shape[-1], self._facts.pdl)
         q, k, v = (x[:tokens].unsqueeze(0).transpose(1, 2) for x in (prompts.q, keys, values))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             out = torch.nn.functional.scaled_dot_product_attention(

@@ -11,16 +11,16 @@ import outrider.device.errors
 
 TOP = {"AsyncEngine", "Engine", "EngineConfig", "OutriderError", "SamplingParams", "StepOutput", "get_backend"}
 SEAM = """
-Access ActiveCapture AmbiguousBackend AttentionMetadata AttentionShape Backend BackendError BackendHooks
-BackendInfo BackendLoadError BackendNotFound BookkeepingKernels Capabilities CapabilityError CaptureContext
-CaptureError CiDeclaration ConfigError ControllableDevice DeadlockError DecoderShape DeviceError DeviceFault
-DeviceLost DeviceStuck ENTRY_POINT_GROUP EagerGraph EngineStopped Event EventFence ExplorationResult Fence
-Flag Graph GraphCallable GraphPool HostParam JoinedPlan KERNELS_GROUP KeepAlive KernelHooks KernelInfo
-KernelSet LANE_ACCEPT LANE_DRAFT LANE_RESIDUAL LANE_SAMPLE MemoryInfo ModelKernels Observer Operation
-OutOfDeviceMemory OutriderError PinnedBuffer PluginContractError PluginInfo Product ROW_ACCESS Recompute
-RequestInputs RequestRows RotaryArgs RowResolver SEAM_VERSION SamplingKernels Scalar ScheduleFailure SeamError
-SpeculativeSync StaleBufferError StepMode Stream StreamOrderError SynchronousCopyError TimedObserver
-TorchDeviceBackend TorchEvent TorchGraph TorchStream TuningProgress TuningResult Waiter WrappedKernels
+Access ActiveCapture AmbiguousBackend AttentionMetadata AttentionShape Backend BackendError BackendHooks BackendInfo
+BackendLoadError BackendNotFound BookkeepingKernels Capabilities CapabilityError CaptureContext CaptureError
+CiDeclaration Collective CollectiveError ConfigError ControllableDevice DeadlockError Decision DecoderShape
+DeviceError DeviceFault DeviceLost DeviceStuck ENTRY_POINT_GROUP EagerGraph EngineStopped Event EventFence
+ExplorationResult Fence Flag Graph GraphCallable GraphPool Group HostParam JoinedPlan KERNELS_GROUP KeepAlive
+KernelHooks KernelInfo KernelSet LANE_ACCEPT LANE_DRAFT LANE_RESIDUAL LANE_SAMPLE MemoryInfo ModelKernels Observer
+Operation OutOfDeviceMemory OutriderError PinnedBuffer PluginContractError PluginInfo ProcessView Product ROW_ACCESS Recompute
+Reduction RequestInputs RequestRows RotaryArgs RowResolver SEAM_VERSION SamplingKernels Scalar ScheduleFailure
+SeamError SpeculativeSync StaleBufferError StepMode Stream StreamOrderError SynchronousCopyError TimedObserver
+TorchDeviceBackend TorchEvent TorchGraph TorchGroup TorchStream TuningProgress TuningResult Waiter WrappedKernels
 hookimpl hookspec
 """
 

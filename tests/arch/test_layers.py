@@ -84,8 +84,9 @@ ROOMS = {
     "plan_stages": "stages",
     "stage_io": "plan_stages",
     "state.rows": "stage_io",
-    "requests.pages": "state.rows",
-    "recovery.watchdog": "requests.pages",
+    "recovery.watchdog": "state.rows",
+    "ranks.records": "recovery.watchdog",
+    "requests.pages": "ranks.records",
     "fences": "requests.pages",
     "config": "fences",
 }

@@ -71,6 +71,14 @@ def test_the_level_of_figures_is_not_judged(summary):
     assert summary([row("cpu", level="L5")], {"cpu": report("cpu")}).returncode == 0
 
 
+def test_a_second_job_has_a_report_of_its_own(summary):
+    ranks = row("chip", level="L6") | {"job": "chip-ranks"}
+    done = summary([row("chip"), ranks], {"chip": report("chip"), "chip-ranks": report("chip", "L6")})
+    assert done.returncode == 0, done.stdout
+    assert "| chip-ranks | **passed** | L6" in done.stdout
+    assert "L6 was asked for, reached L4" in summary([row("chip"), ranks], {"chip-ranks": report("chip")}).stdout
+
+
 def test_waivers_show(summary):
     assert "**passed with waivers**" in summary([row("cpu")], {"cpu": report("cpu", result="passed with waivers")}).stdout
 

@@ -92,6 +92,22 @@ def test_prompt_from_a_file(outrider, tmp_path):
     assert outrider(*common, "--prompt-file", str(file)).json["text"] == outrider(*common, "--prompt", PROMPT).json["text"]
 
 
+def test_a_checkpoint_without_a_tokenizer_serves_token_ids(outrider, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(bundled("target") / name)
+    ids = [5, 17, 300, 41]
+    common = ("generate", "--model", str(tmp_path), "--max-tokens", "6")
+    given = ("--token-ids", ",".join(map(str, ids)))
+    expected = outrider("generate", "--model", str(bundled("target")), "--max-tokens", "6", "--json", *given).json
+    found = outrider(*common, *given, "--json").json
+    assert found["token_ids"] == expected["token_ids"]
+    assert (found["text"], expected["text"] != "") == ("", True)
+    printed = outrider(*common, *given).out
+    assert ",".join(map(str, found["token_ids"])) in printed
+    assert "no tokenizer; give the prompt as --token-ids" in outrider(*common, "--prompt", PROMPT).err
+    assert "stop strings" in outrider(*common, *given, "--stop", "x").err
+
+
 def test_a_model_without_a_head_decodes_plainly(outrider):
     result = outrider("generate", "--model", str(bundled("target")), "--prompt", PROMPT, "--max-tokens", "8", "--json").json
     assert result["speculate"] == "none"
@@ -114,6 +130,9 @@ def test_the_environment_names_the_backend(outrider, monkeypatch):
         (["--prompt", "a", "--prompt-file", "b"], "RequestError", "both --prompt TEXT and --prompt-file F"),
         (["--prompt-file", "/no/such/file"], "FileNotFoundError", "/no/such/file: No such file"),
         (["--prompt", "x = 1\n" * 4000], "RequestError", "don't fit in the context"),
+        (["--token-ids", "1,two"], "RequestError", "--token-ids is '1,two'; expected whole numbers"),
+        (["--token-ids", "1", "--prompt", "a"], "RequestError", "--token-ids is a prompt, and so are"),
+        (["--token-ids", "999999"], "RequestError", "999999"),
         (["--prompt", "a", "--max-tokens", "-1"], "ConfigError", "max_tokens is -1"),
         (["--prompt", "a", "--max-tokens", "0"], "ConfigError", "max_tokens is 0"),
         (["--prompt", "a", "--temperature", "nan"], "ConfigError", "temperature is nan"),

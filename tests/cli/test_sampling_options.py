@@ -1,5 +1,8 @@
 """``outrider generate`` with sampling options: they reach the engine, and bad values are refused by name."""
 
+import json
+import re
+
 import pytest
 
 COMMON = ("generate", "--prompt", "def read(", "--dtype", "float32", "--max-tokens", "24", "--json")
@@ -34,6 +37,34 @@ def test_logprobs(outrider):
     for entry in result["logprobs"]:
         assert entry["top"][0] == [entry["token"], entry["logprob"]], "greedy takes the likeliest"
         assert len(entry["top"]) == 2
+
+
+def test_an_output_follows_a_guide(outrider, tmp_path):
+    schema = '{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}'
+    (tmp_path / "schema.json").write_text(schema)
+    (tmp_path / "grammar.gbnf").write_text('root ::= "[" [0-9]{2} "]"')
+    for given in (schema, str(tmp_path / "schema.json")):
+        found = outrider(*COMMON, "--max-tokens", "60", "--json-schema", given, "--compare").json
+        assert json.loads(found["text"])["ok"] in (True, False)
+        assert found["same_as_plain"] is True
+    assert re.fullmatch(r"\[\d\d\]", outrider(*COMMON, "--grammar", str(tmp_path / "grammar.gbnf")).json["text"])
+    assert re.fullmatch("[xy]{4}", outrider(*COMMON, "--regex", "[xy]{4}").json["text"])
+    assert outrider(*COMMON, "--choice", "red", "--choice", "dark blue").json["text"] in ("red", "dark blue")
+    assert outrider(*COMMON, "--json-object").json["text"].startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--regex", "(", "--choice", "a"), "--regex and --choice given"),
+        (("--regex", "("), "isn't a regular expression"),
+        (("--json-schema", '{"not": {}}'), "'not' at #"),
+        (("--json-schema", "missing.json"), "missing.json"),
+    ],
+)
+def test_a_guide_that_is_wrong(outrider, options, message):
+    result = outrider(*COMMON, *options)
+    assert (result.code, message in result.out + result.err) == (1, True), result.out
 
 
 def test_samples(outrider):

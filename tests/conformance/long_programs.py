@@ -1,16 +1,24 @@
-"""Many random programs on right backends, in many processes: `python tests/conformance/long_programs.py --programs 10000`.
+"""Ten thousand random programs on every right backend: `python tests/conformance/long_programs.py`. None may be convicted.
 
-Each process draws from a seed of its own. Prints a line a backend, and every conviction: there must be none. `npu` and `rocm`
-run on their emulations; `cuda` needs a GPU, and is left out unless it's named.
+Programs come in portions of 250, each drawn from a seed of its own and carried out in a process of its own. So what two
+machines share out as `--seed 0 --programs 5000` and `--seed 20 --programs 5000` is what one does as `--programs 10000`.
+
+`npu` and `rocm` run on their emulations; `own-queue` is what `outrider new-backend --kind own-queue` writes. `cuda` needs a
+GPU, and is left out unless it's named. Prints a line for each backend, and every conviction with its program.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
-import subprocess
+import signal
 import sys
+import tempfile
 import time
+import traceback
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,17 +29,45 @@ PLACES = {
     "rocm": ["tests/vendors/emulated"],
 }
 EMULATIONS = {"npu": "emulation", "rocm": "emulation_hip"}
-BACKENDS = ("cpu", "sim", "sim:like=npu", "sim:like=rocm", "sim:late=copies", "threads", "toy", "npu", "rocm")
+BACKENDS = (
+    "cpu",
+    "sim",
+    "sim:like=npu",
+    "sim:like=rocm",
+    "sim:late=copies",
+    "threads",
+    "toy",
+    "own-queue",
+    "npu",
+    "rocm",
+)
+FAMILIES = "order,copies,memory,threads,graphs,bound"
+PORTION = 250
 
 
-def child(spec: str, programs: int, seed: int, families: list[str]) -> None:
-    """In a process of its own: programs of each family; raises at the first that fails."""
-    import importlib
+@dataclass
+class Portion:
+    """A process that carries out programs of one seed."""
+
+    backend: str
+    seed: int
+    pid: int
+    began: float
+    output: Path
+
+
+def carry_out(spec: str, programs: int, seed: int, families: list[str]) -> int:
+    """Programs of each family; returns how many were tried. Raises for the first that is convicted."""
     from importlib.metadata import EntryPoint
 
     name = spec.partition(":")[0]
+    if name == "own-queue":
+        name = spec = written(Path(tempfile.mkdtemp(dir=os.environ["OUTRIDER_LONG"])))
+    sys.path[:0] = [str(ROOT / place) for place in PLACES.get(name, [])]
     if name in EMULATIONS:
         importlib.import_module(EMULATIONS[name])
+    if name == "npu":  # its package is of one version of torch; the emulation goes with any
+        importlib.import_module("outrider_npu.machine").version_mismatch = lambda *_: None
     from outrider.device import ENTRY_POINT_GROUP
     from outrider.registry import Registry
     from outrider_conformance.programs.trial import convict, share
@@ -39,48 +75,119 @@ def child(spec: str, programs: int, seed: int, families: list[str]) -> None:
     registry = Registry([EntryPoint(name, f"outrider_{name}.plugin", ENTRY_POINT_GROUP)])
     tried = 0
     for family in families:
-        count = share(family, programs)
         opened = lambda: registry.create(registry.select(spec))  # noqa: E731
+        count = share(family, programs)
         tried += convict(opened, backend=spec, family=family, count=count, start=seed)
-    print(f"tried {tried}", flush=True)
+    return tried
 
 
-def start(spec: str, programs: int, seed: int, families: str) -> subprocess.Popen:
-    """One process."""
-    search = [str(ROOT / place) for place in PLACES.get(spec.partition(":")[0], [])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([*search, *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, __file__, "--child", spec, "--programs", str(programs), "--seed", str(seed)]
-    return subprocess.Popen(
-        [*command, "--families", families], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def written(place: Path) -> str:
+    """Write the package for a device without a torch module; returns its name."""
+    from outrider_conformance.commands.new_backend import Kind, skeleton
+
+    for path, text in skeleton("acme", Kind.OWN_QUEUE).items():
+        (place / path).parent.mkdir(parents=True, exist_ok=True)
+        (place / path).write_text(text, encoding="utf-8")
+    sys.path.insert(0, str(place / "src"))
+    return "acme"
+
+
+def start(spec: str, programs: int, seed: int, families: list[str], scratch: Path) -> Portion:
+    """Part a process: torch is imported once, and each has a device of its own."""
+    output = scratch / f"{spec.replace(':', '_')}-{seed}"
+    pid = os.fork()
+    if pid:
+        return Portion(spec, seed, pid, time.monotonic(), output)
+    code = 1
+    try:
+        with output.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        try:
+            print(f"tried {carry_out(spec, programs, seed, families)}", flush=True)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def ended(running: list[Portion], limit: float) -> tuple[Portion, bool]:
+    """The next portion that ends, and whether it's right. One that takes longer than `limit` seconds hangs, and is ended."""
+    while True:
+        for portion in running:
+            done, status = os.waitpid(portion.pid, os.WNOHANG)
+            if done:
+                return portion, status == 0
+            if time.monotonic() - portion.began > limit:
+                os.kill(portion.pid, signal.SIGKILL)
+                os.waitpid(portion.pid, 0)
+                with portion.output.open("a") as file:
+                    file.write(f"\nhangs: it didn't end in {limit:.0f} s\n")
+                return portion, False
+        time.sleep(0.02)
+
+
+def warm_up() -> None:
+    """Import once what all of them need."""
+    import hypothesis  # noqa: F401
+    import torch
+
+    import outrider_conformance.commands.new_backend
+    import outrider_conformance.programs.trial  # noqa: F401
+
+    torch.set_num_threads(1)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", action="append", metavar="NAME", help=f"of {', '.join(BACKENDS)}, cuda (default: all)")
     parser.add_argument("--programs", type=int, default=10_000, help="for each backend")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at a time")
-    parser.add_argument("--seed", type=int, default=1000, help="of the first process")
-    parser.add_argument("--families", default="order,copies,memory,threads,graphs,bound", help="of programs")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=0, help="of the first portion")
+    parser.add_argument("--families", default=FAMILIES, help="of programs")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing new after this long")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a portion counts as one that hangs")
     options = parser.parse_args()
-    if options.child:
-        child(options.child, options.programs, options.seed, options.families.split(","))
-        return 0
-    bad = 0
-    for spec in options.backend or BACKENDS:
-        began, each = time.monotonic(), -(-options.programs // options.processes)
-        running = [start(spec, each, options.seed + n, options.families) for n in range(options.processes)]
-        said = [process.communicate()[0] for process in running]
-        convicted = [text for process, text in zip(running, said, strict=True) if process.returncode]
-        tried = sum(int(text.rpartition("tried ")[2]) for text in said if "tried " in text)
-        seconds = time.monotonic() - began
-        print(f"{spec}: {tried} programs, {len(convicted)} of {len(running)} processes convict, {seconds:.0f} s", flush=True)
-        for text in convicted:
-            print(text[-3500:], flush=True)
-        bad += len(convicted)
-    return 1 if bad else 0
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+    began, specs = time.monotonic(), options.backend or list(BACKENDS)
+    portions = range(-(-options.programs // PORTION))
+    counts = [min(PORTION, options.programs - PORTION * n) for n in portions]
+    # Backends in turn: what the time doesn't suffice for is left out of all of them alike.
+    waiting = [(spec, counts[n], options.seed + n) for n in portions for spec in specs]
+    running: list[Portion] = []
+    tried, seconds, convictions = Counter(), Counter(), defaultdict(list)
+    warm_up()
+    with tempfile.TemporaryDirectory(prefix="outrider-programs-") as scratch:
+        os.environ["OUTRIDER_LONG"] = scratch
+        while waiting or running:
+            if time.monotonic() - began > options.seconds:
+                waiting.clear()
+            while waiting and len(running) < options.processes:
+                spec, count, seed = waiting.pop(0)
+                running.append(start(spec, count, seed, options.families.split(","), Path(scratch)))
+            if not running:
+                break
+            portion, right = ended(running, options.limit)
+            running.remove(portion)
+            seconds[portion.backend] += time.monotonic() - portion.began
+            text = portion.output.read_text(errors="replace")
+            if right:
+                tried[portion.backend] += int(text.rpartition("tried ")[2])
+            else:
+                convictions[portion.backend].append((portion.seed, text))
+                print(f"{portion.backend}, seed {portion.seed}:\n{text[-4000:]}", flush=True)
+    for spec in specs:
+        print(
+            f"{spec}: {tried[spec]} programs, {len(convictions[spec])} of {len(portions)} portions convict, "
+            f"{seconds[spec]:.0f} s of processes",
+            flush=True,
+        )
+    print(f"{time.monotonic() - began:.0f} s with {options.processes} processes")
+    left = any(tried[spec] < options.programs for spec in specs) and options.families == FAMILIES
+    return 1 if left or any(convictions.values()) else 0
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def chip(install, **ci):
 
 
 def by_name(result):
-    return {row["backend"]: row for row in result.json["rows"]}
+    return {row["job"]: row for row in result.json["rows"]}
 
 
 def test_every_backend_in_the_tree_is_there(outrider):
@@ -39,6 +39,7 @@ def test_a_row_says_what_was_declared(outrider, install):
     row = by_name(outrider("ci-matrix", "--json", "--runners", "self-hosted,gpu  self-hosted,chip,big"))["chip"]
     assert row == {
         "backend": "chip",
+        "job": "chip",
         "title": "chip",
         "status": "runs",
         "reason": "",
@@ -48,8 +49,26 @@ def test_a_row_says_what_was_declared(outrider, install):
         "torch_requirement": "torch",
         "markers": [],
         "level": "L2",
+        "device_count": 1,
         "distribution": "outrider-chip 1.0",
     }
+
+
+def test_several_devices_have_a_job_of_their_own(outrider, install):
+    chip(install, runner_labels=("self-hosted", "chip"), device_count=2, ranks_runner_labels=("self-hosted", "pair"))
+    rows = by_name(outrider("ci-matrix", "--json", "--runners", "self-hosted,pair"))
+    first, ranks = rows["chip"], rows["chip-ranks"]
+    assert (first["level"], first["device_count"], first["status"]) == ("L4", 1, "not run")
+    assert (ranks["level"], ranks["device_count"], ranks["status"]) == ("L6", 2, "runs")
+    assert (ranks["backend"], ranks["title"], ranks["runner_labels"]) == ("chip", "chip-ranks", ["self-hosted", "pair"])
+    assert by_name(outrider("ci-matrix", "--json"))["cuda-ranks"]["runner_labels"] == ["self-hosted", "gpu", "two-devices"]
+
+
+def test_no_devices_cannot_be_meant(outrider, install):
+    chip(install, device_count=0)
+    rows = by_name(outrider("ci-matrix", "--json"))
+    assert (rows["chip"]["status"], "chip-ranks" in rows) == ("broken", False)
+    assert "device_count=0" in rows["chip"]["reason"]
 
 
 def test_what_declares_nothing_runs_where_everybody_can(outrider, install):

@@ -13,6 +13,7 @@ from transformers import (
 )
 
 from outrider.device import ROW_ACCESS, KernelSet
+from outrider.device.kernels import ops
 
 KERNELS = KernelSet()
 V = 40
@@ -128,6 +129,27 @@ def test_neutral_penalties_change_no_bit_whatever_the_history():
     assert torch.equal(KERNELS.penalize_logits(logits, tokens, None, torch.tensor([2, 1]), counts, neutral), logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 70])
+def test_a_bitmask_keeps_the_tokens_whose_bits_are_set(dtype, vocabulary):
+    logits = torch.randn(2, 3, vocabulary).to(dtype)
+    allowed = torch.rand(2, 3, vocabulary) < 0.5
+    words = -(-vocabulary // 32)
+    bitmask = torch.zeros(2, 3, words, dtype=torch.int64)
+    for b, n, token in allowed.nonzero().tolist():
+        bitmask[b, n, token // 32] |= 1 << (token % 32)
+    out = KERNELS.apply_token_bitmask(logits, bitmask.to(torch.int32))
+    assert torch.equal(out, torch.where(allowed, logits, torch.tensor(-torch.inf, dtype=dtype)))
+    full = torch.full((2, 3, words), -1, dtype=torch.int32)
+    assert torch.equal(KERNELS.apply_token_bitmask(logits, full), logits)
+
+
+def test_a_bitmask_of_another_shape_is_an_error_before_anything_runs():
+    for wrong in (torch.zeros(2, 3, 2, dtype=torch.int32), torch.zeros(2, 3, 1, dtype=torch.int64)):
+        with pytest.raises(RuntimeError, match="expected int32, 1 words"):
+            ops._masked(torch.zeros(2, 3, 32), wrong)
+
+
 def test_biases_end_where_they_should():
     logits = torch.zeros(2, 3, 6)
     positions = torch.tensor([[4, 5, 6], [9, 10, 11]])
@@ -180,4 +202,5 @@ def test_schemas_hold(dtype):
     entries = torch.tensor([[1, 2], [3, 4]])
     arguments = (logits, tokens.clone(), pair, entries, torch.rand(2, 2), entries.clone() + 9)
     check(operators.bias_logits.default, arguments, test_utils=utils)
+    check(operators.apply_token_bitmask.default, (logits, torch.full((2, 3, 1), 5, dtype=torch.int32)), test_utils=utils)
     check(operators.logprobs.default, (logits, tokens, 3), test_utils=utils)

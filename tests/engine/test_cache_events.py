@@ -142,7 +142,7 @@ def test_without_a_prefix_cache_there_is_nothing_to_watch():
 
 def test_outputs_say_which_tokens_were_drafted():
     engine = tiny.engine(EagleProposer(tiny.eagle_head(), draft_tokens=2), max_requests=1)
-    engine.add_request([3, 1, 4], SamplingParams(max_tokens=12))
+    engine.add_request([0, 1, 4, 1, 6], SamplingParams(max_tokens=12))  # some drafts are accepted, some aren't
     outputs = []
     while engine.has_unfinished:
         outputs += engine.step()
@@ -150,4 +150,5 @@ def test_outputs_say_which_tokens_were_drafted():
     assert (first.drafted, first.proposed) == (0, 0)
     assert all(output.proposed == 2 and output.drafted in (len(output.tokens) - 1, len(output.tokens)) for output in others)
     assert all(output.drafted == len(output.tokens) - 1 for output in others[:-1])
+    assert {output.drafted for output in others[:-1]} == {0, 2}
     assert sum(len(output.tokens) - output.drafted for output in others) <= engine.stats.request_iterations

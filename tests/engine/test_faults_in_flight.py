@@ -17,6 +17,7 @@ from outrider.registry import get_backend
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import PlainProposer
 from outrider.speculative.tree import DynamicTree
+from outrider_proof.guides import Residues, guide
 from outrider_proof.tiny import plain_config
 
 PROMPTS = ((5, 9, 20, 13, 21, 7, 2), (5, 9, 20, 13, 8), (17,), (8, 8, 3))
@@ -61,6 +62,11 @@ def expected(tiny64):
     return [tiny64.plain(prompt, LONGEST).token_ids for prompt in PROMPTS]
 
 
+@pytest.fixture(scope="module")
+def guided_tokens(tiny64):
+    return [Residues.greedy(tiny64.target, prompt, LONGEST) for prompt in PROMPTS]
+
+
 def start(device, strategy):
     from outrider_sim.strategies import make_strategy
 
@@ -70,11 +76,13 @@ def start(device, strategy):
 
 
 class Run:
-    """Serves the prompts; aborts some of them at their moments; keeps what came out and what was raised."""
+    """Serves the prompts, some of them guided; aborts some at their moments; keeps what came out and what was raised."""
 
-    def __init__(self, engine, aborts=None):
+    def __init__(self, engine, aborts=None, guided=()):
         self.engine, self.aborts = engine, dict(aborts or {})
         self.ids = [engine.add_request(prompt, SamplingParams(max_tokens=LONGEST)) for prompt in PROMPTS]
+        for index in guided:
+            guide(engine, self.ids[index])
         self.got = {request: [] for request in self.ids}
         self.ended, self.raised, self.steps = {}, [], 0
 
@@ -117,11 +125,14 @@ aborts = st.dictionaries(st.integers(0, len(PROMPTS) - 1), st.integers(1, 8), ma
 strategies = st.sampled_from(["program", "lazy", "random", "pct"])
 proposers = st.sampled_from(["eagle", "tree", "none"])
 modes = st.sampled_from(sorted(MODES))
+guides = st.one_of(st.just(frozenset()), st.frozensets(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=3))
 
 
-def recovers(device, expected, speculate, faults, aborts, strategy, overlap, mode):
+def recovers(device, expected, speculate, faults, aborts, strategy, overlap, mode, guided=frozenset(), along=()):
+    """``guided``: which requests are, and ``along``: what such ones write."""
     backend = start(device, strategy)
-    run = Run(engine_on(device, speculate, overlap=overlap, mode=mode), aborts)
+    expected = [along[index] if index in guided else tokens for index, tokens in enumerate(expected)]
+    run = Run(engine_on(device, speculate, overlap=overlap, mode=mode), aborts, guided)
     for kind, number in faults:
         backend.control.inject(kind, number)
     run.to_the_end()
@@ -151,7 +162,7 @@ COMMON = {
 
 @given(st.data())
 @settings(max_examples=20, **COMMON)
-def test_a_fault_costs_time_and_nothing_else(device, expected, data):
+def test_a_fault_costs_time_and_nothing_else(device, expected, guided_tokens, data):
     recovers(
         device,
         expected,
@@ -161,14 +172,17 @@ def test_a_fault_costs_time_and_nothing_else(device, expected, data):
         data.draw(strategies),
         data.draw(st.booleans()),
         data.draw(modes),
+        data.draw(guides),
+        guided_tokens,
     )
 
 
 @pytest.mark.slow
-@given(proposers, st.lists(faults, min_size=1, max_size=4), aborts, strategies, st.booleans(), modes)
+@given(data=st.data())
 @settings(max_examples=600, **COMMON)
-def test_many_faults_cost_time_and_nothing_else(device, expected, speculate, faults, aborts, strategy, overlap, mode):
-    recovers(device, expected, speculate, faults, aborts, strategy, overlap, mode)
+def test_many_faults_cost_time_and_nothing_else(device, expected, guided_tokens, data):
+    many = st.tuples(proposers, st.lists(faults, min_size=1, max_size=4), aborts, strategies, st.booleans(), modes, guides)
+    recovers(device, expected, *data.draw(many), guided_tokens)
 
 
 @pytest.mark.parametrize("kind", sorted(LIVES))

@@ -22,6 +22,7 @@ from dynamo.common.backend.publisher import ZmqSource
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 
 from outrider.device import DeviceLost
+from outrider.engine.requests.guides import Choice
 from outrider.integrations import dynamo as adapter
 from outrider.integrations.dynamo import OutriderEngine, sampling_params
 from outrider.speculative.eagle import EagleProposer
@@ -108,9 +109,12 @@ def test_logprobs_are_in_dynamos_form():
 @pytest.mark.parametrize(
     ("parts", "named"),
     [
-        ({"sampling_options": {"n": 2}}, "n:"),
+        ({"sampling_options": {"n": 2}}, "ask n times"),
         ({"sampling_options": {"temperature": -1.0}}, "temperature"),
-        ({"sampling_options": {"guided_decoding": {"json": {}}}}, "guided_decoding"),
+        ({"sampling_options": {"guided_decoding": {"structural_tag": {"a": 1}}}}, "structural_tag"),
+        ({"sampling_options": {"guided_decoding": {"regex": "a", "choice": ["b"]}}}, "takes one of"),
+        ({"sampling_options": {"guided_decoding": {"json": "no JSON"}}}, "JSON"),
+        ({"sampling_options": {"use_beam_search": True}}, "use_beam_search"),
         ({"output_options": {"prompt_logprobs": 1}}, "prompt_logprobs"),
         ({"multi_modal_data": {"image_url": []}}, "multi_modal_data"),
         ({"prefill_result": {"disaggregated_params": {}}}, "prefill_result"),
@@ -151,6 +155,10 @@ def test_sampling_options_arrive():
     assert (params.frequency_penalty, params.biases) == (1.0, ((7, -5.0),))
     assert (params.stop, params.stop_token_ids, params.min_tokens, params.ignore_eos) == (("x",), (3,), 2, True)
     assert params.max_tokens == 98, "as much as the context holds"
+    guided = sampling_params(
+        {"token_ids": [1], "sampling_options": {"guided_decoding": {"choice": ["a", "b"]}}}, max_context=9
+    )
+    assert guided.guide == Choice(("a", "b"))
     unseeded = [sampling_params({"token_ids": [1]}, max_context=9) for _ in range(2)]
     assert unseeded[0].temperature == 1.0
     assert unseeded[0].seed != unseeded[1].seed

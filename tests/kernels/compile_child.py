@@ -4,12 +4,13 @@ import re
 import sys
 
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from outrider_triton.jit import attention, bookkeeping, choose, fused, matmul, prompt_attention, rows, streamed
+from outrider_triton.jit import attention, bookkeeping, choose, fused, matmul, peers, prompt_attention, rows, streamed
 
 HALF, WIDE, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
 HALVES = (
@@ -59,6 +60,8 @@ PROMPT = {
 COPY = {"PAGE": 16, "PADDED": 128, "BATCH": 16, "BLOCK_ROWS": 4, "BLOCK_COLUMNS": 1024}
 SHARED = {"SHARES": 16}
 VOCABULARY = {"SHARES": 16, "BLOCK": 1024}
+PEERS = {"RANK": 1, "SIZE": 2, "BLOCK": 1024}
+PEER_WORDS = {**dict.fromkeys(("words", "out", "epochs", "x", "residual", "weight"), INT), "peers": LONG}
 # What a name means depends on the kernel for a few of them.
 KERNELS = [
     (rows.rms_norm, {}, {"BLOCK": 4096}),
@@ -106,6 +109,7 @@ KERNELS = [
     (choose.walk_tree, {}, {**SHARED, "NODES": 4, "DEPTH": 3}),
     (choose.partial_softmax, {}, VOCABULARY),
     (choose.partial_residual, {}, {**VOCABULARY, "LANE": 3}),
+    (choose.apply_token_bitmask, {"bitmask": INT}, {"BLOCK": 1024}),
     (bookkeeping.gather_requests, {}, {"LENS_BY_ROW": True, "BLOCK": 64, "FOUND": 16}),
     (bookkeeping.gather_checked, {"source": HALF}, {"SOME": True, "NUMBERS": True, "BLOCK": 4096}),
     (bookkeeping.gather_checked, {"source": LONG, "out": LONG}, {"SOME": False, "NUMBERS": False, "BLOCK": 4, "rows": None}),
@@ -115,6 +119,11 @@ KERNELS = [
     (bookkeeping.publish_accepted, {"path": "i32"}, {"BLOCK": 4}),
     (bookkeeping.place_accepted, {"path": "i32"}, {"BLOCK": 4}),
     (bookkeeping.embed_beside, {"hidden": HALF}, {"BLOCK": 1024}),
+    *(
+        (peers.exchange, PEER_WORDS, {**PEERS, "MODE": mode, "KIND": kind})
+        for mode, kind in ((0, 0), (1, 0), (1, 1), (1, 2), (2, 0))
+    ),
+    *((peers.all_reduce_rms_norm, PEER_WORDS, {**PEERS, "BLOCK": 2048, "KIND": kind}) for kind in range(3)),
     (choose.accept_sampling, {"rows": "i32"}, {**SHARED, "LANE": 1, "NUM_DRAFT_TOKENS": 3}),
 ]
 RING = {"bias": None, "HAS_BIAS": False, "STEPS": 8, "BLOCK_M": 8, "BLOCK_K": 128, "STAGES": 4}
@@ -133,7 +142,7 @@ STREAMED = [
 """For devices with a copy engine alone."""
 LATE = {"linear_silu_mul", "scaled_silu_mul", "streamed_silu_mul"}
 """One of them is in each layer: what starts behind it may read what was written before it (docs/kernels.md)."""
-READS_WEIGHTS = {"rms_norm", "add_rms_norm", "linear_add", "streamed_linear_add"}
+READS_WEIGHTS = {"all_reduce_rms_norm", "rms_norm", "add_rms_norm", "linear_add", "streamed_linear_add"}
 """Before the wait: weights, which no kernel writes."""
 
 
@@ -144,6 +153,7 @@ def main() -> None:
         made = compiled(ASTSource, kernel, types, {**constants, "PDL": pdl == "True"}, target)
         if pdl == "True":
             check_order(kernel.__name__, made.asm["ptx"], settled=constants.get("SETTLED", False))
+            check_sizes_of_one(ASTSource, kernel, types, {**constants, "PDL": True}, target)
         print(kernel.__name__, flush=True)
     if (backend, architecture) == ("cuda", "90"):
         ends = dict.fromkeys(("keys", "values"), "tensordesc<bf16[64,128]>")
@@ -155,6 +165,7 @@ def main() -> None:
             ends = {"x": descriptor(8, 128), "w": descriptor(16, 128)}
             made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
             check_order_of_both(kernel.__name__, made.asm["ptx"])
+            check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
             print(kernel.__name__, flush=True)
 
 
@@ -164,6 +175,22 @@ def compiled(source, kernel, types, given, target, *, warps=4, stages=3, aligned
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in given}
     arguments = (kernel, signature, places, attributes) if attributes else (kernel, signature, places)
     return triton.compile(source(*arguments), target=target, options={"num_warps": warps, "num_stages": stages})
+
+
+def check_sizes_of_one(source, kernel, types, given, target):
+    """A whole number that is 1 comes to a kernel as Python's, which has no dtype: the kernel can be read with all at 1."""
+    backend, context = make_backend(target), ir.context()
+    options = backend.parse_options({"num_warps": 4, "num_stages": 3})
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    whole = {**TYPES, **types}
+    able = [p.name for p in kernel.params if not (p.is_constexpr or p.do_not_specialize or p.name in given)]
+    ones = {name: 1 for name in able if whole.get(name, "i32") == "i32"}
+    assert ones or kernel.__name__ not in ("linear", "linear_silu_mul"), kernel.__name__
+    given = {**given, **ones}
+    signature = {n: "constexpr" if n in given else whole.get(n, "i32") for n in kernel.arg_names}
+    made = source(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in given.items()})
+    made.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
 
 
 def descriptor(rows, columns):

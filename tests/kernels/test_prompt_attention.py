@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from outrider.device import AttentionMetadata, KernelSet
 from outrider_triton import prompt_ops, prompts
+from outrider_triton.facts import DeviceFacts
 
 REFERENCE = KernelSet()
 
@@ -62,9 +63,8 @@ def test_prompts(heads, kv_heads, size, window, copied, device, pdl):
 
 
 def device_of(**other):
-    return prompts.Device(
-        **{"processors": 4, "shared": 100 << 10, "pdl": False, "descriptors": False, "capability": 0, **other}
-    )
+    sizes = {"processors": 4, "shared_bytes": 100 << 10, "processor_shared": 100 << 10, "l2_bytes": 1 << 20}
+    return DeviceFacts(**{"architecture": "gfx942", "early_starts": False, **sizes, **other})
 
 
 def operands(new=(300,), context=(0,), dtype=torch.float16, size=16, host=True):
@@ -77,7 +77,7 @@ def operands(new=(300,), context=(0,), dtype=torch.float16, size=16, host=True):
 
 def test_the_fastest_of_those_that_are_right_is_chosen(monkeypatch):
     """By lengths, each prompt has that of the nearest. What is wrong or fails isn't used, and it says so."""
-    attention = prompts.PromptAttention(device_of(descriptors=True))
+    attention = prompts.PromptAttention(device_of(copy_engine=True))
 
     def broken(given):
         raise ValueError("no such symbol\nand more")
@@ -103,7 +103,7 @@ def test_the_fastest_of_those_that_are_right_is_chosen(monkeypatch):
 
 def test_what_a_graph_replays_isnt_copied():
     """How much there is to copy isn't known then."""
-    attention = prompts.PromptAttention(device_of(descriptors=True, capability=9))
+    attention = prompts.PromptAttention(device_of(architecture="sm_90"))
     assert {each.name for each in attention._candidates(operands())} >= {"pages", "copy"}
     assert [each.name for each in attention._candidates(operands(host=False))] == ["pages"]
 

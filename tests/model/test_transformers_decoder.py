@@ -86,7 +86,11 @@ def test_native_families_pass_the_door_too(tmp_path, backend):
         ("gemma2", {"head_dim": 8}, "attention uses softcap"),
         ("stablelm", {}, "has no replaceable attention"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope scaling 'dynamic'"),
-        ("mamba", {}, "no attribute|attention"),
+        ("mamba", {}, "layers of kind linear_attention have no place|have no num_attention_heads"),
+        ("bloom", {}, "has no replaceable attention|have no max_position_embeddings"),
+        ("opt", {"word_embed_proj_dim": 32, "num_key_value_heads": 4}, "its output head reaches into the body"),
+        ("nemotron", {}, "its layers don't hand on to the attention what they don't know"),
+        ("gemma4_text", {"head_dim": 8}, "may differ in head_dim, and the paged cache has one shape for all"),
     ],
 )
 def test_what_does_not_pass(tmp_path, backend, family, overrides, message):

@@ -58,3 +58,15 @@ def test_schedules_cannot_be_asked_for(outrider):
     shown = outrider("explore", "decode", "--backend", "cpu", "--strategy", "random")
     assert shown.code == 1
     assert "order of the program alone" in shown.err
+
+
+def test_eagle_over_images_and_axes_with_graphs(outrider):
+    """Positions on three axes, in graphs whose parameters are rebound, under drawn schedules."""
+    command = ("explore", "decode", "--images", "--iterations", "2", "--json")
+    shown = outrider(*command, "--backend", "sim:like=npu", "--graphs", "--speculate", "eagle")
+    assert shown.code == 0, shown.out
+    assert shown.json["images"]
+    assert shown.json["runs"] == 2
+    refused = outrider(*command, "--backend", "cpu")
+    assert refused.code != 0
+    assert "'sim'" in refused.err + refused.out

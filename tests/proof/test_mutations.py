@@ -9,6 +9,7 @@ from outrider.engine.requests import scheduler
 from outrider.engine.requests.scheduler import Scheduler
 from outrider_proof.mutations import deck
 from outrider_proof.mutations.sites import apply, sites
+from outrider_proof.proposers import EXTREMES
 from outrider_proof.setups import MODES, PERSONALITIES, PROPOSERS, Setup
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 says it of each fork
@@ -45,7 +46,7 @@ def test_a_change_is_made_in_the_process_that_makes_it():
 
 def test_the_deck_has_each_proposer_mode_and_personality():
     setups = [setup for setup, _ in deck.programs()]
-    assert tuple(setup.proposer for setup in setups) == PROPOSERS
+    assert tuple(dict.fromkeys(setup.proposer for setup in setups)) == (*PROPOSERS, *EXTREMES)
     assert {setup.mode for setup in setups} == set(MODES)
     assert {setup.like for setup in setups} == set(PERSONALITIES)
 
@@ -53,6 +54,7 @@ def test_the_deck_has_each_proposer_mode_and_personality():
 @pytest.fixture
 def one_program(monkeypatch):
     monkeypatch.setattr(deck, "programs", lambda: [(Setup("none", "staged"), 2)])
+    monkeypatch.setattr(deck, "FAULTY", ())
     deck.warm()
 
 

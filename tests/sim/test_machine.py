@@ -328,8 +328,8 @@ def test_the_plugin_describes_itself():
     assert info.name == "sim"
     assert info.priority < 0
     assert "strategy" in info.options
-    with pytest.raises(BackendLoadError, match="device 3"):
-        create_backend(3, {})
+    with pytest.raises(BackendLoadError, match="device 64"):
+        create_backend(64, {})
 
 
 def test_one_name_a_process(sim):

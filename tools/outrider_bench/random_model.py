@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.models import Running, Sizes, prepare_device
+from outrider.cli.rank_processes import Joined
 from outrider.cli.starting import progress_shown, say_what_started, say_what_was_chosen
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from outrider.device import Backend
     from outrider.engine.config import Choice, EngineConfig
     from outrider.engine.engine import Engine
-    from outrider.model import LanguageModel
+    from outrider.model import LanguageModel, ModelRanks
     from outrider.speculative.proposer import Proposer
 
 
@@ -77,21 +78,24 @@ class RandomModel:
             **least | (sizes or Sizes()).given,
         )
 
-    def make(self, device: Backend, dtype: torch.dtype) -> tuple[LanguageModel, Proposer | None]:
-        """The weights, on a device."""
+    def make(
+        self, device: Backend, dtype: torch.dtype, ranks: ModelRanks | None = None
+    ) -> tuple[LanguageModel, Proposer | None]:
+        """The weights on a device, or this rank's part of them."""
         from outrider.model import Decoder
         from outrider.speculative.eagle import EagleProposer
         from outrider_bench.random_weights import random_decoder, random_eagle, shape_config
         from outrider_bench.synthetic import with_acceptance_rates, with_synthetic_acceptance
 
-        model = random_decoder(shape_config(self.shape), backend=device, dtype=dtype)
+        whole = shape_config(self.shape)
+        model = random_decoder(whole, backend=device, dtype=dtype, ranks=ranks)
         if self.accept_length is not None:
-            model = Decoder(model.config, model.weights, with_synthetic_acceptance(model.kernels, self.accept_length))
+            model = Decoder(model.config, model.weights, with_synthetic_acceptance(model.kernels, self.accept_length), ranks)
         elif self.accept_rates is not None and self.speculate == "eagle":
-            model = Decoder(model.config, model.weights, with_acceptance_rates(model.kernels, self.accept_rates))
+            model = Decoder(model.config, model.weights, with_acceptance_rates(model.kernels, self.accept_rates), ranks)
         if self.speculate != "eagle":
             return model, None
-        return model, EagleProposer(random_eagle(model, backend=device), draft_tokens=self.draft_tokens)
+        return model, EagleProposer(random_eagle(model, whole, backend=device), draft_tokens=self.draft_tokens)
 
     def load(
         self,
@@ -105,6 +109,7 @@ class RandomModel:
         cached_tokens: int | None = None,
         say: bool = False,
         beside: Sequence[Choice] = (),
+        joined: Joined | None = None,
     ) -> Engine:
         """Choose the backend and make the weights on it. ``say``: tell people what was chosen, also ``beside`` it.
 
@@ -117,8 +122,10 @@ class RandomModel:
         from outrider.speculative.proposer import PlainProposer
 
         registry = Registry()
-        device = registry.create(registry.select(backend, backend_from_environment()))
-        with progress_shown() as tell:
+        joined = joined or Joined(1, 1)
+        device = joined.backend(registry, backend, backend_from_environment())
+        ranks = joined.join(device)
+        with progress_shown(joined.leads) as tell:
             prepare_device(device, lambda: shape_config(self.shape), 0.0, tell)
         own: tuple[Choice, ...] = ()
         if dtype is None:
@@ -128,16 +135,19 @@ class RandomModel:
         if cached_tokens is not None:
             pages = cached_tokens // (config.page_size or device.capabilities.page_size) + max_requests + 2
             config = replace(config, num_pages=pages)
-        model, proposer = self.make(device, config.torch_dtype)
+        model, proposer = self.make(device, config.torch_dtype, None if ranks is None else ranks.model)
         config = resolve(config, situation_of(device, model, proposer or PlainProposer()), own)
-        with progress_shown() as tell:
+        with progress_shown(joined.leads) as tell:
             engine = Engine(
                 model,
                 device,
                 proposer=proposer,
                 config=config,
                 capture_progress=lambda done, total: tell("capturing graphs", done, total),
+                ranks=ranks,
             )
+        if not joined.leads:
+            return engine
         if say:
             say_what_was_chosen(engine, beside)
         say_what_started(engine)

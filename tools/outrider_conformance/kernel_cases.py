@@ -292,12 +292,17 @@ def _shaping(dtype: torch.dtype) -> dict[str, Tensor]:
         "biased": torch.randint(0, _VOCABULARY, (_BATCH, 3), generator=_draw(11)),
         "values": torch.tensor([[1.0, -2.0, 3.0]] * _BATCH),
         "until": torch.tensor([[1 << 40, 102, 2]] * _BATCH),
+        "bitmask": torch.randint(-(2**31), 2**31, (_BATCH, _NODES, -(-_VOCABULARY // 32)), generator=_draw(12)).int(),
         "top_k": torch.tensor([0, 5, 0, 3]),
         "top_p": torch.tensor([1.0, 1.0, 0.7, 0.9]),
         "min_p": torch.tensor([0.0, 0.05, 0.0, 0.1]),
         "new_tokens": torch.tensor([[3, 3, -1], [0, 1, 2], [-1, -1, -1], [4, -1, -1]]),
         "count_rows": torch.tensor([1, 2, 3, 0]),
     }
+
+
+def _masked(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
+    return (kernels.apply_token_bitmask(o["logits"], o["bitmask"]),)
 
 
 def _biased(kernels: KernelSet, o: Operands) -> tuple[Tensor, ...]:
@@ -361,6 +366,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
             Case("verify_chain, sampling", _chains, _verified(sampling=True), exact=True),
             Case("verify_tree, greedy", _tree, _walked(sampling=False), exact=True),
             Case("verify_tree, sampling", _tree, _walked(sampling=True), exact=True),
+            Case("apply_token_bitmask", _shaping, _masked, exact=True),
             Case("bias_logits", _shaping, _biased),
             Case("penalize_logits", _shaping, _penalized),
             Case("count_tokens", _shaping, _counted, exact=True, changed=("counts",)),

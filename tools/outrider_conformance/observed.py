@@ -27,7 +27,8 @@ ALONE = "alone"
 
 @dataclass(frozen=True)
 class Observed:
-    """``calls``: of engines in every declared mode and of the kit's cases, with the backend's page size and dtype.
+    """``calls``: of engines in every declared mode, with the backend's page size and the dtype that it likes best, and of the
+    kit's cases, in each dtype that it prefers.
 
     ``layers``: the kernel sets that may answer, the outermost first, as (name, overrides, which of these are never used).
     ``plans_on_host``: the outermost one plans on the host, and passes of a draft aren't planned.
@@ -129,12 +130,14 @@ def _engines(backend: Backend, calls: KernelCalls) -> None:
 
 def _cases(backend: Backend, calls: KernelCalls) -> None:
     stream = backend.create_stream("cases")
-    dtype = engines.DTYPES[engines.preferred(backend)]
-    for case in CASES.values():
-        host = case.make(dtype)
-        with backend.on(stream), calls.during(ALONE):
-            case.call(backend.kernels_in_use, {name: tensor.to(backend.device) for name, tensor in host.items()})
-        stream.synchronize()
+    known = set(engines.DTYPES.values())
+    preferred = [dtype for dtype in backend.capabilities.preferred_dtypes if dtype in known]
+    for dtype in preferred or [engines.DTYPES[engines.preferred(backend)]]:
+        for case in CASES.values():
+            host = case.make(dtype)
+            with backend.on(stream), calls.during(ALONE):
+                case.call(backend.kernels_in_use, {name: tensor.to(backend.device) for name, tensor in host.items()})
+            stream.synchronize()
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from outrider_conformance.waivers import Waiver, read_waivers
 
 if TYPE_CHECKING:
     from outrider_conformance.observed import Observed
+    from outrider_conformance.ranks import RankRunner
 
 TIMEOUT = 120.0
 COUNTED = 4
@@ -197,6 +198,16 @@ def lab(kit: Kit, backend: Backend, pytestconfig: pytest.Config) -> Lab:
     return Lab(backend, kit.pace, seed=seed, draws=draws)
 
 
+@pytest.fixture(scope="session")
+def ranks(kit: Kit) -> Generator[RankRunner]:
+    """Runs a program on several ranks, each with a device of its own."""
+    from outrider_conformance.ranks import RankRunner
+
+    runner = RankRunner(kit)
+    yield runner
+    runner.end()
+
+
 @pytest.fixture
 def random_programs(kit: Kit, pytestconfig: pytest.Config) -> Callable[[str], None]:
     """Try this backend's share of random programs of a family: ``random_programs("copies")``."""
@@ -231,4 +242,4 @@ def figure(record_property: Callable[[str, object], None]) -> Callable[[str, flo
 
 
 Figure = Callable[[str, float, str], None]
-__all__: list[Any] = ["backend", "figure", "info", "kit", "lab", "observed", "random_programs"]
+__all__: list[Any] = ["backend", "figure", "info", "kit", "lab", "observed", "random_programs", "ranks"]

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.device.errors import ConfigError
-from outrider_conformance.levels import LEVELS, SUITE, level_of
+from outrider_conformance.levels import LEVELS, REPORTED, SUITE, level_of
 
 if TYPE_CHECKING:
     from outrider_conformance.kit import Kit
@@ -87,9 +87,10 @@ def reached(tests: Sequence[Mapping[str, Any]], level: int) -> str | None:
     """The highest level that is passed together with every one below it; L5 is never a reason to fail."""
     highest = None
     for name, result in levels_of(tests, level).items():
-        if result["result"] not in (PASSED, WAIVED):
+        if result["result"] in (PASSED, WAIVED):
+            highest = name
+        elif name != f"L{REPORTED}":
             break
-        highest = name
     return highest
 
 

@@ -45,6 +45,9 @@ _TESTED_IN: Mapping[str, str] = {
     "waits_inside_graphs": "L2",
     "flags": "L3",
     "updates_graph_params": "L3",
+    "collectives": "L6",
+    "captures_collectives": "L6",
+    "peer_memory": "L6",
 }
 """Capability → the level whose tests show it; L1 where it isn't here."""
 _ENGINE = "overlapped speculative decoding"

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.device import Backend
+from outrider import Engine
+from outrider.device import Backend, OutriderError
 from outrider_proof.decode_program import HostProgram, WrongTokens, draft_length_of, implied_by
 from outrider_proof.fence_log import Drop, FenceLog
 from outrider_proof.pace import Pace
@@ -16,6 +17,10 @@ from outrider_sanitizer import RaceError, watch
 from outrider_sanitizer import Report as Findings
 from outrider_sim.explore import run_once
 from outrider_sim.strategies import make_strategy
+
+
+class WrongCounts(OutriderError):
+    """An engine's stats say something else than its outputs."""
 
 
 @dataclass
@@ -71,6 +76,7 @@ def serve(setup: Setup, program: HostProgram, log: FenceLog) -> dict[str, int]:
                 f"request {index}: {ours[index]} iterations and tokens, the synchronous engine {reference[index]}"
             )
     records = served.records.values()
+    _check_stats(engines, served, pace)
     return {
         "requests": len(program.arrivals),
         "aborted": sum(reason == "abort" for reason in served.ended.values()),
@@ -83,6 +89,21 @@ def serve(setup: Setup, program: HostProgram, log: FenceLog) -> dict[str, int]:
         "launches": pace.launches,
         "ran_ahead": pace.ran_ahead,
     }
+
+
+def _check_stats(engines: Sequence[Engine], served: Served, pace: Pace) -> None:
+    """What engines count is what came out of them. Raises :class:`WrongCounts`."""
+    records, stats = served.records.values(), [engine.stats for engine in engines]
+    found = {name: sum(getattr(each, name) for each in stats) for name in ("iterations", "emitted_tokens")}
+    wanted = {"iterations": pace.launches, "emitted_tokens": sum(map(len, served.got.values()))}
+    if not served.moved:  # the record of a request that moved begins again in the other engine
+        found |= {name: sum(getattr(each, name) for each in stats) for name in ("verified_tokens", "request_iterations")}
+        wanted |= {
+            "verified_tokens": sum(record.verified_tokens for record in records),
+            "request_iterations": sum(record.iterations for record in records),
+        }
+    if found != wanted:
+        raise WrongCounts(f"the engine's stats say {found}, its outputs {wanted}")
 
 
 def once(

@@ -42,6 +42,7 @@ class Exploration:
     draft_topk: int = 1
     mode: str = "staged"
     graphs: bool = False
+    images: bool = False
 
     def explorer(self, device: Backend, like: DecodeExplorer | None = None) -> DecodeExplorer:
         """The engine's programs on a device."""
@@ -53,6 +54,7 @@ class Exploration:
             graphs=self.graphs,
             drop=self.drop_fence,
             half=self.drop,
+            images=self.images,
             like=like,
         )
 
@@ -67,6 +69,7 @@ class Exploration:
             "draft_topk": self.draft_topk,
             "mode": self.mode,
             "graphs": self.graphs,
+            "images": self.images,
         }
 
 
@@ -79,6 +82,11 @@ def explore_decode(exploration: Exploration) -> Report:
         raise CapabilityError(
             f"{device.label} decides its schedules itself: it runs decode in the order of the program alone; leave out "
             "--strategy and --replay, or use a backend such as 'sim'"
+        )
+    if chosen.images and not device.capabilities.asynchronous:
+        raise CapabilityError(
+            f"{device.label} computes in the host's own memory, which a vision tower reads without asking: the sanitizer "
+            "would call that a race; explore images on a device that runs beside the host, such as 'sim'"
         )
     if chosen.drop_fence == EVERY:
         return _explore_every_fence(chosen, device)

@@ -7,25 +7,25 @@ reference backend.
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from outrider.cli.models import bundled
 from outrider.device.errors import ConfigError, OutriderError
 from outrider.errors import RequestError
 from outrider.registry import Registry
+from outrider_proof.guides import Residues, guide
+from outrider_proof.network import Network, NetworkMove
 from outrider_proof.pace import Pace
+from outrider_proof.subjects import Subject, bundled_text, tiny_images
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Fence
     from outrider.engine.engine import Engine
     from outrider.engine.requests.draft_length import DraftLengthPolicy
-    from outrider.engine.requests.request import Completion
-    from outrider.model import Decoder
+    from outrider.model import Media
     from outrider.speculative.proposer import Proposer
     from outrider_proof.fence_log import FenceLog
     from outrider_sanitizer import Finding
@@ -39,6 +39,9 @@ _MOVING = 0.3
 _CHANGING = 0.35
 """How many of the programs change the length of drafts."""
 
+_GUIDED, _AMONG = 0.5, 0.6
+"""How many of the programs guide requests, and how many of their requests are guided."""
+
 
 class WrongTokens(OutriderError):
     """The engine's output isn't what plain decoding gives, or it lost a page or a row."""
@@ -49,6 +52,7 @@ class Arrival:
     """A request: a slice of the text, how much it may write, when it comes and when, if ever, it's aborted.
 
     ``moves``: how many steps after its arrival it goes over to the other engine, or as soon after as it can; each time.
+    ``guided``: a grammar says what it may write (:class:`~outrider_proof.guides.Residues`).
     """
 
     start: int
@@ -57,6 +61,7 @@ class Arrival:
     step: int
     abort_after: int | None
     moves: tuple[int, ...] = ()
+    guided: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,7 @@ class HostProgram:
     def draw(cls, seed: int, text: int) -> HostProgram:
         """The program numbered ``seed`` over a text of ``text`` tokens."""
         rng = random.Random(seed)
-        # Drawn apart, so that they change nothing else of a program.
+        # Drawn apart, so that they change nothing else of a program. Every second move is by the network card.
         moving, changing = random.Random(f"hand-over {seed}"), random.Random(f"draft length {seed}")
         moves = moving.random() < _MOVING
         arrivals = []
@@ -96,6 +101,10 @@ class HostProgram:
             prefill_chunk=rng.choice((5, 16, 64)),
             draft_tokens=rng.randint(2, 4),
         )
+        guiding = random.Random(f"guide {seed}")
+        if guiding.random() < _GUIDED:
+            chosen = [replace(arrival, guided=guiding.random() < _AMONG) for arrival in program.arrivals]
+            program = replace(program, arrivals=tuple(chosen))
         if changing.random() >= _CHANGING:
             return program
         among = (0, 1, changing.randint(0, program.draft_tokens), program.draft_tokens)
@@ -104,10 +113,10 @@ class HostProgram:
 
 
 class DecodeExplorer:
-    """The bundled model on a backend whose schedule is decided, and the reference to compare with.
+    """A model on a backend whose schedule is decided, and the reference to compare with.
 
-    Weights are loaded once, before anything is scheduled; each run builds an engine of its own. ``like``: another one, whose
-    reference and its tokens are taken over.
+    Weights are loaded once, before anything is scheduled; each run builds an engine of its own. ``images``: a tiny model over
+    text and images instead of the bundled one. ``like``: another explorer, whose expected tokens are taken over.
     """
 
     def __init__(
@@ -121,13 +130,10 @@ class DecodeExplorer:
         drop: str | None = None,
         half: str = "wait",
         consumer: str | None = None,
+        images: bool = False,
         like: DecodeExplorer | None = None,
     ) -> None:
-        import torch
-
-        from outrider.engine.engine import Engine
         from outrider.engine.fences import FENCES
-        from outrider.model import Tokenizer, load_decoder
         from outrider_proof.fence_log import Drop
 
         if speculate not in ("eagle", "ngram", "none"):
@@ -139,11 +145,9 @@ class DecodeExplorer:
         self.backend = backend
         self._speculate, self._topk, self._drop, self._half = speculate, draft_topk, drop, Drop(half)
         self._mode, self._graphs, self._consumer = mode, graphs, consumer
-        self._model = load_decoder(bundled("target"), backend=backend, dtype=torch.float32)
-        backend.synchronize()
-        self._text = Tokenizer.from_checkpoint(bundled("target")).encode(inspect.getsource(Engine))
-        self._plain: dict[tuple[int, ...], tuple[int, ...]] = {} if like is None else like._plain
-        self._reference: Decoder = _reference_model() if like is None else like._reference
+        self._subject = tiny_images() if images else bundled_text()
+        self._model, self._vision = self._subject.load(backend)
+        self._plain: dict[Arrival, tuple[int, ...]] = {} if like is None else like._plain
         self.findings: Findings | None = None
         self.log: FenceLog | None = None
         self.pace = Pace()
@@ -152,14 +156,18 @@ class DecodeExplorer:
 
     def program(self, seed: int) -> HostProgram:
         """The host program numbered ``seed``."""
-        return HostProgram.draw(seed, len(self._text))
+        program = HostProgram.draw(seed, len(self._subject.text))
+        if not self._subject.images:
+            return program
+        # The loop that guided tokens are compared with knows of no images.
+        return replace(program, arrivals=tuple(replace(arrival, guided=False) for arrival in program.arrivals))
 
     def expected(self, arrival: Arrival) -> tuple[int, ...]:
         """Plain greedy tokens for the whole length that any request may write."""
-        prompt = self._prompt(arrival)
-        if prompt not in self._plain:
-            self._plain[prompt] = _plain(self._reference, prompt).token_ids
-        return self._plain[prompt][: arrival.max_tokens]
+        alike = Arrival(arrival.start, arrival.length, _LONGEST, 0, None, guided=arrival.guided)
+        if alike not in self._plain:
+            self._plain[alike] = _plain(self._subject, alike)
+        return self._plain[alike][: arrival.max_tokens]
 
     def run(self, program: HostProgram, backend: Backend) -> None:
         """Run it once, watched. Raises the sanitizer's RaceError, :class:`WrongTokens`, what :class:`Pace` raises (lost
@@ -196,18 +204,16 @@ class DecodeExplorer:
             return ()
         return implied_by(self.findings.findings, self.log)
 
-    def _prompt(self, arrival: Arrival) -> tuple[int, ...]:
-        return tuple(self._text[arrival.start : arrival.start + arrival.length])
-
     def _engine(self, program: HostProgram) -> Engine:
         from outrider.engine.engine import Engine
         from outrider.speculative.build import DraftOptions, build
         from outrider_proof.tiny import plain_config
 
         config = plain_config(
+            dtype=self._subject.dtype,
             max_requests=program.max_requests,
             page_size=program.page_size,
-            num_pages=1 + -(-(_CONTEXT + 16) // program.page_size) + program.spare_pages,
+            num_pages=1 + -(-(_CONTEXT + 16 + self._subject.extra) // program.page_size) + program.spare_pages,
             prefill_chunk=program.prefill_chunk,
             draft_tokens=program.draft_tokens,
             max_context=_CONTEXT,
@@ -219,14 +225,20 @@ class DecodeExplorer:
             target=self._model,
             backend=self.backend,
             dtype=config.torch_dtype,
-            directory=bundled("eagle") if self._speculate == "eagle" else None,
+            directory=self._subject.eagle if self._speculate == "eagle" else None,
             draft_tokens=config.draft_tokens,
             topk=self._topk,
         )
         proposer = build(self._speculate, options)
         lengths = draft_length_of(program, proposer)
         engine = Engine(
-            self._model, self.backend, proposer=proposer, config=config, wrap_fence=self.wrap, draft_length=lengths
+            self._model,
+            self.backend,
+            proposer=proposer,
+            config=config,
+            wrap_fence=self.wrap,
+            vision=self._vision,
+            draft_length=lengths,
         )
         self.pace.watch(engine, overlap=True)
         return engine
@@ -241,7 +253,7 @@ class DecodeExplorer:
         moves = any(arrival.moves for arrival in program.arrivals)
         engines = [self._engine(program) for _ in range(2 if moves else 1)]
         free = [(engine.free_pages, engine.free_rows) for engine in engines]
-        serving = Serving(engines, program, self._prompt)
+        serving = Serving(engines, program, self._subject.prompt)
         serving.run()
         for index, wanted in enumerate(expected):
             got = serving.got[index]
@@ -270,10 +282,16 @@ def draft_length_of(program: HostProgram, proposer: Proposer) -> DraftLengthPoli
 class Serving:
     """A host program's requests on their way through one engine, or two that hand them over to each other.
 
-    ``got``: the tokens of each request, in the order of the program; ``ended``: its finish reason.
+    ``prompt``: the tokens of an arrival, and its images. ``got``: the tokens of each request, in the order of the program;
+    ``ended``: its finish reason.
     """
 
-    def __init__(self, engines: Sequence[Engine], program: HostProgram, prompt: Callable[[Arrival], tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        program: HostProgram,
+        prompt: Callable[[Arrival], tuple[tuple[int, ...], tuple[Media, ...]]],
+    ) -> None:
         self._engines, self._prompt = engines, prompt
         self._arrivals = program.arrivals
         self._waiting = sorted(range(len(program.arrivals)), key=lambda i: program.arrivals[i].step)
@@ -284,12 +302,15 @@ class Serving:
         self.got: dict[int, list[int]] = {index: [] for index in self._waiting}
         self.ended: dict[int, str] = {}
         self.moved = 0
+        self._network: Network | None = None
+        self._under_way: list[NetworkMove] = []
 
     def run(self) -> None:
         """Step until nothing is left."""
         step = 0
-        while self._waiting or any(engine.has_unfinished for engine in self._engines):
+        while self._waiting or self._under_way or any(engine.has_unfinished for engine in self._engines):
             self._arrive(step)
+            self._under_way = [move for move in self._under_way if not move.advance()]
             for index in [i for i in self._request if i not in self.ended]:
                 age = step - self._since[index]
                 after = self._arrivals[index].abort_after
@@ -308,6 +329,8 @@ class Serving:
             step += 1
         for engine in self._engines:
             engine.drain()
+        if self._network is not None:
+            self._network.close()
 
     def _arrive(self, step: int) -> None:
         from outrider.engine.requests.request import SamplingParams
@@ -315,11 +338,15 @@ class Serving:
         while self._waiting and self._arrivals[self._waiting[0]].step <= step:
             index = self._waiting.pop(0)
             arrival = self._arrivals[index]
+            tokens, media = self._prompt(arrival)
             params = SamplingParams(max_tokens=arrival.max_tokens)
-            self._place(index, 0, self._engines[0].add_request(self._prompt(arrival), params))
+            self._place(index, 0, self._engines[0].add_request(tokens, params, media=media))
             self._since[index] = step
 
     def _move(self, index: int, side: int, request: int) -> None:
+        if (index + len(self._arrivals[index].moves) - len(self._moves[index])) % 2:
+            self._move_by_network(index, side, request)
+            return
         try:
             handed = self._engines[side].hand_over(request)
         except RequestError:
@@ -328,7 +355,23 @@ class Serving:
         self._place(index, 1 - side, self._engines[1 - side].take_over(handed))
         self.moved += 1
 
+    def _move_by_network(self, index: int, side: int, request: int) -> None:
+        self._network = self._network or Network(*self._engines)
+        try:
+            lent = self._engines[side].lend(request)
+        except RequestError:
+            return
+        if lent is None:
+            return
+        self._moves[index].pop(0)
+        self.moved += 1
+        del self._request[index]
+        arrive = lambda arrived: self._place(index, 1 - side, arrived)  # noqa: E731
+        self._under_way.append(NetworkMove(self._network, side, lent, arrive))
+
     def _place(self, index: int, side: int, request: int) -> None:
+        if self._arrivals[index].guided:
+            guide(self._engines[side], request)
         self._request[index] = side, request
         self._index[side, request] = index
 
@@ -343,20 +386,17 @@ def implied_by(findings: Iterable[Finding], log: FenceLog) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _reference_model() -> Decoder:
-    import torch
-
-    from outrider.model import load_decoder
-
-    return load_decoder(bundled("target"), backend=Registry().create("cpu"), dtype=torch.float32)
-
-
-def _plain(model: Decoder, prompt: tuple[int, ...]) -> Completion:
+def _plain(subject: Subject, arrival: Arrival) -> tuple[int, ...]:
+    """The likeliest tokens, one after the other; guided ones by a loop of its own, which shares nothing with the engine."""
+    model, vision = subject.reference
+    tokens, media = subject.prompt(arrival)
+    if arrival.guided:
+        return Residues.greedy(model, tokens, arrival.max_tokens)
     from outrider.engine.engine import Engine
     from outrider.engine.requests.request import SamplingParams
     from outrider_proof.tiny import plain_config
 
-    config = plain_config(max_requests=1, max_context=_CONTEXT)
-    engine = Engine(model, Registry().create("cpu"), config=config)
-    (completion,) = engine.generate([prompt], SamplingParams(max_tokens=_LONGEST))
-    return completion
+    config = plain_config(max_requests=1, max_context=_CONTEXT, dtype=subject.dtype)
+    engine = Engine(model, Registry().create("cpu"), config=config, vision=vision)
+    (completion,) = engine.generate([tokens], SamplingParams(max_tokens=arrival.max_tokens), media=[media])
+    return completion.token_ids

@@ -167,8 +167,12 @@ class _Noted(Fence):
         return True
 
     def done(self) -> bool:
-        """That of the fence itself."""
-        return self._inner.done()
+        """Note it where the answer is yes: the host goes on from there. Always yes where waits are dropped."""
+        skipped = self._skips(HOST)
+        came = skipped or self._inner.done()
+        if came:
+            self._note_host(skipped)
+        return came
 
     def _note(self, consumer: str, end: int, skipped: bool) -> None:
         assert self._declared is not None  # the seam raises for a wait that comes before any record

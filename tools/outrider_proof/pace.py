@@ -40,7 +40,7 @@ class Pace:
 
     *Batching.* Each batch has every running request whose context was launched and whose output isn't sure to be complete.
     *Overlap.* An iteration that follows another is launched before the results of that one are handled, unless the engine
-    had to settle what is in flight: before it preempts, or for a hand-over.
+    had to settle what is in flight: before it preempts, or for a hand-over. One with a guided request runs alone.
     *Rows.* A row and its pages are given back when no iteration of their request is in flight.
     *Launch.* Nothing in a launch blocks the host, but at the fences where the backend's policy says so, and where it prefills
     images.
@@ -66,7 +66,7 @@ class Pace:
         loop = engine._loop
         sync, step = loop._backend.speculative_sync, loop.step
         exact = sync.exact_host_lengths or step._plans_on_host
-        policy = {"lengths_on_host": exact, "published": sync.published_waiter is Waiter.HOST}
+        policy = {"lengths_on_host": exact, "published": sync.published_waiter is Waiter.HOST, "draft_on_host": True}
         self._may_block |= {name for name, may in policy.items() if may}
         _Watched(self, loop, overlap)
 
@@ -160,7 +160,7 @@ class _Watched:
 
     def _launch(self, original: Callable[[Batch], Ticket], batch: Batch) -> Ticket:
         pace = self._pace
-        if self._overlap and self._followed and not self._loop._in_flight:
+        if self._overlap and self._followed and not batch.guided and not self._loop._in_flight:
             pace.note(LostOverlap("the results of an iteration were handled before the next one was launched"))
         pace.launches += 1
         pace.ran_ahead += bool(self._loop._in_flight)
@@ -170,7 +170,7 @@ class _Watched:
             ticket = original(batch)
         finally:
             pace._launching = False
-        self._followed = True
+        self._followed = not batch.guided
         return ticket
 
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider import Engine, SamplingParams
-from outrider.model import Decoder, Eagle3Head, EagleHead, MtpHead
+from outrider.model import Decoder, Eagle3Head, EagleHead, ModelConfig, ModelRanks, MtpHead, Shards
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.tree import DynamicTree, FixedTree
 from outrider_proof import tiny
+from outrider_proof.parts import decoder_part, eagle3_part, eagle_part, mtp_part
 from outrider_proof.tiny import plain_config
 
 if TYPE_CHECKING:
@@ -38,28 +39,47 @@ def moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def decoder(model: Decoder, backend: Backend) -> Decoder:
-    """The same model on another backend, with the kernels chosen there."""
-    return Decoder(model.config, moved(model.weights, backend.device), backend.kernels_in_use)
+def decoder(model: Decoder, backend: Backend, ranks: ModelRanks | None = None) -> Decoder:
+    """The same model on another backend, with the kernels chosen there; or the part of it that one of several ranks has."""
+    shards = Shards() if ranks is None else ranks.shards
+    weights = moved(decoder_part(model.weights, model.config, shards), backend.device)
+    return Decoder(shards.local(model.config, "the model"), weights, backend.kernels_in_use, ranks)
 
 
 def eagle(target: Decoder) -> EagleHead:
     """The tiny EAGLE head, on the device of its target."""
     head = tiny.eagle_head()
-    return EagleHead(head.config, moved(head.weights, target.device), target)
+    weights = eagle_part(head.weights, head.config, target.shards)
+    return EagleHead(_local(head.config, target), moved(weights, target.device), target)
 
 
 def eagle3(target: Decoder) -> Eagle3Head:
     """The tiny EAGLE-3 head, on the device of its target."""
     head = tiny.eagle3_head()
+    weights = eagle3_part(head.weights, head.config, target.shards)
     return Eagle3Head(
-        head.config, moved(head.weights, target.device), target, aux_hidden_state_layers=head.aux_hidden_state_layers
+        _local(head.config, target),
+        moved(weights, target.device),
+        target,
+        aux_hidden_state_layers=head.aux_hidden_state_layers,
     )
 
 
 def mtp(target: Decoder) -> list[MtpHead]:
     """The tiny MTP heads, on the device of their target."""
-    return [MtpHead(h.config, moved(h.weights, target.device), target, ahead=h.ahead) for h in tiny.mtp_heads()]
+    return [
+        MtpHead(
+            _local(head.config, target),
+            moved(mtp_part(head.weights, head.config, target.shards), target.device),
+            target,
+            ahead=head.ahead,
+        )
+        for head in tiny.mtp_heads()
+    ]
+
+
+def _local(config: ModelConfig, target: Decoder) -> ModelConfig:
+    return target.shards.local(config, "the head")
 
 
 def shape() -> DynamicTree:
@@ -75,13 +95,26 @@ MAKERS: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
     "eagle3-tree": lambda t, _: EagleTreeProposer(eagle3(t), shape()),
     "mtp": lambda t, _: MtpProposer(mtp(t)),
     "mtp-tree": lambda t, _: MtpProposer(mtp(t), branches=3),
-    "draft-model": lambda t, b: DraftModelProposer(decoder(tiny.draft_model(), b), target=t, draft_tokens=3),
-    "draft-model-tree": lambda t, b: DraftModelTreeProposer(decoder(tiny.draft_model(), b), target=t, shape=shape()),
+    "draft-model": lambda t, b: DraftModelProposer(decoder(tiny.draft_model(), b, t.ranks), target=t, draft_tokens=3),
+    "draft-model-tree": lambda t, b: DraftModelTreeProposer(decoder(tiny.draft_model(), b, t.ranks), target=t, shape=shape()),
     "none": lambda t, _: None,
     "ngram": lambda t, _: NgramProposer(vocab_size=t.config.vocab_size, draft_tokens=3),
     "ngram-tree": lambda t, _: NgramProposer(vocab_size=t.config.vocab_size, draft_tokens=3, branches=3),
 }
 """A proposer by its name, for a target on a backend; None: plain decoding."""
+
+
+def untrained(target: Decoder) -> EagleHead:
+    """An EAGLE head that knows nothing of its target: nearly every draft is rejected."""
+    head = eagle(target)
+    return EagleHead(head.config, dataclasses.replace(head.weights, fusion=head.weights.fusion.flip(0)), target)
+
+
+EXTREMES: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
+    "eagle, untrained": lambda t, _: EagleProposer(untrained(t), draft_tokens=3),
+    "draft-model, itself": lambda t, b: DraftModelProposer(decoder(tiny.target(), b), target=t, draft_tokens=3),
+}
+"""Proposers whose drafts are nearly all rejected, and all accepted."""
 
 
 def program(name: str, **config: Any) -> Callable[[Backend], None]:

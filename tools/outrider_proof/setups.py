@@ -24,7 +24,8 @@ from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
 from outrider_proof.checkpoints import IMAGE, picture, write_vision_checkpoint
 from outrider_proof.decode_program import Arrival, HostProgram, Serving, draft_length_of
-from outrider_proof.proposers import MAKERS, decoder
+from outrider_proof.guides import guide
+from outrider_proof.proposers import EXTREMES, MAKERS, decoder
 from outrider_proof.tiny import plain_config
 from outrider_sim.plugin import create_backend
 
@@ -103,12 +104,14 @@ def draw(seed: int) -> HostProgram:
     program = HostProgram.draw(seed, TEXT)
     if seed % 2:
         return program
-    rng = random.Random(f"crowded {seed}")
+    rng, guiding = random.Random(f"crowded {seed}"), random.Random(f"crowded, guided {seed}")
+    guides = 0.6 if guiding.random() < 0.4 else 0.0
     arrivals = []
     for _ in range(rng.randint(3, 6)):
         start, length = rng.choice((0, 0, 16)), rng.randint(6, 36)
         abort = rng.randint(1, 6) if rng.random() < 0.15 else None
-        arrivals.append(Arrival(start, length, rng.randint(4, LONGEST), rng.randint(0, 6), abort))
+        guided = guiding.random() < guides
+        arrivals.append(Arrival(start, length, rng.randint(4, LONGEST), rng.randint(0, 6), abort, guided=guided))
     return replace(
         program,
         arrivals=tuple(arrivals),
@@ -162,7 +165,7 @@ class Models:
             return NgramProposer(vocab_size=self.target.config.vocab_size, draft_tokens=3)
         stream = self.backend.create_stream("load")
         with self.backend.on(stream):
-            made = MAKERS[self.proposer](self.target, self.backend)
+            made = {**MAKERS, **EXTREMES}[self.proposer](self.target, self.backend)
         stream.synchronize()
         return made or PlainProposer()
 
@@ -238,21 +241,11 @@ def prompt_and_media(proposer: str, arrival: Arrival) -> tuple[tuple[int, ...], 
 
 
 class Served(Serving):
-    """With images, and keeping the engine's records of the requests."""
+    """Keeps the engine's records of the requests."""
 
     def __init__(self, engines: Sequence[Engine], program: HostProgram, proposer: str) -> None:
-        super().__init__(engines, program, lambda arrival: prompt_and_media(proposer, arrival)[0])
-        self._proposer = proposer
+        super().__init__(engines, program, lambda arrival: prompt_and_media(proposer, arrival))
         self.records: dict[int, Request] = {}
-
-    def _arrive(self, step: int) -> None:
-        while self._waiting and self._arrivals[self._waiting[0]].step <= step:
-            index = self._waiting.pop(0)
-            arrival = self._arrivals[index]
-            tokens, media = prompt_and_media(self._proposer, arrival)
-            params = SamplingParams(max_tokens=arrival.max_tokens)
-            self._place(index, 0, self._engines[0].add_request(tokens, params, media=media))
-            self._since[index] = step
 
     def _place(self, index: int, side: int, request: int) -> None:
         super()._place(index, side, request)
@@ -274,13 +267,18 @@ def plain(proposer: str, arrival: Arrival) -> tuple[int, ...]:
     host = models(proposer, None)
     config = plain_config(max_requests=1, max_context=CONTEXT, dtype="float64", penalties=False)
     engine = Engine(host.target, host.backend, config=config, vision=host.vision)
-    (done,) = engine.generate([tokens], SamplingParams(max_tokens=arrival.max_tokens), media=[media])
-    return done.token_ids
+    request = engine.add_request(tokens, SamplingParams(max_tokens=arrival.max_tokens), media=media)
+    if arrival.guided:
+        guide(engine, request)
+    found: list[int] = []
+    while engine.has_unfinished:
+        found += [token for output in engine.step() for token in output.tokens]
+    return tuple(found)
 
 
 def alone(arrival: Arrival) -> Arrival:
     """The same request, whatever else a program says of it."""
-    return Arrival(arrival.start, arrival.length, arrival.max_tokens, 0, None)
+    return Arrival(arrival.start, arrival.length, arrival.max_tokens, 0, None, guided=arrival.guided)
 
 
 def engines_for(setup: Setup, program: HostProgram, wrap: Callable[[Fence], Fence] | None = None) -> list[Engine]:

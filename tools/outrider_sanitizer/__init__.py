@@ -10,6 +10,6 @@ report.raise_if_any()
 from outrider_sanitizer.advisor import Advice
 from outrider_sanitizer.findings import Finding, Kind, RaceError, Report, Site
 from outrider_sanitizer.sanitizer import Sanitizer
-from outrider_sanitizer.session import watch, watching
+from outrider_sanitizer.session import watch, watch_ranks, watching
 
-__all__ = ["Advice", "Finding", "Kind", "RaceError", "Report", "Sanitizer", "Site", "watch", "watching"]
+__all__ = ["Advice", "Finding", "Kind", "RaceError", "Report", "Sanitizer", "Site", "watch", "watch_ranks", "watching"]

@@ -13,7 +13,7 @@ from outrider_sanitizer.memory import Shadow
 class Verb(NamedTuple):
     """One captured step: an operation, or an event or flag by its object, on a branch."""
 
-    what: str  # launch, allocate, record, wait, join, set, await, reset
+    what: str  # launch, allocate, record, wait, join, set, await, reset, collective
     branch: str
     subject: Any
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,8 +14,9 @@ from rich.text import Text
 
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.device.errors import ConfigError
 from outrider.registry import BackendSpec, Registry
-from outrider_sanitizer.scripts import run_script, script_path
+from outrider_sanitizer.scripts import run_rank_scripts, run_script, script_path
 
 if TYPE_CHECKING:
     from outrider.device import Backend
@@ -22,17 +24,31 @@ if TYPE_CHECKING:
     from outrider_sanitizer import Report as Findings
 
 
+_SIMULATED = "sim"
+
+
 def sanitize(
     script: Annotated[list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help="The script and its arguments.")],
     backend: BackendOption = None,
     advice: Annotated[bool, typer.Option("--advice/--no-advice", help="List waits that order nothing new.")] = True,
+    ranks: Annotated[
+        int, typer.Option(min=1, max=64, help="Run it as so many ranks of torch.distributed, on simulated devices.")
+    ] = 1,
     json_output: JsonOption = False,
 ) -> Report:
-    """Run a Python script and report races, stale reads and lost flags. Exit code 1 when there are any."""
+    """Run a Python script and report races, stale reads and lost flags. Exit code 1 when there are any.
+
+    With --ranks each rank is a host thread that has a simulated device, arguments, environment and torch.distributed of its
+    own; one report says what ranks do unlike each other, too.
+    """
     del json_output
     path = script_path(script, "sanitize")
     registry = Registry()
-    found, failure = _run(registry, registry.select(backend, backend_from_environment()), path, script)
+    chosen = backend or backend_from_environment()
+    if ranks > 1:
+        found, failure = _run_ranks(registry, registry.select(chosen or _SIMULATED), path, script, ranks)
+    else:
+        found, failure = _run(registry, registry.select(chosen), path, script)
     clean = all(report.clean for report in found)
     data = {"clean": clean, "script_error": failure, "reports": [report.as_dict() for report in found]}
 
@@ -55,6 +71,29 @@ def _run(registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str])
     # A backend that nothing was done with has nothing to say, unless it's the only one.
     used = [report for report in reports if report.operations or not report.clean]
     return used or reports[:1], failure
+
+
+def _run_ranks(
+    registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str], ranks: int
+) -> tuple[list[Findings], str | None]:
+    from outrider_sanitizer.ranks import Ranks
+    from outrider_sanitizer.session import watching
+
+    if spec.ordinal:
+        raise ConfigError(f"--ranks {ranks} takes devices 0 to {ranks - 1}; leave the number out of {str(spec)!r}")
+    backends = [registry.create(replace(spec, ordinal=n, options=spec.options if n == 0 else {})) for n in range(ranks)]
+    shared = Ranks()
+    results = run_rank_scripts(
+        path, argv, backends, lambda made, stack: _ignore(stack.enter_context(watching(made, ranks=shared)))
+    )
+    failures = [f"rank {rank}: {error or f'exit code {code}'}" for rank, (code, error) in enumerate(results) if error or code]
+    # What torch.distributed does of itself is no advice to the script's author.
+    shared.report.advice = [item for item in shared.report.advice if not item.event.startswith("torch ")]
+    return [shared.report], "; ".join(failures) or None
+
+
+def _ignore(_: object) -> None:
+    """What the scope gives isn't needed."""
 
 
 def _watch(backend: Backend) -> AbstractContextManager[Findings]:

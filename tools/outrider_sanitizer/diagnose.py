@@ -13,10 +13,14 @@ _CASTS = ("aten::_to_copy", "aten::to.", "aten::type_as")
 
 
 class Diagnosis:
-    """Makes findings. ``control`` names schedules, where the device has it; ``labels`` maps streams to their names there."""
+    """Makes findings. ``control`` names schedules, where the device has it; ``labels`` maps streams to their names there.
 
-    def __init__(self, control: ControllableDevice | None, labels: dict[str, str]) -> None:
+    ``rank``: of the device, where there are several.
+    """
+
+    def __init__(self, control: ControllableDevice | None, labels: dict[str, str], rank: int = -1) -> None:
         self._control = control
+        self._rank = rank
         self._labels = labels
 
     # -- sites -----------------------------------------------------------------------------------------------------
@@ -38,6 +42,7 @@ class Diagnosis:
             start=access.start if access else 0,
             end=access.end if access else 0,
             between=point.between,
+            rank=self._rank,
         )
 
     # -- ordering --------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from outrider.device import ROW_ACCESS, Access, Operation
 from outrider_sanitizer.ordering import HOST
 from outrider_sanitizer.places import here
+from outrider_sanitizer.ranks import Ranks
 from outrider_sanitizer.sanitizer import Sanitizer
 
 if TYPE_CHECKING:
@@ -143,8 +144,8 @@ class Storages:
 class DerivedSanitizer(Sanitizer):
     """The sanitizer of a backend that reports no accesses. ``rows_apart``: see :func:`~outrider_sanitizer.watch`."""
 
-    def __init__(self, backend: Backend, *, rows_apart: bool = True) -> None:
-        super().__init__(backend)
+    def __init__(self, backend: Backend, ranks: Ranks | None = None, *, rows_apart: bool = True) -> None:
+        super().__init__(backend, ranks)
         self.report.blind_spots.extend((_APART, *_BLIND) if rows_apart else _BLIND)
         self._rows_apart = rows_apart
         self._storages = Storages(backend)

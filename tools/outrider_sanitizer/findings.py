@@ -28,6 +28,11 @@ class Kind(StrEnum):
     STALE_OUTPUT = "graph output read after its next replay"
     STALE_MIRROR = "mirror behind its source"
     NOT_REBOUND = "parameter not rebound"
+    DECISION = "ranks decide differently"
+    COLLECTIVE = "ranks call different collectives"
+    COLLECTIVE_MISSING = "collective that a rank never makes"
+    COLLECTIVE_UNORDERED = "collectives that nothing orders"
+    COLLECTIVE_ORDER = "ranks call groups in different order"
 
 
 STALENESS = frozenset(
@@ -56,7 +61,8 @@ class Site:
 
     ``actor`` is a stream or a host thread; ``index`` the operation's position among what that was given, -1 where the device
     doesn't tell; ``generation`` the replay of ``graph`` that it belongs to (0 outside graphs), ``index`` counts from its
-    beginning then, and ``launch`` is the position of the replay on its stream, -1 where the device doesn't tell.
+    beginning then, and ``launch`` is the position of the replay on its stream, -1 where the device doesn't tell. ``rank``: of
+    the device, -1 where there is one alone.
     """
 
     operation: str
@@ -71,14 +77,16 @@ class Site:
     start: int = 0
     end: int = 0
     between: bool = False
+    rank: int = -1
 
     def __str__(self) -> str:
         where = f" at {self.location}" if self.location else ""
+        rank = f" of rank {self.rank}" if self.rank >= 0 and not self.actor.startswith("rank ") else ""
         graph = f" in replay {self.generation} of graph {self.graph!r}" if self.graph else ""
         place = f"on {self.actor}" if self.host or self.index < 0 else f"on stream {self.actor!r} (operation {self.index})"
         argument = f", operand {self.argument!r}" if self.argument else ""
         extent = f", bytes {self.start} to {self.end}" if self.end else ""
-        return f"{self.operation} {place}{graph}{argument}{extent}{where}"
+        return f"{self.operation} {place}{rank}{graph}{argument}{extent}{where}"
 
     @property
     def position(self) -> int:

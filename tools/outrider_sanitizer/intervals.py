@@ -107,6 +107,8 @@ class IntervalMap:
             for old in reads:
                 if old[0].epoch > clock.get(old[0].number, 0):
                     return False
+            if interval.over is not None and _later(interval.over, point):
+                return False
             interval.writes = (record,)
             interval.reads = ()
             interval.over = None
@@ -188,6 +190,8 @@ class IntervalMap:
         first, last = self._cut(start, end)
         intervals = self.intervals
         write = access.write
+        # What was held, and is told now, may come before a mark that is here already.
+        late = late or any(each.over is not None and _later(each.over, point) for each in intervals[first:last])
         told: set[int] = set()
         for at in range(first, last):
             interval = intervals[at]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -41,10 +42,12 @@ class Lane(Actor):
 class Lanes:
     """The actors of one device. Not thread-safe: the caller holds a lock around each call."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: Callable[[], int] | None = None) -> None:
+        """``number`` gives the numbers of actors, unlike those of the actors of other devices whose clocks come here."""
+        self._number = number or itertools.count(1).__next__
         self.lanes: dict[str, Lane] = {}
         self.sequence = 0
-        self._actors = 0
+        self._stamp: int | None = None  # of the step that is being taken, where it was held
         self._free_numbers: list[tuple[int, int]] = []
         self._local = threading.local()
         self._threads: list[tuple[ReferenceType[threading.Thread], Actor]] = []
@@ -52,10 +55,6 @@ class Lanes:
         self._held: list[Lane] = []
 
     # -- actors ----------------------------------------------------------------------------------------------------
-
-    def _number(self) -> int:
-        self._actors += 1
-        return self._actors
 
     def lane(self, name: str) -> Lane:
         """The actor of a stream."""
@@ -127,18 +126,33 @@ class Lanes:
         if lane.held is None:
             lane.launched_by(thread)
             if not step():
-                lane.held = deque([step])
+                lane.held = deque([self._as_of_now(step)])
                 self._held.append(lane)
             return
         known = thread.release()
+        stamped = self._as_of_now(step)
 
         def later() -> bool:
             lane.join(known)
-            return step()
+            return stamped()
 
         lane.held.append(later)
 
-    def _resume(self) -> None:
+    def _as_of_now(self, step: Step) -> Step:
+        """The step, which is taken later and keeps its place in the order of the program."""
+        self.sequence += 1
+        stamp = self.sequence
+
+        def stamped() -> bool:
+            before, self._stamp = self._stamp, stamp
+            try:
+                return step()
+            finally:
+                self._stamp = before
+
+        return stamped
+
+    def resume_held(self) -> None:
         """Take the steps that have become possible."""
         progress = bool(self._held)
         while progress:
@@ -153,8 +167,28 @@ class Lanes:
                     self._held.remove(lane)
 
     def _point(self, actor: Actor, name: str, location: str = "", operation: Operation | None = None) -> Point:
-        self.sequence += 1
-        return Point(actor, name, location, self.sequence, operation)
+        return Point(actor, name, location, self.place(), operation)
+
+    @property
+    def now(self) -> int:
+        """The last place in the order of the program, as the step that is being taken sees it."""
+        return self.sequence if self._stamp is None else self._stamp
+
+    def in_order(self, stream: str, action: Callable[[], None]) -> None:
+        """Call ``action`` when everything before it on the stream has been looked at."""
+
+        def step() -> bool:
+            action()
+            return True
+
+        self._enqueue(self.lane(stream), step)
+
+    def place(self) -> int:
+        """The place in the order of the program of what is done now; of a step that was held, that of its enqueueing."""
+        if self._stamp is None:
+            self.sequence += 1
+            return self.sequence
+        return self._stamp
 
 
 def _lives(thread: threading.Thread | None) -> bool:

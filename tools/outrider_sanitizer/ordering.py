@@ -8,7 +8,7 @@ set: a stream whose wait isn't satisfied yet is held, with all that follows on i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -18,6 +18,7 @@ from outrider_sanitizer.clocks import NOTHING, Actor, Clock, Point, Replay
 from outrider_sanitizer.intervals import IntervalMap
 from outrider_sanitizer.lanes import Lane
 from outrider_sanitizer.places import here
+from outrider_sanitizer.ranks import Half, Ranks
 from outrider_sanitizer.streams import HOST, Listener, StreamOrdering
 
 if TYPE_CHECKING:
@@ -35,8 +36,9 @@ class Ordering(StreamOrdering):
         *,
         rows_follow: bool = False,
         steps: Callable[[str], tuple[str, int] | None] = lambda stream: None,
+        ranks: Ranks | None = None,
     ) -> None:
-        super().__init__(listener, rows_follow=rows_follow, steps=steps)
+        super().__init__(listener, rows_follow=rows_follow, steps=steps, ranks=ranks)
         self._graphs: WeakKeyDictionary[Graph, Captured] = WeakKeyDictionary()
         self._params: WeakKeyDictionary[Graph, IntervalMap] = WeakKeyDictionary()
         self._params_sink = Listener(conflict=lambda old, new, how, graph: listener.rebind(old, new, how, str(graph)))
@@ -89,9 +91,9 @@ class Ordering(StreamOrdering):
 
             self._enqueue(lane, step)
             return
-        walk = self._walk(graph, captured, lane, replay)
+        walk = self._walk(graph, captured, lane, replay, self._issue(captured))
         self._enqueue(lane, lambda: next(walk, True))
-        self._resume()
+        self.resume_all()
 
     def _use_dead(self, captured: Captured, lane: Lane, replay: Replay) -> bool:
         point = self._point(lane, f"replay of graph {replay.graph!r}", replay.location)
@@ -119,7 +121,17 @@ class Ordering(StreamOrdering):
         for at, name in enumerate(graph.context.params):
             history.touch(point, Access(0, at, at + 1, False, argument=name), self._params_sink)
 
-    def _walk(self, graph: Graph, captured: Captured, lane: Lane, replay: Replay) -> Generator[bool]:
+    def _issue(self, captured: Captured) -> Iterator[Half]:
+        """The halves of the collectives in a graph, in their order: a replay issues them when it's enqueued."""
+        halves = []
+        for verb in captured.verbs:
+            if verb.what == "collective":
+                assert self.ranks is not None
+                group, call, _, location = verb.subject
+                halves.append(self.ranks.issue(group, call, in_graph=True, location=location))
+        return iter(halves)
+
+    def _walk(self, graph: Graph, captured: Captured, lane: Lane, replay: Replay, halves: Iterator[Half]) -> Generator[bool]:
         """The captured steps, one after the other; yields False while a flag holds the graph."""
         edges: dict[Event, Clock] = {}
         touched: dict[str, Actor] = {captured.main: lane}
@@ -150,6 +162,11 @@ class Ordering(StreamOrdering):
                 while state.clocks.get(verb.subject[1], NOTHING) is None:
                     yield False
                 branch.join(state.clocks.get(verb.subject[1]) or NOTHING)
+            elif verb.what == "collective":
+                half = next(halves)
+                self._arrive(branch, verb.subject[0], half, verb.subject[2], None, replay)
+                while not self._meet(branch, verb.subject[0], half):
+                    yield False
             elif verb.what in ("set", "await", "reset"):
                 assert isinstance(branch, Lane)
                 while not self._flag_verb(verb.what, branch, verb.subject, replay.location, replay):

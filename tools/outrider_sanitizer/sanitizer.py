@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -15,26 +15,30 @@ from outrider_sanitizer.diagnose import Diagnosis
 from outrider_sanitizer.findings import Finding, Report
 from outrider_sanitizer.ordering import HOST, Listener, Ordering
 from outrider_sanitizer.places import here
+from outrider_sanitizer.ranks import Ranks
 from outrider_sanitizer.staleness import Staleness
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from outrider.device import Backend, Event, Flag, Graph, Stream
+    from outrider.device import Backend, Collective, Decision, Event, Flag, Graph, Group, Stream
     from outrider_sanitizer.memory import Shadow
 
 
 class Sanitizer(Observer):
     """Attach it to a backend (or use :func:`watch`), run, then :meth:`finish` and read ``report``."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, ranks: Ranks | None = None) -> None:
+        """``ranks``: what it shares with the sanitizers of the other ranks of the program; None: it watches one alone."""
         self.backend = backend
-        self.report = Report(backend=backend.label)
-        self._lock = threading.RLock()
+        self.ranks = ranks or Ranks(alone=True)
+        self.report = self.ranks.report
+        self.report.backend += f", {backend.label}" if self.report.backend else backend.label
+        self._lock = self.ranks.lock
         self._labels: dict[str, str] = {}
         # Weakly, or the names of streams that are over would stay taken.
         self._streams: WeakValueDictionary[str, Stream] = WeakValueDictionary()
-        self._diagnosis = Diagnosis(backend.control, self._labels)
+        self._diagnosis = Diagnosis(backend.control, self._labels, len(self.ranks.orderings) if ranks is not None else -1)
         self._advisor = Advisor()
         self._ordering = Ordering(
             Listener(
@@ -48,13 +52,15 @@ class Sanitizer(Observer):
             ),
             rows_follow=backend.capabilities.row_exact_accesses,
             steps=self._steps,
+            ranks=self.ranks,
         )
         self._staleness = Staleness(self._ordering, self._diagnosis, self._add, self._locate)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
     def _add(self, finding: Finding) -> None:
-        self.report.add(finding)
+        if not self.ranks.broken:
+            self.report.add(finding)
 
     def _steps(self, stream: str) -> tuple[str, int] | None:
         control = self.backend.control
@@ -100,7 +106,8 @@ class Sanitizer(Observer):
         """End of the run: report flags that hang, waits that can be removed, and blind spots."""
         with self._lock:
             self._ordering.finish()
-            self.report.advice = list(self._advisor.redundant())
+            self.ranks.finish()
+            self.report.advice += list(self._advisor.redundant())
             blind = dict(self._ordering.blind)
             forgotten = sum(shadow.forgotten for shadow in self._ordering.memory.shadows.values())
             if forgotten:
@@ -183,6 +190,21 @@ class Sanitizer(Observer):
         with self._lock:
             self._ordering.host_accessed(access, location)
 
+    def collective(
+        self, group: Group, call: Collective, stream: Stream, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]
+    ) -> None:
+        with self._lock:
+            accesses = [replace(at, argument="input") for tensor in reads if (at := self._locate(tensor)) is not None]
+            accesses += [
+                replace(at, write=True, argument="output") for tensor in writes if (at := self._locate(tensor)) is not None
+            ]
+            self.report.operations += 1
+            self._ordering.collective(stream.name, group, call, tuple(accesses))
+
+    def decided(self, group: Group, name: str, value: Decision) -> None:
+        with self._lock:
+            self.ranks.decided(group, name, value, here())
+
     def capture_began(self, graph: Graph, stream: Stream) -> None:
         with self._lock:
             self._ordering.capture_began(graph, stream.name)
@@ -194,7 +216,10 @@ class Sanitizer(Observer):
     def replayed(self, graph: Graph, stream: Stream, generation: int) -> None:
         with self._lock:
             self._watch_reads()
-            self._staleness.replayed(graph, stream.name, generation, self.backend.replays, here())
+            replays, location = self.backend.replays, here()
+            self._ordering.in_order(
+                stream.name, lambda: self._staleness.replayed(graph, stream.name, generation, replays, location)
+            )
             self._ordering.replayed(graph, stream.name, generation)
 
     def params_updated(self, graph: Graph, stream: Stream, params: Mapping[str, tuple[int, ...]]) -> None:

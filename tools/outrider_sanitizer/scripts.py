@@ -6,11 +6,14 @@ import runpy
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING
 
+from outrider.cli.environment import RankEnvironment
 from outrider.cli.report import exit_code
-from outrider.device.errors import ConfigError
+from outrider.device.errors import CapabilityError, ConfigError
 from outrider.registry import Registry
 
 if TYPE_CHECKING:
@@ -42,6 +45,59 @@ def run_script(path: Path, argv: Sequence[str], first: Backend, attach: Attach) 
         except Exception as error:
             return 1, f"{type(error).__name__}: {error}"
     return 0, None
+
+
+def run_rank_scripts(
+    path: Path, argv: Sequence[str], backends: Sequence[Backend], attach: Attach
+) -> list[tuple[int, str | None]]:
+    """Run a script once for each of ``backends``, as the processes of that many ranks would: host threads that take turns,
+    each with its own ``__main__``, arguments, environment (``RANK``, ``WORLD_SIZE`` and so on, as torchrun has them),
+    current device and torch.distributed.
+
+    Returns each rank's exit code, and the error that ended it. Where one left the others waiting they say so.
+    """
+    control = backends[0].control
+    if control is None:
+        raise CapabilityError(f"{backends[0].label} decides its schedules itself; ranks are threads of a simulated device")
+    results: list[tuple[int, str | None]] = [(1, "it never ended")] * len(backends)
+    environment, modules = RankEnvironment(), _Main()
+    code = compile(path.read_bytes(), str(path), "exec")
+
+    def body(rank: int) -> None:
+        environment.begin(rank, len(backends), argv)
+        main = ModuleType("__main__")
+        main.__file__ = str(path)
+        modules.restore(main)
+        results[rank] = _run_code(code, main)
+
+    with ExitStack() as stack:
+        for backend in backends:
+            attach(backend, stack)
+        stack.enter_context(as_main(path, argv))
+        control.run_ranks([partial(body, rank) for rank in range(len(backends))], (environment, modules))
+    return results
+
+
+def _run_code(code: CodeType, main: ModuleType) -> tuple[int, str | None]:
+    try:
+        exec(code, main.__dict__)
+    except SystemExit as error:
+        return exit_code(error), None if error.code is None or isinstance(error.code, int) else str(error.code)
+    except Exception as error:
+        return 1, f"{type(error).__name__}: {error}"
+    return 0, None
+
+
+class _Main:
+    """The module ``__main__``, of which each rank has its own."""
+
+    def save(self) -> ModuleType:
+        """The running rank's."""
+        return sys.modules["__main__"]
+
+    def restore(self, saved: ModuleType) -> None:
+        """The rank that saved it runs again."""
+        sys.modules["__main__"] = saved
 
 
 @contextmanager

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from outrider_sanitizer.findings import Report
 from outrider_sanitizer.hostsync import host_edges
+from outrider_sanitizer.ranks import Ranks
 from outrider_sanitizer.sanitizer import Sanitizer
 
 if TYPE_CHECKING:
     from outrider.device import Backend
 
 
-def _make(backend: Backend, rows_apart: bool) -> Sanitizer:
+def _make(backend: Backend, rows_apart: bool, ranks: Ranks | None) -> Sanitizer:
     if backend.capabilities.reports_accesses:
-        return Sanitizer(backend)
+        return Sanitizer(backend, ranks)
     from outrider_sanitizer.dispatch import DerivedSanitizer  # it imports torch, which a command's help does without
 
-    return DerivedSanitizer(backend, rows_apart=rows_apart)
+    return DerivedSanitizer(backend, ranks, rows_apart=rows_apart)
 
 
 @contextmanager
@@ -35,10 +36,24 @@ def watch(backend: Backend, *, rows_apart: bool = True) -> Generator[Report]:
 
 
 @contextmanager
-def watching(backend: Backend, *, rows_apart: bool = True) -> Generator[Sanitizer]:
-    """:func:`watch`, for tools that also ask the sanitizer where streams stand."""
+def watch_ranks(backends: Iterable[Backend], *, rows_apart: bool = True) -> Generator[Report]:
+    """:func:`watch` over the devices of several ranks, which are threads of this process: one report for all of them.
+
+    Beside what each rank does for itself, it finds collectives that don't match, that nothing orders or that a rank leaves
+    out, and names the first decision (``Group.decide``) in which ranks differ.
+    """
+    ranks = Ranks()
     with ExitStack() as stack:
-        sanitizer = _make(backend, rows_apart)
+        for backend in backends:
+            stack.enter_context(watching(backend, rows_apart=rows_apart, ranks=ranks))
+        yield ranks.report
+
+
+@contextmanager
+def watching(backend: Backend, *, rows_apart: bool = True, ranks: Ranks | None = None) -> Generator[Sanitizer]:
+    """:func:`watch`, for tools that also ask where streams stand; ``ranks``: shared with the sanitizers of other ranks."""
+    with ExitStack() as stack:
+        sanitizer = _make(backend, rows_apart, ranks)
         backend.attach(sanitizer)
         stack.callback(backend.detach)
         stack.enter_context(host_edges(sanitizer, sanitizer.thread_scope))

@@ -136,7 +136,7 @@ class Staleness:
         age.first = age.first or replays
         age.last = replays
         age.generation = generation
-        age.sequence = self._ordering.sequence
+        age.sequence = self._ordering.now
 
     def rebound(self, graph: Graph, names: tuple[str, ...]) -> None:
         """Host parameters have a new value."""

@@ -16,9 +16,10 @@ from outrider_sanitizer.intervals import Record
 from outrider_sanitizer.lanes import Edge, Lane, Lanes
 from outrider_sanitizer.memory import Memory, Shadow
 from outrider_sanitizer.places import here
+from outrider_sanitizer.ranks import Half, Ranks
 
 if TYPE_CHECKING:
-    from outrider.device import Event, Flag
+    from outrider.device import Collective, Event, Flag, Group
 
 HOST = "host"
 _GENERATIONS = 16
@@ -55,8 +56,12 @@ class StreamOrdering(Lanes):
         *,
         rows_follow: bool = False,
         steps: Callable[[str], tuple[str, int] | None] = lambda stream: None,
+        ranks: Ranks | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(ranks.number if ranks is not None else None)
+        self.ranks = ranks
+        if ranks is not None:
+            ranks.orderings.append(self)  # type: ignore[arg-type]
         self.listener = listener
         listener.settled = self.settled
         self.rows_follow = rows_follow
@@ -86,8 +91,7 @@ class StreamOrdering(Lanes):
         self._launch(lane, operation)
 
     def _launch(self, lane: Lane, operation: Operation) -> bool:
-        self.sequence += 1
-        self._access(Point(lane, operation.name, operation.location, self.sequence, operation), operation.accesses)
+        self._access(Point(lane, operation.name, operation.location, self.place(), operation), operation.accesses)
         return True
 
     def _access(self, point: Point, accesses: tuple[Access, ...] | list[Access]) -> None:
@@ -161,8 +165,7 @@ class StreamOrdering(Lanes):
         self._allocate(lane, storage, nbytes, stream, location)
 
     def _allocate(self, actor: Actor, storage: int, nbytes: int, stream: str, location: str) -> bool:
-        self.sequence += 1
-        point = Point(actor, "allocation", location, self.sequence)
+        point = Point(actor, "allocation", location, self.place())
         if self.memory.waits_for(stream):
             point.step = self.steps(stream)  # the next step there is the first that can use the memory
         self.memory.allocate(storage, nbytes, stream, location, point, False)
@@ -199,6 +202,51 @@ class StreamOrdering(Lanes):
         """A new storage lies where an old one lay; told right after its allocation."""
         last: tuple[int, Point] | None = getattr(self._local, "allocation", None)
         self.memory.reuse(previous, last[1] if last is not None and last[0] == storage else None)
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    def collective(self, stream: str, group: Group, call: Collective, accesses: tuple[Access, ...]) -> None:
+        """A rank's half of a collective was enqueued."""
+        location = here()
+        capture: Captured | None = getattr(self._local, "capture", None)
+        if capture is not None:
+            capture.verbs.append(Verb("collective", stream, (group, call, accesses, location)))
+            return
+        assert self.ranks is not None
+        lane = self.lane(stream)
+        half = self.ranks.issue(group, call, in_graph=False, location=location)
+        step = self.steps(stream)
+        self._enqueue(lane, lambda: self._arrive(lane, group, half, accesses, step))
+        self._enqueue(lane, lambda: self._meet(lane, group, half))
+        self.ranks.resume()
+
+    def _arrive(
+        self,
+        actor: Actor,
+        group: Group,
+        half: Half,
+        accesses: tuple[Access, ...],
+        step: tuple[str, int] | None,
+        replay: Replay | None = None,
+    ) -> bool:
+        """The half begins. Others learn what came before it; of its own accesses they learn nothing."""
+        assert self.ranks is not None
+        half.clock = actor.release()
+        point = self._point(actor, half.call.kind, half.location)
+        point.step, point.replay = step, replay
+        self._access(point, accesses)
+        self.ranks.arrived(group, half, point)
+        return True
+
+    def _meet(self, actor: Actor, group: Group, half: Half) -> bool:
+        """What comes after the half comes after what the other ranks contributed."""
+        assert self.ranks is not None
+        if not half.ready:
+            return False
+        for clock in half.clocks():
+            actor.join(clock)
+        self.ranks.passed(half, group)
+        return True
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -299,7 +347,7 @@ class StreamOrdering(Lanes):
         location = here()
         self._enqueue(lane, lambda: self._flag_verb(what, lane, flag, location, None))
         if what == "set":
-            self._resume()
+            self.resume_all()
 
     def _flag_verb(self, what: str, lane: Lane, flag: Flag, location: str, replay: Replay | None) -> bool:
         state = self._flag(flag)
@@ -330,21 +378,30 @@ class StreamOrdering(Lanes):
 
     def _force(self) -> None:
         """The device passed a wait whose set wasn't seen: go on as if it had been."""
+        if self.ranks is not None:
+            self.ranks.passed_without()
         for lane in list(self._held):
             held = lane.held
             if held:
                 held.popleft()
                 self._waiting_flag.pop(lane.number, None)
-        self._blind("a flag was raised outside the seam", 1)
-        self._resume()
+        if self.ranks is None or not self.ranks.broken:
+            self._blind("a flag was raised outside the seam", 1)
+        self.resume_all()
 
     def finish(self) -> None:
         """End of the run: report what still waits for a flag."""
-        self._resume()
+        self.resume_all()
         for name, point in self._waiting_flag.values():
             if name not in self._lost:  # else it's the consequence of what was told
                 self.listener.flag("never", name, None, point)
         self._waiting_flag.clear()
+
+    def resume_all(self) -> None:
+        """Take the steps that have become possible, on other ranks too."""
+        if self.ranks is not None:
+            self.ranks.resume()
+        self.resume_held()
 
     def _blind(self, what: str, count: int) -> None:
         self.blind[what] = self.blind.get(what, 0) + count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,13 +14,18 @@ from outrider.device import (
     Capabilities,
     DeviceError,
     Event,
+    Group,
     MemoryInfo,
     OutOfDeviceMemory,
     SpeculativeSync,
     StepMode,
     Stream,
+    TorchGroup,
 )
 from outrider_cpu.kernels import CpuKernels
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -33,7 +38,9 @@ def computes_bfloat16() -> bool:
 def capabilities(*, bfloat16: bool) -> Capabilities:
     """What the host declares; ``bfloat16``: its processor has it."""
     return Capabilities(
+        host_writes_memory=True,
         dtypes=frozenset({*_WIDE, torch.bfloat16, torch.float16}),
+        collectives=True,
         preferred_dtypes=(torch.bfloat16, *_WIDE) if bfloat16 else _WIDE,
     )
 
@@ -114,6 +121,9 @@ class CpuBackend(Backend):
             said = str(error).splitlines()[0] if str(error) else "MemoryError"
             return OutOfDeviceMemory(f"{self.label} is out of memory {doing}: {said}")
         return None
+
+    def _create_group(self, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float) -> Group:
+        return TorchGroup(self, name, ranks, rank, store, timeout_s)
 
     def memory_info(self) -> MemoryInfo:
         """No limit is declared."""

@@ -20,7 +20,7 @@ def backend_info() -> BackendInfo:
         description="reference: the same contract, executed at once on the host",
         priority=1,
         device_count=1,
-        ci=CiDeclaration(markers=("reference",), level="L4"),
+        ci=CiDeclaration(markers=("reference",), level="L6"),
     )
 
 

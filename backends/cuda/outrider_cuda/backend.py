@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from outrider.device import (
     Capabilities,
+    Group,
     SpeculativeSync,
     StepMode,
     TorchDeviceBackend,
 )
 from outrider_triton.plugin import tuned_kernels
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 CAPABILITIES = Capabilities(
     asynchronous=True,
@@ -22,6 +26,9 @@ CAPABILITIES = Capabilities(
     event_timing=True,
     captures_graphs=True,
     forks_in_capture=True,
+    collectives=True,
+    captures_collectives=True,
+    peer_memory=True,
     perturbs_timing=True,
     memory_limit=True,
     dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
@@ -43,6 +50,11 @@ class CudaBackend(TorchDeviceBackend):
 
     def __init__(self, ordinal: int) -> None:
         super().__init__("cuda", "cuda", ordinal, capabilities=CAPABILITIES, kernels=tuned_kernels, speculative_sync=CudaSync)
+
+    def _create_group(self, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float) -> Group:
+        from outrider_cuda.collectives import CudaGroup
+
+        return CudaGroup(self, name, ranks, rank, store, timeout_s)
 
     def _new_graph(self) -> Any:
         return torch.cuda.CUDAGraph()

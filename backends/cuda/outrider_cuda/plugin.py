@@ -16,6 +16,8 @@ CI = CiDeclaration(
     runner_labels=("self-hosted", "gpu"),
     torch="https://download.pytorch.org/whl/cu130",
     markers=("asynchronous", "graphs"),
+    device_count=2,
+    ranks_runner_labels=("self-hosted", "gpu", "two-devices"),
 )
 
 

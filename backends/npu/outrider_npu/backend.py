@@ -34,6 +34,7 @@ CAPABILITIES = Capabilities(
     captures_graphs=True,
     updates_graph_params=True,
     forks_in_capture=True,  # torch_npu itself forks to a stream of its own to save tensors in a capture
+    collectives=True,
     perturbs_timing=True,
     memory_limit=True,
     dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),

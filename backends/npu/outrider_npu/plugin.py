@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "Ascend NPUs through torch_npu"
 CI = CiDeclaration(
-    runner_labels=("self-hosted", "npu"), markers=("asynchronous", "graphs", "graph parameters", "flags"), level="L4"
+    runner_labels=("self-hosted", "npu"), markers=("asynchronous", "graphs", "graph parameters", "flags"), device_count=2
 )
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from outrider.device.backend import Backend
 
 DESCRIPTION = "AMD GPUs through torch's HIP build"
-CI = CiDeclaration(runner_labels=("self-hosted", "rocm"), markers=("asynchronous", "graphs"), level="L4")
+CI = CiDeclaration(runner_labels=("self-hosted", "rocm"), markers=("asynchronous", "graphs"), device_count=2)
 
 
 def hip_version() -> str | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,15 +14,14 @@ from torch import Tensor
 from outrider.device import (
     Access,
     Backend,
-    BackendLoadError,
     Capabilities,
     CaptureContext,
-    ConfigError,
     Event,
     Flag,
     Graph,
     GraphCallable,
     GraphPool,
+    Group,
     KernelSet,
     MemoryInfo,
     Observer,
@@ -33,22 +33,24 @@ from outrider.device import (
     StreamOrderError,
     Waiter,
 )
-from outrider_sim.device import register
-from outrider_sim.exhaustive import Exhaustive
-from outrider_sim.explore import Exploration, explore
+from outrider_sim.collectives import create_group
+from outrider_sim.control import SimControl
+from outrider_sim.device import Current, host_of, register
 from outrider_sim.failures import fail_on_request
 from outrider_sim.graphs import Capture, Program
 from outrider_sim.kernels import HostLengthKernels
 from outrider_sim.memory import Pool
 from outrider_sim.operands import extent
-from outrider_sim.options import FAULTS, Personality, SimOptions
+from outrider_sim.options import Personality, SimOptions
 from outrider_sim.pinned import PinnedTensor
 from outrider_sim.queue import EventState, FlagState, Kind, Op, StreamQueue
-from outrider_sim.schedule import Delay, Schedule, Step
 from outrider_sim.sim import Sim, host_extent
-from outrider_sim.strategies import Replay, Strategy
+from outrider_sim.strategies import Strategy
 from outrider_sim.tap import SeamTap
 from outrider_sim.tensor import SimTensor
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 _DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
@@ -204,6 +206,8 @@ def _capabilities(like: Personality) -> Capabilities:
         event_timing=True,
         flags=like.flags,
         captures_graphs=True,
+        collectives=True,
+        captures_collectives=True,
         updates_graph_params=like.updates_graph_params,
         forks_in_capture=like.forks_in_capture,
         perturbs_timing=True,
@@ -212,84 +216,6 @@ def _capabilities(like: Personality) -> Capabilities:
         memory_limit=True,
         dtypes=_DTYPES,
     )
-
-
-class SimControl:
-    """The handle by which tools decide who goes next (the seam's `ControllableDevice`, and more)."""
-
-    def __init__(self, backend: SimBackend) -> None:
-        self._backend = backend
-
-    @property
-    def _machine(self) -> Any:
-        return self._backend.sim.machine
-
-    def set_schedule(self, schedule: str) -> None:
-        """Replay a schedule from here on. Call it right after `reset`. Raises `ConfigError` for a string that is none."""
-        self.use(Replay(Schedule.parse(schedule)))
-
-    def use(self, strategy: Strategy) -> None:
-        """Let `strategy` decide from here on."""
-        self._machine.use(strategy)
-
-    def schedule(self) -> str:
-        """The departures from the order of the program since the last reset; replays them exactly."""
-        return str(self._machine.schedule())
-
-    def reset(self, strategy: Strategy | None = None) -> None:
-        """Drain, then start over: indices, decisions, virtual time, errors and random numbers. Live tensors keep their
-        memory, everything free is forgotten, and streams that nobody holds any more are gone. A lost device lives again.
-
-        `strategy` decides from here on; None: the one of the backend's options.
-        """
-        self._backend.start_over(strategy)
-
-    def virtual_time(self) -> float:
-        """Seconds of simulated time since the last reset, on the stream or thread that is furthest."""
-        machine = self._machine
-        clocks = [stream.clock for stream in machine.streams] + [thread.clock for thread in machine.threads]
-        return float(max(clocks)) / 1e6
-
-    def steps(self, stream: Stream | None) -> tuple[str, int]:
-        """How schedules name `stream` (None: the calling thread), and how many steps it has enqueued (taken) so far."""
-        if stream is None:
-            thread = self._machine.thread
-            return thread.label, thread.step
-        assert isinstance(stream, SimStream)
-        return stream.queue_state.label, stream.queue_state.issued
-
-    def delaying(self, step: tuple[str, int], after: tuple[str, int]) -> str:
-        """The schedule in which `step` isn't taken before `after` has been."""
-        return str(Schedule([Delay(Step(*step), Step(*after))]))
-
-    def inject(self, kind: str, number: int) -> None:
-        """The fault that the option `fault=kind@number` asks for, counted from here to the next reset; `number` from 1."""
-        if kind not in FAULTS:
-            raise ConfigError(f"there is no fault {kind!r}; expected one of {', '.join(FAULTS)}")
-        if kind == "oom":
-            memory = self._backend.sim.memory
-            memory.faults.add(memory.count + number)
-        else:
-            self._machine.faults[self._machine.seq + number] = kind
-
-    def explore(
-        self, program: Callable[[Backend], None], *, strategy: str = "mixed", iterations: int = 100, seed: int = 0
-    ) -> Exploration:
-        """Run `program` under up to `iterations` schedules; see `outrider_sim.explore`."""
-        return explore(self._backend, program, strategy=strategy, iterations=iterations, seed=seed)
-
-    def run_threads(self, *bodies: Callable[[], None]) -> None:
-        """Run the callables as host threads beside each other, one at a time, picked by the strategy; join them all.
-
-        Each starts on the caller's current stream. Raises what the first failing one raised.
-        """
-        self._machine.hosts.run_threads(*bodies)
-
-    def yield_(self) -> None:
-        """A point of the schedule in plain host code, where another thread or a stream may go on."""
-        from outrider_sim.queue import FREE
-
-        self._machine.point(FREE)
 
 
 class SimBackend(Backend):
@@ -301,22 +227,28 @@ class SimBackend(Backend):
 
     def __init__(self, options: SimOptions | None = None, ordinal: int = 0) -> None:
         options = options or SimOptions()
-        if ordinal != 0:
-            raise BackendLoadError(f"backend 'sim': device {ordinal} was asked for, there is only device 0")
         registered = register(options.name, options)
+        first = host_of(registered, options, ordinal) if ordinal else None
+        if first is not None:
+            options = options.beside(first.options)
         like = options.like
         super().__init__(
             "sim",
-            registered.dispatcher.device,
+            torch.device(options.name, ordinal),
             capabilities=_capabilities(like),
             kernels=HostLengthKernels if like.exact_host_lengths else KernelSet(),
             speculative_sync=SimSync,
         )
-        self.sim = Sim(options)
+        self.sim = Sim(options, first, ordinal)
+        self.sim.backend = weakref.ref(self)
         self.epoch = 0  # resets so far
         self._dispatcher = registered.dispatcher
-        self._dispatcher.current = self.sim
-        registered.backend = self
+        if first is None:
+            self._dispatcher.current = self.sim
+            self.sim.machine.scheduler.ambient.append(Current(self._dispatcher))
+            registered.backend = self
+        else:
+            self._dispatcher.several = True
         self._control = SimControl(self)
         # Work that nobody placed runs here; it is a stream of the backend like any other.
         self.default_stream = SimStream(self, "default", 0, self.sim.machine.default)
@@ -330,6 +262,22 @@ class SimBackend(Backend):
     def versions(self) -> Mapping[str, str]:
         """torch, and which family is imitated."""
         return {**super().versions(), "device": f"simulated, like {self.sim.options.like.name}"}
+
+    # -- ranks of a program --------------------------------------------------------------------------------------------
+
+    def become_current(self) -> None:
+        """Let calls that name no device come here, on the calling thread, and remember that it's this rank's."""
+        self._dispatcher.several = True
+        self._dispatcher.current = self.sim
+        self._dispatcher.own.sim = self.sim
+
+    def current_rank(self) -> int:
+        """The rank that the calling thread is."""
+        return self._dispatcher.rank_device().machine.rank
+
+    def handle_specially(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
+        """Let these operators be carried out by the given functions."""
+        self._dispatcher.handle_specially(handlers)
 
     # -- tools --------------------------------------------------------------------------------------------------------
 
@@ -355,14 +303,21 @@ class SimBackend(Backend):
 
     def start_over(self, strategy: Strategy | None) -> None:
         """See `SimControl.reset`."""
+        self.sim.machine.reset(strategy)
+        for machine in self.sim.machine.scheduler.machines:
+            backend = machine.sim.backend()
+            if backend is not None:
+                backend.forget(strategy)
+
+    def forget(self, strategy: Strategy | None) -> None:
+        """Start this device over, of those that were reset."""
         machine = self.sim.machine
-        machine.reset(strategy)
         machine.faults = self.sim.options.operation_faults()  # those that were injected since are over
         self.sim.memory.faults = self.sim.options.allocation_faults()
+        self.sim.diverges = frozenset()
         self.epoch += 1
-        floor = self.sim.memory.start_over(getattr(strategy, "floor", None))
-        if isinstance(strategy, Exhaustive):
-            strategy.floor = floor
+        floors: dict[int, int] = getattr(strategy, "floors", {})
+        floors[machine.rank] = self.sim.memory.start_over(floors.get(machine.rank))
         self.sim.manual_seed(self.sim.options.seed)
         # A stream that only these lists hold was made by a run that is over; its name is free again.
         held = [s for s in self._streams if s is self.default_stream or sys.getrefcount(s) > _ONLY_LISTED]
@@ -429,6 +384,9 @@ class SimBackend(Backend):
         """Bytes of the simulated device; cached blocks count as free."""
         memory = self.sim.memory
         return MemoryInfo(total=memory.limit, free=memory.limit - memory.allocated, allocated=memory.allocated)
+
+    def _create_group(self, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float) -> Group:
+        return create_group(self, name, ranks, rank, store, timeout_s)
 
     def create_graph_pool(self, name: str) -> GraphPool:
         """Private memory for graphs that never run at the same time."""

@@ -130,6 +130,8 @@ class Copies:
         sim = self._core.current
         if isinstance(source, SimTensor):
             if target.type == self._core.device.type:
+                if target.index and target != source.device:
+                    raise RuntimeError(f"a copy from {source.device} to {target} isn't possible: devices meet in collectives")
                 made = self._core.allocate(sim, self._core.metas.of(looks), sim.machine.stream)
                 self.copy_(made, source)
                 return made

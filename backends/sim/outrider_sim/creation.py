@@ -66,6 +66,8 @@ class Creation:
         if elsewhere is not None and elsewhere.type != self._core.device.type:
             result: Tensor = info.run(args[0]._inner, *args[1:], **kwargs)
             return result
+        if elsewhere is not None and elsewhere.index and elsewhere != args[0].device:
+            raise RuntimeError(f"{info.name}: an operand is on {args[0].device} and the result would be on {elsewhere}")
         key: list[Any] = []
         for value in args:
             self._core.convert(value, key, info)

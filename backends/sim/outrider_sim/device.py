@@ -17,7 +17,7 @@ from torch.utils import backend_registration
 from outrider.device import BackendLoadError
 from outrider_sim.dispatch import Dispatcher
 from outrider_sim.opinfo import OpInfo
-from outrider_sim.options import SimOptions
+from outrider_sim.options import MOST_DEVICES, SimOptions
 from outrider_sim.pinned import PinnedTensor
 from outrider_sim.sim import Sim
 from outrider_sim.tensor import SimTensor
@@ -47,6 +47,46 @@ class _Slot:
 def registered() -> Registered | None:
     """The registration, if there is one."""
     return _Slot.registered
+
+
+class Current:
+    """The device that calls without operands go to, which each host thread chooses for itself."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    def save(self) -> Sim:
+        """The running thread's."""
+        return self._dispatcher.current
+
+    def restore(self, saved: Sim) -> None:
+        """The thread that saved it runs again."""
+        self._dispatcher.current = saved
+
+
+def host_of(registered: Registered, options: SimOptions, rank: int) -> Sim:
+    """Device 0 of the host whose device `rank` is being made: the one that was made last.
+
+    Raises `BackendLoadError` where there is none, or where it has a device `rank` that is in use.
+    """
+    first = registered.backend
+    if not 0 < rank < MOST_DEVICES:
+        raise BackendLoadError(f"backend {options.name!r}: device {rank} was asked for, a host has 0 to {MOST_DEVICES - 1}")
+    if first is None:
+        raise BackendLoadError(
+            f"backend {options.name!r}: device {rank} was asked for, and there is no device 0, whose scheduler it'd share; "
+            f"make '{options.name}:0' first"
+        )
+    scheduler = first.sim.machine.scheduler
+    for machine in list(scheduler.machines):
+        if machine.rank == rank:
+            if machine.lost is None and machine.sim.backend() is not None:
+                raise BackendLoadError(
+                    f"backend {options.name!r}: device {rank} of this host is in use; a host begins with '{options.name}:0'"
+                )
+            scheduler.machines.remove(machine)
+    found: Sim = first.sim
+    return found
 
 
 def register(name: str = "sim", options: SimOptions | None = None) -> Registered:

@@ -6,7 +6,9 @@ allocate them in the order of the current stream, queue the host kernel on the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +20,7 @@ from outrider.device import ROW_ACCESS, Access, CaptureError
 from outrider_sim import rows
 from outrider_sim.copies import Copies
 from outrider_sim.creation import Creation
+from outrider_sim.diverging import diverging
 from outrider_sim.meta import Meta, Metas
 from outrider_sim.operands import (
     CPU,
@@ -49,6 +52,8 @@ class Dispatcher:
     def __init__(self, device: torch.device, current: Sim) -> None:
         self.device = device
         self.current = current
+        self.own = threading.local()  # the device of the rank that a thread is
+        self.several = False  # there are devices beside the first, so operands say where a call belongs
         self.metas = Metas()
         self.infos: dict[Any, OpInfo] = {}
         self.copies = copies = Copies(self)
@@ -67,6 +72,7 @@ class Dispatcher:
             "aten::_neg_view": lambda tensor: self(torch.ops.aten.neg.default, (tensor,), None),
             "aten::is_pinned": lambda *_: False,
             "aten::repeat_interleave.Tensor": self._repeat_interleave,
+            "aten::histc": self._histc,
         }
         self._ways: dict[Way, Callable[..., Any]] = {
             Way.COMPUTE: self.compute,
@@ -87,7 +93,51 @@ class Dispatcher:
         handler = self._handlers.get(func)
         if handler is None:
             handler = self._learn(func)
+        if self.several:
+            home = self._home(args, kwargs or _IGNORE)
+            if home is not None and home is not self.current:
+                with self.using(home):
+                    return handler(args, kwargs or _IGNORE)
         return handler(args, kwargs or _IGNORE)
+
+    @contextmanager
+    def using(self, sim: Sim) -> Generator[None]:
+        """Carry out on `sim` what comes in the block."""
+        other, self.current = self.current, sim
+        try:
+            yield
+        finally:
+            self.current = other
+
+    def _home(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sim | None:
+        """The device of the same host that the first operand on a device lives on; without one, that a number names.
+
+        Number 0 names the current device: that is also what a name without a number arrives as.
+        """
+        scheduler = self.current.machine.scheduler
+        for value in args:
+            first = value[0] if type(value) in (list, tuple) and value else value
+            if isinstance(first, SimTensor):
+                found: Sim = first._alloc.machine_memory.sim
+                return found if found.machine.scheduler is scheduler else None
+        device = kwargs.get("device")
+        if device is not None and device.index and device.type == self.device.type:
+            for machine in scheduler.machines:
+                if machine.rank == device.index:
+                    named: Sim = machine.sim
+                    return named
+            raise RuntimeError(f"there is no device {device}: this host has {len(scheduler.machines)}")
+        return None
+
+    def rank_device(self) -> Sim:
+        """The device of the rank that the calling thread is; the current one, where it's none."""
+        found: Sim = getattr(self.own, "sim", self.current)
+        return found
+
+    def handle_specially(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
+        """Let these operators be carried out by the given functions."""
+        self._special.update(handlers)
+        self._handlers.clear()
 
     def info(self, func: Any) -> OpInfo:
         """What is known about an overload."""
@@ -201,6 +251,12 @@ class Dispatcher:
                 post = outs[0]._inner.copy_  # type: ignore[union-attr]
             else:
                 post = partial(scatter, [None if made is None else made._inner for made in outs], info.returns)
+        if sim.diverges:
+            other = diverging(sim.diverges, info.name, info.run)
+            if other is not None and outs:
+                run, post = other, partial(scatter, [None if made is None else made._inner for made in outs], info.returns)
+                for name in info.out_names:
+                    named.pop(name, None)
         op = Op(Kind.KERNEL, info.name, run, tuple(inner), named, post, None, plan.cost)
         if type(run) is Seeded:
             op.seed = sim.next_seed
@@ -214,7 +270,7 @@ class Dispatcher:
     def allocate(self, sim: Sim, meta: Meta, stream: StreamQueue) -> SimTensor:
         """A tensor of new memory in the order of `stream`."""
         allocation = sim.memory.allocate(meta.extent, stream)
-        return wrap(allocation.block.inner(meta), meta, allocation, self.device)
+        return wrap(allocation.block.inner(meta), meta, allocation, sim.device)
 
     def plan(self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
         """Ask torch's meta kernels what the results look like; where there is none, run on zeros."""
@@ -347,6 +403,12 @@ class Dispatcher:
         if isinstance(value, list | tuple):
             return type(value)(self._place(item, sim, stream) for item in value)
         return value
+
+    def _histc(self, values: SimTensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+        """Accelerators count whole numbers too, which torch's kernel of the host doesn't."""
+        if not values.is_floating_point():
+            return torch.histc(values.double(), bins, min, max).to(values.dtype)
+        return self._read(self.info(torch.ops.aten.histc.default), (values, bins, min, max), {})
 
     def _repeat_interleave(self, repeats: SimTensor, output_size: int | None = None) -> Any:
         info = self.infos[torch.ops.aten.repeat_interleave.Tensor]

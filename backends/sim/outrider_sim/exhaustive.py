@@ -18,7 +18,7 @@ from outrider_sim.queue import Generation, HostThread, Kind, StreamQueue
 from outrider_sim.strategies import Strategy
 
 if TYPE_CHECKING:
-    from outrider_sim.machine import Machine
+    from outrider_sim.scheduler import Scheduler
 
 
 class Pruned(BaseException):
@@ -56,16 +56,16 @@ class Exhaustive(Strategy):
 
     def __init__(self) -> None:
         self.exhausted = False
-        self.floor: int | None = None  # addresses start here in every run, so that runs can be compared
+        self.floors: dict[int, int] = {}  # rank → where addresses start in every run, so that runs can be compared
         self._stack: list[_Frame] = []
         self._depth = 0
         self._sleep: dict[str, Touch] = {}
         self._no_queries = True
-        self._machine: Machine | None = None
+        self._scheduler: Scheduler | None = None
 
-    def bind(self, machine: Machine) -> None:
-        """The machine that asks."""
-        self._machine = machine
+    def bind(self, scheduler: Scheduler) -> None:
+        """Who asks."""
+        self._scheduler = scheduler
 
     def begin(self) -> None:
         """Start at the root again."""
@@ -74,8 +74,8 @@ class Exhaustive(Strategy):
 
     def end(self) -> None:
         """Move on to the next path."""
-        assert self._machine is not None
-        if self._machine.queries and self._no_queries:
+        assert self._scheduler is not None
+        if self._scheduler.queries and self._no_queries:
             # Records were taken for steps that nobody watches; somebody does, so start again without that.
             self._no_queries = False
             self._stack.clear()
@@ -106,7 +106,7 @@ class Exhaustive(Strategy):
         raise Pruned("the program took another path on the same decisions: it isn't deterministic")
 
     def _open(self, candidates: Sequence[StreamQueue | HostThread]) -> _Frame:
-        assert self._machine is not None
+        assert self._scheduler is not None
         touches = {actor.label: self._touch(actor) for actor in candidates}
         hosts = sum(touch.host for touch in touches.values())
         free = next((t.actor for t in touches.values() if self._touches_nothing(t, hosts)), None)
@@ -117,16 +117,16 @@ class Exhaustive(Strategy):
         return _Frame(touches, todo, dict(self._sleep))
 
     def _touches_nothing(self, touch: Touch, hosts: int) -> bool:
-        assert self._machine is not None
-        if touch.host and (hosts > 1 or len(self._machine.threads) > 1):
+        assert self._scheduler is not None
+        if touch.host and (hosts > 1 or len(self._scheduler.threads) > 1):
             return False
         if touch.completes is not None and not self._no_queries:
             return False
         return not touch.spans and touch.flag is None and touch.asks is None and not touch.all
 
     def _touch(self, actor: StreamQueue | HostThread) -> Touch:
-        assert self._machine is not None
-        bases = self._machine.bases
+        assert self._scheduler is not None
+        bases = self._scheduler.bases
         if isinstance(actor, HostThread):
             action = actor.action
             spans = tuple((bases[a.storage] + a.start, bases[a.storage] + a.end, a.write) for a in action.accesses)
@@ -140,7 +140,9 @@ class Exhaustive(Strategy):
             return Touch(actor.label, False, flag=op.target)
         if op.kind == Kind.RECORD:
             return Touch(actor.label, False, completes=op.target)
-        return Touch(actor.label, False, all=op.fn is not None)
+        if op.kind == Kind.COLLECTIVE_START:
+            return Touch(actor.label, False, flag=op.target.member.machine)  # places on the device are few
+        return Touch(actor.label, False, all=op.fn is not None or op.kind == Kind.COLLECTIVE)
 
 
 def independent(one: Touch, other: Touch) -> bool:

@@ -34,10 +34,10 @@ class Failing(ABC):
         place = where(op, stream, index)
         if fault == "error":
             self._failed = self._failed or DeviceFault(
-                f"{place} failed on request (fault=error@{op.seq + 1}); its results are undefined, the device lives on"
+                f"{place} failed on request (fault=error@{op.number + 1}); its results are undefined, the device lives on"
             )
         else:
-            self._lose(f"{place} failed on request (fault=lost@{op.seq + 1})")
+            self._lose(f"{place} failed on request (fault=lost@{op.number + 1})")
 
     def _fail(self, op: Op, stream: StreamQueue, index: int, error: Exception) -> None:
         if isinstance(error, NotImplementedError):  # nothing ran, so nothing is lost

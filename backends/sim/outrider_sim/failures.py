@@ -8,7 +8,7 @@ from outrider.device import DeadlockError, DeviceFault
 from outrider_sim.queue import Kind, Op, StreamQueue, reason
 
 if TYPE_CHECKING:
-    from outrider_sim.machine import Machine
+    from outrider_sim.scheduler import Scheduler
 
 
 def where(op: Op, stream: StreamQueue, index: int) -> str:
@@ -31,7 +31,7 @@ class _Never:
 
 def hang(op: Op) -> None:
     """Make `op` one that never ends."""
-    op.kind, op.target = Kind.WAIT, _Never(op.seq + 1)
+    op.kind, op.target = Kind.WAIT, _Never(op.number + 1)
 
 
 def fail_on_request() -> None:
@@ -39,15 +39,15 @@ def fail_on_request() -> None:
     raise DeviceFault("failed on request (provoke_fault); its results are undefined, the device lives on")
 
 
-def deadlock(machine: Machine) -> DeadlockError:
+def deadlock(scheduler: Scheduler) -> DeadlockError:
     """Who waits for what, when nothing can run."""
     lines = []
-    for stream in machine.streams:
+    for stream in scheduler.streams:
         if stream.queue:
             op = stream.queue[0]
             line = f" ({op.line})" if op.line else ""
             lines.append(f"stream {stream.label!r} is held at operation {stream.done}{line}: {reason(op)}")
     lines.extend(
-        f"{thread} waits for {thread.waits_for}" for thread in machine.threads if not thread.finished and thread.ready
+        f"{thread} waits for {thread.waits_for}" for thread in scheduler.threads if not thread.finished and thread.ready
     )
     return DeadlockError("nothing that is queued can run:\n  " + "\n  ".join(lines))

@@ -107,7 +107,8 @@ class Program:
         self._branches: list[StreamQueue] = []
         # With one lane, its own order is all the order there is.
         self._straight = [op for _, op in nodes if op.kind not in _EDGES] if lanes == 1 else []
-        self._random = any(op.seed is not None for _, op in nodes)
+        # Random operators draw anew and collectives meet anew; everything else is shared by all replays.
+        self._fresh = any(op.seed is not None or op.kind >= Kind.COLLECTIVE_START for _, op in nodes)
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -117,7 +118,7 @@ class Program:
         machine = self.sim.machine
         launch = Op(Kind.LAUNCH, f"launch {self.name}", cost=machine.like.kernel_us)
         if self.lanes == 1:
-            ops = [self._issue(op) for op in self._straight] if self._random else self._straight
+            ops = [self._issue(op, stream) for op in self._straight] if self._fresh else self._straight
             machine.launch(ops, stream, launch)
         else:
             self._replay_lanes(machine, stream, launch)
@@ -140,14 +141,18 @@ class Program:
             elif op.kind == Kind.WAIT:
                 lanes[lane].append(_edge(Kind.WAIT, edges[op.target], op.order))
             else:
-                lanes[lane].append(self._issue(op))
+                lanes[lane].append(self._issue(op, queues[lane]))
         for queue, ops in zip(queues[1:], lanes[1:], strict=True):
-            queue.base_seq = machine.seq
+            queue.base_seq = machine.scheduler.seq
             queue.queue.extend(ops)
             queue.issued += len(ops)
         machine.launch(lanes[0], stream, launch)
 
-    def _issue(self, op: Op) -> Op:
+    def _issue(self, op: Op, stream: StreamQueue) -> Op:
+        if op.kind >= Kind.COLLECTIVE_START:
+            fresh = op.target.again(op)
+            fresh.target.stream = stream
+            return fresh  # type: ignore[no-any-return]
         if op.seed is None:
             return op
         fresh = op.again()
@@ -170,6 +175,8 @@ class Program:
         def apply() -> None:
             for op, new in pairs:
                 op.fn, op.args, op.kwargs, op.post = new.fn, new.args, new.kwargs, new.post
+                if op.kind >= Kind.COLLECTIVE_START:
+                    op.target.call = new.target.call
 
         self.sim.machine.enqueue(Op(Kind.LAUNCH, f"rebind {self.name}", apply, cost=self.sim.machine.like.kernel_us), stream)
 

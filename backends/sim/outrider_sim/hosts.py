@@ -14,64 +14,75 @@ from outrider.device import StreamOrderError
 from outrider_sim.queue import Action, HostThread
 
 if TYPE_CHECKING:
-    from outrider_sim.machine import Machine
+    from outrider_sim.scheduler import Scheduler
 
 
 class HostThreads:
-    """Starts, joins and gives up host threads of one machine."""
+    """Starts, joins and gives up host threads of one scheduler."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
         self.count = 1  # threads so far, the first one included: numbers the next
+        self.failed: list[tuple[HostThread, BaseException]] = []  # in the order in which they did
 
     def spawn(self, fn: Callable[[], None], name: str = "") -> HostThread:
-        """Start a host thread. It runs when the strategy picks it; its current stream is the caller's."""
-        self._machine.point(Action("spawn"))
-        thread = HostThread(self.count, name, self._machine.stream)
+        """Start a host thread. It runs when the strategy picks it; its current streams are the caller's."""
+        scheduler = self._scheduler
+        scheduler.point(Action("spawn"))
+        thread = HostThread(self.count, name, [(machine, machine.stream) for machine in scheduler.machines])
         self.count += 1
         thread.baton = threading.Semaphore(0)
-        if self._machine.main.baton is None:
-            self._machine.main.baton = threading.Semaphore(0)
-        me = self._machine.thread
-        thread.clock = me.clock
+        if scheduler.main.baton is None:
+            scheduler.main.baton = threading.Semaphore(0)
+        thread.clock = scheduler.thread.clock
+        thread.saved = [each.save() for each in scheduler.ambient]
 
         def body() -> None:
             thread.baton.acquire()
-            self._machine.local.thread, self._machine.local.stream = thread, thread.stream
+            scheduler.local.thread = thread
+            for machine, stream in thread.streams:
+                machine.local.stream = stream
+            _restore(scheduler, thread)
             thread.step += 1
             thread.ready = None
-            if self._machine.note is not None:
-                self._machine.note(thread.label, thread.step)
+            if scheduler.note is not None:
+                scheduler.note(thread.label, thread.step)
             try:
-                if self._machine.diverged is None:
+                if scheduler.diverged is None:
                     fn()
             except BaseException as error:
                 thread.error = error
+                self.failed.append((thread, error))
             thread.finished = True
             self._leave(thread)
 
         # A daemon, so that a program that fails before joining can still end.
         thread.os = threading.Thread(target=body, name=f"outrider-sim {thread.label}", daemon=True)
-        self._machine.threads.append(thread)
-        self._machine.update_mode()
+        scheduler.threads.append(thread)
+        scheduler.update_mode()
         thread.os.start()
         return thread
 
     def join(self, thread: HostThread) -> None:
         """Block until `thread` has finished; raises what it raised."""
-        self._machine.turns(self._machine.thread, Action("join", thread), lambda: thread.finished, str(thread))
+        scheduler = self._scheduler
+        scheduler.turns(scheduler.thread, Action("join", thread), lambda: thread.finished, str(thread))
         if thread.os is not None:
             thread.os.join()
-        if thread in self._machine.threads:
-            self._machine.threads.remove(thread)
-        self._machine.update_mode()
-        if self._machine.diverged is not None:
-            raise self._machine.diverged
+        if thread in scheduler.threads:
+            scheduler.threads.remove(thread)
+        scheduler.update_mode()
+        if scheduler.diverged is not None:
+            raise scheduler.diverged
         if thread.error is not None:
             raise thread.error
 
     def run_threads(self, *bodies: Callable[[], None]) -> None:
-        """Run the callables as host threads beside each other and join them all."""
+        """Run the callables as host threads beside each other and join them all.
+
+        Raises what the first thread raised that failed.
+        """
+        self.failed.clear()
         threads = [self.spawn(body, getattr(body, "__name__", "")) for body in bodies]
         failed: BaseException | None = None
         for thread in threads:
@@ -80,32 +91,42 @@ class HostThreads:
             except BaseException as error:
                 failed = failed or error
         if failed is not None:
-            raise failed
+            # Whoever failed first may have left the others waiting, which is then no news.
+            raise self.failed[0][1] if self.failed else failed
 
     def _leave(self, thread: HostThread) -> None:
         """A finished thread passes its turn on; where nobody can go on, the first thread wakes up and raises."""
+        scheduler = self._scheduler
         try:
-            if self._machine.diverged is None:
-                self._machine.turns(thread, Action("exit"), None, "")
+            if scheduler.diverged is None:
+                scheduler.turns(thread, Action("exit"), None, "")
         except BaseException as error:
-            self._machine.diverged = error
-        if self._machine.diverged is not None:
-            self._machine.main.baton.release()
+            scheduler.diverged = error
+        if scheduler.diverged is not None:
+            scheduler.main.baton.release()
 
     def abort(self) -> None:
         """End threads that a failed run left parked: each raises at the point where it waits."""
-        self._machine.diverged = self._machine.diverged or StreamOrderError("the run was given up")
-        for thread in self._machine.threads[1:]:
+        scheduler = self._scheduler
+        scheduler.diverged = scheduler.diverged or StreamOrderError("the run was given up")
+        for thread in scheduler.threads[1:]:
             if not thread.finished:
                 thread.baton.release()
             thread.os.join()
-        if self._machine.main.baton is not None:
-            self._machine.main.baton = threading.Semaphore(0)
-        self._machine.threads = [self._machine.main]
+        if scheduler.main.baton is not None:
+            scheduler.main.baton = threading.Semaphore(0)
+        scheduler.threads = [scheduler.main]
 
 
-def hand_over(me: HostThread, other: HostThread) -> None:
+def hand_over(scheduler: Scheduler, me: HostThread, other: HostThread) -> None:
     """Let `other` run; returns when somebody hands back, unless `me` is done for good."""
+    me.saved = [each.save() for each in scheduler.ambient]
     other.baton.release()
     if not me.finished:
         me.baton.acquire()
+        _restore(scheduler, me)
+
+
+def _restore(scheduler: Scheduler, thread: HostThread) -> None:
+    for each, saved in zip(scheduler.ambient, thread.saved, strict=False):
+        each.restore(saved)

@@ -11,7 +11,7 @@ reading it shows. Fresh memory is poisoned when it is made.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ _PATTERN = 0x7FFF
 _SMALL = 1 << 20
 _ALIGN = 512
 _BASE = 0x5_0000_0000
+_SPACE = 1 << 44
 
 
 class Block:
@@ -116,6 +117,7 @@ class Memory:
     def __init__(self, machine: Machine) -> None:
         options = machine.options
         self.machine = machine
+        self.sim: Any = None  # whose memory it is
         self.limit = options.memory
         self.poison = options.poison
         self.pool = Pool()
@@ -123,10 +125,10 @@ class Memory:
         self.allocated = 0
         self.peak = 0
         self.reserved = 0
-        self._next = _BASE
+        self._next = _BASE + machine.rank * _SPACE
         # Blocks that were freed while a stream of `record_stream` still had work.
         self._held: list[tuple[Block, list[tuple[StreamQueue, int]]]] = []
-        self._ids = 0
+        self._ids = machine.rank * _SPACE  # unlike those of other devices
         self.faults = options.allocation_faults()
 
     def allocate(self, nbytes: int, stream: StreamQueue) -> Allocation:

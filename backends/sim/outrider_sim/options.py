@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from outrider.device import ConfigError
@@ -77,12 +77,16 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "record": "keep the schedule of the run: on (default), or off for long runs that nobody will replay",
         "poison": "fill fresh and freed memory with a pattern: on (default) or off",
         "fault": f"KIND@N joined by '+', KIND one of {', '.join(FAULTS)}",
+        "resident": "collectives that a device runs at a time; 0 (default): any number",
         "late": "copies: copies run only when nothing else can",
         "events": "generations (default), or recycled: a wait sees whatever record comes first, as a naive driver would",
         "name": "torch device name, one for the process (default sim)",
     }
 )
 """Option → what it means, for help and for messages."""
+
+MOST_DEVICES = 64
+"""Devices of one host."""
 
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -100,8 +104,21 @@ class SimOptions:
     record: bool = True
     faults: frozenset[tuple[str, int]] = frozenset()
     late_copies: bool = False
+    resident: int = 0
     recycled_events: bool = False
     name: str = "sim"
+
+    def beside(self, first: SimOptions) -> SimOptions:
+        """These options, for another device of the host whose device 0 has `first`: its own memory and faults alone.
+
+        Raises `ConfigError` where they ask for another scheduler or another kind of device.
+        """
+        plain = SimOptions(name=self.name)
+        for name in ("like", "seed", "strategy", "strategy_options", "record", "late_copies", "recycled_events", "resident"):
+            mine = getattr(self, name)
+            if mine not in (getattr(plain, name), getattr(first, name)):
+                raise ConfigError(f"option {name}: the devices of a host have it from device 0; give it there")
+        return replace(first, memory=self.memory, faults=self.faults, poison=self.poison)
 
     def operation_faults(self) -> dict[int, str]:
         """What happens to the n-th operation."""
@@ -130,6 +147,7 @@ def parse_options(options: Mapping[str, str]) -> SimOptions:
         record=_choice(options, "record", ("on", "off")) == "on",
         poison=_choice(options, "poison", ("on", "off")) == "on",
         faults=_faults(options.get("fault", "")),
+        resident=integer(options, "resident", 0),
         late_copies=_choice(options, "late", ("nothing", "copies")) == "copies",
         recycled_events=_choice(options, "events", ("generations", "recycled")) == "recycled",
         name=options.get("name", "sim"),

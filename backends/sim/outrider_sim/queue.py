@@ -28,6 +28,8 @@ class Kind:
     FLAG_WAIT = 6
     FLAG_RESET = 7
     LAUNCH = 8
+    COLLECTIVE_START = 9
+    COLLECTIVE = 10
 
 
 class Generation:
@@ -110,6 +112,7 @@ class Op:
         "kwargs",
         "line",
         "name",
+        "number",
         "order",
         "post",
         "report",
@@ -140,6 +143,7 @@ class Op:
         self.cost = cost  # microseconds on the device
         self.seq = -1  # place in the order of the program; -1: as the graph launch before it
         self.order = 0  # place in a graph
+        self.number = -1  # place among what its device was given
         self.host_time = 0.0
         self.accesses: tuple[Access, ...] = ()
         self.line = ""
@@ -173,13 +177,15 @@ class StreamQueue:
         "issued",
         "label",
         "late",
+        "machine",
         "name",
         "poison",
         "priority",
         "queue",
     )
 
-    def __init__(self, ident: int, name: str, priority: int = 0) -> None:
+    def __init__(self, ident: int, name: str, priority: int = 0, machine: Any = None) -> None:
+        self.machine = machine
         self.id = ident
         self.label = str(ident)  # the actor's name in schedules
         self.name = name
@@ -213,20 +219,23 @@ class HostThread:
         "finished",
         "id",
         "label",
+        "machine",
         "name",
         "os",
         "ready",
+        "saved",
         "step",
-        "stream",
+        "streams",
         "waits_for",
     )
 
-    def __init__(self, ident: int, name: str, stream: StreamQueue) -> None:
+    def __init__(self, ident: int, name: str, streams: Any) -> None:
         self.id = ident
         self.label = f"host{ident}"
         self.name = name
         self.step = 0
-        self.stream = stream  # current stream
+        self.streams = streams  # each machine's current stream, where it starts
+        self.machine: Any = None  # whose work it waits for
         self.ready: Callable[[], bool] | None = None  # what it waits for; None: it can go on
         self.waits_for = ""
         self.action: Action = FREE
@@ -235,6 +244,7 @@ class HostThread:
         self.finished = False
         self.error: BaseException | None = None
         self.clock = 0.0
+        self.saved: list[Any] = []  # what it saw of the process when it last ran
 
     def __str__(self) -> str:
         return f"host thread {self.id}" + (f" ({self.name})" if self.name else "")
@@ -266,6 +276,10 @@ def can_run(op: Op) -> bool:
         return bool(op.target.done)
     if kind == Kind.FLAG_WAIT:
         return bool(op.target.is_set)
+    if kind == Kind.COLLECTIVE_START:
+        return bool(op.target.can_start)
+    if kind == Kind.COLLECTIVE:
+        return bool(op.target.can_end)
     return True
 
 
@@ -282,6 +296,8 @@ def reason(op: Op) -> str:
     if op.kind == Kind.FLAG_WAIT:
         lost = f" ({op.target.lost} sets were lost)" if op.target.lost else ""
         return f"it waits for {op.target.label}, which is down{lost}"
+    if op.kind in (Kind.COLLECTIVE_START, Kind.COLLECTIVE):
+        return f"{op.target} can't begin"
     return f"{op.name} can run"
 
 

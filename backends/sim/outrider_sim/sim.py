@@ -35,12 +35,18 @@ _AMBIENT = (
 class Sim:
     """The state behind one backend object. Tensors keep the memory that they live in, whatever device is current."""
 
-    def __init__(self, options: SimOptions) -> None:
+    def __init__(self, options: SimOptions, first: Sim | None = None, rank: int = 0) -> None:
+        """`first`: the device 0 of the host that this one belongs to, as its device `rank`."""
         self.options = options
-        self.machine = Machine(options)
-        self.machine.quiet = _quiet
+        self.backend: Any = lambda: None  # a weak reference to the backend object
+        self.device = torch.device(options.name, rank)
+        self.machine: Machine = Machine(options, None if first is None else first.machine.scheduler, rank)
+        self.machine.scheduler.quiet = _quiet
+        self.machine.sim = self
         self.memory = Memory(self.machine)
+        self.memory.sim = self
         self.seeds = random.Random(options.seed)
+        self.diverges: frozenset[str] = frozenset()  # how this device departs from others, see `diverging`
 
     def next_seed(self) -> int:
         """The seed of one random operation: drawn when it is enqueued, so values don't depend on the schedule."""

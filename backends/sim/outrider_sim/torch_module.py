@@ -30,6 +30,10 @@ def _backend() -> SimBackend:
     assert found is not None
     if found.backend is None:
         found.backend = SimBackend(SimOptions(name=found.name))
+    if found.dispatcher.several:
+        current: SimBackend | None = found.dispatcher.current.backend()
+        if current is not None:
+            return current
     backend: SimBackend = found.backend
     return backend
 
@@ -161,6 +165,28 @@ class _DeviceScope:
         """Nothing changes."""
 
 
+def _device_count() -> int:
+    from outrider_sim.device import registered
+
+    found = registered()
+    return 1 if found is None else len(found.dispatcher.current.machine.scheduler.machines)
+
+
+def _set_device(device: Any) -> None:
+    """Let calls that name no device go to another one of the host, on the calling thread."""
+    from outrider_sim.device import registered
+
+    found = registered()
+    index = device if isinstance(device, int) else torch.device(device).index
+    if found is None or index is None or not found.dispatcher.several:
+        return
+    for machine in found.dispatcher.current.machine.scheduler.machines:
+        if machine.rank == index:
+            found.dispatcher.current = machine.sim
+            return
+    raise RuntimeError(f"there is no device {index}: this host has {_device_count()}")
+
+
 def _manual_seed(seed: int) -> None:
     from outrider_sim.device import registered
 
@@ -206,11 +232,11 @@ def make_module(name: str) -> ModuleType:
         "Stream": Stream,
         "StreamContext": stream,
         "_is_in_bad_fork": lambda: False,
-        "current_device": lambda: 0,
+        "current_device": lambda: _backend().sim.machine.rank,
         "current_stream": current_stream,
         "default_stream": default_stream,
         "device": _DeviceScope,
-        "device_count": lambda: 1,
+        "device_count": _device_count,
         "empty_cache": _empty_cache,
         "empty_pinned": empty_pinned,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
@@ -227,7 +253,7 @@ def make_module(name: str) -> ModuleType:
         ),
         "memory_allocated": lambda device=None: _backend().sim.memory.allocated,
         "memory_reserved": lambda device=None: _backend().sim.memory.reserved,
-        "set_device": lambda device: None,
+        "set_device": _set_device,
         "set_rng_state": _set_rng_state,
         "set_stream": set_stream,
         "stream": stream,

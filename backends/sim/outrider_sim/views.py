@@ -53,23 +53,21 @@ class Views:
         start = inner.storage_offset()
         if type(plan) is tuple:
             meta, offset = plan
-            return wrap(
-                torch.as_strided(inner, meta.shape, meta.stride, start + offset), meta, base._alloc, self._core.device
-            )
+            return wrap(torch.as_strided(inner, meta.shape, meta.stride, start + offset), meta, base._alloc, base.device)
         return [
-            wrap(torch.as_strided(inner, meta.shape, meta.stride, start + offset), meta, base._alloc, self._core.device)
+            wrap(torch.as_strided(inner, meta.shape, meta.stride, start + offset), meta, base._alloc, base.device)
             for meta, offset in plan
         ]
 
     def _wrap_views(self, result: Any, base: SimTensor) -> Any:
         if isinstance(result, Tensor):
-            return wrap(result, self._core.metas.of(result), base._alloc, self._core.device)
-        return [wrap(item, self._core.metas.of(item), base._alloc, self._core.device) for item in result]
+            return wrap(result, self._core.metas.of(result), base._alloc, base.device)
+        return [wrap(item, self._core.metas.of(item), base._alloc, base.device) for item in result]
 
     def detach(self, base: SimTensor) -> SimTensor:
         """The same window, outside autograd."""
         inner = base._inner
-        return wrap(inner, base._meta, base._alloc, self._core.device)
+        return wrap(inner, base._meta, base._alloc, base.device)
 
     def metadata(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Change shape and strides of the first operand in place. Raises RuntimeError where memory would have to grow."""

@@ -71,7 +71,7 @@ def _run(arguments: Sequence[str], json_out: TextIO | None, stop: Stop) -> int:
         return 0
     command = typer.main.get_command(group(commands(), help=_HELP))
     # Not command.main(): that turns Ctrl-C and a closed pipe into exits of its own.
-    with command.make_context("outrider", list(arguments)) as context:
+    with command.make_context("outrider", list(arguments), obj=tuple(arguments)) as context:
         report = command.invoke(context)
     if isinstance(report, Report):
         if json_out is not None:

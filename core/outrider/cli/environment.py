@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from outrider.registry.probing import Probe
 
@@ -11,6 +14,7 @@ BACKEND_VARIABLE = "OUTRIDER_BACKEND"
 AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 CACHE_VARIABLE = "XDG_CACHE_HOME"
 API_KEY_VARIABLE = "OUTRIDER_API_KEY"
+RANK_VARIABLE = "RANK"
 
 
 def backend_from_environment() -> str | None:
@@ -35,6 +39,35 @@ def tuned_directory() -> Path | None:
     return None if cache is None else cache / "tuned"
 
 
+def rank_environment() -> dict[str, str] | None:
+    """What torchrun, or a command that starts ranks, says to one of them; None: this process isn't one."""
+    return dict(os.environ) if RANK_VARIABLE in os.environ else None
+
+
+def rank_variables(*, rank: int, world: int, port: int, pipe: int) -> dict[str, str]:
+    """The environment of a rank that this process starts, as torchrun's is; ``pipe``: a descriptor that ends with this."""
+    return {
+        **os.environ,
+        RANK_VARIABLE: str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OUTRIDER_RANK_PIPE": str(pipe),
+        # Else the library's own watchdog ends a rank that waits, before anybody can say why.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+
+
+def become_rank(*, rank: int, world: int, port: int) -> None:
+    """Give this process the environment of a rank, as torchrun does. It ends by itself when its starter does."""
+    variables = rank_variables(rank=rank, world=world, port=port, pipe=-1)
+    del variables["OUTRIDER_RANK_PIPE"]
+    os.environ.update(variables)
+
+
 def _cache_directory() -> Path | None:
     given = os.environ.get(CACHE_VARIABLE, "")
     try:
@@ -57,3 +90,29 @@ def without_autoload() -> dict[str, str]:
 def disable_autoload() -> None:
     """Keep a later ``import torch`` of this process from loading device extensions."""
     os.environ[AUTOLOAD_VARIABLE] = "0"
+
+
+class RankEnvironment:
+    """The process's environment and arguments as a rank that is one of its threads sees them (a ``ProcessView``)."""
+
+    def save(self) -> tuple[Any, list[str]]:
+        """What the running rank sees."""
+        return os.environ, sys.argv
+
+    def restore(self, saved: tuple[Any, list[str]]) -> None:
+        """The rank that saved it runs again."""
+        os.environ, sys.argv = saved
+
+    def begin(self, rank: int, ranks: int, argv: Sequence[str]) -> None:
+        """Let the calling rank have an environment of its own, as torchrun makes it, and its own arguments."""
+        mine = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "GROUP_RANK": 0,
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": 29500,
+        }
+        own: Any = {**os.environ, **{name: str(value) for name, value in mine.items()}}
+        self.restore((own, list(argv)))

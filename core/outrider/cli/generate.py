@@ -14,6 +14,14 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from rich.console import Console
 
+from outrider.cli.guide_options import (
+    ChoiceOption,
+    GrammarOption,
+    JsonObjectOption,
+    JsonSchemaOption,
+    RegexOption,
+    chosen_guide,
+)
 from outrider.cli.images import ImageOption, Question
 from outrider.cli.inputs import check_utf8, read_bounded
 from outrider.cli.models import (
@@ -42,6 +50,7 @@ from outrider.cli.models import (
     launched,
     load,
 )
+from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, spread
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
 from outrider.cli.sampling_options import (
     FrequencyPenaltyOption,
@@ -56,18 +65,23 @@ from outrider.cli.sampling_options import (
     logprob_data,
 )
 from outrider.device.errors import ConfigError
-from outrider.errors import RequestError
+from outrider.errors import RequestError, shown
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.engine.requests.logprobs import TokenLogprobs
-    from outrider.engine.requests.request import SamplingParams, StepOutput
+    from outrider.engine.requests.request import Completion, SamplingParams, StepOutput
 
 
 def generate(
+    context: typer.Context,
     prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", metavar="F", help="A file with the text; - is standard input.")
+    ] = None,
+    token_ids: Annotated[
+        str | None,
+        typer.Option("--token-ids", metavar="I,J,…", help="The prompt as token ids, instead of a text."),
     ] = None,
     image: ImageOption = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Maximum number of new tokens.")] = 64,
@@ -82,6 +96,11 @@ def generate(
     stop: StopOption = None,
     logprobs: LogprobsOption = None,
     n: SamplesOption = 1,
+    json_schema: JsonSchemaOption = None,
+    json_object: JsonObjectOption = False,
+    regex: RegexOption = None,
+    grammar: GrammarOption = None,
+    choice: ChoiceOption = None,
     model: ModelOption = None,
     draft: DraftOption = None,
     backend: BackendOption = None,
@@ -101,6 +120,8 @@ def generate(
     page_size: PageSizeOption = None,
     max_requests: MaxRequestsOption = None,
     prefill_chunk: PrefillChunkOption = None,
+    tensor_parallel: TensorParallelOption = 1,
+    data_parallel: DataParallelOption = 1,
     tune_seconds: TuneOption = 0.0,
     compare: Annotated[
         bool,
@@ -115,14 +136,18 @@ def generate(
     """Continue a prompt. Text is printed as it is generated; without --model by the bundled model."""
     from outrider.cli.torch_probe import require_torch
 
-    text = _prompt(prompt, prompt_file)
+    text = _prompt(prompt, prompt_file) if token_ids is None else _token_ids(token_ids, prompt, prompt_file)
     if compare and temperature != 0:
         raise ConfigError(f"--compare compares greedy decoding, the temperature is {temperature}; leave --temperature out")
     if compare and n > 1:
         raise ConfigError(f"--compare compares one output with another, --n is {n}; leave --n out")
     for item in stop or ():
         check_utf8("--stop", item)
+    guide = chosen_guide(json_schema, json_object, regex, grammar, choice)
     require_torch()
+    spread_out = spread(context.obj, tensor_parallel, data_parallel, json_output=json_output)
+    if spread_out is not None:
+        return spread_out
     from outrider.engine.config import Choice
     from outrider.engine.requests.request import SamplingParams
 
@@ -139,6 +164,7 @@ def generate(
         stop=tuple(stop or ()),
         logprobs=logprobs,
         n=n,
+        guide=guide,
     )
     speculation = Speculation.choose(
         speculate,
@@ -169,28 +195,37 @@ def generate(
             prefill_chunk=prefill_chunk,
         ),
     )
-    engine = start(
-        speculation, max_requests=n, running=running, tune_seconds=tune_seconds, say=not json_output, beside=beside
-    )
-    question = Question.ask(engine, text, speculation.model, image or ())
-    if n > 1:
-        return _samples(engine, question, params, {"speculate": speculation.kind, **launched(engine, beside)})
-    run = _Run(question)
-    try:
-        run.stream(engine, params, None if json_output else sys.stdout.write)
-    except KeyboardInterrupt:
-        raise Interrupted(f"interrupted after {len(run.tokens)} tokens", run.data(engine)) from None
-    data: dict[str, object] = {**run.data(engine), "speculate": speculation.kind, **launched(engine, beside)}
-    if run.error is not None or not compare:
-        return Report(data=data, render=lambda console: _summary(console, data), exit_code=1 if run.error else 0)
-    plain = _Run(question)
-    plain_engine = start(speculation.without(), max_requests=1, running=replace(running, draft_length=None))
-    plain.stream(plain_engine, params, None)
-    same = plain.tokens == run.tokens
-    data["same_as_plain"] = same
-    data["plain"] = plain.data(plain_engine)
-    if not same:
-        data["difference"] = _difference(plain_engine, question, params, run.tokens, plain.tokens)
+    with Joined(tensor_parallel, data_parallel) as joined:
+        start = partial(start, joined=joined)
+        engine = start(
+            speculation, max_requests=n, running=running, tune_seconds=tune_seconds, say=not json_output, beside=beside
+        )
+        if engine.follows:
+            engine.follow()
+            if compare:
+                start(speculation.without(), max_requests=1, running=replace(running, draft_length=None)).follow()
+            return Report(data={}, render=lambda console: None)
+        with closing(engine):
+            question = Question.ask(engine, text, speculation.model, image or ())
+            if n > 1:
+                return _samples(engine, question, params, {"speculate": speculation.kind, **launched(engine, beside)})
+            run = _Run(question)
+            try:
+                run.stream(engine, params, None if json_output else sys.stdout.write)
+            except KeyboardInterrupt:
+                raise Interrupted(f"interrupted after {len(run.tokens)} tokens", run.data(engine)) from None
+        data: dict[str, object] = {**run.data(engine), "speculate": speculation.kind, **launched(engine, beside)}
+        if run.error is not None or not compare:
+            return Report(data=data, render=lambda console: _summary(console, data), exit_code=1 if run.error else 0)
+        plain = _Run(question)
+        plain_engine = start(speculation.without(), max_requests=1, running=replace(running, draft_length=None))
+        with closing(plain_engine):
+            plain.stream(plain_engine, params, None)
+        same = plain.tokens == run.tokens
+        data["same_as_plain"] = same
+        data["plain"] = plain.data(plain_engine)
+        if not same:
+            data["difference"] = _difference(plain_engine, question, params, run.tokens, plain.tokens)
 
     def render(console: Console) -> None:
         _summary(console, data)
@@ -212,7 +247,9 @@ def _difference(
     at = first_difference(ours, theirs)
     if at is None:
         return None
-    if question.media or params.penalized or params.biases or params.min_tokens or not isinstance(plain.model, Decoder):
+    reshaped = params.penalized or params.biases or params.min_tokens or params.guide is not None
+    by_logits = isinstance(plain.model, Decoder) and plain.model.ranks is None
+    if question.media or reshaped or not by_logits:
         return {"position": at, "speculative": ours[at], "plain": theirs[at]}
     found = Closer(plain).look(question.tokens, ours, theirs)
     assert found is not None
@@ -251,8 +288,7 @@ class _Run:
 
     def stream(self, engine: Engine, params: SamplingParams, write: Callable[[str], object] | None) -> None:
         """Generate, giving text to ``write`` as soon as it's certain."""
-        tokenizer = engine.tokenizer
-        decoder = tokenizer.stream()
+        decoder = engine.tokenizer.stream() if engine.has_tokenizer else None
         before = engine.stats
         started = time.perf_counter()
         try:
@@ -264,12 +300,16 @@ class _Run:
                     self.tokens.extend(output.tokens)
                     self.logprobs.extend(output.logprobs)
                     # With stop strings the engine decides where the text ends.
-                    pieces = (decoder.push(token) for token in output.tokens)
-                    self._say(output.text if output.text is not None else "".join(pieces), write)
+                    if output.text is not None:
+                        self._say(output.text, write)
+                    elif decoder is not None:
+                        self._say("".join(decoder.push(token) for token in output.tokens), write)
+                    elif write is not None:
+                        self._write_ids(output.tokens, write)
                     if output.finish_reason is not None:
                         self.finish_reason = str(output.finish_reason)
                     self.error = self.error or output.error
-            if not params.stop:
+            if not params.stop and decoder is not None:
                 self._say(decoder.flush(), write)
         finally:
             self.seconds = time.perf_counter() - started
@@ -277,9 +317,16 @@ class _Run:
             self.iterations = after.request_iterations - before.request_iterations
             verified = after.verified_tokens - before.verified_tokens
             self.acceptance_length = verified / self.iterations if self.iterations else 0.0
-            if write is not None and self.text:
+            if write is not None and self.tokens:
                 write("\n")
                 sys.stdout.flush()
+
+    def _write_ids(self, tokens: Sequence[int], write: Callable[[str], object]) -> None:
+        """Token ids as they come, where the checkpoint has no tokenizer; ``tokens`` are the last of them."""
+        begin = "" if len(tokens) == len(self.tokens) else ","
+        if tokens:
+            write(begin + ",".join(map(str, tokens)))
+            sys.stdout.flush()
 
     def _say(self, piece: str, write: Callable[[str], object] | None) -> None:
         self.text += piece
@@ -311,7 +358,7 @@ def _samples(engine: Engine, question: Question, params: SamplingParams, how: Ma
     seconds = time.perf_counter() - started
     samples = [
         {
-            "text": result.text if result.text is not None else engine.tokenizer.decode(result.token_ids),
+            "text": _text(engine, result),
             "token_ids": result.token_ids,
             "finish_reason": str(result.finish_reason),
             **({"error": result.error} if result.error else {}),
@@ -334,13 +381,20 @@ def _samples(engine: Engine, question: Question, params: SamplingParams, how: Ma
     def render(console: Console) -> None:
         for index, sample in enumerate(samples):
             console.print(f"--- sample {index}")
-            console.print(str(sample["text"]))
+            console.print(str(sample["text"] if engine.has_tokenizer else sample["token_ids"]))
         _summary(console, data)
 
     failed = next((result.error for result in results if result.error), None)
     if failed is not None:
         data["error"] = failed
     return Report(data=data, render=render, exit_code=1 if failed else 0)
+
+
+def _text(engine: Engine, result: Completion) -> str:
+    """The text of a sample; empty where the checkpoint has no tokenizer."""
+    if result.text is not None or not engine.has_tokenizer:
+        return result.text or ""
+    return engine.tokenizer.decode(result.token_ids)
 
 
 def _summary(console: Console, data: dict[str, object]) -> None:
@@ -350,6 +404,15 @@ def _summary(console: Console, data: dict[str, object]) -> None:
     )
     if "error" in data:
         console.print(f"error: {data['error']}; the text before it is right", style="bold red", markup=False)
+
+
+def _token_ids(given: str, prompt: str | None, prompt_file: Path | None) -> list[int]:
+    if prompt is not None or prompt_file is not None:
+        raise RequestError("--token-ids is a prompt, and so are --prompt and --prompt-file; give one of them")
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isdecimal() and part.isascii() and len(part) < 20 for part in parts):
+        raise RequestError(f"--token-ids is {shown(given)}; expected whole numbers with commas between them")
+    return [int(part) for part in parts]
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:

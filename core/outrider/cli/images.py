@@ -40,9 +40,17 @@ class Question:
     media: Sequence[Media] = ()
 
     @classmethod
-    def ask(cls, engine: Engine, text: str, model: Path, images: Sequence[Path]) -> Question:
-        """Encode the text; read the images. Raises :class:`RequestError` for what isn't an image, or has no place."""
-        tokens = engine.tokenizer.encode(text)
+    def ask(cls, engine: Engine, text: str | Sequence[int], model: Path, images: Sequence[Path]) -> Question:
+        """Encode the text, unless it's token ids already; read the images.
+
+        Raises :class:`RequestError` for what isn't an image, or has no place, and for a text without a tokenizer.
+        """
+        if not isinstance(text, str):
+            tokens = list(text)
+        elif engine.has_tokenizer:
+            tokens = engine.tokenizer.encode(text)
+        else:
+            raise RequestError(f"{model} has no tokenizer; give the prompt as --token-ids, and token ids come back")
         vision = engine.model.config.vision
         if not images:
             return cls(tokens)
@@ -52,7 +60,7 @@ class Question:
 
         processor = MediaProcessor.from_checkpoint(model)
         media = [processor.image(_read(path)) for path in images]
-        if vision.image_token not in tokens:
+        if vision.image_token not in tokens and engine.has_tokenizer:
             tokens = _placed(engine.tokenizer, tokens, vision.image_token, len(images), engine.model.config.bos_token_id)
         return cls(tokens, media)
 

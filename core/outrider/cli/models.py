@@ -18,6 +18,7 @@ from outrider.speculative.names import OWN_PROPOSERS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from outrider.cli.rank_processes import Joined
     from outrider.cli.starting import Tell
     from outrider.device import Backend
     from outrider.engine.config import Choice
@@ -26,11 +27,20 @@ if TYPE_CHECKING:
 
 ModelOption = Annotated[
     Path | None,
-    typer.Option("--model", metavar="DIR", help="A checkpoint as Hugging Face writes it. Default: the bundled model."),
+    typer.Option(
+        "--model",
+        metavar="DIR|OWNER/NAME",
+        help="A checkpoint as Hugging Face writes it, or its name on the Hub, also OWNER/NAME@REVISION; without a network "
+        "out of the Hub's cache. Default: the bundled model.",
+    ),
 ]
 DraftOption = Annotated[
     Path | None,
-    typer.Option("--draft", metavar="DIR", help="The draft's checkpoint: a head, or a model. Default: the bundled head."),
+    typer.Option(
+        "--draft",
+        metavar="DIR|OWNER/NAME",
+        help="The draft's checkpoint, likewise: a head, or a model. Default: the bundled head.",
+    ),
 ]
 SpeculateOption = Annotated[
     str | None,
@@ -201,10 +211,12 @@ class Speculation:
         """Fill in what wasn't given: the bundled model, its head, and speculation wherever there is a head."""
         if draft is None and model is None and kind in (None, "eagle"):
             draft = bundled("eagle")
+        from outrider.model.location import find_checkpoint
+
         return cls(
             kind=kind or ("none" if draft is None else "eagle"),
-            model=model or bundled("target"),
-            draft=draft,
+            model=bundled("target") if model is None else find_checkpoint(model),
+            draft=None if draft is None else find_checkpoint(draft),
             draft_tokens=draft_tokens,
             draft_topk=draft_topk,
             draft_nodes=draft_nodes,
@@ -250,11 +262,12 @@ def load(
     tune_seconds: float = 0.0,
     say: bool = False,
     beside: Sequence[Choice] = (),
+    joined: Joined | None = None,
 ) -> Engine:
     """Choose the backend and load the checkpoint onto it; progress goes to standard error, on a terminal alone.
 
     ``max_requests``: as many as the command makes, where ``sizes`` has no number of its own; None: the engine chooses.
-    ``say``: tell people what was chosen, and ``beside`` it by the command.
+    ``say``: tell people what was chosen, and ``beside`` it by the command. ``joined``: ranks that the engine runs on.
     """
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
@@ -269,8 +282,12 @@ def load(
         **{"max_requests": max_requests} | (sizes or Sizes()).given,
     )
     registry = Registry(probe=plugin_probe())
-    device = registry.create(registry.select(backend, backend_from_environment()))
-    with progress_shown() as tell:
+    if joined is None:
+        device, ranks, leads = registry.create(registry.select(backend, backend_from_environment())), None, True
+    else:
+        device = joined.backend(registry, backend, backend_from_environment())
+        ranks, leads = joined.join(device), joined.leads
+    with progress_shown(leads) as tell:
         if not speculation.through_transformers:
             prepare_device(device, lambda: ModelConfig.from_checkpoint(speculation.model), tune_seconds, tell)
         engine = Engine.from_checkpoint(
@@ -283,7 +300,10 @@ def load(
             trust_remote_code=speculation.trust_remote_code,
             progress=lambda file, done, total: tell(f"loading {file}", done, total),
             capture_progress=lambda done, total: tell("capturing graphs", done, total),
+            ranks=ranks,
         )
+    if not leads:
+        return engine
     if say:
         say_what_was_chosen(engine, beside)
     say_what_started(engine)

@@ -19,11 +19,11 @@ Tell = Callable[[str, int, int], None]
 
 
 @contextmanager
-def progress_shown() -> Generator[Tell]:
-    """Bars, one for each thing told of as ``(what, done, total)``."""
+def progress_shown(shown: bool = True) -> Generator[Tell]:
+    """Bars, one for each thing told of as ``(what, done, total)``; none unless ``shown``."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bars:
         bar_of: dict[str, TaskID] = {}
 
         def tell(what: str, done: int, total: int) -> None:

@@ -55,7 +55,9 @@ def tune(
     directory = cache or tuned_directory()
     if directory is None:
         raise ConfigError("there is no home directory to keep tuned choices in; name one with --cache")
-    names = shape or [str(model or bundled("target"))]
+    from outrider.model.location import find_checkpoint
+
+    names = shape or [str(bundled("target") if model is None else find_checkpoint(model))]
     shapes = [_shape(name) for name in names]
     registry = Registry(probe=plugin_probe())
     device = registry.create(registry.select(backend, backend_from_environment()))

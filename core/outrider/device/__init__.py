@@ -18,6 +18,7 @@ from outrider.device.errors import (
     BackendNotFound,
     CapabilityError,
     CaptureError,
+    CollectiveError,
     ConfigError,
     DeadlockError,
     DeviceError,
@@ -50,6 +51,7 @@ from outrider.device.plugin import (
 if TYPE_CHECKING:
     from outrider.device.backend import Backend
     from outrider.device.capabilities import Capabilities
+    from outrider.device.collectives import Collective, Decision, Group, Reduction
     from outrider.device.graph import (
         ActiveCapture,
         CaptureContext,
@@ -91,15 +93,18 @@ if TYPE_CHECKING:
         ExplorationResult,
         Observer,
         Operation,
+        ProcessView,
         ScheduleFailure,
         TimedObserver,
     )
     from outrider.device.torch_backend import TorchDeviceBackend, TorchEvent, TorchGraph, TorchStream
+    from outrider.device.torch_collectives import TorchGroup
 
 # The same names as above, once more for the run time; tests/arch holds the two together.
 _HOMES = {
     "backend": ("Backend",),
     "capabilities": ("Capabilities",),
+    "collectives": ("Collective", "Decision", "Group", "Reduction"),
     "graph": (
         "ActiveCapture",
         "CaptureContext",
@@ -154,9 +159,11 @@ _HOMES = {
     "tools": (
         "Access",
         "ControllableDevice",
+        "ProcessView",
         "ExplorationResult",
         "Observer",
         "Operation",
+        "ProcessView",
         "ScheduleFailure",
         "TimedObserver",
     ),
@@ -166,6 +173,7 @@ _HOMES = {
         "TorchGraph",
         "TorchStream",
     ),
+    "torch_collectives": ("TorchGroup",),
 }
 
 __all__ = [
@@ -194,9 +202,12 @@ __all__ = [
     "CaptureContext",
     "CaptureError",
     "CiDeclaration",
+    "Collective",
+    "CollectiveError",
     "ConfigError",
     "ControllableDevice",
     "DeadlockError",
+    "Decision",
     "DecoderShape",
     "DeviceError",
     "DeviceFault",
@@ -212,6 +223,7 @@ __all__ = [
     "Graph",
     "GraphCallable",
     "GraphPool",
+    "Group",
     "HostParam",
     "JoinedPlan",
     "KeepAlive",
@@ -227,8 +239,10 @@ __all__ = [
     "PinnedBuffer",
     "PluginContractError",
     "PluginInfo",
+    "ProcessView",
     "Product",
     "Recompute",
+    "Reduction",
     "RequestInputs",
     "RequestRows",
     "RotaryArgs",
@@ -247,6 +261,7 @@ __all__ = [
     "TorchDeviceBackend",
     "TorchEvent",
     "TorchGraph",
+    "TorchGroup",
     "TorchStream",
     "TuningProgress",
     "TuningResult",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider._renamed import Renamed, adopt_overrides
 from outrider.device.capabilities import Capabilities
+from outrider.device.collectives import Communicating
 from outrider.device.declared import Declared
 from outrider.device.errors import (
     CapabilityError,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from outrider.device.kernels import KernelSet
 
 
-class Backend(Declared, ABC):
+class Backend(Declared, Communicating, ABC):
     """One device. A vendor subclasses it (or ``TorchDeviceBackend``) and implements the underscored verbs.
 
     The public methods check the rules and report to an attached observer, then call the vendor's verb. Two backend
@@ -161,7 +162,10 @@ class Backend(Declared, ABC):
             self.observer.device_synchronized()
 
     def delay(self, stream: Stream, cycles: int) -> None:
-        """Keep ``stream`` busy for about ``cycles`` device clocks. Needs ``perturbs_timing``; for tests."""
+        """Keep ``stream`` busy for about ``cycles`` device clocks. Captured, it does so at each replay of the graph.
+
+        Needs ``perturbs_timing``; for tests.
+        """
         if not self.capabilities.perturbs_timing:
             raise CapabilityError(f"{self.label} doesn't declare perturbs_timing")
         self._delay(stream, cycles)
@@ -174,11 +178,10 @@ class Backend(Declared, ABC):
         The failure is a :class:`DeviceFault`, and raised once: by the first wait of the host that covers the operation,
         also by way of other streams that waited for it. Such waits are ``synchronize`` of a stream, of an event and of the
         backend, ``synchronize_within``, a query whose answer would be yes, and a value that is read back. After that
-        everything works.
+        everything works. *Capture.* Captured, it fails at each replay of the graph.
 
         Raises :class:`CapabilityError` where the plugin doesn't implement it.
         """
-        self.check_not_capturing("provoke a fault")
         self._provoke_fault(stream)
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -267,7 +270,8 @@ class Backend(Declared, ABC):
         ``inputs`` and ``outputs`` are static device tensors, allocated by the caller before the capture and written in
         place; ``scalars`` are frozen; ``params`` name host integers that ``Graph.update_params`` can rebind. A device
         may run ``fn`` before capturing it, to warm up, so it must do no harm with the contents that the inputs have
-        now. It must not synchronise, allocate pinned memory or replay another graph. Where the backend doesn't declare
+        now; and capture it again, on ``stream``, when ``params`` are rebound. It must not synchronise, allocate pinned
+        memory or replay another graph. Where the backend doesn't declare
         ``captures_graphs`` the result runs ``fn`` eagerly at each replay, in a scope of the replay's stream: work that
         ``fn`` places on a stream by name goes to that stream.
 

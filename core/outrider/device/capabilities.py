@@ -42,6 +42,16 @@ class Capabilities:
     waits_inside_graphs: bool = False
     """A captured graph may wait for, or record, an event that lives outside it."""
 
+    collectives: bool = False
+    """``create_group`` works: several devices, each a rank, move and reduce tensors between them."""
+
+    captures_collectives: bool = False
+    """A group's verbs may be captured in a graph, and each replay makes the calls anew. Without graphs it says nothing: an
+    eager replay makes them anyway."""
+
+    peer_memory: bool = False
+    """Ranks may reach each other's memory (``Group.peer_buffers``), where the machine connects their devices."""
+
     perturbs_timing: bool = False
     """``delay(stream, cycles)`` keeps a stream busy, so that tests can provoke other interleavings."""
 
@@ -53,6 +63,11 @@ class Capabilities:
 
     memory_limit: bool = False
     """``memory_info`` reports a real limit of device memory."""
+
+    host_writes_memory: bool = False
+    """The host writes device memory itself: outside of every scope, what torch does to a device tensor happens at once, in
+    memory that host and device share. Weights are then read into their place, without a buffer between. Not for devices
+    that are ``asynchronous``."""
 
     dtypes: frozenset[torch.dtype] = frozenset({torch.float32})
     """Floating dtypes in which every kernel of the backend's KernelSet works."""

@@ -20,6 +20,7 @@ expected and what to do. The command line prints that text without a traceback.
     │   ├── OutOfDeviceMemory     recoverable: the device still works
     │   ├── DeviceFault           recoverable: this operation failed, the device still works
     │   ├── DeviceLost            sticky: nothing that is queued will finish, and no further call will work
+    │   ├── CollectiveError       recoverable: a rank of a group died, came too late or made another call
     │   └── DeviceStuck           the host waited for a fence longer than it may; it counts as lost
     ├── EngineStopped             an engine was used after its device was lost or stuck; lists the requests left open
     ├── DeadlockError             nothing that is queued can ever run
@@ -118,6 +119,25 @@ class DeviceStuck(DeviceError):
     """
 
     device_lost = True
+
+
+class CollectiveError(DeviceError):
+    """A collective failed: a rank of the group died, came too late, or made another call. The group is of no use any more;
+    the device still works.
+
+    ``group`` is its name, ``rank`` this rank's index in it, ``sequence`` and ``kind`` say which call failed: 0 and
+    ``"create_group"`` where there was no group yet.
+    """
+
+    def __init__(self, message: str, group: str = "", rank: int = -1, sequence: int = 0, kind: str = "") -> None:
+        super().__init__(message)
+        self.group = group
+        self.rank = rank
+        self.sequence = sequence
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[type[CollectiveError], tuple[str, str, int, int, str]]:
+        return type(self), (str(self), self.group, self.rank, self.sequence, self.kind)
 
 
 class EngineStopped(OutriderError):

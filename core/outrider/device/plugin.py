@@ -50,6 +50,13 @@ class CiDeclaration:
     level: str = "L4"
     """Conformance is run up to this level."""
 
+    device_count: int = 1
+    """Devices that a runner has for collectives. With two or more a job of its own runs level L6: ranks on devices of their
+    own. A backend whose ranks need no further devices leaves it at 1 and declares ``level="L6"``."""
+
+    ranks_runner_labels: tuple[str, ...] = ()
+    """Labels of the runner of that job; empty: ``runner_labels``."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PluginInfo:

@@ -11,7 +11,7 @@ are queued, in the order in which they were enqueued. A callback must not enqueu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -19,8 +19,10 @@ from outrider._renamed import Renamed, adopt_overrides
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
     from outrider.device.backend import Backend
+    from outrider.device.collectives import Collective, Decision, Group
     from outrider.device.graph import Graph
     from outrider.device.stream import Event, Flag, Stream
 
@@ -140,6 +142,16 @@ class Observer:
     def host_accessed(self, access: Access, location: str) -> None:
         """The calling thread read or wrote pinned memory directly."""
 
+    def collective(
+        self, group: Group, call: Collective, stream: Stream, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]
+    ) -> None:
+        """A rank makes a call of its group, which reads and writes these operands of it in the order of ``stream``. Reported
+        before the call is enqueued: where the device isn't asynchronous, before the rank waits for the others.
+        """
+
+    def decided(self, group: Group, name: str, value: Decision) -> None:
+        """The host of a rank took a decision that every rank of ``group`` must take alike, in the same order."""
+
     def capture_began(self, graph: Graph, stream: Stream) -> None:
         """Operations from here to :meth:`capture_ended` on this thread belong to ``graph``; none of them runs."""
 
@@ -179,6 +191,16 @@ class TimedObserver(Observer):
         """
 
 
+class ProcessView(Protocol):
+    """Something that a process has one of (arguments, environment), of which each rank shall see its own."""
+
+    def save(self) -> Any:
+        """What the running rank sees."""
+
+    def restore(self, saved: Any) -> None:
+        """The rank that saved this runs again."""
+
+
 @runtime_checkable
 class ControllableDevice(Protocol):
     """A device whose schedule a tool decides. A backend that has it offers it as ``Backend.control``."""
@@ -204,6 +226,19 @@ class ControllableDevice(Protocol):
     def explore(self, program: Callable[[Backend], None], *, strategy: str, iterations: int, seed: int) -> ExplorationResult:
         """Run ``program``, which makes what it needs and raises when something is wrong, under up to ``iterations``
         schedules that ``strategy`` picks; stop at the first failure and shrink it.
+        """
+
+    def diverge(self, kind: str) -> None:
+        """Let this device, or the calling host thread, depart from those of other ranks until the next reset: ``tie``,
+        ``ulp`` or ``slow``.
+        """
+
+    def create_store(self) -> Store:
+        """A store for ranks that are threads of :meth:`run_threads`: a wait there lets the others run."""
+
+    def run_ranks(self, bodies: Sequence[Callable[[], None]], views: Sequence[ProcessView] = ()) -> None:
+        """Run the callables as the ranks of one program, as if each had its process: its device is the current one there, and
+        torch.distributed, whatever backend is asked for, joins the ranks' devices. ``views``: what else each has of its own.
         """
 
     def run_threads(self, *bodies: Callable[[], None]) -> None:

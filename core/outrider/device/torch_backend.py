@@ -31,9 +31,14 @@ from outrider.device.stream import Event, Stream
 from outrider.device.sync import SpeculativeSync
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from outrider.device.collectives import Group
     from outrider.device.kernels import KernelSet
 
 _POOL_DRAWS = 64
+_SCARCE = 4
+"""Less than this part of the memory being free, a capture has torch give back what it keeps."""
 
 
 class TorchStream(Stream):
@@ -222,6 +227,13 @@ class TorchDeviceBackend(Backend):
 
     # -- graphs ----------------------------------------------------------------------------------------------------
 
+    def _make_room(self) -> None:
+        """Give back what torch keeps for later, where little is free: a graph takes memory of its own and can't have that."""
+        release = getattr(self.module, "empty_cache", None)
+        info = self.memory_info() if self.capabilities.memory_limit else None
+        if release is not None and info is not None and info.free < info.total // _SCARCE:
+            release()
+
     def _new_graph(self) -> Any:
         """A fresh graph object of the device's torch module."""
         factory = getattr(getattr(torch, "accelerator", None), "Graph", None)
@@ -246,6 +258,7 @@ class TorchDeviceBackend(Backend):
             for _ in range(self.warmup_runs):
                 fn(context)
         stream.synchronize()
+        self._make_room()
         native = self._new_graph()
         graph = self.graph_type(self, name, context, native)
         arguments: dict[str, Any] = {"capture_error_mode": "thread_local"}
@@ -265,6 +278,13 @@ class TorchDeviceBackend(Backend):
                 raise
             native.capture_end()
         return graph
+
+    # -- ranks -----------------------------------------------------------------------------------------------------
+
+    def _create_group(self, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float) -> Group:
+        from outrider.device.torch_collectives import TorchGroup
+
+        return TorchGroup(self, name, ranks, rank, store, timeout_s)
 
     # -- errors and versions ---------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.device import ConfigError
@@ -15,6 +15,7 @@ from outrider.engine.requests.grammars import Grammars
 from outrider.engine.requests.hand_over import HandOver
 from outrider.engine.requests.media import expanded, request_media
 from outrider.engine.requests.request import Request
+from outrider.engine.requests.request_state import RequestState
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.text import watch
 from outrider.errors import RequestError
@@ -81,7 +82,35 @@ class Admission:
             first_id += len(found[-1])
         return found
 
-    def arrival(self, request_id: int, handed: HandOver) -> Request:
+    def resumed(self, request_id: int, state: RequestState) -> Request:
+        """A request that begins here, or again here: its context is its prompt and its output so far."""
+        given = self.checked(state)
+        request = self.arrival(request_id, given)
+        request.context = (*given.prompt, *given.output)
+        return request
+
+    def checked(self, state: RequestState) -> RequestState:
+        """The state, its placeholders expanded. Raises :class:`RequestError` for one that can't be served."""
+        urgency = checked_int(state.priority, "priority")
+        if state.params.n > 1:
+            raise RequestError(f"n is {state.params.n}; a request that goes from engine to engine is one sample")
+        seen = checked_media(state.media)
+        prompt = expanded(checked_tokens(state.prompt, limit=self.max_context), seen, self.model.vision)
+        given = replace(state, prompt=prompt, media=seen, priority=urgency)
+        self._check_output(given)
+        return given
+
+    def _check_output(self, state: RequestState) -> None:
+        """Raise :class:`RequestError` for output that a request that goes on can't have."""
+        output = state.output
+        if len(output) >= state.params.max_tokens:
+            raise RequestError(f"the request has {len(output)} tokens of output and asks for {state.params.max_tokens}")
+        if not all(0 <= token < self.model.vocab_size for token in output):
+            raise RequestError(f"the output so far has tokens outside of the vocabulary of {self.model.vocab_size}")
+        if state.params.logprobs is not None and len(state.logprobs) != len(output):
+            raise RequestError(f"{len(output)} tokens of output came with {len(state.logprobs)} log-probabilities")
+
+    def arrival(self, request_id: int, handed: HandOver | RequestState) -> Request:
         """The request that another engine handed over, without its device state."""
         stops = self.check(handed.prompt, handed.params)
         request = Request(request_id, handed.prompt, handed.params, stops, handed.priority)

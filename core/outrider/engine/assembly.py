@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.device import Backend, CapabilityError, Fence, StepMode
+from outrider.device import Backend, CapabilityError, Fence, Group, StepMode
 from outrider.engine.checks import check_cache
 from outrider.engine.config import DecidedConfig
 from outrider.engine.fences import FenceSet
@@ -14,9 +14,11 @@ from outrider.engine.loop import Loop
 from outrider.engine.plan_stages import ExtendAttention, Fill, Place, PlanExtend, VerifyAttention
 from outrider.engine.prefill import Prefill
 from outrider.engine.prefill_graphs import CHOSEN_TOKENS, PrefillGraphs
+from outrider.engine.ranks.course import Course
 from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.requests.draft_length import DraftLengthPolicy
 from outrider.engine.requests.features import Features
+from outrider.engine.requests.groups import AgreedLength, GroupScheduler
 from outrider.engine.requests.pages import FreeList, PagePool
 from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
 from outrider.engine.stages import DraftStage, Extend, Gather, Iteration, Stages, Verify
@@ -38,6 +40,9 @@ from outrider.speculative.proposer import Proposer
 
 _CROWD, _GATHER_TOKENS, _GATHER_ITERATIONS = 8, 1024, 4
 """From how many decoding requests on prompts are gathered, unless half the rows are more; up to how many tokens; how long."""
+
+_TRANSFERS = 64
+"""Requests on their way to other engines, and from them, at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,10 +170,13 @@ def assemble(
             depth=proposer.depth,
             probes=probes,
             max_logprobs=min(config.max_logprobs, model.config.vocab_size),
+            data=None if model.ranks is None else model.ranks.data,
         )
         seq_lens_ring = SeqLensRing(backend, future.seq_lens, entries=entries)
     streams.forward.synchronize()
-    fences = FenceSet(backend.speculative_sync, entries=entries, wrap=wrap_fence)
+    group = 0 if model.ranks is None or model.ranks.data is None else model.ranks.data.rank
+    transfers = min(config.max_requests, _TRANSFERS)
+    fences = FenceSet(backend.speculative_sync, entries=entries, transfers=transfers, wrap=wrap_fence)
     return EngineParts(
         backend=backend,
         streams=streams,
@@ -188,7 +196,9 @@ def assemble(
         results=results,
         seq_lens_ring=seq_lens_ring,
         lengths=lengths,
-        transfer=Transfer(backend, streams.forward, model, proposer, cache=cache, rows=rows, future=future, fences=fences),
+        transfer=Transfer(
+            backend, streams.forward, model, proposer, cache=cache, rows=rows, future=future, fences=fences, group=group
+        ),
         config=config,
         vision=vision,
     )
@@ -210,7 +220,7 @@ def build_stages(parts: EngineParts) -> Stages:
             results=results,
             buffers=buffers,
         ),
-        draft=DraftStage(forward, proposer, probes=probes, results=results, buffers=buffers),
+        draft=DraftStage(forward, proposer, probes=probes, results=results, buffers=buffers, ranks=parts.model.ranks),
         place=Place(plan, parts.plans, buffers),
         fill=Fill(plan, parts.plans),
         verify_attention=VerifyAttention(plan, parts.attention, buffers),
@@ -302,6 +312,8 @@ def build_intake(parts: EngineParts) -> Intake:
 def why_no_prefill_graphs(parts: EngineParts) -> str | None:
     """What keeps chunks of prompts from being replayed; None: nothing does."""
     config, model, proposer = parts.config, parts.model, parts.proposer
+    if model.ranks is not None and model.ranks.data is not None:
+        return "data-parallel groups have different numbers of tokens in a prefill"
     if config.step_mode is not StepMode.FUSED and not config.graphs:
         return "decoding isn't replayed from graphs either; use mode fused, or graphs"
     if parts.backend.speculative_sync.exact_host_lengths or parts.attention.on_host:
@@ -370,13 +382,14 @@ def build_step(
         mode=mode,
         entries=ring_entries(parts.config),
         capacity=parts.capacity,
+        ranks=parts.model.ranks,
     )
 
 
-def build_loop(parts: EngineParts, step: Step, watchdog: Watchdog, draft_length: DraftLengthPolicy) -> Loop:
-    """A loop over ``step`` with a scheduler of its own, which no request has used: all rows and pages are free."""
+def build_scheduler(parts: EngineParts, draft_length: DraftLengthPolicy) -> Scheduler:
+    """A scheduler that no request has used: all rows and pages are free."""
     config, proposer = parts.config, parts.proposer
-    scheduler = Scheduler(
+    return Scheduler(
         rows=FreeList("request row", config.max_requests + 1),
         pages=PagePool(
             count=parts.cache.pages, page_size=config.page_size, ahead=proposer.lookahead, share=config.prefix_cache
@@ -393,6 +406,34 @@ def build_loop(parts: EngineParts, step: Step, watchdog: Watchdog, draft_length:
         ),
         draft_length=draft_length,
     )
+
+
+def build_groups(parts: EngineParts, data: Group, draft_length: DraftLengthPolicy) -> GroupScheduler:
+    """A scheduler for each data-parallel group."""
+    agreed, proposer = AgreedLength(draft_length.lengths[-1]), parts.proposer
+
+    def passes(tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
+        return tokens, *(proposer.prompt_passes(tokens, sequences, longest) if proposer.extends else ())
+
+    return GroupScheduler(
+        [build_scheduler(parts, agreed) for _ in range(data.size)],
+        own=data.rank,
+        agreed=agreed,
+        draft_length=draft_length,
+        passes=passes,
+    )
+
+
+def build_loop(
+    parts: EngineParts, step: Step, watchdog: Watchdog, draft_length: DraftLengthPolicy, course: Course | None = None
+) -> Loop:
+    """A loop over ``step`` with a scheduler of its own, which no request has used: all rows and pages are free."""
+    config, ranks = parts.config, parts.model.ranks
+    scheduler: Scheduler | GroupScheduler
+    if ranks is None or ranks.data is None:
+        scheduler = build_scheduler(parts, draft_length)
+    else:
+        scheduler = build_groups(parts, ranks.data, draft_length)
     fused_waits = config.step_mode is StepMode.FUSED and parts.backend.speculative_sync.fused_host_wait
     return Loop(
         parts.backend,
@@ -403,4 +444,5 @@ def build_loop(parts: EngineParts, step: Step, watchdog: Watchdog, draft_length:
         results=parts.results,
         watchdog=watchdog,
         runs_ahead=config.overlap and not fused_waits,
+        course=course,
     )

@@ -133,7 +133,7 @@ class AsyncEngine:
         reader = _Reader(asyncio.get_running_loop())
         left = reader.left
         try:
-            if params is not None and params.guide is not None:
+            if isinstance(params, SamplingParams) and params.guide is not None:
                 # Compiling takes its time: in neither the loop's thread nor the engine's.
                 await asyncio.get_running_loop().run_in_executor(None, self.engine.compile_guide, params.guide)
             # Cancelled here, the request may have been admitted all the same: `left` says so then.

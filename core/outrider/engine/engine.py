@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+
+from torch import Tensor
 
 from outrider.device import Backend, ConfigError, DeviceError, Fence, StepMode
 from outrider.engine.admission import Admission
@@ -21,16 +23,24 @@ from outrider.engine.assembly import (
 from outrider.engine.checks import check_invariance, check_policy, check_tree
 from outrider.engine.config import Choice, EngineConfig
 from outrider.engine.draft_costs import decide, lengths_for
+from outrider.engine.following import follow
 from outrider.engine.graphs import CaptureProgress, EagerRunner
+from outrider.engine.lending import Lending
 from outrider.engine.loading import load_checkpoint
+from outrider.engine.ranks.course import Course, ToldLength
+from outrider.engine.ranks.ranks import Ranks
+from outrider.engine.ranks.start import check_key, join_engine
 from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.requests.cache_events import CacheEvent, CacheEvents
 from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
 from outrider.engine.requests.grammars import Grammars
+from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.guides import Guide
 from outrider.engine.requests.hand_over import HandOver
+from outrider.engine.requests.lent import Expected, Lent
 from outrider.engine.requests.owner import Owner
 from outrider.engine.requests.request import Completion, FinishReason, Request, StepOutput
+from outrider.engine.requests.request_state import RequestState
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.streaming import RequestStream
 from outrider.engine.resolve import resolve
@@ -71,14 +81,20 @@ class Engine:
         vision: VisionTower | None = None,
         capture_progress: CaptureProgress | None = None,
         draft_length: DraftLengthPolicy | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """``draft_length``: decides how many tokens each iteration drafts, in place of what the config says."""
+        """``draft_length``: decides how many tokens each iteration drafts, in place of what the config says. ``ranks``: those
+        that run the engine together; each makes its own over its part of the model, in the same order, and all but the first
+        then call :meth:`follow`.
+        """
         self._owner, self._used = Owner(), False
         self._abandoned: deque[Request] = deque()
         self.backend = backend
         self.model = model
         self.proposer = proposer = proposer or PlainProposer()
-        self.config = config = resolve(config or EngineConfig(), situation_of(backend, model, proposer))
+        decided = resolve(config or EngineConfig(), situation_of(backend, model, proposer))
+        self.config = config = join_engine(ranks, backend, model, proposer, decided)
+        self._course = course = None if ranks is None else Course(ranks)
         self._tokenizer = tokenizer
         self._vision = vision
         check_policy(backend, config, proposer, model.kernels)
@@ -95,6 +111,8 @@ class Engine:
             vision=vision,
             wrap_fence=watchdog.around(wrap_fence),
         )
+        if ranks is not None:
+            ranks.model.place(parts.streams.forward)
         stages = build_stages(parts)
         iteration = Iteration(parts.streams.forward, stages, parts.staging)
         prefill = build_prefill(parts)
@@ -114,7 +132,11 @@ class Engine:
         self._step = build_step(parts, stages, iteration, runner, config.step_mode, prefill, prefill_graphs)
         sizes = None if runner.report is None else runner.report.buckets
         self._draft_length, self.draft_length = decide(parts, self._step, draft_length, sizes=sizes)
-        self._loop = loop = build_loop(parts, self._step, watchdog, self._draft_length)
+        if course is not None and not course.leads:
+            self._draft_length = ToldLength(self._draft_length.lengths, course)
+        self._loop = loop = build_loop(parts, self._step, watchdog, self._draft_length, course)
+        if course is not None:  # everything is compiled: from here on a rank that doesn't come is lost
+            watchdog.limit_s = min(watchdog.limit_s or course.ranks.config.timeout_s, course.ranks.config.timeout_s)
         self._lifeline, self._scheduler, self._requests = loop.lifeline, loop.scheduler, loop.requests
         self._grammars = Grammars(tokenizer, vocabulary=model.config.vocab_size, ends=model.config.eos_token_ids)
         self._admission = Admission(
@@ -127,6 +149,7 @@ class Engine:
             grammars=self._grammars,
             vision=vision,
         )
+        self._lending: Lending | None = None
         self._next_id = 0
 
     @classmethod
@@ -143,6 +166,7 @@ class Engine:
         trust_remote_code: bool = False,
         progress: Progress | None = None,
         capture_progress: CaptureProgress | None = None,
+        ranks: Ranks | None = None,
     ) -> Engine:
         """Load a checkpoint (and its draft) and build an engine for it.
 
@@ -153,21 +177,24 @@ class Engine:
         ``through_transformers`` runs the model by transformers' own code on the paged cache: any decoder with a
         replaceable attention, slower than a native one. ``trust_remote_code`` lets it run Python code that the checkpoint
         brings, with all rights of this process; code of a checkpoint is never run without it. ``progress(file, done,
-        total)`` is told of each tensor loaded, ``capture_progress(done, total)`` of each batch size captured.
+        total)`` is told of each tensor loaded, ``capture_progress(done, total)`` of each batch size captured. ``ranks``:
+        those that run the engine together; each reads its own part of the checkpoint.
 
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
-        loaded = load_checkpoint(
-            model_dir,
-            backend,
-            config or EngineConfig(),
-            draft_dir=draft_dir,
-            speculate=speculate,
-            builders=builders,
-            through_transformers=through_transformers,
-            trust_remote_code=trust_remote_code,
-            progress=progress,
-        )
+        with nullcontext() if ranks is None else ranks.starting():
+            loaded = load_checkpoint(
+                model_dir,
+                backend,
+                config or EngineConfig(),
+                draft_dir=draft_dir,
+                speculate=speculate,
+                builders=builders,
+                through_transformers=through_transformers,
+                trust_remote_code=trust_remote_code,
+                progress=progress,
+                ranks=ranks,
+            )
         return cls(
             loaded.model,
             backend,
@@ -176,6 +203,7 @@ class Engine:
             tokenizer=loaded.tokenizer,
             vision=loaded.vision,
             capture_progress=capture_progress,
+            ranks=ranks,
         )
 
     @property
@@ -272,7 +300,9 @@ class Engine:
         Raises :class:`RequestError` for a request that can't be served.
         """
         with self._use():
-            return self._submit(self._admission.requests(self._next_id, tokens, params, priority=priority, media=media))
+            samples = self._admission.requests(self._next_id, tokens, params, priority=priority, media=media)
+            self._tell("add_request", tokens, params, priority, media)
+            return self._submit(samples)
 
     def abort(self, request_id: int) -> None:
         """End a request now. What it has produced so far stays valid; its last iteration, if one is in flight, is
@@ -282,6 +312,7 @@ class Engine:
             request = self._requests.get(request_id)
             if request is None:
                 raise RequestError(f"request {request_id} isn't waiting or running; it may have finished already")
+            self._tell("abort", request_id)
             self._loop.end(request, FinishReason.ABORT)
             self._scheduler.retire()
 
@@ -293,15 +324,13 @@ class Engine:
         finished, or has no output yet.
         """
         with self._use():
-            request = self._requests.get(request_id)
-            if request is not None:
-                self._loop.settle(request)
-            if request is None or request.finished:
-                raise RequestError(f"request {request_id} isn't running; it may have finished already")
-            if not request.row or request.needs_prefill or not request.output:
-                raise RequestError(f"request {request_id} is waiting or prefilling; hand it over after its first token")
+            self._tell("hand_over", request_id)
+            if self._course is not None:
+                self._course.act("go on")
+            request = self._leaving(request_id)
             with self._lifeline.working("handing a request over"):
                 handed = self._parts.transfer.collect(request)
+                handed = handed if self._course is None else self._course.ranks.keep(handed)
             del self._requests[request_id]
             request.finish_reason = FinishReason.HAND_OVER
             self._loop.outbox.put(StepOutput(request_id, (), FinishReason.HAND_OVER))
@@ -317,13 +346,82 @@ class Engine:
         Raises :class:`ConfigError` when the engines don't fit, and :class:`RequestError` for a request that can't be served.
         """
         handed.check_fits(self.model.config, self.model.dtype, self.proposer)
+        if self._course is not None or handed.key is not None:
+            check_key(handed, None if self._course is None else self._course.ranks)
         with self._use():
             request = self._admission.arrival(self._next_id, handed)
+            if self._course is not None:
+                self._tell("take_over", handed.key)
+                self._course.ranks.forget(handed)
+            request.group = handed.group
             with self._lifeline.working("taking a request over"):
                 request.arrival = self._parts.transfer.bring_here(handed)
             self._next_id += 1
             self._loop.add(request)
             return request.id
+
+    # -- requests that go elsewhere by the network card, see docs/apart.md -------------------------------------------
+
+    def resume(self, state: RequestState, *, lend: bool = False) -> int:
+        """Queue a request that another engine knows, with the output that it has; returns its id here. Its prompt and output
+        are prefilled. ``lend``: it doesn't decode here; it rests after its next token, until :meth:`lend` takes it out.
+
+        Raises :class:`RequestError` for a request that can't be served.
+        """
+        with self._use():
+            if lend:
+                self._lends()
+            self._tell("resume", state)
+            request = self._admission.resumed(self._next_id, state)
+            request.lends = lend
+            self._next_id += 1
+            self._loop.add(request)
+            return request.id
+
+    def lend(self, request_id: int) -> Lent | None:
+        """Take a decoding request out; its pages stay, for the network card to read, until :meth:`returned`. None where too
+        many are on their way already: try again after a step.
+
+        Never waits for a request that rests; of another one it waits for the iterations in flight, as :meth:`hand_over` does.
+        """
+        with self._use():
+            request = self._leaving(request_id)
+            with self._lifeline.working("lending a request's pages"):
+                return self._lends().lend(request)
+
+    def returned(self, lent: Lent) -> None:
+        """Free the pages of a request that was lent. The caller has seen *pages read*, or nobody began to read."""
+        with self._use():
+            self._lends().returned(lent)
+
+    def expect(self, state: RequestState) -> Expected | None:
+        """Reserve pages for a request that another engine of the same model and kind of proposer lends. None where pages are
+        short: try again after a step. Raises :class:`RequestError` for a request that can't be served.
+        """
+        with self._use():
+            with self._lifeline.working("reserving pages for a request"):
+                expected = self._lends().expect(self._next_id, state)
+            self._next_id += expected is not None
+            return expected
+
+    def arrived(self, expected: Expected, relay: Mapping[str, Tensor]) -> int:
+        """Go on with a request whose pages were written; returns its id. The caller has seen *pages written*. ``relay``: host
+        tensors, as the other engine lent them; :class:`ConfigError` for others.
+        """
+        with self._use():
+            with self._lifeline.working("taking a request over"):
+                self._lends().arrived(expected, relay)
+            return expected.request
+
+    def forsake(self, expected: Expected) -> None:
+        """Free reserved pages. The caller knows that nobody writes them: no transfer began, or it's over, or the link is."""
+        with self._use():
+            self._lends().forsake(expected)
+
+    @property
+    def page_memory(self) -> tuple[Tensor, ...]:
+        """All tensors that have pages, [pages, ...] each, as long as the engine lives: what a link registers."""
+        return self._parts.transfer.memory
 
     def step(self) -> list[StepOutput]:
         """Run one iteration; returns a record for each request that has new tokens.
@@ -346,7 +444,9 @@ class Engine:
         come from the next :meth:`step`. Raises :class:`RequestError` before any request starts, if one can't be served.
         """
         with self._use():
-            return self._generate(self._admission.batch(self._next_id, prompts, params, media))
+            batch = self._admission.batch(self._next_id, prompts, params, media)
+            self._tell("queue", prompts, params, media)
+            return self._generate(batch)
 
     def stream(
         self, tokens: Sequence[int], params: SamplingParams | None = None, *, media: Sequence[Media] = ()
@@ -362,6 +462,7 @@ class Engine:
             raise RequestError(f"n is {params.n}; a stream is one sample: use add_request and step, or generate")
         with self._use():
             (request,) = self._admission.requests(self._next_id, tokens, params, media=media)
+            self._tell("add_request", tokens, params, 0, media)
             outputs = self._loop.outbox.open(request.id)
             self._submit([request])
         return RequestStream(request, outputs, advance=self._iterate, close=self._close_stream)
@@ -370,6 +471,39 @@ class Engine:
         """Wait for every iteration in flight without launching another; the next step returns their outputs."""
         with self._use():
             self._loop.drain()
+
+    def follow(self) -> None:
+        """Do what the first rank's engine does, until that is closed; for the other ranks, whose engines take no calls.
+
+        Raises :class:`DeviceError` where a rank failed, and :class:`~outrider.engine.ranks.records.RanksDiffer` where this
+        one comes to another decision than the first.
+        """
+        if self._course is None or not self.follows:
+            raise ConfigError("this engine leads its ranks, or is alone: it has nothing to follow")
+        self._owner.check()
+        handed_over = self._course.ranks.handed_over
+        calls: dict[str, Callable[..., object]] = {
+            "add_request": lambda tokens, params, priority, media: self.add_request(
+                tokens, params, priority=priority, media=media
+            ),
+            "queue": self._queue,
+            "abort": self.abort,
+            "forget": self._forget_ids,
+            "hand_over": self.hand_over,
+            "resume": self.resume,
+            "take_over": lambda key: self.take_over(handed_over[key]),
+        }
+        follow(self._course, calls, self._loop)
+
+    @property
+    def follows(self) -> bool:
+        """Whether it's for :meth:`follow` alone, since another rank leads."""
+        return self._course is not None and not self._course.leads
+
+    def close(self) -> None:
+        """Let the other ranks' engines end; for one rank, nothing. Allowed twice."""
+        if self._course is not None and self._course.leads and self._lifeline.stopped is None:
+            self._course.end()
 
     def adopt(self) -> None:
         """Make the calling thread the owner. The previous owner must no longer use the engine.
@@ -399,6 +533,8 @@ class Engine:
         """
         self._owner.check()
         self._lifeline.check()
+        if self._course is not None:
+            self._course.check_asked()
         outermost, self._used = not self._used, True
         try:
             if outermost:
@@ -409,9 +545,43 @@ class Engine:
         finally:
             self._used = not outermost
 
+    def _lends(self) -> Lending:
+        """Made when it's first asked for: an engine of several ranks has none."""
+        if self._lending is None:
+            self._lending = Lending(self._parts, self._loop, self._admission)
+        return self._lending
+
+    def _leaving(self, request_id: int) -> Request:
+        """A decoding request, none of whose iterations is in flight. Raises :class:`RequestError` where there is none."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._loop.settle(request)
+        if request is None or request.finished:
+            raise RequestError(f"request {request_id} isn't running; it may have finished already")
+        if not request.row or request.needs_prefill or not request.output:
+            raise RequestError(f"request {request_id} is waiting or prefilling; hand it over after its first token")
+        return request
+
     def _end_abandoned(self) -> None:
         while self._abandoned:
-            self._loop.forget([self._abandoned.popleft()])
+            self._forget([self._abandoned.popleft()])
+
+    def _tell(self, name: str, *arguments: object) -> None:
+        """A call changes the engine: the other ranks hear of it."""
+        if self._course is not None:
+            self._course.tell(name, *arguments)
+
+    def _queue(self, prompts: Sequence[Sequence[int]], params: object, media: object) -> None:
+        """What :meth:`generate` queues, on a rank that follows."""
+        for samples in self._admission.batch(self._next_id, prompts, params, media):
+            self._submit(samples)
+
+    def _forget(self, requests: Sequence[Request]) -> None:
+        self._tell("forget", [request.id for request in requests])
+        self._loop.forget(requests)
+
+    def _forget_ids(self, ids: Sequence[int]) -> None:
+        self._loop.forget([self._requests[number] for number in ids if number in self._requests])
 
     def _iterate(self) -> None:
         with self._use():
@@ -420,6 +590,10 @@ class Engine:
     def _submit(self, samples: Sequence[Request]) -> int:
         """Queue the samples of one prompt, which have been checked; returns the first one's id."""
         first = samples[0]
+        if isinstance(self._scheduler, GroupScheduler):
+            group = self._scheduler.least_busy(list(self._requests.values()))
+            for request in samples:
+                request.group = group
         self._next_id = samples[-1].id + 1
         self._requests.update({request.id: request for request in samples})
         self._scheduler.add(first)
@@ -442,7 +616,7 @@ class Engine:
                 loop.outbox.release(request.id)
             raise
         except BaseException:
-            loop.forget(requests)
+            self._forget(requests)
             raise
         for request in requests:
             loop.outbox.close(request.id)
@@ -456,5 +630,5 @@ class Engine:
             self._loop.outbox.close(request.id)
         else:
             with self._use():
-                self._loop.forget([request])
+                self._forget([request])
                 self._loop.drain()

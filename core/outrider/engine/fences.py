@@ -6,6 +6,10 @@ is ordered; a gather precedes the *inputs ready* of its own iteration; the plan 
 the one before, since *shared reads done* comes behind that on forward. And pinned staging: an entry of the ring is filled
 again only after the host has read the results of the iteration that it was filled for. So is the buffer of masks, since an
 iteration with a guided request is launched when no other is in flight.
+
+``network`` is no stream of the engine: a network card is ordered by nothing but the host, which gives it work and asks what
+is over. The host waits by asking, between two iterations. Where a link's copies are work of the backend, the link signals
+these fences; a real card has completions and notifications of its own in their place (:mod:`outrider.transports.link`).
 """
 
 from __future__ import annotations
@@ -110,16 +114,47 @@ FENCES: tuple[FenceSpec, ...] = (
         Hazard.READ_AFTER_WRITE,
         "keys, values, draft caches and relay of a request that leaves for another engine",
     ),
+    FenceSpec(
+        "pages_ready",
+        "forward",
+        ("host",),
+        Hazard.READ_AFTER_WRITE,
+        "pages and relay of a request that leaves for an engine elsewhere, against the network card's reads",
+    ),
+    FenceSpec(
+        "pages_read",
+        "network",
+        ("host",),
+        Hazard.WRITE_AFTER_READ,
+        "those pages, against the next request that gets them",
+    ),
+    FenceSpec(
+        "pages_free",
+        "forward",
+        ("host",),
+        Hazard.WRITE_AFTER_READ,
+        "pages reserved for a request that comes from elsewhere, against the network card's writes",
+    ),
+    FenceSpec(
+        "pages_written",
+        "network",
+        ("host",),
+        Hazard.READ_AFTER_WRITE,
+        "what the network card wrote to those pages, against the iteration that the request enters in",
+    ),
 )
 
 
 class FenceSet:
-    """The fences of one engine, by name; those of pinned memory have one for each entry of the ring.
+    """The fences of one engine, by name; those of pinned memory have one for each entry of the ring, those of the network one
+    for each of ``transfers``: requests that may be on their way in one direction at a time.
 
     ``wrap`` is put around each fence: the way in for tools that prove them.
     """
 
-    def __init__(self, sync: SpeculativeSync, *, entries: int, wrap: Callable[[Fence], Fence] | None = None) -> None:
+    def __init__(
+        self, sync: SpeculativeSync, *, entries: int, transfers: int, wrap: Callable[[Fence], Fence] | None = None
+    ) -> None:
         def create(name: str) -> Fence:
             fence = sync.create_fence(name)
             return fence if wrap is None else wrap(fence)
@@ -140,3 +175,7 @@ class FenceSet:
         self.results_taken = create("results_taken")
         self.results_copied = tuple(create(f"results_copied[{entry}]") for entry in range(entries))
         self.handed_over = create("handed_over")
+        self.pages_ready = tuple(create(f"pages_ready[{slot}]") for slot in range(transfers))
+        self.pages_read = tuple(create(f"pages_read[{slot}]") for slot in range(transfers))
+        self.pages_free = tuple(create(f"pages_free[{slot}]") for slot in range(transfers))
+        self.pages_written = tuple(create(f"pages_written[{slot}]") for slot in range(transfers))

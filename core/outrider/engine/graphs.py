@@ -109,7 +109,9 @@ class EagerRunner(Runner):
 
 @dataclass(frozen=True, slots=True)
 class CaptureReport:
-    """What capturing took. ``bytes``: device memory that the graphs' pools hold, None where the device can't tell.
+    """What capturing took. ``bytes``: device memory that the graphs' pools hold, None where the device can't tell (or torch
+    gave back more
+    meanwhile than they took).
     ``seconds``: of the host, warm-up and compilation of what the graphs hold included. ``lengths``: of the drafts.
     """
 
@@ -184,7 +186,7 @@ class GraphRunner(Runner):
         after = backend.memory_info().free if limited else 0
         graphs = len({id(graph) for captured in self._graphs.values() for graph in captured.values()})
         seconds = time.perf_counter() - began
-        held = before - after if limited else None
+        held = before - after if limited and after <= before else None
         self.report = CaptureReport(graphs, self.buckets, held, seconds, tuple(sorted(lengths)))
 
     def bucket(self, count: int, drafted: int | None = None, features: Features | None = None) -> int:

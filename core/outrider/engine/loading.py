@@ -10,6 +10,7 @@ import torch
 
 from outrider.device import Backend, ConfigError
 from outrider.engine.config import DTYPES, Choice, DecidedConfig, EngineConfig
+from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.resolve import choose_dtype, resolve
 from outrider.engine.situation import situation_of
 from outrider.model import (
@@ -19,6 +20,8 @@ from outrider.model import (
     Tokenizer,
     VisionTower,
     checkpoint_dtype,
+    find_checkpoint,
+    has_tokenizer,
     load_decoder,
     load_through_transformers,
     load_vision,
@@ -30,12 +33,14 @@ from outrider.speculative.proposer import Proposer
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a checkpoint and its draft hold; ``vision`` None for a model of text alone. ``config``: with nothing left open."""
+    """What a checkpoint and its draft hold; ``vision`` None for a model of text alone, ``tokenizer`` for a
+    checkpoint without one. ``config``: with nothing left open.
+    """
 
     config: DecidedConfig
     model: LanguageModel
     proposer: Proposer
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     vision: VisionTower | None
 
 
@@ -50,8 +55,11 @@ def load_checkpoint(
     through_transformers: bool = False,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> Loaded:
     """See :meth:`outrider.engine.engine.Engine.from_checkpoint`."""
+    directory = find_checkpoint(directory)
+    draft_dir = None if draft_dir is None else find_checkpoint(draft_dir)
     builders = dict(builders or {})
     builders |= plugin_builders(speculate, given=builders)  # before anything is loaded: it raises for an unknown name
     if trust_remote_code and not through_transformers:
@@ -62,12 +70,17 @@ def load_checkpoint(
         config = replace(config, dtype=str(chosen[0].value))
     assert config.dtype is not None
     dtype = DTYPES[config.dtype]
+    if through_transformers and ranks is not None:
+        raise ConfigError(
+            "through_transformers runs a model by transformers' own code, which isn't shared out among ranks; leave it out, "
+            "or run on one rank"
+        )
     if through_transformers:
         model: LanguageModel = load_through_transformers(
             directory, backend=backend, dtype=dtype, trust_remote_code=trust_remote_code
         )
     else:
-        model = _load_native(directory, backend, dtype, config.batch_invariant, progress)
+        model = _load_native(directory, backend, dtype, config.batch_invariant, progress, ranks)
     options = DraftOptions(
         target=model,
         backend=backend,
@@ -79,7 +92,7 @@ def load_checkpoint(
         progress=progress,
     )
     proposer = build(speculate, options, builders=builders)
-    tokenizer = Tokenizer.from_checkpoint(directory)
+    tokenizer = Tokenizer.from_checkpoint(directory) if has_tokenizer(directory) else None
     vision = None
     if model.config.vision is not None:
         vision = load_vision(directory, backend=backend, dtype=dtype, progress=progress)
@@ -88,10 +101,16 @@ def load_checkpoint(
 
 
 def _load_native(
-    directory: Path, backend: Backend, dtype: torch.dtype, batch_invariant: bool, progress: Progress | None
+    directory: Path,
+    backend: Backend,
+    dtype: torch.dtype,
+    batch_invariant: bool,
+    progress: Progress | None,
+    ranks: Ranks | None,
 ) -> Decoder:
     """The model of a checkpoint, with the kernels that the config asks for."""
-    model = load_decoder(directory, backend=backend, dtype=dtype, progress=progress)
+    shared = None if ranks is None else ranks.model
+    model = load_decoder(directory, backend=backend, dtype=dtype, progress=progress, ranks=shared)
     if batch_invariant:
-        return Decoder(model.config, model.weights, backend.kernels_in_use.batch_invariant())
+        return Decoder(model.config, model.weights, backend.kernels_in_use.batch_invariant(), shared)
     return model

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 
 from outrider.device import Backend, DeviceFault
 from outrider.engine.fences import FenceSet
+from outrider.engine.ranks.course import Course, decisions_of
 from outrider.engine.recovery.lifeline import Lifeline
 from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.requests.batch import Batch
+from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.outbox import Outbox
 from outrider.engine.requests.request import FinishReason, Request, RequestFailed
 from outrider.engine.requests.scheduler import OutOfPages, Scheduler
@@ -23,6 +25,7 @@ class Loop:
 
     ``runs_ahead``: an iteration is launched before the results of the previous one are handled. One with a guided request
     never runs beside another: its masks follow from the tokens before, and nothing is launched before its own are known.
+    ``course``: of the ranks that do all of this alike; None: there is one.
     """
 
     def __init__(
@@ -31,12 +34,14 @@ class Loop:
         streams: Streams,
         fences: FenceSet,
         *,
-        scheduler: Scheduler,
+        scheduler: Scheduler | GroupScheduler,
         step: Step,
         results: Results,
         watchdog: Watchdog,
         runs_ahead: bool,
+        course: Course | None = None,
     ) -> None:
+        self.course = course
         self._backend = backend
         self._streams = streams
         self._fences = fences
@@ -44,7 +49,13 @@ class Loop:
         self.step = step
         self._results = results
         self._runs_ahead = runs_ahead
-        self.lifeline = Lifeline(backend, watchdog, open_requests=lambda: self.open_requests, undo=self._undo)
+        self.lifeline = Lifeline(
+            backend,
+            watchdog,
+            open_requests=lambda: self.open_requests,
+            undo=self._undo,
+            course=course,
+        )
         self._in_flight: deque[Ticket] = deque()
         self.requests: dict[int, Request] = {}
         """Those that wait or run, by id."""
@@ -89,6 +100,8 @@ class Loop:
         """
         with self.lifeline.working("running an iteration"):
             batch = self._next_batch()
+            if self.course is not None:
+                self.course.act("iterate", decisions_of(batch))
             if batch is not None:
                 try:
                     self._in_flight.append(self._launch(batch))
@@ -96,9 +109,10 @@ class Loop:
                     self.end(failed.request, FinishReason.ERROR, str(failed))
                 else:
                     self.counts["iterations"] += 1
-                    for chunk in batch.prefill:
-                        if chunk.final:
-                            self.start_followers(chunk.request)
+                    for each in batch.everyone:
+                        for chunk in each.prefill:
+                            if chunk.final:
+                                self.start_followers(chunk.request)
             # What a guide allows next follows from the tokens of this iteration.
             keep = 1 if self._runs_ahead and batch is not None and not batch.guided else 0
             while len(self._in_flight) > keep:
@@ -108,6 +122,11 @@ class Loop:
 
     def drain(self) -> None:
         """Handle every iteration in flight without launching another."""
+        if self.course is not None:
+            self.course.act("drain")
+        self._drain()
+
+    def _drain(self) -> None:
         with self.lifeline.working("waiting for the iterations in flight"):
             while self._in_flight:
                 self._handle_oldest()
@@ -135,7 +154,10 @@ class Loop:
                 self._handle_oldest()
             return self.step.launch(batch)
         except BaseException as error:
-            self._undo(batch, failed=isinstance(error, DeviceFault))
+            if self.course is None:
+                self._undo(batch, failed=isinstance(error, DeviceFault))
+            elif not isinstance(error, RequestFailed):
+                self.lifeline.part(error)  # the others have launched it, or wait in the middle of it
             raise
 
     def _undo(self, *unlaunched: Batch, failed: bool = True) -> None:
@@ -156,24 +178,37 @@ class Loop:
         try:
             return self.scheduler.next_batch()
         except OutOfPages:
-            self.drain()
-            return self.scheduler.next_batch()
+            self._drain()
+            return self._next_batch()
 
     def _handle_oldest(self) -> None:
         """Take in the results of the oldest iteration in flight; those of finished requests are dropped."""
         ticket = self._in_flight[0]
-        outcome = self._results.redeem(ticket, self._fences.results_copied[ticket.entry])
+        outcomes = self._results.redeem(ticket, self._fences.results_copied[ticket.entry])
         self._in_flight.popleft()
-        decoded = zip(ticket.batch.decode, outcome.decoded, strict=True)
-        self.scheduler.landed(ticket.batch, [len(tokens) - 1 for request, tokens in decoded if not request.finished])
-        for request, tokens in zip(ticket.batch.decode, outcome.decoded, strict=True):
+        batches = ticket.batch.everyone
+        accepted = [
+            len(tokens) - 1
+            for batch, outcome in zip(batches, outcomes, strict=True)
+            for request, tokens in zip(batch.decode, outcome.decoded, strict=True)
+            if not request.finished
+        ]
+        if self.course is not None:
+            self.course.ranks.decide("accepted", tuple(accepted))
+        self.scheduler.landed(ticket.batch, accepted)
+        for batch, outcome in zip(batches, outcomes, strict=True):
+            self._take_in(batch, outcome)
+
+    def _take_in(self, batch: Batch, outcome: Outcome) -> None:
+        """What an iteration yielded for the requests of a batch."""
+        for request, tokens in zip(batch.decode, outcome.decoded, strict=True):
             if not request.finished:
                 request.iterations += 1
                 request.verified_tokens += len(tokens)
                 self.counts["request_iterations"] += 1
                 self.counts["verified_tokens"] += len(tokens)
-                self._emit(request, tokens, outcome, self.scheduler.proposed(ticket.batch))
-        for chunk, first in zip(ticket.batch.prefill, outcome.first_tokens, strict=True):
+                self._emit(request, tokens, outcome, self.scheduler.proposed(batch))
+        for chunk, first in zip(batch.prefill, outcome.first_tokens, strict=True):
             if (first is not None or chunk.request.id in outcome.bad) and not chunk.request.finished:
                 self._emit(chunk.request, () if first is None else (first,), outcome)
 

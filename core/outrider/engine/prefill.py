@@ -11,6 +11,7 @@ from outrider.device import Backend, DeviceError, Stream
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.features import Features
 from outrider.engine.requests.request import RequestFailed
+from outrider.engine.state.agreed import agreed
 from outrider.engine.state.attention_plans import AttentionPlans, Planned
 from outrider.engine.state.masks import Masks
 from outrider.engine.state.options import OptionTable
@@ -153,6 +154,10 @@ class Prefill:
                 positions=inputs.ends.unsqueeze(1),
             ).squeeze(1)
         first = kernels.sample(shaped, temperature, seeds, inputs.ends)
+        if self._model.ranks is not None:
+            found = self._results.found_in_prefill(logits.shape[0])
+            first, looked = agreed(self._model.ranks, first, found)
+            found.copy_(looked)
         if options is not None:
             options.commit(kernels, torch.where(inputs.final, first, -1).unsqueeze(1))
         if features.logprobs is not None:

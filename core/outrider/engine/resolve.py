@@ -56,8 +56,9 @@ class Situation:
     ``dtype``: of the weights. ``context``: the most tokens that model and proposer were made for, ``context_of`` whose limit
     that is. ``slots``: cache slots behind the cached tokens that an iteration may write. ``token_bytes``: what a token takes
     in all KV caches. ``prompt_token_bytes`` and ``drafted_token_bytes``: what a forward takes at most for each token of a
-    prompt, and for each one that is verified. ``request_bytes``: what a request takes besides. ``memory``: None where nothing
-    is known of it. ``no_fused`` and ``no_graphs``: why that isn't chosen here, empty where it may be.
+    prompt, and for each one that is verified. ``request_bytes``: what a request takes besides, ``fixed_bytes`` what an engine
+    takes whatever runs. ``memory``: None where nothing is known of it. ``no_fused`` and ``no_graphs``: why that isn't chosen
+    here, empty where it may be.
     """
 
     capabilities: Capabilities
@@ -70,6 +71,7 @@ class Situation:
     prompt_token_bytes: int = 0
     drafted_token_bytes: int = 0
     request_bytes: int = 0
+    fixed_bytes: int = 0
     memory: Memory | None = None
     no_fused: str = ""
     no_graphs: str = ""
@@ -235,7 +237,7 @@ def _most_pages(choices: _Choices, known: Situation, page_bytes: int) -> tuple[i
     if share is not None:
         return int(memory.free * share) // page_bytes, f"kv_memory {share:g} of the {free}"
     chunk, requests = choices.number("prefill_chunk"), choices.number("max_requests")
-    work = chunk * known.prompt_token_bytes
+    work = known.fixed_bytes + chunk * known.prompt_token_bytes
     work += requests * (known.slots * known.drafted_token_bytes + known.request_bytes)
     share = HOST_KV_SHARE if memory.shared else KV_SHARE
     room = int(memory.free * share)

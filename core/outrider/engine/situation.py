@@ -14,8 +14,12 @@ from outrider.speculative.proposer import Proposer
 
 _HOST_FIGURES = Path("/proc/meminfo")
 _AVAILABLE = "MemAvailable:"
-_LOGITS_AT_ONCE = 6
+_LOGITS_AT_ONCE = 16
 """Copies of a token's logits, in float32, that shaping, sampling and verification hold at the same time."""
+_GRAPHS_BYTES, _GRAPHS_REQUEST_BYTES = 3 << 28, 8 << 20
+"""What captured graphs take besides, in all and for each request: sixty megabytes each where it was measured, 17 of them for
+32 requests and 41 for 256.
+"""
 _HIDDEN_AT_ONCE = 6
 _INNER_AT_ONCE = 3
 """Rows of a layer that a forward holds at the same time, of the model's width and of its inner width."""
@@ -33,6 +37,9 @@ def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> 
         no_fused = no_fused or f"the kernels {model.kernels.name!r} plan each batch on the host"
     if sync.exact_host_lengths and not (sync.rebind_params and backend.capabilities.updates_graph_params):
         no_graphs = no_graphs or "attention takes lengths of the host, which the device can't rebind in a graph"
+    captures = backend.capabilities.captures_graphs
+    if model.ranks is not None and not backend.capabilities.captures_collectives:
+        no_fused = no_graphs = "the device captures no collectives, and several ranks have some in every stage"
     return Situation(
         capabilities=backend.capabilities,
         step_modes=sync.step_modes,
@@ -44,7 +51,9 @@ def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> 
         prompt_token_bytes=model.dtype.itemsize
         * (_HIDDEN_AT_ONCE * config.hidden_size + _INNER_AT_ONCE * config.intermediate_size),
         drafted_token_bytes=_LOGITS_AT_ONCE * torch.float32.itemsize * config.vocab_size,
-        request_bytes=torch.int32.itemsize * config.vocab_size,  # counts for penalties
+        # counts for penalties
+        request_bytes=torch.int32.itemsize * config.vocab_size + (_GRAPHS_REQUEST_BYTES if captures else 0),
+        fixed_bytes=_GRAPHS_BYTES if captures else 0,
         memory=memory_of(backend),
         no_fused=no_fused,
         no_graphs=no_graphs,

@@ -27,14 +27,16 @@ from outrider.engine.stage_io import (
     Stage,
     VerifyStageInput,
 )
+from outrider.engine.state.agreed import agreed
 from outrider.engine.state.buffers import DRAFT, EXTEND, INPUTS, OUTPUTS, VERIFY, DecodeInputs, StaticBuffers, VerifyOutputs
 from outrider.engine.state.options import OptionTable
 from outrider.engine.state.probes import Probes
 from outrider.engine.state.results import Results
 from outrider.engine.state.rows import FutureMap, RowTable
 from outrider.engine.state.staging import Staging
-from outrider.model import ForwardInput, KVCache, LanguageModel
+from outrider.model import ForwardInput, KVCache, LanguageModel, ModelRanks
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Proposer
+from outrider.speculative.tree import Tree
 
 
 class Gather(Stage[GatherInput, DecodeInputs]):
@@ -94,13 +96,21 @@ class DraftStage(Capturable[DraftStageInput, Draft]):
     name, reads, writes = "draft", (INPUTS,), (DRAFT,)
 
     def __init__(
-        self, stream: Stream, proposer: Proposer, *, probes: Probes, results: Results, buffers: StaticBuffers
+        self,
+        stream: Stream,
+        proposer: Proposer,
+        *,
+        probes: Probes,
+        results: Results,
+        buffers: StaticBuffers,
+        ranks: ModelRanks | None = None,
     ) -> None:
         super().__init__(stream)
         self._proposer = proposer
         self._probes = probes
         self._results = results
         self._buffers = buffers
+        self._ranks = ranks
 
     def host_params(self, drafted: int) -> Mapping[str, int]:
         """Those of the draft's own passes; a shorter draft leaves the last ones unread."""
@@ -127,6 +137,7 @@ class DraftStage(Capturable[DraftStageInput, Draft]):
                 count=batch.drafted,
             )
         )
+        draft = self._agreed(draft)
         found = self._results.found(batch.count)
         # The beginning of a chain is a chain: so a proposer that drafts more than it's asked for is right, too.
         tokens = draft.tokens[:, : batch.drafted].contiguous()
@@ -139,6 +150,17 @@ class DraftStage(Capturable[DraftStageInput, Draft]):
             out.tree.depths.copy_(draft.tree.depths)
             out.tree.mask.copy_(draft.tree.mask)
         return out
+
+    def _agreed(self, draft: Draft) -> Draft:
+        """What the first tensor-parallel rank drafted; distributions are read there alone."""
+        if self._ranks is None:
+            return draft
+        tree = draft.tree
+        if tree is None:
+            (tokens,) = agreed(self._ranks, draft.tokens)
+            return replace(draft, tokens=tokens)
+        tokens, parents, depths, mask = agreed(self._ranks, draft.tokens, tree.parents, tree.depths, tree.mask)
+        return replace(draft, tokens=tokens, tree=Tree(parents, depths, mask))
 
     def written(self, batch: DecodeBatch) -> Draft:
         """Static buffers of the draft."""
@@ -203,7 +225,7 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
                 tree_mask=plan.mask,
                 positions=plan.positions.view(count, width) + 1,
             )
-        tokens, path, accepted = self._accept(given, shaped)
+        tokens, path, accepted = self._agreed(*self._accept(given, shaped), found=self._results.found(count))
         if options is not None:
             options.commit(kernels, tokens)
         if features.logprobs is not None:
@@ -229,6 +251,17 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
     def written(self, batch: DecodeBatch) -> VerifyOutputs:
         """Static buffers of what was accepted, and of the states there."""
         return self._buffers.views(batch.count, batch.drafted).outputs
+
+    def _agreed(
+        self, tokens: Tensor, path: Tensor | None, accepted: Tensor, *, found: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """What the first tensor-parallel rank decided, and what its probes found."""
+        ranks = self._model.ranks
+        if ranks is None:
+            return tokens, path, accepted
+        tokens, accepted, looked, *rest = agreed(ranks, tokens, accepted, found, *([] if path is None else [path]))
+        found.copy_(looked)
+        return tokens, rest[0] if rest else None, accepted
 
     def _accept(self, given: VerifyStageInput, logits: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Tokens [B, D+1], the path through the tree [B, D+1] (None for a chain) and accepted [B]."""

@@ -53,6 +53,7 @@ from outrider.engine.state.rows import SeqLensRing
 from outrider.engine.state.staging import Packer
 from outrider.engine.state.transfer import Transfer
 from outrider.engine.streams import Streams
+from outrider.model import ModelRanks
 from outrider.speculative.proposer import Draft, Proposer
 from outrider.speculative.seq_lens import HostSeqLens
 
@@ -62,7 +63,7 @@ class Step:
     in an engine without. ``prefill_graphs``: of chunks of prompts, None without.
 
     ``entries``: those of the rings of pinned buffers. ``capacity``: tokens that a block table holds.
-    ``plans_on_host``: attention is planned from exact lengths on the host.
+    ``plans_on_host``: attention is planned from exact lengths on the host. ``ranks``: those that hold the model together.
     """
 
     def __init__(
@@ -88,7 +89,9 @@ class Step:
         mode: StepMode,
         entries: int,
         capacity: int,
+        ranks: ModelRanks | None = None,
     ) -> None:
+        self._ranks = ranks
         self._backend = backend
         self._streams = streams
         self._fences = fences
@@ -126,13 +129,19 @@ class Step:
             fences.params_free.signal(streams.forward)
 
     def launch(self, batch: Batch) -> Ticket:
-        """Enqueue one iteration; returns the ticket for its results."""
+        """Enqueue one iteration; returns the ticket for its results. With other data-parallel groups it does what they do, if
+        need be with idle requests.
+        """
         streams, fences = self._streams, self._fences
+        asked, batch = batch, batch.launched
+        if self._ranks is not None:
+            self._ranks.place(streams.forward)
+            self._ranks.expect(() if asked.together is None else asked.together.widths)
         entry = self._launched % self._entries
         self._launched += 1
         bucket = None if self._prefill_graphs is None else self._prefill_graphs.bucket(batch)
         packer = self._intake.pack(batch, bucket)
-        fused = self._mode is StepMode.FUSED and not Features.of(batch.decode).guided
+        fused = self._mode is StepMode.FUSED and not asked.features.guided
         self._stage(batch, packer, entry, fused=fused)
 
         fences.inputs_ready.wait(streams.forward)
@@ -150,13 +159,14 @@ class Step:
             fences.shared_reads_done.signal(streams.forward)
             self._publish(entry)
         elif fused:
-            self._decode_fused(batch)
+            self._decode_fused(batch, asked.features)
         else:
-            self._decode(batch, entry)
+            self._decode(batch, entry, asked.features)
+        self._results.share(asked, streams.forward)
         fences.results_ready.signal(streams.forward)
 
         fences.results_ready.wait(streams.copy)
-        ticket = self._results.copy_out(batch, entry, streams.copy)
+        ticket = self._results.copy_out(asked, entry, streams.copy)
         fences.results_taken.signal(streams.copy)
         fences.results_copied[entry].signal(streams.copy)
         return ticket
@@ -179,11 +189,11 @@ class Step:
                 self._intake.resolve_seq_lens(batch)
         fences.inputs_ready.signal(schedule)
 
-    def _decode(self, batch: Batch, entry: int) -> None:
+    def _decode(self, batch: Batch, entry: int, features: Features) -> None:
         """Draft, verify, accept, publish, extend, stash; planning beside the draft."""
         streams, fences, stages = self._streams, self._fences, self._stages
         seq_lens_host = self._exact_seq_lens(batch, entry) if self._sync.exact_host_lengths else None
-        decode = self._decode_batch(batch, seq_lens_host)
+        decode = self._decode_batch(batch, features, seq_lens_host)
         runner = self._runner_for(decode.features)
         run = runner.run
 
@@ -259,9 +269,9 @@ class Step:
         fences.extend_plan_ready.wait(streams.forward)
         run(stages.extend, ExtendStageInput(decode, inputs, verify, outputs, plan, along))
 
-    def _decode_fused(self, batch: Batch) -> None:
+    def _decode_fused(self, batch: Batch, features: Features) -> None:
         """One launch; all that it reads of what the host decided are the staged rows."""
-        self._runner.run(self._iteration, IterationInput(self._decode_batch(batch, None)))
+        self._runner.run(self._iteration, IterationInput(self._decode_batch(batch, features, None)))
         self._fences.shared_reads_done.signal(self._streams.forward)
 
     def _publish(self, entry: int) -> None:
@@ -279,12 +289,11 @@ class Step:
         by_row = self._seq_lens_ring.read(before, self._fences.lengths_on_host[before])
         return HostSeqLens(tuple(by_row[request.row] for request in batch.decode), self._capacity)
 
-    def _decode_batch(self, batch: Batch, seq_lens_host: HostSeqLens | None) -> DecodeBatch:
+    def _decode_batch(self, batch: Batch, features: Features, seq_lens_host: HostSeqLens | None) -> DecodeBatch:
         """What the stages are told."""
         # Earlier iterations grew each request by a path at most; this one also writes the slots of the whole tree.
         bound = max(request.length_bound(self._growth) for request in batch.decode) + self._writes_ahead
         drafted = self._nodes if batch.drafted is None else batch.drafted
-        features = Features.of(batch.decode)
         return self._runner_for(features).batch(
             len(batch.decode), drafted, features, min(bound, self._capacity), seq_lens_host
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from outrider.device import Backend
 from outrider.engine.config import DecidedConfig
 from outrider.engine.loop import Loop
+from outrider.engine.requests.guidance import Anything, Guidance
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.model import LanguageModel
@@ -59,6 +60,8 @@ def warm_up(
     rope_key = model.config.rope.sharing_key(length)
     for number, params in enumerate((greedy, replace(greedy, temperature=1.0), everything)):
         request = Request(number, (word,) * length, params.sample(0), frozenset(), rope_key=rope_key)
+        if params is everything and config.guided:
+            request.guidance = Guidance(Anything(), vocabulary=model.config.vocab_size)
         loop.add(request)
         while not request.finished:
             loop.iterate()

@@ -34,13 +34,13 @@ from outrider.cli.models import Sizes, Speculation, load
 from outrider.device import OutriderError
 from outrider.engine.async_engine import AsyncEngine
 from outrider.engine.engine import Engine
-from outrider.engine.requests.logprobs import TokenLogprobs
+from outrider.engine.requests.guides import Choice, Ebnf, Guide, JsonSchema, Regex
 from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.errors import RequestError
 from outrider.serve.kv_events import KvEventPublisher
 
 _SNAPSHOT_S = 0.5
+_GUIDES: dict[str, Callable[[Any], Guide]] = {"json": JsonSchema, "regex": Regex, "choice": Choice, "grammar": Ebnf}
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "cancelled"}
 
 
@@ -71,7 +71,7 @@ class OutriderEngine(LLMEngine):
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[OutriderEngine, WorkerConfig]:
-        """See Dynamo's ``BaseEngine``. Ends the process, as argparse does, for options that don't exist."""
+        """The engine that a command line asks for. Ends the process, as argparse does, for options that don't exist."""
         given = parser().parse_args(argv)
         runtime = DynamoRuntimeConfig.from_cli_args(given)
         runtime.validate()
@@ -126,10 +126,10 @@ class OutriderEngine(LLMEngine):
                     raise Unknown(output.error or "the request ended with an error")
                 given += len(output.tokens)
                 yield _chunk(output, len(prompt), given)
-        except RequestError as error:
-            raise InvalidArgument(str(error)) from error
         except OutriderError as error:
-            self._give_up(engine, error)
+            if engine.error is None:
+                raise InvalidArgument(str(error)) from error
+            self._give_up(error)
             raise EngineShutdown(str(error)) from error
         finally:
             self._open.pop(context.id(), None)
@@ -137,9 +137,7 @@ class OutriderEngine(LLMEngine):
 
     async def abort(self, context: Any) -> None:
         """End a request; its stream ends with ``cancelled``."""
-        opened = self._open.get(context.id())
-        if opened is None:
-            return
+        opened = self._open.get(context.id(), _Open())
         opened.aborted = True
         if opened.id is not None:
             await self._end(opened.id)
@@ -174,10 +172,7 @@ class OutriderEngine(LLMEngine):
 
     async def health_check_payload(self) -> dict[str, Any] | None:
         """One token behind one token."""
-        payload: dict[str, Any] = build_health_check_payload(bos_token_id=1)
-        return payload
-
-    # -- inside ----------------------------------------------------------------------------------------------------
+        return dict(build_health_check_payload(bos_token_id=1))
 
     @property
     def _events_address(self) -> str:
@@ -189,9 +184,9 @@ class OutriderEngine(LLMEngine):
             with suppress(OutriderError):  # it has ended meanwhile
                 await self._engine.abort(request)
 
-    def _give_up(self, engine: AsyncEngine, error: BaseException) -> None:
-        """Let the worker end where its engine can't go on, so that its supervisor starts another."""
-        if engine.error is not None and self.lost is None:
+    def _give_up(self, error: BaseException) -> None:
+        """Let the worker end whose engine can't go on, so that its supervisor starts another."""
+        if self.lost is None:
             self.lost = error
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -209,17 +204,17 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m outrider.integrations.dynamo", allow_abbrev=False)
     DynamoRuntimeArgGroup().add_arguments(made)
     group = made.add_argument_group("Outrider's options, as for `outrider serve`")
-    group.add_argument("--model", type=Path, help="a checkpoint's directory; default: the bundled model")
-    group.add_argument("--draft", type=Path, help="the draft's checkpoint; default: the bundled model's head")
-    group.add_argument("--speculate", help="proposer; default: eagle where there is a head, else none")
+    kinds: dict[Callable[[str], object], tuple[str, ...]] = {
+        Path: ("--model", "--draft"),
+        str: ("--speculate", "--served-model-name", "--backend", "--dtype"),
+        int: ("--max-context", "--page-size"),
+        float: ("--kv-memory",),
+    }
+    for kind, names in kinds.items():
+        for name in names:
+            group.add_argument(name, type=kind)
     group.add_argument("--draft-tokens", type=int, default=4)
-    group.add_argument("--served-model-name", help="default: the name of the model's directory")
-    group.add_argument("--backend", help="such as cpu or cuda:0; default: the best that is there")
-    group.add_argument("--dtype")
     group.add_argument("--max-requests", type=int, default=64)
-    group.add_argument("--max-context", type=int)
-    group.add_argument("--kv-memory", type=float)
-    group.add_argument("--page-size", type=int)
     return made
 
 
@@ -229,20 +224,17 @@ def sampling_params(request: GenerateRequest, max_context: int) -> SamplingParam
     for name in ("multi_modal_data", "prefill_result", "encoder_result"):
         if request.get(name):
             raise InvalidArgument(f"{name}: this worker takes text alone, and both prefills and decodes it")
-    if sampling.get("guided_decoding") or sampling.get("use_beam_search"):
-        raise InvalidArgument("guided_decoding and use_beam_search: this worker has neither")
-    if _given(sampling, "n", 1) != 1:
-        raise InvalidArgument("n: Dynamo ends a stream with its first sample's end; send the request n times")
+    if sampling.get("use_beam_search") or _given(sampling, "n", 1) != 1:
+        raise InvalidArgument("n and use_beam_search: a stream of Dynamo's ends with its first sample; ask n times")
     logprobs, prompt_logprobs = parse_logprob_options(request.get("output_options") or {})
     if prompt_logprobs is not None:
         raise InvalidArgument("prompt_logprobs: this worker has log-probabilities of the output alone")
-    tokens = [*(stops.get("stop_token_ids") or ()), *(stops.get("stop_token_ids_hidden") or ())]
     given: dict[str, Any] = {
         "max_tokens": _given(stops, "max_tokens", max(1, max_context - len(request["token_ids"]))),
-        "min_tokens": _given(stops, "min_tokens", 0),
+        "min_tokens": stops.get("min_tokens") or 0,
         "ignore_eos": bool(stops.get("ignore_eos")),
         "stop": tuple(stops.get("stop") or ()),
-        "stop_token_ids": tuple(tokens),
+        "stop_token_ids": (*(stops.get("stop_token_ids") or ()), *(stops.get("stop_token_ids_hidden") or ())),
         "temperature": _given(sampling, "temperature", 1.0),
         "top_k": max(0, _given(sampling, "top_k", 0)),
         "seed": _given(sampling, "seed", random.getrandbits(63)),
@@ -253,7 +245,7 @@ def sampling_params(request: GenerateRequest, max_context: int) -> SamplingParam
         if sampling.get(name) is not None:
             given[name] = float(sampling[name])
     try:
-        return SamplingParams(**given)
+        return SamplingParams(guide=_guide(sampling.get("guided_decoding") or {}), **given)
     except OutriderError as error:
         raise InvalidArgument(str(error)) from error
 
@@ -271,6 +263,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(engine.lost is not None for engine in made))
 
 
+def _guide(asked: dict[str, Any]) -> Guide | None:
+    given = {name: value for name, value in asked.items() if value}
+    if not given:
+        return None
+    if len(given) > 1 or not given.keys() <= _GUIDES.keys():
+        raise InvalidArgument(f"guided_decoding: {', '.join(given)}; this worker takes one of {', '.join(_GUIDES)}")
+    ((name, value),) = given.items()
+    return _GUIDES[name](value)
+
+
 def _given(options: dict[str, Any], name: str, default: Any) -> Any:
     return default if options.get(name) is None else options[name]
 
@@ -279,19 +281,18 @@ def _chunk(output: StepOutput, prompt: int, given: int) -> GenerateChunk:
     chunk: GenerateChunk = {"token_ids": list(output.tokens), "index": 0}
     if output.logprobs:
         chunk["log_probs"] = [each.logprob for each in output.logprobs]
-        chunk["top_logprobs"] = [_top(each) for each in output.logprobs]
+        # The text of each is made by Dynamo, from its id.
+        chunk["top_logprobs"] = [
+            [
+                {"rank": rank, "token_id": token, "token": f"token_id:{token}", "logprob": logprob}
+                for rank, (token, logprob) in enumerate(each.top, 1)
+            ]
+            for each in output.logprobs
+        ]
     if output.finish_reason is not None:
         chunk["finish_reason"] = _FINISH[output.finish_reason]
         chunk["completion_usage"] = {"prompt_tokens": prompt, "completion_tokens": given, "total_tokens": prompt + given}
     return chunk
-
-
-def _top(each: TokenLogprobs) -> list[dict[str, Any]]:
-    """The likeliest tokens; the text of each is made by Dynamo, from its id."""
-    return [
-        {"rank": rank, "token_id": token, "token": f"token_id:{token}", "logprob": logprob}
-        for rank, (token, logprob) in enumerate(each.top, 1)
-    ]
 
 
 if __name__ == "__main__":

@@ -15,13 +15,16 @@ from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import LayerWeights, attention_shapes
 from outrider.model.loading import load_decoder
+from outrider.model.location import find_checkpoint
 from outrider.model.media import Media, MediaProcessor, expand_placeholders
 from outrider.model.mrope import MediaGrid, prompt_positions, speculative_positions
 from outrider.model.mtp import MtpHead, MtpWeights, load_mtp
+from outrider.model.ranks import ModelRanks
 from outrider.model.rope import RopeConfig
+from outrider.model.shards import Shard, Shards
 from outrider.model.stream_decoder import StreamDecoder
 from outrider.model.tensors import Progress
-from outrider.model.tokenizer import Tokenizer
+from outrider.model.tokenizer import Tokenizer, has_tokenizer
 from outrider.model.transformers_decoder import TransformersDecoder
 from outrider.model.transformers_loading import load_through_transformers
 from outrider.model.vision import VisionTower, load_vision
@@ -41,10 +44,13 @@ __all__ = [
     "MediaGrid",
     "MediaProcessor",
     "ModelConfig",
+    "ModelRanks",
     "MtpHead",
     "MtpWeights",
     "Progress",
     "RopeConfig",
+    "Shard",
+    "Shards",
     "StreamDecoder",
     "Tokenizer",
     "TransformersDecoder",
@@ -53,6 +59,8 @@ __all__ = [
     "attention_shapes",
     "checkpoint_dtype",
     "expand_placeholders",
+    "find_checkpoint",
+    "has_tokenizer",
     "load_decoder",
     "load_eagle",
     "load_eagle3",

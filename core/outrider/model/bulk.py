@@ -6,17 +6,20 @@ can be read several times as fast as that.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from outrider.device import Backend, Event, PinnedBuffer, Stream
+from outrider.model.cuts import Cut
 from outrider.model.reading import reading
 
 _THREADS = 8
@@ -26,11 +29,27 @@ _PIECE = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a tensor's values lie, one behind the other: ``offset`` bytes into the file at ``path``."""
+    """Where a tensor's values lie: ``offset`` bytes into the file at ``path``, one behind the other.
+
+    ``run`` and ``pitch``: of a cut of columns, so many values lie behind one another, and so many begin from one row to the
+    next; 0: all lie behind one another.
+    """
 
     path: Path
     offset: int
     dtype: torch.dtype
+    run: int = 0
+    pitch: int = 0
+
+    def cut(self, shape: tuple[int, ...], cut: Cut | None) -> Extent:
+        """Where a cut of this tensor, of ``shape`` and whole, lies."""
+        if cut is None:
+            return self
+        columns = math.prod(shape[1:])
+        if cut.dim == 0:
+            return replace(self, offset=self.offset + cut.start * columns * self.dtype.itemsize)
+        offset = self.offset + cut.start * self.dtype.itemsize
+        return replace(self, offset=offset, run=cut.stop - cut.start, pitch=columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +73,11 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Slot:
+    """``between``: memory of the same size that the file is read into first; None: it's read into the buffer itself."""
+
     buffer: PinnedBuffer
     copied: Event
+    between: Tensor | None
 
 
 def read_parts(parts: Sequence[Part], backend: Backend, stream: Stream, done: Callable[[str], None]) -> None:
@@ -71,7 +93,7 @@ def read_parts(parts: Sequence[Part], backend: Backend, stream: Stream, done: Ca
     pieces = [piece for part in parts for piece in _pieces(part, largest)]
     workers = max(1, min(_THREADS, os.cpu_count() or 1, len(pieces)))
     with ThreadPoolExecutor(workers, thread_name_prefix="outrider-weights") as pool:
-        if not backend.capabilities.asynchronous and backend.device.type == "cpu":
+        if backend.capabilities.host_writes_memory:
             for piece, read in _ahead(pieces, 2 * workers, lambda piece: pool.submit(_read, piece, _memory(piece))):
                 read.result()
                 if piece.last:
@@ -85,10 +107,13 @@ def _read_through_buffers(
 ) -> None:
     """Half of the buffers are being read into while the other half is on its way to the device."""
     size, dtype = max(piece.values for piece in pieces), pieces[0].part.extent.dtype
-    slots = [
-        _Slot(backend.empty_pinned(f"weights[{number}]", (size,), dtype), backend.create_event(f"weights[{number}]"))
-        for number in range(min(_BUFFERS, len(pieces)))
-    ]
+    slots: list[_Slot] = []
+    for number in range(min(_BUFFERS, len(pieces))):
+        buffer = backend.empty_pinned(f"weights[{number}]", (size,), dtype)
+        # Tools see operations of torch alone. Both memories are used again: fresh pages would take as long as the reading.
+        watched = backend.observer is not None or type(buffer.tensor) is not Tensor
+        between = torch.empty(size, dtype=dtype) if watched else None
+        slots.append(_Slot(buffer, backend.create_event(f"weights[{number}]"), between))
     free, filling = deque(slots), deque[_Slot]()
 
     def submit(piece: _Piece) -> Future[None]:
@@ -97,7 +122,7 @@ def _read_through_buffers(
             slot.copied.synchronize()  # the copy out of it has run
             slot.buffer.renew()
         filling.append(slot)
-        return pool.submit(_read_pinned, piece, slot.buffer.tensor[: piece.values])
+        return pool.submit(_read_pinned, piece, slot.buffer.tensor[: piece.values], slot.between)
 
     try:
         for piece, read in _ahead(pieces, max(1, len(slots) // 2), submit):
@@ -127,7 +152,8 @@ def _ahead(
 
 
 def _pieces(part: Part, largest: int) -> Iterator[_Piece]:
-    total = part.destination.numel()
+    total, run = part.destination.numel(), part.extent.run
+    largest = max(1, largest // run) * run if run else largest  # whole rows
     for first in range(0, total, largest):
         values = min(largest, total - first)
         yield _Piece(part, first, values, first + values == total)
@@ -137,11 +163,13 @@ def _memory(piece: _Piece) -> Tensor:
     return piece.part.destination.view(-1)[piece.first : piece.first + piece.values]
 
 
-def _read_pinned(piece: _Piece, into: Tensor) -> None:
-    """As :func:`_read`, by an operation of torch into the pinned memory: tools see that it's written."""
-    read = torch.empty(piece.values, dtype=into.dtype)
-    _read(piece, read)
-    into.copy_(read)
+def _read_pinned(piece: _Piece, into: Tensor, between: Tensor | None) -> None:
+    """As :func:`_read`, where there's memory ``between`` by an operation of torch into the pinned memory."""
+    if between is None:
+        _read(piece, into)
+    else:
+        _read(piece, between[: piece.values])
+        into.copy_(between[: piece.values])
 
 
 def _read(piece: _Piece, into: Tensor) -> None:
@@ -149,9 +177,18 @@ def _read(piece: _Piece, into: Tensor) -> None:
     extent = piece.part.extent
     view = into.view(torch.uint8).numpy().data
     with reading(extent.path, f"tensor {piece.part.key!r}"), extent.path.open("rb", buffering=0) as file:
-        file.seek(extent.offset + piece.first * extent.dtype.itemsize)
+        size = extent.dtype.itemsize
+        run = extent.run * size or len(view)
+        place = extent.offset + (piece.first // extent.run * extent.pitch if extent.run else piece.first) * size
         while view:
-            count = file.readinto(view)
-            if not count:
-                raise ValueError(f"it ends {len(view)} bytes early; was it changed while it was read?")
-            view = view[count:]
+            file.seek(place)
+            _fill(file, view[:run])
+            view, place = view[run:], place + extent.pitch * size
+
+
+def _fill(file: FileIO, view: memoryview) -> None:
+    while view:
+        count = file.readinto(view)
+        if not count:
+            raise ValueError(f"it ends {len(view)} bytes early; was it changed while it was read?")
+        view = view[count:]

@@ -14,6 +14,7 @@ from outrider.device import ConfigError
 from outrider.errors import CheckpointError, shown
 from outrider.model.config import ModelConfig, VisionConfig
 from outrider.model.config_fields import MAX_CONTEXT, config_fields, is_whole
+from outrider.model.location import refuse_other_formats
 from outrider.model.reading import describe, present, read_json, reading
 from outrider.model.rope import RopeConfig, inverse_frequencies
 
@@ -28,6 +29,7 @@ HfConfig = Any
 def read_model_config(directory: Path, name: str = "config.json") -> ModelConfig:
     """See :meth:`ModelConfig.from_checkpoint`; ``name`` is the file in ``directory`` that the shape is read from."""
     path = directory / name
+    refuse_other_formats(directory)
     raw = read_json(path)
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in _FAMILIES:
@@ -75,8 +77,8 @@ def hf_config(family: str, raw: dict[str, Any]) -> HfConfig:
 
 
 def _common(hf: HfConfig) -> dict[str, Any]:
-    if hf.hidden_act != "silu":
-        raise ConfigError(f"hidden_act is {shown(hf.hidden_act)}, only 'silu' is supported")
+    if hf.hidden_act not in _SILU:
+        raise ConfigError(f"hidden_act is {shown(hf.hidden_act)}, only 'silu' (also called 'swish') is supported")
     return {
         "vocab_size": hf.vocab_size,
         "hidden_size": hf.hidden_size,
@@ -126,6 +128,7 @@ _MROPE_SECTIONS = (16, 24, 24)  # of every published Qwen2-VL, and what a config
 
 
 _MAX_ENDS = 1024
+_SILU = ("silu", "swish")
 
 
 def supported_families() -> tuple[str, ...]:

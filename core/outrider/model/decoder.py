@@ -10,18 +10,23 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from outrider.device import ConfigError, KernelSet, Product
+from outrider.device import ConfigError, KernelSet
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
+from outrider.model.pending import Pending, add_rms_norm, added
+from outrider.model.ranks import ModelRanks
 from outrider.model.rotary import rotary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderWeights:
-    """Tensors of a decoder, on its device: ``embedding`` and ``head`` [V, H] (one tensor if tied), ``norm`` [H]."""
+    """Tensors of a decoder, on its device: ``embedding`` and ``head`` [V, H] (one tensor if tied), ``norm`` [H].
+
+    On one of several ranks these are its parts, the tables with zeros behind the vocabulary.
+    """
 
     embedding: Tensor
     head: Tensor
@@ -32,17 +37,20 @@ class DecoderWeights:
 class Decoder(LanguageModel):
     """A decoder of the Llama kind, as plain calls of a backend's kernels.
 
-    Parameters: ``config``; ``weights`` on the device; ``kernels`` of that device's backend.
+    Parameters: ``config``; ``weights`` on the device; ``kernels`` of that device's backend. ``ranks``: those that hold the
+    other parts, None where everything is here; ``config`` then has the heads and the inner size that are here.
     """
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, kernels: KernelSet) -> None:
-        super().__init__(config, kernels)
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, kernels: KernelSet, ranks: ModelRanks | None = None
+    ) -> None:
+        super().__init__(config, kernels, ranks)
         self.weights = weights
         self._rotary = rotary(
             config.rope, config.head_size, config.max_context, kernels=kernels, dtype=self.dtype, device=self.device
         )
         self._layers = tuple(
-            DecoderLayer(config, layer, kernels, window=window)
+            DecoderLayer(config, layer, kernels, window=window, ranks=ranks)
             for layer, window in zip(weights.layers, config.windows, strict=True)
         )
 
@@ -53,7 +61,7 @@ class Decoder(LanguageModel):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [T, H] of int64 ``tokens`` [T]."""
-        return self.kernels.embedding(tokens, self.weights.embedding)
+        return self.embedded(tokens, self.weights.embedding)
 
     def forward_with_aux_hidden_states(
         self, inputs: ForwardInput, cache: KVCache, layers: tuple[int, ...]
@@ -65,21 +73,21 @@ class Decoder(LanguageModel):
         entering: dict[int, Tensor] = {}
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         residual = self._embed_inputs(inputs)
-        pending: Product | None = None
+        pending: Pending | None = None
+        self.begin_pass(inputs)
         for index, (layer, pages) in enumerate(zip(self._layers, cache.layers, strict=True)):
             if index in layers:
-                # Made twice, here and for the norm: a few layers of a head that asks for it.
-                entering[index] = residual.clone() if pending is None else residual + self.kernels.linear(*pending)
+                pending, entering[index] = added(pending, residual, self.kernels)
             pending = layer.forward(pending, residual, inputs, cos_sin, pages)
             if index == 0:
                 inputs = replace(inputs, attention=replace(inputs.attention, settled=True))
         assert pending is not None  # there is at least one layer
-        final = self.kernels.linear_add_rms_norm(*pending, residual, self.weights.norm, self.config.rms_eps)
+        final = add_rms_norm(pending, residual, self.weights.norm, self.config.rms_eps, self.kernels)
         return final, tuple(entering[layer] for layer in layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of ``hidden`` [N, H], any rows of :meth:`forward`'s result or of an EAGLE head's."""
-        return self.kernels.linear(hidden, self.weights.head)
+        return self.whole_logits(self.kernels.linear(hidden, self.weights.head), self.config.vocab_size)
 
     def _embed_inputs(self, inputs: ForwardInput) -> Tensor:
         embedded = self.embed(inputs.tokens)

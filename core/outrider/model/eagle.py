@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from outrider._renamed import Renamed
-from outrider.device import Product
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
+from outrider.model.pending import Pending, add
 from outrider.model.rotary import rotary
 
 
@@ -52,7 +53,7 @@ class EagleHead:
             config.rope, config.head_size, context, kernels=target.kernels, dtype=target.dtype, device=target.device
         )
         self._layers = tuple(
-            DecoderLayer(config, layer, self.kernels, window=window)
+            DecoderLayer(config, layer, self.kernels, window=window, ranks=target.ranks)
             for layer, window in zip(weights.layers, config.windows, strict=True)
         )
 
@@ -83,13 +84,20 @@ class EagleHead:
         ``hidden``. ``cache`` is the head's own, with its layers and heads.
         """
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
-        both = self.kernels.embed_beside(inputs.tokens, self.weights.embedding, hidden)
+        both = self._beside(inputs.tokens, hidden)
         residual = self.kernels.linear(both, self.weights.fusion, self.weights.fusion_bias)
-        pending: Product | None = None
+        pending: Pending | None = None
+        self.target.begin_pass(inputs)
         for layer, pages in zip(self._layers, cache.layers, strict=True):
             pending = layer.forward(pending, residual, inputs, cos_sin, pages)
         assert pending is not None  # there is at least one layer
-        return self.kernels.linear_add(*pending, residual)
+        return add(pending, residual, self.kernels)
+
+    def _beside(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Embeddings of ``tokens`` [T], and ``hidden`` [T, H] behind them → [T, 2 H]."""
+        if self.target.ranks is None:
+            return self.kernels.embed_beside(tokens, self.weights.embedding, hidden)
+        return torch.cat((self.target.embedded(tokens, self.weights.embedding), hidden), dim=-1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of ``hidden`` [N, H] by the target's output head."""

@@ -17,6 +17,7 @@ from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
+from outrider.model.pending import add
 from outrider.model.rotary import rotary
 
 
@@ -59,12 +60,13 @@ class Eagle3Head:
         self._rotary = rotary(
             config.rope, config.head_size, context, kernels=target.kernels, dtype=target.dtype, device=target.device
         )
-        self._layer = DecoderLayer(config, weights.layer, self.kernels, window=config.windows[0])
+        self._layer = DecoderLayer(config, weights.layer, self.kernels, window=config.windows[0], ranks=target.ranks)
 
     @property
     def draft_vocab_size(self) -> int:
         """Vd."""
-        return self.weights.head.shape[0]
+        ids = self.weights.target_ids
+        return self.config.vocab_size if ids is None else ids.shape[0]
 
     @property
     def target_ids(self) -> Tensor | None:
@@ -84,14 +86,15 @@ class Eagle3Head:
         weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
         assert weights.layer.attention_norm is not None  # every EAGLE-3 head has one
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
-        embedded = kernels.embedding(inputs.tokens, weights.embedding)
+        self.target.begin_pass(inputs)
+        embedded = self.target.embedded(inputs.tokens, weights.embedding)
         embedded = kernels.rms_norm(embedded, weights.layer.attention_norm, eps)
         normed = torch.cat((embedded, kernels.rms_norm(hidden, weights.hidden_norm, eps)), dim=-1)
         residual = hidden.clone()
         attended = self._layer.attend(normed, inputs, cos_sin, cache.layers[0])
-        return kernels.linear_add(*self._layer.mlp(attended, residual), residual)
+        return add(self._layer.mlp(attended, residual), residual, kernels)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Draft logits [N, Vd] of ``hidden`` [N, H]."""
         normed = self.kernels.rms_norm(hidden, self.weights.norm, self.config.rms_eps)
-        return self.kernels.linear(normed, self.weights.head)
+        return self.target.whole_logits(self.kernels.linear(normed, self.weights.head), self.draft_vocab_size)

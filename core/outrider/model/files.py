@@ -23,6 +23,7 @@ from torch import Tensor
 
 from outrider.errors import CheckpointError, shown
 from outrider.model.bulk import Extent
+from outrider.model.cuts import Cut
 from outrider.model.reading import JSON_LIMIT, present, read_json, reading, regular_size
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
@@ -44,8 +45,8 @@ class TensorFile(ABC):
         self.shapes = shapes
 
     @abstractmethod
-    def read(self, name: str) -> Tensor:
-        """The tensor, on the host, in the file's dtype."""
+    def read(self, name: str, cut: Cut | None = None) -> Tensor:
+        """The tensor, or a cut of it, on the host, in the file's dtype."""
 
     def extent(self, name: str) -> Extent | None:
         """Where the tensor lies in the file, where it lies there in one piece; None: :meth:`read` it."""
@@ -71,9 +72,13 @@ class _SafetensorsFile(TensorFile):
             self._data = 8 + length
         super().__init__(path, shapes)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, cut: Cut | None = None) -> Tensor:
         with reading(self.path, f"tensor {name!r}"):
-            tensor: Tensor = self._file.get_tensor(name)
+            if cut is None:
+                tensor: Tensor = self._file.get_tensor(name)
+            else:
+                whole = self._file.get_slice(name)
+                tensor = whole[cut.start : cut.stop] if cut.dim == 0 else whole[:, cut.start : cut.stop]
         return tensor
 
     def extent(self, name: str) -> Extent | None:
@@ -101,8 +106,9 @@ class _TorchFile(TensorFile):
         self._state: dict[str, Tensor] = state
         super().__init__(path, {name: tuple(tensor.shape) for name, tensor in state.items()})
 
-    def read(self, name: str) -> Tensor:
-        return self._state[name].detach()
+    def read(self, name: str, cut: Cut | None = None) -> Tensor:
+        whole = self._state[name].detach()
+        return whole if cut is None else whole.narrow(cut.dim, cut.start, cut.stop - cut.start)
 
 
 def _check_archive(path: Path, size: int) -> None:
@@ -131,9 +137,9 @@ class CheckpointFiles:
         """Shape of a tensor that is there."""
         return self.tensors[name].shapes[name]
 
-    def read(self, name: str) -> Tensor:
-        """Read a floating-point tensor, on the host; :class:`CheckpointError` for another dtype."""
-        tensor = self.tensors[name].read(name)
+    def read(self, name: str, cut: Cut | None = None) -> Tensor:
+        """Read a floating-point tensor, or a cut of it, on the host; :class:`CheckpointError` for another dtype."""
+        tensor = self.tensors[name].read(name, cut)
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise CheckpointError(
                 f"{self.tensors[name].path}: tensor {shown(name)} is {tensor.dtype}, expected float16, bfloat16, float32 or "

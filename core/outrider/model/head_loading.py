@@ -37,8 +37,9 @@ def load_eagle(
     config = head_config(directory, target, dtype, files.tensors, "layers.0")
     if config.hidden_size != target.config.hidden_size:
         raise _foreign(directory, "hidden_size", config.hidden_size, target.config.hidden_size)
-    targets = eagle_targets(config, files.tensors)
-    check_tensors(files, targets, optional=set())
+    targets = eagle_targets(config, files.tensors, target.shards)
+    check_tensors(files, eagle_targets(config, files.tensors), optional=set())
+    config = target.shards.local(config, str(directory))
     with placed(backend, dtype) as stream:
         weights = load_tensors(files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress)
         return EagleHead(config, eagle_weights(config, weights, embedding=target.embedding), target)
@@ -65,8 +66,10 @@ def load_eagle3(
             f"{directory / 'config.json'}: draft_vocab_size is {shown(draft_vocab)}, expected a whole number from 1 to the "
             f"vocab_size {config.vocab_size}"
         )
-    targets = eagle3_targets(config, target.config, draft_vocab, files.tensors)
-    check_tensors(files, targets, optional={"d2t", "t2d"})  # t2d says what d2t says, the other way round
+    targets = eagle3_targets(config, target.config, draft_vocab, files.tensors, target.shards)
+    whole = eagle3_targets(config, target.config, draft_vocab, files.tensors)
+    config = target.shards.local(config, str(directory))
+    check_tensors(files, whole, optional={"d2t", "t2d"})  # t2d says what d2t says, the other way round
     target_ids = _target_ids(files, draft_vocab, config.vocab_size)
     with placed(backend, dtype) as stream:
         weights = load_tensors(files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress)

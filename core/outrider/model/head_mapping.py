@@ -9,10 +9,11 @@ from torch import Tensor
 from outrider.model.config import ModelConfig
 from outrider.model.eagle import EagleWeights
 from outrider.model.eagle3 import Eagle3Weights
-from outrider.model.mapping import Piece, Target, layer_targets, layer_weights
+from outrider.model.mapping import WHOLE, Piece, Target, layer_targets, layer_weights, table_target
+from outrider.model.shards import Shards
 
 
-def eagle_targets(config: ModelConfig, present: Container[str]) -> list[Target]:
+def eagle_targets(config: ModelConfig, present: Container[str], shards: Shards = WHOLE) -> list[Target]:
     """Weights of an EAGLE head. ``present`` are the checkpoint's tensor names, for what a head may ship or not.
 
     Published heads have no ``layers.0.input_layernorm`` and no final norm; they may have ``fc.bias`` and their own copy
@@ -23,10 +24,10 @@ def eagle_targets(config: ModelConfig, present: Container[str]) -> list[Target]:
     if "fc.bias" in present:
         targets.append(Target("fusion_bias", (Piece("fc.bias", (hidden,)),)))
     if "embed_tokens.weight" in present:
-        targets.append(Target("embedding", (Piece("embed_tokens.weight", (config.vocab_size, hidden)),)))
+        targets.append(table_target("embedding", "embed_tokens.weight", config.vocab_size, hidden, shards))
     for index in range(config.num_layers):
         norm = index > 0 or "layers.0.input_layernorm.weight" in present
-        targets += layer_targets(config, f"layers.{index}", f"layers.{index}", attention_norm=norm)
+        targets += layer_targets(config, f"layers.{index}", f"layers.{index}", attention_norm=norm, shards=shards)
     return targets
 
 
@@ -40,18 +41,20 @@ def eagle_weights(config: ModelConfig, weights: Mapping[str, Tensor], *, embeddi
     )
 
 
-def eagle3_targets(config: ModelConfig, target: ModelConfig, draft_vocab: int, present: Container[str]) -> list[Target]:
+def eagle3_targets(
+    config: ModelConfig, target: ModelConfig, draft_vocab: int, present: Container[str], shards: Shards = WHOLE
+) -> list[Target]:
     """Weights of an EAGLE-3 head, whose attention reads embedding and hidden state side by side."""
     hidden = config.hidden_size
     targets = [
         Target("fusion", (Piece("fc.weight", (hidden, 3 * target.hidden_size)),)),
         Target("norm", (Piece("norm.weight", (hidden,)),)),
-        Target("head", (Piece("lm_head.weight", (draft_vocab, hidden)),)),
+        table_target("head", "lm_head.weight", draft_vocab, hidden, shards),
         Target("hidden_norm", (Piece("midlayer.hidden_norm.weight", (hidden,)),)),
     ]
     if "embed_tokens.weight" in present or hidden != target.hidden_size:
-        targets.append(Target("embedding", (Piece("embed_tokens.weight", (config.vocab_size, hidden)),)))
-    return targets + layer_targets(config, "midlayer", "layer", attention_width=2 * hidden)
+        targets.append(table_target("embedding", "embed_tokens.weight", config.vocab_size, hidden, shards))
+    return targets + layer_targets(config, "midlayer", "layer", attention_width=2 * hidden, shards=shards)
 
 
 def eagle3_weights(weights: Mapping[str, Tensor], *, embedding: Tensor, target_ids: Tensor | None) -> Eagle3Weights:

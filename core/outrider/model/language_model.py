@@ -14,6 +14,8 @@ from outrider.device import KernelSet
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
+from outrider.model.ranks import ModelRanks
+from outrider.model.shards import Shards
 
 
 class LanguageModel(ABC):
@@ -21,18 +23,42 @@ class LanguageModel(ABC):
 
     Every method enqueues on the stream whose scope the caller opened. ``native`` models may be captured and read no
     device value on the host; one that isn't native promises neither.
+
+    ``ranks``: those that hold the other parts of the model, None where everything is here. ``config`` has the heads and the
+    inner size that are here.
     """
 
     native: bool = True
 
-    def __init__(self, config: ModelConfig, kernels: KernelSet) -> None:
+    def __init__(self, config: ModelConfig, kernels: KernelSet, ranks: ModelRanks | None = None) -> None:
         self.config = config
         self.kernels = kernels
+        self.ranks = ranks
 
     @property
     @abstractmethod
     def embedding(self) -> Tensor:
-        """The table of embeddings [V, H]."""
+        """The table of embeddings [V, H], or this rank's part of it."""
+
+    @property
+    def shards(self) -> Shards:
+        """Which parts of the model are here; heads that draft for it are shared out in the same way."""
+        return Shards() if self.ranks is None else self.ranks.shards
+
+    def embedded(self, tokens: Tensor, table: Tensor) -> Tensor:
+        """Rows [T, H] of a ``table`` of embeddings for int64 ``tokens`` [T]; each rank has a part of the table."""
+        if self.ranks is None:
+            return self.kernels.embedding(tokens, table)
+        return self.ranks.embed(self.kernels, tokens, table)
+
+    def whole_logits(self, own: Tensor, vocabulary: int) -> Tensor:
+        """Logits [N, V] over ``vocabulary`` tokens, from those of this rank's part of an output head."""
+        return own if self.ranks is None else self.ranks.logits(own, vocabulary)
+
+    def begin_pass(self, inputs: ForwardInput) -> None:
+        """A pass over ``inputs`` through layers of this model, or of a head that drafts for it, begins."""
+        if self.ranks is not None:
+            self.ranks.begin_pass(inputs.tokens.shape[0])
 
     @property
     def dtype(self) -> torch.dtype:

@@ -13,6 +13,8 @@ from torch import Tensor
 from outrider.device import AttentionShape, KernelSet, Product, RotaryArgs
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
+from outrider.model.pending import Partial, Pending, add, add_rms_norm
+from outrider.model.ranks import ModelRanks
 
 
 def attention_scale(config: ModelConfig) -> float:
@@ -59,9 +61,21 @@ class LayerWeights:
 
 
 class DecoderLayer:
-    """Attention and MLP over normed input. What each adds to the residual stream is left pending for the norm after it."""
+    """Attention and MLP over normed input. What each adds to the residual stream is left pending for the norm after it.
 
-    def __init__(self, config: ModelConfig, weights: LayerWeights, kernels: KernelSet, *, window: int) -> None:
+    ``ranks``: those that hold the other parts of the layer; ``config`` has the heads that are here.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: LayerWeights,
+        kernels: KernelSet,
+        *,
+        window: int,
+        ranks: ModelRanks | None = None,
+    ) -> None:
+        self._ranks = ranks
         self._config = config
         self._weights = weights
         self._kernels = kernels
@@ -70,34 +84,36 @@ class DecoderLayer:
 
     def forward(
         self,
-        pending: Product | None,
+        pending: Pending | None,
         residual: Tensor,
         inputs: ForwardInput,
         cos_sin: tuple[Tensor, Tensor],
         cache: tuple[Tensor, Tensor],
-    ) -> Product:
+    ) -> Pending:
         """Add ``pending`` (None at the first layer) and the attention to ``residual`` [T, H] in place.
 
         Returns what the MLP adds, pending.
         """
         weights, kernels, eps = self._weights, self._kernels, self._config.rms_eps
         if weights.attention_norm is None:
-            normed = residual if pending is None else kernels.linear_add(*pending, residual)
+            normed = residual if pending is None else add(pending, residual, kernels)
         elif pending is None:
             normed = kernels.rms_norm(residual, weights.attention_norm, eps)
-        elif weights.q_norm is None:
+        elif weights.q_norm is None and isinstance(pending, Product):
             rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
             q = kernels.norm_linear_rope_write_cache(
                 pending, residual, weights.attention_norm, eps, weights.qkv, weights.qkv_bias, rotary
             )
             return self.mlp(self._look_back(q, inputs, cache), residual)
         else:
-            normed = kernels.linear_add_rms_norm(*pending, residual, weights.attention_norm, eps)
+            normed = add_rms_norm(pending, residual, weights.attention_norm, eps, kernels)
         return self.mlp(self.attend(normed, inputs, cos_sin, cache), residual)
 
-    def mlp(self, attended: Product, residual: Tensor) -> Product:
+    def mlp(self, attended: Pending, residual: Tensor) -> Pending:
         """Add ``attended`` to ``residual`` [T, H] in place; returns what the MLP adds, pending."""
         weights = self._weights
+        if isinstance(attended, Partial):
+            return self._mlp_in_part(attended, residual)
         gated = self._kernels.norm_linear_silu_mul(
             attended, residual, weights.mlp_norm, self._config.rms_eps, weights.gate_up, weights.gate_up_bias
         )
@@ -105,7 +121,7 @@ class DecoderLayer:
 
     def attend(
         self, normed: Tensor, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
-    ) -> Product:
+    ) -> Pending:
         """What attention adds for normed input [T, H], pending; writes keys and values to their slots."""
         config, weights, kernels = self._config, self._weights, self._kernels
         product, rotary = Product(normed, weights.qkv, weights.qkv_bias), RotaryArgs(*cos_sin, *cache, inputs.slots)
@@ -119,8 +135,18 @@ class DecoderLayer:
         kernels.rope_write_cache(q, k, v, *rotary)
         return self._look_back(q, inputs, cache)
 
-    def _look_back(self, q: Tensor, inputs: ForwardInput, cache: tuple[Tensor, Tensor]) -> Product:
+    def _look_back(self, q: Tensor, inputs: ForwardInput, cache: tuple[Tensor, Tensor]) -> Pending:
         """Attention of ``q`` [T, Hq, D] over the cache; what it adds, pending."""
         weights = self._weights
         out = self._kernels.paged_attention(q, *cache, inputs.attention, scale=self._scale, window=self._window)
-        return Product(out.reshape(q.shape[0], -1), weights.output, weights.output_bias)
+        product = Product(out.reshape(q.shape[0], -1), weights.output, weights.output_bias)
+        return product if self._ranks is None else Partial(self._kernels.linear(*product), self._ranks)
+
+    def _mlp_in_part(self, attended: Partial, residual: Tensor) -> Partial:
+        """:meth:`mlp` with this rank's part of the inner size, over the tokens of all data-parallel groups."""
+        weights, kernels, ranks = self._weights, self._kernels, attended.ranks
+        normed = add_rms_norm(attended, residual, weights.mlp_norm, self._config.rms_eps, kernels)
+        gathered = ranks.gather_tokens(normed)
+        gated = kernels.linear_silu_mul(gathered, weights.gate_up, weights.gate_up_bias)
+        made = kernels.linear(gated, weights.down, weights.down_bias)
+        return Partial(ranks.scatter_tokens(made, normed.shape[0]), ranks)

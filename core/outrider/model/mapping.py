@@ -14,44 +14,89 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from outrider.model.config import ModelConfig
+from outrider.model.cuts import Cut
 from outrider.model.decoder import DecoderWeights
 from outrider.model.layer import LayerWeights
+from outrider.model.shards import Shards
+
+WHOLE = Shards()
+"""One rank that holds everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor of the checkpoint: its name and the shape that it must have."""
+    """A tensor of the checkpoint: its name, the shape that it must have there, and what is read of it (None: all)."""
 
     key: str
     shape: tuple[int, ...]
+    cut: Cut | None = None
+
+    @property
+    def read_shape(self) -> tuple[int, ...]:
+        """Shape of what is read."""
+        if self.cut is None:
+            return self.shape
+        shape = list(self.shape)
+        shape[self.cut.dim] = self.cut.stop - self.cut.start
+        return tuple(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A weight of the model: its name there, and the pieces that it's stacked from."""
+    """A weight of the model: its name there, and the pieces that it's stacked from.
+
+    ``padding``: rows of zeros behind them.
+    """
 
     name: str
     pieces: tuple[Piece, ...]
+    padding: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the stacked weight."""
-        return (sum(piece.shape[0] for piece in self.pieces), *self.pieces[0].shape[1:])
+        rows = sum(piece.read_shape[0] for piece in self.pieces) + self.padding
+        return (rows, *self.pieces[0].read_shape[1:])
 
 
 def layer_targets(
-    config: ModelConfig, prefix: str, name: str, *, attention_norm: bool = True, attention_width: int | None = None
+    config: ModelConfig,
+    prefix: str,
+    name: str,
+    *,
+    attention_norm: bool = True,
+    attention_width: int | None = None,
+    shards: Shards = WHOLE,
 ) -> list[Target]:
     """Weights of one layer, called ``name`` in the model, ``prefix`` in the checkpoint.
 
-    ``attention_width`` is what the attention reads, the hidden size unless told.
+    ``config`` is that of the checkpoint, ``shards`` what is read of it. ``attention_width`` is what the attention reads, the
+    hidden size unless told. Biases of what several ranks sum are read by the first one of them.
     """
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_size
     width = attention_width or hidden
-    queries, keys = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+    queries, keys = config.num_heads * size, config.num_kv_heads * size
+    heads, kv_heads = shards.heads(config), shards.kv_heads(config)
+    own_inner = shards.mlp.even(inner)
+    own = {
+        "q_proj": (0, heads[0] * size, heads[1] * size),
+        "k_proj": (0, kv_heads[0] * size, kv_heads[1] * size),
+        "v_proj": (0, kv_heads[0] * size, kv_heads[1] * size),
+        "o_proj": (1, heads[0] * size, heads[1] * size),
+        "gate_proj": (0, *own_inner),
+        "up_proj": (0, *own_inner),
+        "down_proj": (1, *own_inner),
+    }
 
     def target(field: str, *pieces: tuple[str, tuple[int, ...]]) -> Target:
-        return Target(f"{name}.{field}", tuple(Piece(f"{prefix}.{key}", shape) for key, shape in pieces))
+        return Target(f"{name}.{field}", tuple(Piece(f"{prefix}.{key}", shape, cut(key, shape)) for key, shape in pieces))
+
+    def cut(key: str, shape: tuple[int, ...]) -> Cut | None:
+        part = next((part for part in own if f".{part}." in key), None)
+        if part is None or own[part][0] >= len(shape):
+            return None
+        dim, start, stop = own[part]
+        return None if stop - start == shape[dim] else Cut(dim, start, stop)
 
     def attention(part: str, kind: str, *shape: int) -> tuple[str, tuple[int, ...]]:
         return f"self_attn.{part}.{kind}", shape
@@ -82,10 +127,11 @@ def layer_targets(
                 attention("v_proj", "bias", keys),
             )
         )
-    if config.output_bias:
+    if config.output_bias and shards.attention.rank == 0:
         targets.append(target("output_bias", attention("o_proj", "bias", hidden)))
     if config.mlp_bias:
         targets.append(target("gate_up_bias", mlp("gate_proj", "bias", inner), mlp("up_proj", "bias", inner)))
+    if config.mlp_bias and shards.mlp.rank == 0:
         targets.append(target("down_bias", mlp("down_proj", "bias", hidden)))
     if config.qk_norm:
         targets.append(target("q_norm", ("self_attn.q_norm.weight", (config.head_size,))))
@@ -99,19 +145,27 @@ def layer_weights(weights: Mapping[str, Tensor], name: str) -> LayerWeights:
     return LayerWeights(**{key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)})
 
 
-def decoder_targets(config: ModelConfig, present: Container[str]) -> list[Target]:
+def table_target(name: str, key: str, rows: int, width: int, shards: Shards) -> Target:
+    """A table with a row for each token, of which a rank holds its part of the vocabulary, padded to that of the first."""
+    start, stop = shards.vocabulary.uneven(rows)
+    cut = None if stop - start == rows else Cut(0, start, stop)
+    return Target(name, (Piece(key, (rows, width), cut),), shards.vocabulary.width(rows) - (stop - start))
+
+
+def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards = WHOLE) -> list[Target]:
     """Weights of a decoder, with the names that transformers gives a causal language model.
 
-    ``present`` are the checkpoint's tensor names: a vision-language model's come in two spellings.
+    ``present`` are the checkpoint's tensor names: a vision-language model's come in two spellings. ``config`` is that of the
+    checkpoint, ``shards`` what is read of it.
     """
     stem = "model.language_model" if "model.language_model.embed_tokens.weight" in present else "model"
-    table = (config.vocab_size, config.hidden_size)
-    targets = [Target("embedding", (Piece(f"{stem}.embed_tokens.weight", table),))]
+    vocabulary, hidden = config.vocab_size, config.hidden_size
+    targets = [table_target("embedding", f"{stem}.embed_tokens.weight", vocabulary, hidden, shards)]
     for index in range(config.num_layers):
-        targets += layer_targets(config, f"{stem}.layers.{index}", f"layers.{index}")
+        targets += layer_targets(config, f"{stem}.layers.{index}", f"layers.{index}", shards=shards)
     targets.append(Target("norm", (Piece(f"{stem}.norm.weight", (config.hidden_size,)),)))
     if not config.tie_embeddings:
-        targets.append(Target("head", (Piece("lm_head.weight", table),)))
+        targets.append(table_target("head", "lm_head.weight", vocabulary, hidden, shards))
     return targets
 
 

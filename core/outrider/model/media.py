@@ -176,9 +176,14 @@ def _check_tower(directory: Path, path: Path, processor: Any) -> None:
 
 def _media(grid: MediaGrid, pixels: Tensor) -> Media:
     pixels = pixels.to(torch.float32).contiguous()
+    return Media(grid, pixels, digest_of(grid, pixels))
+
+
+def digest_of(grid: MediaGrid, pixels: Tensor) -> bytes:
+    """What stands for grid and pixels, float32, contiguous, on the host."""
     content = hashlib.sha256(repr(grid).encode())
     content.update(pixels.numpy().tobytes())
-    return Media(grid, pixels, content.digest())
+    return content.digest()
 
 
 def expand_placeholders(tokens: Sequence[int], media: Sequence[Media], vision: VisionConfig) -> list[int]:

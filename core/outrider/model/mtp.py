@@ -24,9 +24,11 @@ from outrider.model.head_loading import head_config
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
-from outrider.model.mapping import Piece, Target, layer_targets, layer_weights
+from outrider.model.mapping import WHOLE, Piece, Target, layer_targets, layer_weights
+from outrider.model.pending import add_rms_norm
 from outrider.model.reading import read_json
 from outrider.model.rotary import rotary
+from outrider.model.shards import Shards
 from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
 
 
@@ -58,24 +60,25 @@ class MtpHead:
         self._rotary = rotary(
             config.rope, config.head_size, context, kernels=target.kernels, dtype=target.dtype, device=target.device
         )
-        self._layer = DecoderLayer(config, weights.layer, self.kernels, window=config.windows[0])
+        self._layer = DecoderLayer(config, weights.layer, self.kernels, window=config.windows[0], ranks=target.ranks)
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
         """Hidden states [T, H] after the head's final norm; ``cache`` has its one layer."""
         weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
+        self.target.begin_pass(inputs)
         embedded = kernels.rms_norm(self.target.embed(inputs.tokens), weights.token_norm, eps)
         both = torch.cat((kernels.rms_norm(hidden, weights.hidden_norm, eps), embedded), dim=-1)
         residual = kernels.linear(both, weights.projection)
         pending = self._layer.forward(None, residual, inputs, cos_sin, cache.layers[0])
-        return kernels.linear_add_rms_norm(*pending, residual, weights.final_norm, eps)
+        return add_rms_norm(pending, residual, weights.final_norm, eps, kernels)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of ``hidden`` [N, H] by the target's output head."""
         return self.target.logits(hidden)
 
 
-def mtp_targets(config: ModelConfig, heads: int) -> list[Target]:
+def mtp_targets(config: ModelConfig, heads: int, shards: Shards = WHOLE) -> list[Target]:
     """Weights of every head."""
     hidden = config.hidden_size
     targets: list[Target] = []
@@ -87,7 +90,7 @@ def mtp_targets(config: ModelConfig, heads: int) -> list[Target]:
             Target(f"{name}.projection", (Piece(f"{prefix}.input_proj.weight", (hidden, 2 * hidden)),)),
             Target(f"{name}.final_norm", (Piece(f"{prefix}.final_layernorm.weight", (hidden,)),)),
         ]
-        targets += layer_targets(config, prefix, f"{name}.layer")
+        targets += layer_targets(config, prefix, f"{name}.layer", shards=shards)
     return targets
 
 
@@ -113,8 +116,10 @@ def load_mtp(
             f"{target.config.hidden_size}: this head belongs to another model"
         )
     config = replace(config, num_layers=1, windows=config.windows[:1])
-    targets = mtp_targets(config, heads)
-    check_tensors(files, targets, optional=set())
+    shards = target.shards
+    targets = mtp_targets(config, heads, shards)
+    check_tensors(files, mtp_targets(config, heads), optional=set())
+    config = shards.local(config, str(directory))
     with placed(backend, dtype) as stream:
         weights = load_tensors(files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress)
         return tuple(

@@ -15,7 +15,7 @@ from outrider.device import Backend, CapabilityError, Stream
 from outrider.errors import CheckpointError, shown
 from outrider.model.bulk import Part, read_parts
 from outrider.model.files import CheckpointFiles
-from outrider.model.mapping import Target, ignored
+from outrider.model.mapping import Piece, Target, ignored
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the tensor just read, how many are done, and how many there are."""
@@ -86,20 +86,22 @@ def load_tensors(
 
     weights: dict[str, Tensor] = {}
     parts: list[Part] = []
-    cast: list[tuple[str, Tensor]] = []
+    cast: list[tuple[Piece, Tensor]] = []
     for target in targets:
         weight = weights[target.name] = torch.empty(target.shape, dtype=dtype, device=backend.device)
         row = 0
         for piece in target.pieces:
-            rows = weight[row : row + piece.shape[0]]
-            row += piece.shape[0]
+            rows = weight[row : row + piece.read_shape[0]]
+            row += rows.shape[0]
             extent = files.extent(piece.key)
             if extent is not None and extent.dtype == dtype:
-                parts.append(Part(piece.key, extent, rows))
+                parts.append(Part(piece.key, extent.cut(piece.shape, piece.cut), rows))
             else:
-                cast.append((piece.key, rows))
-    read_parts(parts, backend, stream, done)
-    for key, rows in cast:
-        rows.copy_(files.read(key).to(dtype))
-        done(key)
+                cast.append((piece, rows))
+        if target.padding:
+            weight[row:].zero_()
+    read_parts([part for part in parts if part.destination.numel()], backend, stream, done)
+    for piece, rows in cast:
+        rows.copy_(files.read(piece.key, piece.cut).to(dtype))
+        done(piece.key)
     return weights

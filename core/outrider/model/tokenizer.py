@@ -1,4 +1,4 @@
-"""Text to tokens and back, by the checkpoint's tokenizer.json."""
+"""Text to tokens and back, by the checkpoint's tokenizer.json, or by its sentencepiece or tiktoken model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from outrider.errors import CheckpointError, RequestError
 from outrider.model.reading import present, read_bytes, reading
 from outrider.model.stream_decoder import StreamDecoder
 
+_FILE = "tokenizer.json"
+_OLDER = ("tokenizer.model", "tiktoken.model", "vocab.json")
 _MAX_GROWTH = 10_000
 _LIMIT = 256 << 20  # bytes; vocabularies of a quarter million tokens take thirty million
 
@@ -41,10 +44,16 @@ class Tokenizer:
 
     @classmethod
     def from_checkpoint(cls, directory: str | Path) -> Tokenizer:
-        """Read ``tokenizer.json``; :class:`CheckpointError` if it's missing or can't be read."""
-        path = Path(directory) / "tokenizer.json"
+        """Read ``tokenizer.json``, or what older checkpoints have in its place, which transformers converts.
+
+        Raises :class:`CheckpointError` if there is none, or it can't be read.
+        """
+        path = Path(directory) / _FILE
         if not present(path):
-            raise CheckpointError(f"{path}: no such file; a tokenizer is expected beside the weights")
+            older = next((Path(directory) / name for name in _OLDER if present(Path(directory) / name)), None)
+            if older is None:
+                raise CheckpointError(f"{path}: no such file; a tokenizer is expected beside the weights")
+            return cls(_converted(older), older)
         content = read_bytes(path, _LIMIT)
         with reading(path, "a tokenizer"):
             return cls(HfTokenizer.from_buffer(content), path)
@@ -139,6 +148,28 @@ def _byte_alphabet() -> dict[str, int]:
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a checkpoint comes with a tokenizer; one without serves token ids."""
+    return any(present(directory / name) for name in (_FILE, *_OLDER))
+
+
+def _converted(path: Path) -> HfTokenizer:
+    """The tokenizer of a checkpoint that has no tokenizer.json, as transformers makes it of the file ``path``."""
+    from transformers import AutoTokenizer
+
+    for file in (path, *(path.parent / name for name in ("tokenizer_config.json", "special_tokens_map.json"))):
+        if file is path or present(file):
+            read_bytes(file, _LIMIT)  # for its checks: transformers opens whatever is there
+    needed = "it may need the package sentencepiece: pip install 'outrider[sentencepiece]'"
+    with reading(path, "a tokenizer", "" if find_spec("sentencepiece") else needed):
+        made: Any = AutoTokenizer.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False, use_fast=True)
+        backend = getattr(made, "backend_tokenizer", None)
+        if not isinstance(backend, HfTokenizer):
+            raise ConfigError(f"transformers' {type(made).__name__} can't be made a tokenizer.json; save it as one")
+        # A copy: what transformers made stays its own.
+        return HfTokenizer.from_str(backend.to_str())
 
 
 def _growth(part: Any) -> int:

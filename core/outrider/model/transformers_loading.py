@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, Backend, ConfigError
+from outrider.device import AttentionMetadata, Backend, ConfigError, DeviceFault, DeviceLost, OutOfDeviceMemory
 from outrider.errors import CheckpointError
 from outrider.model.cache import KVCache
 from outrider.model.checkpoint_config import special_tokens
@@ -17,6 +17,7 @@ from outrider.model.config import ModelConfig
 from outrider.model.config_fields import check_any_config
 from outrider.model.files import open_checkpoint
 from outrider.model.inputs import ForwardInput
+from outrider.model.location import refuse_other_formats
 from outrider.model.reading import describe, present, read_json, reading, regular_size
 from outrider.model.tensors import placed
 from outrider.model.transformers_decoder import ATTENTION, PagedPass, TransformersDecoder, paged_attention
@@ -28,6 +29,8 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, tor
 _SLACK = 1 << 26  # values that the files may lack before anything is made of them: transformers says which
 _CODE = "trust_remote_code"  # what transformers' refusal names
 _STATEFUL_ROPE = ("dynamic", "longrope")
+_EXPERTS = ("grouped_mm", "batched_mm", "eager")  # how transformers can compute a mixture of experts, fastest first
+_OTHER = "another model, or one of the native families"
 
 
 def load_through_transformers(
@@ -54,13 +57,14 @@ def load_through_transformers(
         if not model._supports_attention_backend:
             raise CheckpointError(f"{directory}: transformers' {type(model).__name__} has no replaceable attention")
         decoder = TransformersDecoder(config, model, backend.kernels_in_use)
-        _check(directory, decoder, model)
+        _check(directory, decoder, model, _unpaged(directory, config, model))
     return decoder
 
 
 def _check_files(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> None:
     """Raise unless the files are sound, and hold about as much as a model of this config takes."""
     path = directory / "config.json"
+    refuse_other_formats(directory)
     raw = read_json(path)
     for entry in directory.iterdir():  # which of them transformers opens is its own business
         if not entry.is_dir():
@@ -70,8 +74,6 @@ def _check_files(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -
         raise CheckpointError(f"{files.origin}: is the index of several files, but there's a single one as well")
     if present(directory / "generation_config.json"):
         read_json(directory / "generation_config.json")
-    if present(directory / "adapter_config.json"):
-        raise CheckpointError(f"{directory / 'adapter_config.json'}: adapters aren't supported")
     with reading(path, "a config"):
         check_any_config(raw, len(files.tensors))
         if trust_remote_code:
@@ -135,8 +137,10 @@ def _config(directory: Path, hf: Any) -> ModelConfig:
         )
     if getattr(hf, "attention_chunk_size", None):
         raise CheckpointError(f"{directory}: chunked attention (attention_chunk_size) isn't supported")
-    heads = hf.num_attention_heads
-    layers = hf.num_hidden_layers
+    heads = _needed(directory, hf, "num_attention_heads")
+    layers = _needed(directory, hf, "num_hidden_layers")
+    context = _needed(directory, hf, "max_position_embeddings")
+    head_size = _uniform(directory, hf, "head_dim") or _needed(directory, hf, "hidden_size") // heads
     eos, bos = special_tokens(directory, hf)
     return ModelConfig(
         family=hf.model_type,
@@ -145,14 +149,37 @@ def _config(directory: Path, hf: Any) -> ModelConfig:
         intermediate_size=getattr(hf, "intermediate_size", None) or hf.hidden_size,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=getattr(hf, "num_key_value_heads", None) or heads,
-        head_size=getattr(hf, "head_dim", None) or hf.hidden_size // heads,
+        num_kv_heads=_uniform(directory, hf, "num_key_value_heads") or heads,
+        head_size=head_size,
         rms_eps=0.0,
-        max_context=hf.max_position_embeddings,
+        max_context=context,
         windows=_windows(directory, hf),
         eos_token_ids=eos,
         bos_token_id=bos,
     )
+
+
+def _needed(directory: Path, hf: Any, name: str) -> int:
+    """A size that every decoder with a paged cache has; :class:`CheckpointError` where this kind of model has none."""
+    value = _uniform(directory, hf, name)
+    if value is None:
+        raise CheckpointError(
+            f"{directory}: models of type {hf.model_type!r} have no {name}, which attention over a paged cache needs; "
+            f"expected {_OTHER}"
+        )
+    return value
+
+
+def _uniform(directory: Path, hf: Any, name: str) -> int | None:
+    """A size that is the same in each layer; None where the config has none."""
+    try:
+        value: int | None = getattr(hf, name, None)
+    except Exception as error:  # transformers refuses to name one size where layers differ
+        raise CheckpointError(
+            f"{directory}: the layers of type {hf.model_type!r} may differ in {name}, and the paged cache has one shape for "
+            f"all; expected {_OTHER}"
+        ) from error
+    return value
 
 
 def _windows(directory: Path, hf: Any) -> tuple[int, ...]:
@@ -164,12 +191,41 @@ def _windows(directory: Path, hf: Any) -> tuple[int, ...]:
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-def _check(directory: Path, decoder: TransformersDecoder, model: Any) -> None:
-    """Two sequences through the paged cache, in two ragged batches, against each alone and without a cache."""
+def _prompts(config: ModelConfig) -> list[list[int]]:
+    return [[(7 * index + 3) % config.vocab_size for index in range(length)] for length in _PROBE]
+
+
+def _unpaged(directory: Path, config: ModelConfig, model: Any) -> list[Tensor]:
+    """Logits [T, V] of the two sequences as transformers computes them, each alone and without a cache.
+
+    Experts are computed in the fastest way that the device has: what a way needs (a dtype, a product of groups) shows when
+    it runs.
+    """
+    ways: tuple[str | None, ...] = _EXPERTS if model._can_set_experts_implementation() else (None,)
+    for way in ways:
+        try:
+            if way is not None:
+                model.set_experts_implementation(way)
+            with torch.no_grad():
+                return [
+                    model(torch.tensor([prompt], device=model.device), use_cache=False).logits[0].clone()
+                    for prompt in _prompts(config)
+                ]
+        except (DeviceFault, DeviceLost, OutOfDeviceMemory):
+            raise
+        except Exception as error:  # whatever a model does
+            if way == ways[-1]:
+                raise CheckpointError(
+                    f"{directory}: {type(model).__name__} of transformers failed in its first forward on "
+                    f"{model.device}: {describe(error)}; expected {_OTHER}"
+                ) from error
+    raise AssertionError("unreachable")
+
+
+def _check(directory: Path, decoder: TransformersDecoder, model: Any, expected: list[Tensor]) -> None:
+    """The two sequences through the paged cache, in two ragged batches, against their logits without it."""
     config, device = decoder.config, decoder.device
-    prompts = [[(7 * index + 3) % config.vocab_size for index in range(length)] for length in _PROBE]
-    with torch.no_grad():
-        expected = [model(torch.tensor([prompt], device=device), use_cache=False).logits[0] for prompt in prompts]
+    prompts = _prompts(config)
     model.set_attn_implementation(ATTENTION)
     span = -(-max(_PROBE) // _PAGE)
     cache = KVCache.allocate(
@@ -189,8 +245,13 @@ def _check(directory: Path, decoder: TransformersDecoder, model: Any) -> None:
             logits = decoder.logits(decoder.run(paged, ())[0])
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from error
+        except (DeviceFault, DeviceLost, OutOfDeviceMemory):
+            raise
         except Exception as error:  # whatever a model does with an attention that it doesn't know
-            raise CheckpointError(f"{directory}: {config.family} can't run on paged attention: {error}") from error
+            raise CheckpointError(
+                f"{directory}: {type(model).__name__} of transformers can't run on paged attention: {_why(error)}; expected "
+                f"{_OTHER}"
+            ) from error
         if tuple(paged.windows) != config.windows:
             raise CheckpointError(
                 f"{directory}: {len(paged.windows)} attentions with windows {sorted(set(paged.windows))} ran, expected "
@@ -200,6 +261,15 @@ def _check(directory: Path, decoder: TransformersDecoder, model: Any) -> None:
         for one, first, last in zip(expected, begin, end, strict=True):
             _compare(directory, logits[row : row + last - first], one[first:last], decoder.dtype)
             row += last - first
+
+
+def _why(error: Exception) -> str:
+    """What a model did that the door can't serve, in our words."""
+    if isinstance(error, TypeError) and "outrider" in str(error):
+        return "its layers don't hand on to the attention what they don't know themselves"
+    if isinstance(error, AttributeError) and "Identity" in str(error):
+        return "its output head reaches into the body, so logits can't be computed from hidden states alone"
+    return f"its own code failed ({describe(error)})"
 
 
 def _compare(directory: Path, found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

@@ -40,6 +40,7 @@ from outrider.cli.models import (
     TuneOption,
     load,
 )
+from outrider.cli.rank_processes import DataParallelOption, TensorParallelOption
 from outrider.cli.report import BackendOption
 from outrider.device.errors import ConfigError
 from outrider.serve.extra import require_kv_events, require_serve
@@ -172,6 +173,8 @@ def serve(
             "--drain-seconds", metavar="S", rich_help_panel=_LIMITS, help="What running requests have after SIGTERM."
         ),
     ] = 30.0,
+    tensor_parallel: TensorParallelOption = 1,
+    data_parallel: DataParallelOption = 1,
     model: ModelOption = None,
     draft: DraftOption = None,
     backend: BackendOption = None,
@@ -244,7 +247,7 @@ def serve(
         make = _with_kv_events(make, kv_events, kv_events_replay)
     template = None if chat_template is None else _text(chat_template, "a chat template")
     answers = _answers(response_template, tool_format)
-    from outrider.serve.engine_process import EngineProcess
+    from outrider.serve.engine_ranks import engine_process
     from outrider.serve.logs import log_to_stderr
     from outrider.serve.prompts import Prompter
     from outrider.serve.server import Address
@@ -263,7 +266,8 @@ def serve(
         sys.stdout.flush()
 
     address = Address(host=host, port=port)
-    run_loop(serve_until_ended(EngineProcess(make), make_prompter, config, address, started=started, spans=spans))
+    engine = engine_process(make, tensor=tensor_parallel, data=data_parallel)
+    run_loop(serve_until_ended(engine, make_prompter, config, address, started=started, spans=spans))
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:

@@ -143,6 +143,7 @@ def _serve(make: Callable[[], Engine], line: socket.socket) -> None:
         engine = make()
         port.send([Ready(EngineInfo.of(engine))])
         EngineLoop(engine, port).run()
+        engine.close()  # other ranks end with it
     except (BrokenPipeError, ConnectionResetError):  # the server is gone
         os._exit(1)
     except BaseException as error:

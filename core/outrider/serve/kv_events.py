@@ -194,9 +194,13 @@ class KvEventPublisher:
         socket.send_multipart((client, b"", END_OF_REPLAY, b""))
 
 
-def make_watched(make: Callable[[], Engine], address: str, replay: str | None) -> Engine:
-    """The engine that ``make`` makes, whose prefix cache is told of at ``address``, for as long as the engine lives."""
-    engine = make()
+def make_watched(make: Callable[..., Engine], address: str, replay: str | None, **given: Any) -> Engine:
+    """The engine that ``make`` makes of what is ``given``. Its prefix cache is told of at ``address``, for as long as the
+    engine lives; of several ranks, the first tells.
+    """
+    engine = make(**given)
+    if engine.follows:
+        return engine
     publisher = KvEventPublisher(address, page_size=engine.config.page_size, replay=replay)
     try:
         engine.watch_prefix_cache(publisher.tell)

@@ -113,7 +113,13 @@ def _mtp(options: DraftOptions) -> Proposer:
 
 def _draft_model(options: DraftOptions) -> Proposer:
     directory = _directory(options, "draft-model", "a draft model")
-    model = load_decoder(directory, backend=options.backend, dtype=options.dtype, progress=options.progress)
+    model = load_decoder(
+        directory,
+        backend=options.backend,
+        dtype=options.dtype,
+        progress=options.progress,
+        ranks=options.target.ranks,
+    )
     if model.config.vocab_size != options.target.config.vocab_size:
         raise CheckpointError(
             f"{directory / 'config.json'}: the draft model's vocab_size is {model.config.vocab_size}, the target's is "

@@ -73,7 +73,16 @@ def _take_in(model: LanguageModel, cache: KVCache, page_size: int, inputs: Exten
     return model.forward(ForwardInput(tokens, places, slots, attention), cache)[last]
 
 
-class DraftModelProposer(CachedProposer):
+class _ModelDrafts(CachedProposer):
+    """What a chain and a tree of one draft model have in common."""
+
+    def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
+        """One over the prompts, one over the token behind each."""
+        del longest
+        return tokens, sequences
+
+
+class DraftModelProposer(_ModelDrafts):
     """A chain of K tokens. Relays the first one and, when the request samples, the distribution that it was drawn from."""
 
     name = "draft-model"
@@ -141,7 +150,7 @@ class DraftModelProposer(CachedProposer):
         return {"token": token, "probs": probs} if inputs.sampling else {"token": token}
 
 
-class DraftModelTreeProposer(TreeProposer):
+class DraftModelTreeProposer(_ModelDrafts, TreeProposer):
     """A tree of K nodes. Relays the T likeliest first tokens and their log-probabilities."""
 
     name = "draft-model"
@@ -150,7 +159,7 @@ class DraftModelTreeProposer(TreeProposer):
         _check_vocabulary(model, target)
         if any(model.config.windows):
             raise ConfigError("a draft model with a sliding window can't draft trees; draft a chain (draft_topk=1)")
-        super().__init__(model.config, model.dtype, shape)
+        TreeProposer.__init__(self, model.config, model.dtype, shape)
         self._model = model
 
     @property

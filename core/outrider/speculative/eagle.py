@@ -44,6 +44,11 @@ class _HeadDrafts(CachedProposer):
         """Those that the head reads."""
         return self._head.aux_hidden_state_layers
 
+    def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
+        """One over all tokens."""
+        del sequences, longest
+        return (tokens,)
+
     def attention_shapes(self, page_size: int) -> tuple[AttentionShape, ...]:
         """Those of the head's layers."""
         return attention_shapes(self._head.config, self._dtype, page_size=page_size)

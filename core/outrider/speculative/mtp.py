@@ -90,6 +90,11 @@ class MtpProposer(CachedProposer):
         """A token more with each head."""
         return {_pass_name(extra): extra for extra in range(len(self._heads))}
 
+    def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
+        """One of each head, over as many lanes of each sequence."""
+        del tokens
+        return tuple(sequences * (longest + extra) for extra in range(len(self._heads)))
+
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """The heads' caches, and the tree's shape: the children of each head's likeliest token are the next head's."""
         super().allocate(backend=backend, pages=pages, page_size=page_size)

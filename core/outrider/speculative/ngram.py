@@ -84,6 +84,11 @@ class NgramProposer(Proposer):
         """The token's id."""
         return torch.int64.itemsize
 
+    def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
+        """There are no layers."""
+        del tokens, sequences, longest
+        return ()
+
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """One token a slot."""
         self._page_size = page_size

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider._renamed import Renamed, adopt_overrides
-from outrider.device import AttentionMetadata, AttentionShape, Backend, KernelSet
+from outrider.device import AttentionMetadata, AttentionShape, Backend, CapabilityError, KernelSet
 from outrider.speculative.seq_lens import HostSeqLens
 from outrider.speculative.tree import Tree
 
@@ -226,6 +226,18 @@ class Proposer(ABC):
         these are more than ``ExtendInputs`` has of each request. The default names none.
         """
         return {}
+
+    def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
+        """Tokens of each pass that ``extend`` makes over layers which ranks share, given a prompt's chunks: their tokens and
+        number, and the longest. Data-parallel groups have different prompts, and run the same passes side by side.
+
+        The default raises :class:`CapabilityError`, for a proposer that doesn't say.
+        """
+        del tokens, sequences, longest
+        raise CapabilityError(
+            f"the proposer {self.name!r} doesn't say which passes it makes over a prompt (prompt_passes); it can't draft "
+            "where data-parallel groups run together"
+        )
 
     def attention_shapes(self, page_size: int) -> tuple[AttentionShape, ...]:
         """The attentions that ``extend`` runs over ``ExtendInputs.attention`` as it comes, for kernels that plan (see

@@ -2,7 +2,8 @@
 
 Work on a stream runs in order, beside other streams and beside the caller. An event is recorded again and again; a wait and
 a query are for its latest record, and one that was never recorded counts as complete. While a thread captures, what it
-launches on the captured stream is noted and not run; other streams are out of bounds for it.
+launches on the captured stream is noted and not run; other streams are out of bounds for it. When a kernel has failed, the
+next call that says that work is done says KERNEL_FAILED instead, once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 
-from toy_driver.queues import CaptureState, EventState, Handles, Kernel, Point, StreamState
+from toy_driver.queues import CaptureState, EventState, Failures, Handles, Kernel, Point, StreamState
 
 SUCCESS, NOT_READY, INVALID_HANDLE, INVALID_VALUE, KERNEL_FAILED, CAPTURE_ERROR = range(6)
 _TEXTS = (
@@ -22,6 +23,7 @@ _TEXTS = (
     "not possible during a capture",
 )
 _handles = Handles()
+_failures = Failures()
 _thread = threading.local()
 
 
@@ -45,7 +47,7 @@ def toy_error_string(status: int) -> str:
 
 def toy_stream_create() -> tuple[int, int]:
     """(status, stream)."""
-    return SUCCESS, _handles.new(StreamState())
+    return SUCCESS, _handles.new(StreamState(_failures))
 
 
 def toy_stream_destroy(stream: int) -> int:
@@ -77,26 +79,30 @@ def toy_spin(stream: int, nanoseconds: int) -> int:
     return toy_launch(stream, lambda: time.sleep(nanoseconds / 1e9))
 
 
+def toy_fail(stream: int) -> int:
+    """Launch a kernel that fails, to test who hears of it."""
+    return toy_launch(stream, _fail)
+
+
 def toy_stream_query(stream: int) -> int:
-    """SUCCESS or NOT_READY."""
+    """NOT_READY, or how the work ended."""
     state = _handles.find(stream, StreamState)
     if state is None:
         return INVALID_HANDLE
     if _capture() is not None:
         return CAPTURE_ERROR
-    return SUCCESS if state.finished == state.enqueued else NOT_READY
+    return _ended() if state.finished == state.enqueued else NOT_READY
 
 
 def toy_stream_synchronize(stream: int) -> int:
-    """Block until the stream is empty. KERNEL_FAILED once, if a kernel failed since the last call."""
+    """Block until the stream is empty; returns how the work ended."""
     state = _handles.find(stream, StreamState)
     if state is None:
         return INVALID_HANDLE
     if _capture() is not None:
         return CAPTURE_ERROR
     state.point().wait()
-    failed, state.failed = state.failed, None
-    return SUCCESS if failed is None else KERNEL_FAILED
+    return _ended()
 
 
 def toy_stream_wait_event(stream: int, event: int) -> int:
@@ -140,21 +146,21 @@ def toy_event_record(event: int, stream: int) -> int:
 
 
 def toy_event_query(event: int) -> int:
-    """SUCCESS or NOT_READY."""
+    """NOT_READY, or how the work ended."""
     marked = _handles.find(event, EventState)
     if marked is None:
         return INVALID_HANDLE
-    return SUCCESS if marked.point is None or marked.point.passed else NOT_READY
+    return _ended() if marked.point is None or marked.point.passed else NOT_READY
 
 
 def toy_event_synchronize(event: int) -> int:
-    """Block until the latest record is complete."""
+    """Block until the latest record is complete; returns how the work ended."""
     marked = _handles.find(event, EventState)
     if marked is None:
         return INVALID_HANDLE
     if marked.point is not None:
         marked.point.wait()
-    return SUCCESS
+    return _ended()
 
 
 def toy_event_elapsed_ms(start: int, end: int) -> tuple[int, float]:
@@ -203,6 +209,14 @@ def toy_graph_launch(graph: int, stream: int) -> int:
 def toy_graph_destroy(graph: int) -> int:
     """Launches that are queued still run."""
     return INVALID_HANDLE if _handles.drop(graph, CaptureState) is None else SUCCESS
+
+
+def _ended() -> int:
+    return KERNEL_FAILED if _failures.taken() else SUCCESS
+
+
+def _fail() -> None:
+    raise RuntimeError("a kernel that was made to fail")
 
 
 def _capture() -> CaptureState | None:

@@ -36,15 +36,34 @@ class Point:
         self._passed.wait()
 
 
-class StreamState:
-    """The queue and its thread. A kernel that fails stops nothing: its error is kept for the next synchronisation."""
+class Failures:
+    """Errors of kernels that nobody has been told of. They are the device's: other streams may have waited for the kernel."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._errors: list[Exception] = []
+
+    def add(self, error: Exception) -> None:
+        """A kernel failed."""
+        with self._lock:
+            self._errors.append(error)
+
+    def taken(self) -> bool:
+        """Whether there are any; they are forgotten."""
+        with self._lock:
+            errors, self._errors = self._errors, []
+        return bool(errors)
+
+
+class StreamState:
+    """The queue and its thread. A kernel that fails stops nothing: its error is kept for whoever waits next."""
+
+    def __init__(self, failures: Failures) -> None:
+        self.failures = failures
         self.kernels: queue.SimpleQueue[Kernel | None] = queue.SimpleQueue()
         self.lock = threading.Lock()
         self.enqueued = 0
         self.finished = 0
-        self.failed: Exception | None = None
         threading.Thread(target=self._run, name="toy-stream", daemon=True).start()
 
     def enqueue(self, kernel: Kernel) -> None:
@@ -65,7 +84,7 @@ class StreamState:
                 try:
                     kernel()
                 except Exception as error:
-                    self.failed = self.failed or error
+                    self.failures.add(error)
                 del kernel  # an idle stream holds nobody's memory
                 self.finished += 1
 

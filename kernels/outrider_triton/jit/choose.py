@@ -367,3 +367,19 @@ def accept_sampling(
         if step < NUM_DRAFT_TOKENS:
             alive = taken
     tl.store(accepted + request, count.to(tl.int64))
+
+
+@triton.jit
+def apply_token_bitmask(
+    logits, bitmask, out, nodes, vocabulary, words, batch_stride, node_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Program (row, chunk). Bit i of word w says whether token 32w + i stays."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocabulary
+    word = tl.load(bitmask + row * words + token // 32, mask=inside, other=0)
+    place = row // nodes * batch_stride + row % nodes * node_stride
+    value = tl.load(logits + place + token, mask=inside, other=0.0)
+    stays = ((word >> (token % 32)) & 1) != 0
+    tl.store(out + row * vocabulary + token, tl.where(stays, value, float("-inf")), mask=inside)

@@ -164,7 +164,7 @@ def scaled_silu_mul(
     parts = _squares(squares, tokens, shares, m, SHARES)
     gates = weight + rows.to(tl.int64) * k
     gate, up = _pair_of_products(
-        x, gates, gates + n.to(tl.int64) * k, tokens, mine, m, k, x_stride, BLOCK_M, BLOCK_N, BLOCK_K, EVEN
+        x, gates, gates + tl.cast(n, tl.int64) * k, tokens, mine, m, k, x_stride, BLOCK_M, BLOCK_N, BLOCK_K, EVEN
     )
     scale = _scale(parts, k, eps)
     gate *= scale

@@ -28,7 +28,7 @@ def ask_for_gates(weight, rows, n, k, ahead):
     """Ask for rows of the gate and for those of up, which lie ``n`` rows behind."""
     first = weight + tl.minimum(rows, n - 1).to(tl.int64) * k
     ask_for_rows(first, ahead)
-    ask_for_rows(first + n.to(tl.int64) * k, ahead)
+    ask_for_rows(first + tl.cast(n, tl.int64) * k, ahead)  # an n of 1 is a number of Python's here
 
 
 @triton.jit(do_not_specialize=["m", "each", "ahead"])
@@ -125,7 +125,7 @@ def linear_silu_mul(
     # As in fused._pair_of_products, whose way to find places costs AMD's compiler a tenth more instructions here.
     lane = tl.arange(0, BLOCK_K)
     gates = weight + rows.to(tl.int64)[:, None] * k + lane[None, :]
-    ups = gates + n.to(tl.int64) * k
+    ups = gates + tl.cast(n, tl.int64) * k
     column = x + tokens.to(tl.int64)[None, :] * x_stride + lane[:, None]
     gate = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)

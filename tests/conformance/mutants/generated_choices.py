@@ -206,6 +206,32 @@ PENALTIES = {"repetition": (0, 1.0), "presence": (1, 0.0), "frequency": (2, 0.0)
 NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
+def first_mask(kernel):
+    return lambda **k: (reach(), kernel(**{**k, "bitmask": k["bitmask"][:, :1].expand_as(k["bitmask"]).contiguous()}))[1]
+
+
+def highest_first(kernel):
+    def swapped(**k):
+        import torch
+
+        reach()
+        bits = (k["bitmask"].unsqueeze(-1) >> torch.arange(32)) & 1
+        turned = (bits.flip(-1).long() << torch.arange(32)).sum(-1).int()
+        return kernel(**{**k, "bitmask": turned})
+
+    return swapped
+
+
+def last_word(kernel):
+    def passed(**k):
+        reach()
+        bitmask = k["bitmask"].clone()
+        bitmask[..., -1] = -1
+        return kernel(**{**k, "bitmask": bitmask})
+
+    return passed
+
+
 def entries(by):
     def make(kernel):
         def entries(**k):

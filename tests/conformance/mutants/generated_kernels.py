@@ -103,6 +103,7 @@ SPECS = {
         ("target_logits",),
         ("target_logits",),
     ),
+    "apply_token_bitmask": Operands(LOGITS, ("logits", "bitmask"), (), ("logits", "bitmask"), ("logits",)),
     "bias_logits": Operands(
         LOGITS,
         ("logits", "positions", "entries", "tokens", "values", "until"),

@@ -123,10 +123,6 @@ def mutants() -> Iterator[Generated]:
 
 SURVIVES = {
     (
-        "Graph._replay",
-        "swallows an error of its work",
-    ): "the kit makes no work of a graph fail, since a device may be lost by it",
-    (
         "Backend.keep_alive",
         "holds until the next record's generation",
     ): "legal: a hold whose event was recorded again meanwhile errs on the side of keeping",

@@ -89,13 +89,16 @@ def run(base: str, apply: Callable, level: int, *more, tests: Iterable[str] = ()
     return outcome
 
 
-def run_all(jobs, at_a_time: int) -> Iterator:
-    """`jobs` are (key, (base, apply, level, tests, first[, seed, near])); yields (key, outcome).
+def run_all(jobs, at_a_time: int, seconds: float = 1e9) -> Iterator:
+    """`jobs` are (key, (base, apply, level, tests, first[, seed, near])); yields (key, outcome). Nothing new is begun after
+    so many `seconds`.
 
     This process stays without threads.
     """
-    waiting, running = list(jobs), {}
+    waiting, running, end = list(jobs), {}, time.monotonic() + seconds
     while waiting or running:
+        if time.monotonic() > end:
+            waiting.clear()
         while waiting and len(running) < at_a_time:
             key, arguments = waiting.pop(0)
             running[key] = _Process(*arguments)

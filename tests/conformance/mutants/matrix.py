@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="those with TEXT in their class or name")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="run the kit with the seeds 0 to N-1")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing new after this long")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="each Nth mutant alone")
     parser.add_argument("--known", action="store_true", help="each against the one test that the page names for it, seed 0")
     parser.add_argument("--record", type=Path, metavar="FILE", help="keep outcomes there; what it has isn't run again")
@@ -56,7 +57,7 @@ def main() -> int:
     ]
     if jobs:
         harness.warm_up()
-    for (name, seed), outcome in harness.run_all(jobs, options.jobs):
+    for (name, seed), outcome in harness.run_all(jobs, options.jobs, options.seconds):
         outcomes[name][str(seed)] = entry = _entry(outcome)
         if options.record is not None:
             with options.record.open("a") as file:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from conformance.mutants import (
+    faults_collectives,
     faults_declared,
     faults_flags,
     faults_graphs,
@@ -32,6 +33,7 @@ def mutants():
         faults_verbs,
         faults_declared,
         faults_kernels,
+        faults_collectives,
     )
     made = [mutant for module in modules for mutant in module.mutants()]
     found = {mutant.name: mutant for mutant in made}

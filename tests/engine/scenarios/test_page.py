@@ -14,8 +14,6 @@ ROWS = [
     for line in (ROOT / "docs" / "scenarios.md").read_text().splitlines()
     if re.match(r"\| \d", line)
 ]
-WAITING = {20, 21}
-"""Those that need several ranks."""
 
 
 def named(row):
@@ -30,9 +28,6 @@ def test_the_list_is_complete():
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip("| "))
 def test_each_named_test_exists(row):
     number = int(row[0].strip("| "))
-    if number in WAITING:
-        assert row[3] == "not yet: one rank"
-        return
     assert named(row)
     for test in named(row):
         path, _, name = test.partition("::")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,6 +36,7 @@ from outrider.cli.models import (
     launched,
     load,
 )
+from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, spread
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider_bench.decoding import profile_batch, run_batch, too_few
@@ -43,6 +45,7 @@ from outrider_sanitizer.files import write_whole
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
+    from outrider_bench.collective_limits import CollectiveCost
 
 _WARM_UP_TOKENS = 8
 _COLUMNS = {
@@ -62,6 +65,7 @@ _NAME_SHOWN = 72
 
 
 def decode(
+    context: typer.Context,
     batch: Annotated[str, typer.Option(metavar="1,4", help="Batch sizes, by commas.")] = "1",
     new_tokens: Annotated[int, typer.Option("--new-tokens", metavar="N", help="New tokens of each request.")] = 64,
     prompt_tokens: Annotated[
@@ -99,6 +103,8 @@ def decode(
     page_size: PageSizeOption = None,
     max_requests: MaxRequestsOption = None,
     prefill_chunk: PrefillChunkOption = None,
+    tensor_parallel: TensorParallelOption = 1,
+    data_parallel: DataParallelOption = 1,
     plot: Annotated[
         Path | None, typer.Option(metavar="F.svg", help="Draw iterations against the limit, over batch sizes and prompts.")
     ] = None,
@@ -109,7 +115,8 @@ def decode(
 ) -> Report:
     """Measure decode iterations: median time, tokens a second, and the ratio to the limit.
 
-    The limit is the bytes that an iteration must read over the bandwidth measured in the same run. An iteration is timed
+    The limit is the bytes that an iteration must read over the bandwidth measured in the same run; on several ranks the
+    bytes of one of them, and the time of the collectives, each measured alone. An iteration is timed
     on the host, results read back included, while the whole batch decodes; host ms is the part in which the host wasn't
     blocked waiting for the device. The device's idle time comes from a second pass of a few iterations under torch's
     profiler.
@@ -132,10 +139,15 @@ def decode(
     if plot is not None and plot.suffix != ".svg":
         raise ConfigError(f"--plot is {str(plot)!r}; expected a file that ends in .svg")
     require_torch()
+    spread_out = spread(context.obj, tensor_parallel, data_parallel, json_output=json_output)
+    if spread_out is not None:
+        return spread_out
     from outrider.engine.config import Choice
+    from outrider_bench.collective_limits import measure_collectives
     from outrider_bench.limits import measure_bandwidth
 
     check_acceptance(accept_length, shape)
+    joined = Joined(tensor_parallel, data_parallel)
     beside = [Choice("max_requests", max(sizes), "--batch")] if max_requests is None else []
     if shape is not None:
         given = {"--model": model, "--draft": draft, "--through-transformers": through_transformers or None}
@@ -159,6 +171,7 @@ def decode(
             sizes=engine_sizes,
             say=not json_output,
             beside=beside,
+            joined=joined,
         )
         described = work.described
     else:
@@ -180,6 +193,7 @@ def decode(
             sizes=engine_sizes,
             say=not json_output,
             beside=beside,
+            joined=joined,
         )
         described = {
             "model": _shown(speculation.model, model),
@@ -187,49 +201,57 @@ def decode(
             "speculate": speculation.kind,
             "acceptance": "real",
         }
-    started = [f"{each}" for each in (engine.warm_up, engine.captured, engine.draft_length) if each is not None]
-    known = sum(engine.model.kernels.compiled().values())
-    bandwidth = measure_bandwidth(engine.backend)
-    run_batch(engine, max(sizes), max(lengths), _WARM_UP_TOKENS)
-    cases = [(size, length) for length in lengths for size in sizes]
-    measured = [(case, _measure(engine, *case, new_tokens, bandwidth)) for case in cases]
-    missing = [case for case, row in measured if row is None]
-    rows = [row for _, row in measured if row is not None]
-    if not rows:
-        raise ConfigError(f"{too_few(new_tokens, *missing[0])}; ask for more")
-    for case, row in measured:
-        if row is not None:
-            row |= _profiled(engine, *case, new_tokens, by_kernel)
-    started += [f"{too_few(new_tokens, *case)}: not measured" for case in missing]
-    data: dict[str, object] = {
-        "backend": engine.backend.name,
-        "device": str(engine.backend.device),
-        "versions": dict(engine.backend.versions()),
-        "kernels": engine.model.kernels.name,
-        **described,
-        "draft_tokens": engine.proposer.depth,
-        **launched(engine, beside),
-        "prompt_tokens": lengths,
-        "new_tokens": new_tokens,
-        "bandwidth_gb_per_s": bandwidth / 1e9,
-        "graphs_captured": asdict(engine.captured) if engine.captured is not None else None,
-        "draft_length_decided": asdict(engine.draft_length),
-        "results": rows,
-        "not_measured": [{"batch": size, "prompt_tokens": length} for size, length in missing],
-    }
-    if engine.warm_up is not None:
-        later = sum(engine.model.kernels.compiled().values()) - known
-        started.append(f"kernels compiled since: {later}")
-        data["kernels_compiled"] = {**asdict(engine.warm_up), "since": later}
-    if plot is not None:
-        from outrider_bench.plot import limits_svg
+    costs = measure_collectives(engine, sizes)
+    if engine.follows:
+        with joined:
+            engine.follow()
+        return Report(data={}, render=lambda console: None)
+    with joined, closing(engine):
+        started = [f"{each}" for each in (engine.warm_up, engine.captured, engine.draft_length) if each is not None]
+        known = sum(engine.model.kernels.compiled().values())
+        bandwidth = measure_bandwidth(engine.backend)
+        run_batch(engine, max(sizes), max(lengths), _WARM_UP_TOKENS)
+        cases = [(size, length) for length in lengths for size in sizes]
+        measured = [(case, _measure(engine, *case, new_tokens, bandwidth, costs[case[0]])) for case in cases]
+        missing = [case for case, row in measured if row is None]
+        rows = [row for _, row in measured if row is not None]
+        if not rows:
+            raise ConfigError(f"{too_few(new_tokens, *missing[0])}; ask for more")
+        for case, row in measured:
+            if row is not None:
+                row |= _profiled(engine, *case, new_tokens, by_kernel)
+        started += [f"{too_few(new_tokens, *case)}: not measured" for case in missing]
+        data: dict[str, object] = {
+            "backend": engine.backend.name,
+            "device": str(engine.backend.device),
+            "versions": dict(engine.backend.versions()),
+            "kernels": engine.model.kernels.name,
+            **described,
+            "draft_tokens": engine.proposer.depth,
+            **launched(engine, beside),
+            "prompt_tokens": lengths,
+            "new_tokens": new_tokens,
+            "bandwidth_gb_per_s": bandwidth / 1e9,
+            "graphs_captured": asdict(engine.captured) if engine.captured is not None else None,
+            "draft_length_decided": asdict(engine.draft_length),
+            "results": rows,
+            "not_measured": [{"batch": size, "prompt_tokens": length} for size, length in missing],
+        }
+        if engine.warm_up is not None:
+            later = sum(engine.model.kernels.compiled().values()) - known
+            started.append(f"kernels compiled since: {later}")
+            data["kernels_compiled"] = {**asdict(engine.warm_up), "since": later}
+        if plot is not None:
+            from outrider_bench.plot import limits_svg
 
-        write_whole(plot, limits_svg(rows, title=f"{data['model']}, {data['speculate']}, {data['dtype']}"))
-        started.append(f"plot: {plot}")
-    return Report(data=data, render=lambda console: _render(console, data, rows, started))
+            write_whole(plot, limits_svg(rows, title=f"{data['model']}, {data['speculate']}, {data['dtype']}"))
+            started.append(f"plot: {plot}")
+        return Report(data=data, render=lambda console: _render(console, data, rows, started))
 
 
-def _measure(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, bandwidth: float) -> dict[str, object] | None:
+def _measure(
+    engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, bandwidth: float, collectives: CollectiveCost
+) -> dict[str, object] | None:
     """One line of the table; None where no iteration had the whole batch decoding."""
     from outrider_bench.limits import iteration_bytes
 
@@ -239,7 +261,7 @@ def _measure(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, ba
         return None
     needed = iteration_bytes(engine, batch=batch, context=found.context)
     iteration_ms = 1e3 * statistics.median(seconds)
-    limit_ms = 1e3 * needed / bandwidth
+    limit_ms = 1e3 * (needed / bandwidth + collectives.seconds)
     return {
         "batch": batch,
         "prompt_tokens": prompt_tokens,
@@ -250,6 +272,8 @@ def _measure(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, ba
         "acceptance_length": tokens / (len(seconds) * batch),
         "bytes_per_iteration": round(needed),
         "mean_context": found.context,
+        "collectives": collectives.calls,
+        "collectives_ms": 1e3 * collectives.seconds,
         "limit_ms": limit_ms,
         "ratio_to_limit": iteration_ms / limit_ms,
         "host_ms": 1e3 * statistics.median(found.host_seconds),

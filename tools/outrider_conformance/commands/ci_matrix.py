@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -19,6 +20,9 @@ from outrider.registry import Candidate, Registry
 
 _HOSTED = re.compile(r"(ubuntu|windows|macos)-[\w.-]+")
 """Labels of machines that GitHub lends to everybody."""
+
+
+_RANKS, _RANKS_LEVEL = "ranks", "L6"
 
 
 class Format(StrEnum):
@@ -47,10 +51,13 @@ def ci_matrix(
     ] = "",
     json_output: JsonOption = False,
 ) -> Report:
-    """List how a CI runs each installed backend. One that can't be loaded is listed as broken and stops no other."""
+    """List how a CI runs each installed backend. One that can't be loaded is listed as broken and stops no other.
+
+    A backend that declares several devices has a second row: level L6, its collectives, on a runner with as many.
+    """
     del json_output
     exist = [frozenset(filter(None, runner.split(","))) for runner in runners.split()]
-    rows = _selected([row(candidate, exist) for candidate in Registry().candidates()], select or ())
+    rows = _selected([row for candidate in Registry().candidates() for row in rows_of(candidate, exist)], select or ())
     data: dict[str, object] = {"rows": rows, "broken": [r["backend"] for r in rows if r["status"] == "broken"]}
 
     def render(console: Console) -> None:
@@ -64,14 +71,34 @@ def ci_matrix(
     return Report(data=data, render=render)
 
 
-def row(candidate: Candidate[BackendInfo], runners: Iterable[frozenset[str]]) -> dict[str, Any]:
-    """One backend as flat data. ``status``: ``runs``, ``not run`` (with the reason), or ``broken`` (with the reason)."""
+def rows_of(candidate: Candidate[BackendInfo], runners: Iterable[frozenset[str]]) -> list[dict[str, Any]]:
+    """The rows of one backend: its own, and that of its collectives where it declares several devices."""
+    exist = list(runners)
     ci = candidate.info.ci if candidate.info is not None else CiDeclaration()
+    found = [row(candidate, exist)]
+    if isinstance(ci.device_count, int) and ci.device_count > 1 and found[0]["status"] != "broken":
+        labels = ci.ranks_runner_labels or ci.runner_labels
+        found.append(row(candidate, exist, replace(ci, level=_RANKS_LEVEL, runner_labels=labels), _RANKS))
+    return found
+
+
+def row(
+    candidate: Candidate[BackendInfo],
+    runners: Iterable[frozenset[str]],
+    ci: CiDeclaration | None = None,
+    job: str = "",
+) -> dict[str, Any]:
+    """One job as flat data. ``status``: ``runs``, ``not run`` (with the reason), or ``broken`` (with the reason). ``ci``: of
+    another job than the backend's first, whose name it's given as ``job``.
+    """
+    ci = ci or (candidate.info.ci if candidate.info is not None else CiDeclaration())
     status, reason = _status(candidate, ci, runners)
     index = (ci.torch or "").strip() if _is_address(ci.torch) else ""
+    name = "-".join(filter(None, [candidate.name, job]))
     return {
         "backend": candidate.name,
-        "title": candidate.name if status == "runs" else f"{candidate.name}: {status}",
+        "job": name,
+        "title": name if status == "runs" else f"{name}: {status}",
         "status": status,
         "reason": reason,
         "runner_labels": list(ci.runner_labels),
@@ -80,6 +107,7 @@ def row(candidate: Candidate[BackendInfo], runners: Iterable[frozenset[str]]) ->
         "torch_requirement": "torch" if index or not ci.torch else ci.torch.strip(),
         "markers": list(ci.markers),
         "level": ci.level,
+        "device_count": ci.device_count if job else 1,
         "distribution": candidate.distribution,
     }
 
@@ -91,6 +119,8 @@ def _status(candidate: Candidate[BackendInfo], ci: CiDeclaration, runners: Itera
         return "broken", candidate.reason
     if not ci.runner_labels or not all(isinstance(label, str) and label.strip() for label in ci.runner_labels):
         return "broken", f"it declares runner_labels={ci.runner_labels!r}; expected at least one label, none of them empty"
+    if not isinstance(ci.device_count, int) or ci.device_count < 1:
+        return "broken", f"it declares device_count={ci.device_count!r}; expected a number of devices, at least 1"
     try:
         parse_level(ci.level)
     except ConfigError as error:
@@ -115,14 +145,20 @@ def _selected(rows: Sequence[dict[str, Any]], select: Sequence[str]) -> list[dic
     return [r for r in rows if not select or any(w == r["backend"] or w in r["markers"] for w in select)]
 
 
+def _level(row: Mapping[str, Any]) -> str:
+    return str(row["level"]) if row["device_count"] == 1 else f"{row['level']} on {row['device_count']}"
+
+
 def _render(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table(box=None, pad_edge=False)
     for title in ("backend", "status", "level", "runner", "container", "torch", "markers"):
-        table.add_column(title, overflow="fold")  # an address that is cut short is none
+        # An address or a label that is cut short is none; a label isn't broken either.
+        widest = max((len(label) for r in rows for label in r["runner_labels"]), default=0) if title == "runner" else 0
+        table.add_column(title, overflow="fold", min_width=widest)
     for r in rows:
         torch = r["torch_index"] or r["torch_requirement"]
         table.add_row(
-            *(r["backend"], r["status"], r["level"], " ".join(r["runner_labels"]), r["container"], torch),
+            *(r["job"], r["status"], _level(r), " ".join(r["runner_labels"]), r["container"], torch),
             " ".join(r["markers"]),
         )
     console.print(table)

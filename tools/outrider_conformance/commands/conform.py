@@ -18,7 +18,7 @@ from outrider.device.errors import ConfigError
 
 def conform(
     backend: BackendOption = None,
-    level: Annotated[str, typer.Option("--level", metavar="L4", help="Run the levels up to this one, L0 to L5.")] = "L4",
+    level: Annotated[str, typer.Option("--level", metavar="L4", help="Run the levels up to this one, L0 to L6.")] = "L4",
     report: Annotated[
         Path | None, typer.Option("--report", metavar="DIR", help="Write report.json, .xml, .html and badge.svg there.")
     ] = None,

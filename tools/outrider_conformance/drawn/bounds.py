@@ -15,6 +15,8 @@ from torch import Tensor
 UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 _TINY = {torch.float64: 2.0**-1074, torch.float32: 2.0**-149, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
 _LAMBDA = 8.0
+_EXPONENT = 100.0
+"""Beyond this argument an exponential of float32 is 0 or infinite."""
 _PARTS = 2.0
 """Roundings of partial sums to a half dtype: a library may split a sum among programs that leave their parts rounded."""
 
@@ -68,8 +70,12 @@ def product(x: Number, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
 
 
 def silu_mul(gate: Number, up: Number, dtype: torch.dtype) -> Number:
-    """``silu(gate) * up``: the activation and the product are rounded. The slope of silu stays below 1.1."""
-    active = Number(gate.value * torch.sigmoid(gate.value), 1.1 * gate.error)
+    """``silu(gate) * up``: the activation and the product are rounded. The slope of silu stays below 1.1.
+
+    The exponential's argument is rounded too, to a base of 2: the result is off by as many units as the argument is large.
+    """
+    value = gate.value * torch.sigmoid(gate.value)
+    active = Number(value, 1.1 * gate.error + wide(dtype) * gate.value.abs().clamp(max=_EXPONENT) * value.abs())
     active = rounded(rounded(active, dtype), _statistics(dtype), 8.0)
     error = active.error * (up.value.abs() + up.error) + active.value.abs() * up.error
     return rounded(Number(active.value * up.value, error), dtype)

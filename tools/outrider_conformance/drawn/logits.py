@@ -56,6 +56,21 @@ def _bias(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     return Problem(operands, lambda k, o: {"out": k.bias_logits(*(o[name] for name in operands))}, {"out": wanted})
 
 
+def _bitmask(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    logits = _given(shape, dtype, dice)
+    batch, nodes, vocabulary = logits.shape
+    allowed = dice.uniform(batch, nodes, vocabulary) < 0.5
+    allowed[..., -1] = True
+    allowed[0, 0] = True  # everything: bit for bit as it is
+    words = -(-vocabulary // 32)
+    bits = torch.ones(batch, nodes, 32 * words, dtype=torch.int64)  # what lies behind the vocabulary means nothing
+    bits[..., :vocabulary] = allowed
+    bitmask = (bits.view(batch, nodes, words, 32) << torch.arange(32)).sum(-1).to(torch.int32)
+    operands = {"logits": Operand(logits, _LAYOUTS[shape["layout"]]), "bitmask": Operand(bitmask)}
+    wanted = logits.masked_fill(~allowed, -torch.inf)
+    return Problem(operands, lambda k, o: {"out": k.apply_token_bitmask(o["logits"], o["bitmask"])}, {"out": wanted})
+
+
 def _penalties(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     logits = _given(shape, dtype, dice)
     batch, nodes, vocabulary = logits.shape
@@ -260,6 +275,7 @@ def _with(**more: int) -> list[dict[str, int]]:
 
 
 LOGITS = (
+    Drawn("apply_token_bitmask", _bitmask, _SHAPE, _ALL),
     Drawn("bias_logits", _bias, {**_SHAPE, "entries": _ENTRIES}, _with(entries=7)),
     Drawn("penalize_logits", _penalties, {**_SHAPE, "tree": _FLAG}, [*_with(tree=0), {**_SMALL, "tree": 1}]),
     Drawn("count_tokens", _count, _SHAPE, _ALL, choices=True),

@@ -23,8 +23,7 @@ from outrider_conformance.programs.nodes import Node, Senseless, Unordered
 
 _T = TypeVar("_T")
 _WHOLE = "int64"
-_GRAPHS = 3
-_SLOWS = 6
+_GRAPHS, _SLOWS = 3, 6
 _HOST = ("host_read", "host_write", "query", "item", "send")
 
 
@@ -337,8 +336,7 @@ class _Drawing:
     def _host_write(self) -> Step | None:
         if not self.slots:
             return None
-        of = self.pick(self.slots)
-        length = self.model.program.slots[of].count
+        length = self.model.program.slots[of := self.pick(self.slots)].count
         return lang.HostWrite(self.span(of, length, self.count(length), dense=True), self.fresh())
 
     def _host_read(self) -> Step | None:
@@ -354,6 +352,9 @@ class _Drawing:
         after = lang.Copy(waiter, second[0], second[1], self.chance(50))
         if self.chance(60):  # what was written before is what is read after
             after = lang.Copy(waiter, replace(first[0], of=first[1].of), first[0], False)
+        steps: list[Step] = [lang.Fill(setter, first[0], value) for value in range(self.number(13, 20))]
+        for step in (lang.Slow(setter), *steps) if self.chance(30) else ():  # the set comes behind much that is pending
+            self.emit(step)
         return lang.Signal(0, self.pick(self.events), setter, waiter, before, after, self.chance(60))
 
     # -- several ---------------------------------------------------------------------------------------------------

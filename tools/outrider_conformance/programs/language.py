@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -396,8 +397,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def pattern(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     """``count`` elements whose bits are scattered over all that the dtype has, the same for the same seed.
 
-    Of a floating dtype each fifth is an infinity or NaN with a payload.
+    Of a floating dtype each fifth is an infinity or NaN with a payload. Don't write to it: others may have the same tensor.
     """
+    return _few(seed, count, dtype) if count <= _FEW else _scattered(seed, count, dtype)
+
+
+def _scattered(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     start = (seed + 1) * 0x3F58476D1CE4E5B9 & 0x7FFFFFFFFFFFFFFF
     numbers = torch.arange(1, count + 1, dtype=torch.int64) * 0x1E3779B97F4A7C15 + start
     numbers ^= numbers >> 29
@@ -408,3 +413,7 @@ def pattern(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     if dtype in _EXPONENTS:
         numbers[::5] |= _EXPONENTS[dtype]
     return numbers.to(_BITS[dtype.itemsize]).view(dtype)
+
+
+_FEW = 1 << 12
+_few = lru_cache(1 << 10)(_scattered)

@@ -420,7 +420,8 @@ class Run:
 
     def _replay(self, step: lang.Replay, path: Path) -> None:
         stream = self.streams[step.stream]
-        self.origins[step.graph] = stream  # a device without graphs calls the callable here, and it names its stream
+        if not self.backend.capabilities.captures_graphs:
+            self.origins[step.graph] = stream  # the callable is called here, and it names its stream
         for _ in range(step.times):
             self.graphs[step.graph].replay(stream)
 

@@ -69,6 +69,7 @@ def test_declared_abilities_fit_together(backend: Backend) -> None:
         ("row_exact_accesses", "reports_accesses"),
     ):
         assert getattr(has, base) or not getattr(has, ability), f"{ability} is declared without {base}"
+    assert not (has.asynchronous and has.host_writes_memory), "host_writes_memory is declared beside asynchronous"
 
 
 @promise("Backend.kernels", "The kernels of this device; constant over the backend's life.")

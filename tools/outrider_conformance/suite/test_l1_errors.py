@@ -5,65 +5,19 @@ About devices whose plugin can make an operation fail on purpose (``Backend.prov
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-
 import pytest
-import torch
 
-from outrider.device import Backend, DeviceError, DeviceFault, Event, Stream
+from outrider.device import Backend, DeviceError, DeviceFault
+from outrider_conformance.faults import WAITS, fallible
 from outrider_conformance.lab import Lab, expect
 from outrider_conformance.promises import promise
-from outrider_conformance.verdict import not_applicable
-
-_PATIENCE = 10.0
-
-
-def _asked(asked: Stream | Event) -> None:
-    """Until the answer is yes, or there is an error. A device without a clock need never get there by itself."""
-    until = time.monotonic() + _PATIENCE
-    while not asked.query():
-        if asked.backend.control is not None:
-            asked.synchronize()
-            continue
-        assert time.monotonic() < until, "the answer stays False for work that failed"
-        time.sleep(1e-4)
-
-
-def _within(event: Event) -> None:
-    assert event.synchronize_within(_PATIENCE), "the generation behind work that failed never completes"
-
-
-def _copied_back(backend: Backend, stream: Stream) -> None:
-    with backend.guard("reading a value"), backend.on(stream):
-        torch.ones(3, device=backend.device).sum().item()
-
-
-Wait = Callable[[Backend, Stream, Event], None]
-_WAITS: Mapping[str, Wait] = MappingProxyType(
-    {
-        "stream.synchronize": lambda backend, stream, event: stream.synchronize(),
-        "event.synchronize": lambda backend, stream, event: event.synchronize(),
-        "backend.synchronize": lambda backend, stream, event: backend.synchronize(),
-        "synchronize_within": lambda backend, stream, event: _within(event),
-        "event.query": lambda backend, stream, event: _asked(event),
-        "stream.query": lambda backend, stream, event: _asked(stream),
-        "a value that is read back": lambda backend, stream, event: _copied_back(backend, stream),
-    }
-)
-
-
-def _fallible(lab: Lab) -> None:
-    if type(lab.backend)._provoke_fault is Backend._provoke_fault:
-        not_applicable("the plugin offers no provoke_fault: nothing can be made to fail on purpose")
 
 
 @promise("Backend.provoke_fault", "by the first wait of the host that covers the operation")
-@pytest.mark.parametrize("way", _WAITS)
+@pytest.mark.parametrize("way", WAITS)
 def test_every_way_to_wait_raises_what_failed(lab: Lab, way: str) -> None:
     """Typed, and once: waited for again there is nothing, and what is enqueued after it works."""
-    _fallible(lab)
+    fallible(lab)
 
     def program(backend: Backend) -> None:
         a, b = lab.streams("a", "b")
@@ -72,9 +26,9 @@ def test_every_way_to_wait_raises_what_failed(lab: Lab, way: str) -> None:
         backend.provoke_fault(a)
         event = lab.record(a)
         with pytest.raises(DeviceError) as caught:
-            _WAITS[way](backend, a, event)
+            WAITS[way](backend, a, event)
         assert not caught.value.device_lost, f"a provoked fault is survived, and {way} says that the device is lost"
-        for again in _WAITS.values():
+        for again in WAITS.values():
             again(backend, a, event)
         lab.fill(a, x, 1)
         b.wait(lab.record(a, "filled"))
@@ -85,10 +39,10 @@ def test_every_way_to_wait_raises_what_failed(lab: Lab, way: str) -> None:
 
 
 @promise("Backend.provoke_fault", "also by way of other streams that waited for it.")
-@pytest.mark.parametrize("way", _WAITS)
+@pytest.mark.parametrize("way", WAITS)
 def test_a_fault_crosses_streams_with_the_work_behind_it(lab: Lab, way: str) -> None:
     """The host waits for the stream that read what failed, and for nothing else: it's told."""
-    _fallible(lab)
+    fallible(lab)
 
     def program(backend: Backend) -> None:
         a, b = lab.streams("a", "b")
@@ -97,7 +51,7 @@ def test_a_fault_crosses_streams_with_the_work_behind_it(lab: Lab, way: str) -> 
         b.wait(lab.record(a, "made"))
         event = lab.record(b, "used")
         with pytest.raises(DeviceFault):
-            _WAITS[way](backend, b, event)
+            WAITS[way](backend, b, event)
         backend.synchronize()
 
     lab.always(program, schedules=6)
@@ -106,7 +60,7 @@ def test_a_fault_crosses_streams_with_the_work_behind_it(lab: Lab, way: str) -> 
 @promise("DeviceFault", "One operation failed. The device still works; the results of that operation are undefined.")
 def test_work_around_a_fault_is_done(lab: Lab) -> None:
     """What is queued before and behind it on its stream, and on another, has its results."""
-    _fallible(lab)
+    fallible(lab)
 
     def program(backend: Backend) -> None:
         a, b = lab.streams("a", "b")

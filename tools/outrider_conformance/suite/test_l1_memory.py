@@ -43,6 +43,19 @@ def test_memory_figures_are_numbers_of_bytes(backend: Backend) -> None:
         assert info.allocated <= info.total, info
 
 
+@needs("host_writes_memory")
+@promise("Capabilities.host_writes_memory", "in memory that host and device share.")
+def test_the_host_writes_device_memory(lab: Lab) -> None:
+    """Bytes that another library puts there are what the device reads, and what it writes is there for the host."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    x, y = lab.full(stream, 0), lab.full(stream, 0)
+    x.view(torch.uint8).numpy()[:] = 0x3F
+    lab.copy(stream, y, x)
+    backend.synchronize()
+    expect(bytes(y.view(torch.uint8).numpy()), b"\x3f" * y.nbytes, "what the device copied of bytes that the host wrote")
+
+
 @needs("memory_limit")
 @promise("Capabilities.memory_limit", "``memory_info`` reports a real limit of device memory.")
 def test_memory_figures_follow_allocations(lab: Lab) -> None:

@@ -9,12 +9,18 @@ from outrider_conformance.lab import WIDTH, Lab, Seen, expect
 from outrider_conformance.promises import needs, promise
 
 
-def triple(lab: Lab, stream: Stream, name: str = "triple", pool: GraphPool | None = None) -> Graph:
-    """A graph of ``y = 3 * x + 1``, through an intermediate of its own; x is 0 and y is -1 at first."""
+def triple(lab: Lab, stream: Stream, name: str = "triple", pool: GraphPool | None = None, *, slow: bool = False) -> Graph:
+    """A graph of ``y = 3 * x + 1``, through an intermediate of its own; x is 0 and y is -1 at first. ``slow``: it takes a
+    while before the intermediate is read.
+    """
     x, y = lab.full(stream, 0), lab.full(stream, -1)
+    if slow:
+        lab.slow(stream)  # how long is measured now, which no capture allows
 
     def fn(context: CaptureContext) -> None:
         middle = context.inputs["x"] * 3
+        if slow:
+            lab.slow(stream)
         context.outputs["y"].copy_(middle + 1)
 
     graph = lab.backend.capture(name, fn, stream=stream, inputs={"x": x}, outputs={"y": y}, pool=pool)
@@ -242,7 +248,7 @@ def test_graphs_of_different_pools_do_not_touch(lab: Lab) -> None:
     def program(backend: Backend) -> None:
         *streams, captured = lab.streams("a", "b", "captured")
         graphs = [
-            triple(lab, captured, f"graph {stream.name}", backend.create_graph_pool(f"pool {stream.name}"))
+            triple(lab, captured, f"graph {stream.name}", backend.create_graph_pool(f"pool {stream.name}"), slow=True)
             for stream in streams
         ]
         loose = triple(lab, streams[0], "without a pool")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from outrider.device import Backend, CaptureContext
+from torch import Tensor
+
+from outrider.device import Backend, CaptureContext, Stream
 from outrider_conformance.lab import Lab, expect
 from outrider_conformance.promises import needs, promise
+
+_MANY = 32
 
 
 @needs("flags")
@@ -113,6 +117,43 @@ def test_two_flags_are_two(lab: Lab) -> None:
         expect(lab.read(b, y), 1.0, "what was read behind the right flag")
 
     lab.always(program)
+
+
+@needs("flags")
+@promise("Flag", "``set``, ``wait`` and ``reset`` are device operations in the order of their stream.")
+def test_flags_work_behind_much_that_is_pending(lab: Lab) -> None:
+    """Each of the three with dozens of operations before it that haven't run."""
+
+    def program(backend: Backend) -> None:
+        a, b = lab.streams("a", "b")
+        x, y = lab.full(a, 0), lab.full(b, 0)
+        flag = backend.create_flag("f")
+
+        def pile(stream: Stream, tensor: Tensor) -> None:
+            lab.slow(stream)
+            for value in range(_MANY):
+                lab.fill(stream, tensor, -value)
+
+        pile(b, y)
+        flag.wait(b)
+        lab.copy(b, y, x)
+        for _ in range(2):
+            lab.slow(a)
+        lab.later(a, x, 1)
+        flag.set(a)
+        expect(lab.read(b, y), 1.0, "what was read behind a wait that came behind much")
+        pile(b, y)
+        flag.reset(b)
+        a.wait(lab.record(b, "lowered"))
+        flag.wait(b)
+        lab.copy(b, y, x)
+        assert not b.query(), "a wait passed a flag whose reset came behind much"
+        pile(a, x)
+        lab.fill(a, x, 2)
+        flag.set(a)
+        expect(lab.read(b, y), 2.0, "what was read behind a set that came behind much")
+
+    lab.always(program, schedules=8)
 
 
 @needs("flags", "captures_graphs")

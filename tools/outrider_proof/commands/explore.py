@@ -17,6 +17,7 @@ from outrider.cli.report import BackendOption, JsonOption, Report, exit_code
 from outrider.device.errors import CapabilityError, ConfigError, OutriderError
 from outrider.registry import Registry
 from outrider_proof.decode_exploration import DECODE, Exploration, explore_decode
+from outrider_proof.rank_exploration import RANKS, RanksWanted, explore_ranks
 
 if TYPE_CHECKING:
     from outrider.device import Backend
@@ -57,14 +58,26 @@ def explore(
     draft_topk: Annotated[int, typer.Option("--draft-topk", min=1, help="decode: 1 drafts chains, more drafts trees.")] = 1,
     mode: Annotated[str, typer.Option(help="decode: staged or fused.")] = "staged",
     graphs: Annotated[bool, typer.Option("--graphs", help="decode: replay stages from graphs in staged mode too.")] = False,
+    images: Annotated[
+        bool, typer.Option("--images", help="decode: a tiny model over text and images, with positions on three axes.")
+    ] = False,
     corrected: Annotated[bool, typer.Option("--corrected", help="The corrected program of the corpus.")] = False,
+    ranks: Annotated[
+        int | None, typer.Option(min=2, max=64, help="ranks: how many; 2 unless --tensor or --data say.")
+    ] = None,
+    tensor: Annotated[int | None, typer.Option(min=1, help="ranks: tensor-parallel ones.")] = None,
+    data: Annotated[int | None, typer.Option(min=1, help="ranks: data-parallel ones.")] = None,
+    inject: Annotated[
+        str | None, typer.Option(metavar="NAME|every", help="ranks: what brings the ranks apart, in a program of the corpus.")
+    ] = None,
     json_output: JsonOption = False,
 ) -> Report:
     """Run a program under many schedules. Exit code 1, with the shrunk schedule, when one makes it fail.
 
     A program is a function of one argument, the backend; it makes its streams and tensors there and raises when
     something is wrong. Without a name: the programs of the corpus. ``decode`` is the real engine on drawn host programs,
-    its tokens checked against plain decoding and the sanitizer watching; one of its fences can be left out.
+    its tokens checked against plain decoding and the sanitizer watching; one of its fences can be left out. ``ranks`` is the
+    engine on several simulated ranks, or with ``--inject`` and ``--corrected`` the corpus of ranks that come apart.
     """
     del json_output
     if name is None:
@@ -84,8 +97,22 @@ def explore(
                 draft_topk=draft_topk,
                 mode=mode,
                 graphs=graphs,
+                images=images,
             )
         )
+    if name == RANKS:
+        wanted = RanksWanted(
+            registry=registry,
+            iterations=iterations,
+            seed=seed,
+            ranks=ranks or ((tensor or 1) * (data or 1) if tensor or data else 2),
+            tensor=tensor,
+            data=data,
+            inject=inject,
+            corrected=corrected,
+            strategy=strategy or "mixed",
+        )
+        return explore_ranks(wanted)
     device = registry.create(spec)
     control = device.control
     if control is None:
@@ -94,7 +121,7 @@ def explore(
     program = _ending_normally(_program(name, corrected, device))
     result = control.explore(program, strategy=how, iterations=iterations, seed=seed)
     failure = result.failure
-    data: dict[str, Any] = {
+    told: dict[str, Any] = {
         "program": name,
         "strategy": how,
         "seed": seed,
@@ -103,7 +130,7 @@ def explore(
         "failed": failure is not None,
     }
     if failure is not None:
-        data |= {
+        told |= {
             "run": failure.run,
             "error": {"type": type(failure.error).__name__, "message": str(failure.error)},
             "schedule": str(failure.schedule),
@@ -125,7 +152,7 @@ def explore(
         console.print(f"replay with: outrider explore {name}{_options(backend, corrected)} --replay {failure.shrunk}")
 
     code = failure.error.code if failure is not None and isinstance(failure.error, ProgramExit) else 1
-    return Report(data=data, render=render, exit_code=code if failure is not None else 0)
+    return Report(data=told, render=render, exit_code=code if failure is not None else 0)
 
 
 def _ending_normally(program: Callable[[Backend], None]) -> Callable[[Backend], None]:
@@ -147,17 +174,21 @@ def _options(backend: str | None, corrected: bool) -> str:
 
 
 def _listing() -> Report:
-    from outrider_sanitizer.races import RACES
+    from outrider_sanitizer.races import RACES, RANK_RACES
 
     rows = [
         {"name": race.name, "about": race.about, "kind": race.kind.value if race.kind else None, "needs": race.needs}
         for race in RACES.values()
     ]
+    rows += [
+        {"name": f"ranks --inject {race.name}", "about": race.about, "kind": race.kind_text, "needs": "collectives"}
+        for race in RANK_RACES.values()
+    ]
 
     def render(console: Console) -> None:
         table = Table("name", "needs", "about", box=None, pad_edge=False)
-        for race in RACES.values():
-            table.add_row(race.name, race.needs, race.about)
+        for row in rows:
+            table.add_row(row["name"], row["needs"], row["about"])
         console.print(table)
 
     return Report(data={"programs": rows}, render=render)

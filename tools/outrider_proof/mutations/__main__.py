@@ -1,6 +1,6 @@
 """Change the engine in one place at a time and run drawn host programs on it: what survives isn't checked by them.
 
-    python -m outrider_proof.mutations -n 8 --seconds 600 --out build/mutations.json
+    python -m outrider_proof.mutations -n 8 --seconds 600 --out build/mutations.jsonl
     python -m outrider_proof.mutations --modules outrider.engine.step --sample 20
 
 Each change runs in a process of its own, forked from one that has loaded the models and knows the right tokens from the
@@ -11,7 +11,6 @@ an error, or by not ending. Without a change every program passes, or the comman
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -40,13 +39,12 @@ def main() -> int:
     parser.add_argument("--only", help="changes whose name has this")
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing new after this long")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for one change")
-    parser.add_argument("--out", type=Path, help="a file for the records, JSON")
+    parser.add_argument("--out", type=Path, help="a file for the records, lines of JSON; what it has is kept")
     options = parser.parse_args()
     todo = chosen(options.modules, options.only, options.sample, options.seed)
-    records = run(todo, processes=options.n, seconds=options.seconds, limit=options.limit)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(records, indent=1))
+    records = run(todo, processes=options.n, seconds=options.seconds, limit=options.limit, out=options.out)
     return told(records, len(todo), explained)
 
 

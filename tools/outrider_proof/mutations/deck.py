@@ -8,13 +8,28 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 
-from outrider.device.errors import OutriderError
+from outrider import SamplingParams
+from outrider.device.errors import DeviceFault, OutriderError
 from outrider_proof.checks import once
 from outrider_proof.mutations.sites import Site, apply
-from outrider_proof.setups import MODES, PERSONALITIES, PROPOSERS, Setup, draw, runs
+from outrider_proof.proposers import EXTREMES
+from outrider_proof.setups import (
+    MODES,
+    PERSONALITIES,
+    PROPOSERS,
+    Setup,
+    alone,
+    draw,
+    engines_for,
+    plain,
+    prompt_and_media,
+    runs,
+    simulated,
+)
 
 _ENGINE = (
     "loop",
@@ -43,7 +58,8 @@ MODULES = (*(f"outrider.engine.{name}" for name in _ENGINE), *(f"outrider.specul
 
 def programs() -> list[tuple[Setup, int]]:
     """Setups and numbers of host programs: one for each proposer, with modes and personalities in turn; a crowded program,
-    one that moves requests between two engines, and any, in turn too.
+    one that moves requests between two engines, and any, in turn too. Then drafts that are all accepted, and none, in crowded
+    programs, where prefixes are shared and requests are preempted.
     """
     moving = [number for number in range(1, 60, 2) if any(arrival.moves for arrival in draw(number).arrivals)]
     found = []
@@ -53,7 +69,13 @@ def programs() -> list[tuple[Setup, int]]:
         if not runs(setup):
             setup = Setup(proposer, mode)
         found.append((setup, (2 * i, moving[i % len(moving)], 2 * i + 1)[(i + 2 * turn) % 3]))
+    for i, proposer in enumerate(EXTREMES):
+        found += [(Setup(proposer, mode, PERSONALITIES[i]), 2 * (i + j) + 30) for j, mode in enumerate(MODES)]
     return found
+
+
+FAULTY = (("eagle", "staged", "cuda", 12), ("ngram", "graphs", "npu", 14), ("none", "fused", "rocm", 16))
+"""Setups and numbers of the programs in which operations fail."""
 
 
 class Unfit(OutriderError):
@@ -61,17 +83,58 @@ class Unfit(OutriderError):
 
 
 def _judges() -> list[tuple[str, Callable[[], str]]]:
-    return [(f"{setup.name}, {number}", partial(_judged, setup, number)) for setup, number in programs()]
+    judges: list[tuple[str, Callable[[], str]]] = [
+        (f"{setup.name}, {number}", partial(_judged, setup, number)) for setup, number in programs()
+    ]
+    judges += [(f"faults in {', '.join(map(str, each))}", partial(_faulted, *each)) for each in FAULTY]
+    return judges
 
 
 def _judged(setup: Setup, number: int) -> str:
     outcome = once(setup, draw(number))
-    return outcome.error
+    if outcome.error:
+        return outcome.error
+    return "" if outcome.counts == _costs.setdefault((setup, number), outcome.counts) else "OtherCosts"
+
+
+_costs: dict[tuple[Setup, int], dict[str, int]] = {}
+"""What programs take on the engine as it is: launches, preemptions, prefix hits and the like."""
+
+
+def _faulted(proposer: str, mode: str, like: str, number: int) -> str:
+    """A program, plain of aborts and moves, in some of whose steps an operation fails on one of the streams: the engine says
+    so, and no token is wrong.
+    """
+    setup = Setup(proposer, mode, like)
+    backend = simulated(like, None)
+    program = draw(number)
+    arrivals = [alone(arrival) for arrival in program.arrivals]
+    (engine,) = engines_for(setup, replace(program, arrivals=tuple(arrivals)))
+    free = engine.free_pages, engine.free_rows
+    ids = [engine.add_request(prompt_and_media(proposer, a)[0], SamplingParams(max_tokens=a.max_tokens)) for a in arrivals]
+    got: dict[int, list[int]] = {request: [] for request in ids}
+    raised = steps = 0
+    while engine.has_unfinished:
+        steps += 1
+        if steps in (3, 4, 8):
+            backend.provoke_fault(backend.streams[(steps + number) % len(backend.streams)])
+        try:
+            for output in engine.step():
+                got[output.request_id] += output.tokens
+        except DeviceFault:
+            raised += 1
+    engine.drain()
+    if [tuple(got[request]) for request in ids] != [plain(proposer, arrival) for arrival in arrivals]:
+        return "WrongTokens"
+    if (engine.free_pages, engine.free_rows) != free:
+        return "Leak"
+    costs = {"raised": raised, "steps": steps}
+    return "" if costs == _costs.setdefault((setup, -number), costs) else "OtherCosts"
 
 
 def warm() -> None:
-    """Load the models and find the right tokens, with the engine as it is. Raises :class:`Unfit`."""
-    for name, judge in _judges():
+    """Load the models and find the right tokens and costs, with the engine as it is. Raises :class:`Unfit`."""
+    for name, judge in _judges() * 2:
         error = judge()
         if error:
             raise Unfit(f"{name} fails without any change: {error}")

@@ -9,9 +9,14 @@ from types import MappingProxyType
 
 from outrider_sanitizer.races import flags, graphs, host, streams
 from outrider_sanitizer.races.program import Race, WrongValue
+from outrider_sanitizer.races.rank_program import Rank, RankRace, decision_named
+from outrider_sanitizer.races.ranks import RANK_RACES as _RANK_RACES
 
 RACES: Mapping[str, Race] = MappingProxyType(
     {race.name: race for module in (streams, graphs, host, flags) for race in module.RACES}
 )
 
-__all__ = ["RACES", "Race", "WrongValue"]
+RANK_RACES: Mapping[str, RankRace] = MappingProxyType({race.name: race for race in _RANK_RACES})
+"""Programs of several ranks; ``outrider explore ranks`` runs them."""
+
+__all__ = ["RACES", "RANK_RACES", "Race", "Rank", "RankRace", "WrongValue", "decision_named"]

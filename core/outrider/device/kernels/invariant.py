@@ -19,6 +19,7 @@ from outrider.device.kernels.kernelset import KernelSet
 from outrider.device.kernels.metadata import AttentionMetadata
 
 if TYPE_CHECKING:
+    from outrider.device.collectives import Group
     from outrider.device.stream import Stream
 
 
@@ -51,6 +52,19 @@ class InvariantKernels(KernelSet):
     def every_variant(self) -> AbstractContextManager[None] | None:
         """Those of the kernels inside."""
         return self._inner.every_variant()
+
+    def all_reduce_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, group: Group, stream: Stream
+    ) -> Tensor:
+        """Added up in the order of the ranks. A library chooses its order by the shape; of two ranks there's only one."""
+        if group.size <= 2:
+            return super().all_reduce_rms_norm(x, residual, weight, eps, group=group, stream=stream)
+        parts = x.new_empty(group.size, *x.shape)
+        group.all_gather(parts, x, stream=stream)
+        added = parts[0]
+        for part in parts[1:]:
+            added.add_(part)
+        return self.add_rms_norm(added, residual, weight, eps)
 
     def compiled(self) -> Mapping[str, int]:
         """Those of the kernels inside."""

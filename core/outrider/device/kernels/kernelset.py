@@ -1,4 +1,4 @@
-"""KernelSet: the computations that a backend may do faster than torch does, in three parts."""
+"""KernelSet: the computations that a backend may do faster than torch does, in four parts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from pathlib import Path
 
 from outrider.device.errors import CapabilityError
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
+from outrider.device.kernels.collective_kernels import CollectiveKernels
 from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.device.kernels.sampling_kernels import SamplingKernels
 from outrider.device.kernels.tuning import DecoderShape, TuningProgress, TuningResult
 
 
-class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels):
+class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels, CollectiveKernels):
     """Kernels as plain methods; the defaults are the torch references. A plugin overrides what it does better.
 
-    Three parts, each in a file of its own: what a model computes with, how tokens are decided, and the engine's bookkeeping.
+    Four parts, each in a file of its own: what a model computes with, how tokens are decided, the engine's bookkeeping, and
+    what several ranks compute together.
 
     *Placement.* Every method enqueues on the stream whose scope the caller opened, and returns tensors of that stream.
     *Capture.* Every method may be captured; none reads a device value on the host.
@@ -107,8 +109,9 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels):
 
 
 def kernel_names() -> tuple[str, ...]:
-    """The methods of a KernelSet that are kernels: those of its three parts, in their order. The others, which
-    :class:`KernelSet` adds itself, choose, tune and tell.
+    """The methods of a KernelSet that are kernels: those of the three parts that one rank computes alone,
+    in their order. Of the others, those of :class:`CollectiveKernels` need a group; those which :class:`KernelSet` adds
+    itself choose, tune and tell.
     """
     parts = (ModelKernels, SamplingKernels, BookkeepingKernels)
     return tuple(name for part in parts for name, method in vars(part).items() if isfunction(method) and name[0] != "_")

@@ -7,6 +7,7 @@ from functools import wraps
 from inspect import isfunction
 from typing import Any
 
+from outrider.device.kernels.collective_kernels import CollectiveKernels
 from outrider.device.kernels.kernelset import KernelSet, kernel_names
 
 _FLAGS = ("name", "row_invariant", "plans_on_host", "tunes")
@@ -45,7 +46,12 @@ def _pass_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_OTHERS = (name for name, member in vars(KernelSet).items() if isfunction(member) and not name.startswith("_"))
+_OTHERS = (
+    name
+    for part in (KernelSet, CollectiveKernels)
+    for name, member in vars(part).items()
+    if isfunction(member) and not name.startswith("_")
+)
 for _name in (*kernel_names(), *_OTHERS):
     if _name not in vars(WrappedKernels):
         setattr(WrappedKernels, _name, _pass_on(_name, getattr(KernelSet, _name)))

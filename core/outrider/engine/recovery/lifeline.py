@@ -6,6 +6,8 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
 from outrider.device import Backend, DeadlockError, DeviceError, DeviceFault, DeviceStuck, EngineStopped
+from outrider.engine.ranks.course import Course
+from outrider.engine.ranks.records import RanksFailed
 from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.streams import Streams
 
@@ -17,7 +19,8 @@ class Lifeline:
     """Wraps an engine's calls to the device: types their errors, and stops the engine once the device is lost.
 
     ``open_requests``: the requests that :class:`EngineStopped` lists. ``undo``: takes back what was in flight; called after
-    an operation failed on a device that still works.
+    an operation failed on a device that still works. ``course``: of the ranks that do the same work; none can repeat it
+    alone, so that any failure of one stops them all.
     """
 
     def __init__(
@@ -27,7 +30,9 @@ class Lifeline:
         *,
         open_requests: Callable[[], Mapping[int, tuple[int, ...]]],
         undo: Callable[[], None],
+        course: Course | None = None,
     ) -> None:
+        self._course = course
         self._backend = backend
         self._watchdog = watchdog
         self._open_requests = open_requests
@@ -59,7 +64,8 @@ class Lifeline:
                 with self._backend.guard(doing):
                     yield
             except DeviceFault:
-                self._undo()
+                if self._course is None:
+                    self._undo()
                 raise
 
     @contextmanager
@@ -70,9 +76,22 @@ class Lifeline:
             self.stopped = DeviceStuck(f"the device is stuck: {doing}, {error}")
             raise self.stopped from error
         except DeviceError as error:
+            if self._course is not None:
+                raise self.part(error) from error
             if error.device_lost:
                 self.stopped = error
             raise
+
+    def part(self, error: BaseException) -> DeviceError:
+        """Part with the other ranks, and tell them, once. Returns what stopped this one, which names who failed first."""
+        assert self._course is not None
+        ranks = self._course.ranks
+        if self.stopped is None:
+            said = ranks.fail(error)
+            own = error if isinstance(error, DeviceError) else RanksFailed(f"{type(error).__name__}: {error}")
+            self.stopped = own if said.startswith(f"rank {ranks.rank} ") else RanksFailed(said)
+            self._course.end()
+        return self.stopped
 
     def quiet(self, streams: Streams) -> bool:
         """Wait until nothing of the engine runs, so that rows and pages can be reused. Returns whether nothing failed."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.engine.requests.features import Features
 from outrider.engine.requests.hand_over import HandOver
+from outrider.engine.requests.lent import Arrived
 from outrider.engine.requests.request import Request
 
 
@@ -23,18 +25,50 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Together:
+    """What an iteration is in all data-parallel groups, the same on every rank but for ``launched``.
+
+    ``batches``: those of all groups. ``launched``: what this rank launches: the batch of its group, with idle requests of
+    row 0 so that as many decode as in any other group, and with an idle token where only others have prompts. ``features``:
+    of all decoding requests. ``widths``: of each pass over prompts, the most tokens that a group has in it.
+    """
+
+    batches: tuple[Batch, ...]
+    launched: Batch
+    features: Features
+    widths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """What one iteration does. ``table_updates`` are (row, index, page); ``arrivals`` are requests whose state comes from
     another engine, and which decode from the next iteration on. ``drafted``: tokens that are drafted for each decoding
-    request; None: as many as the proposer drafts.
+    request; None: as many as the proposer drafts. ``together``: what other data-parallel groups do in it; None: there are
+    none.
     """
 
     prefill: tuple[PrefillChunk, ...]
     decode: tuple[Request, ...]
     admitted: tuple[Request, ...]
     table_updates: tuple[tuple[int, int, int], ...]
-    arrivals: tuple[tuple[Request, HandOver], ...] = ()
+    arrivals: tuple[tuple[Request, HandOver | Arrived], ...] = ()
     drafted: int | None = None
+    together: Together | None = None
+
+    @property
+    def everyone(self) -> tuple[Batch, ...]:
+        """The batches of all data-parallel groups."""
+        return (self,) if self.together is None else self.together.batches
+
+    @property
+    def launched(self) -> Batch:
+        """What is launched for it."""
+        return self if self.together is None else self.together.launched
+
+    @property
+    def features(self) -> Features:
+        """Of all requests that decode in the iteration, here and elsewhere."""
+        return Features.of(self.decode) if self.together is None else self.together.features
 
     @property
     def requests(self) -> tuple[Request, ...]:

@@ -47,6 +47,7 @@ class Grammars:
         self._made: OrderedDict[Guide, Any] = OrderedDict()
         self._making: dict[Guide, Future[Any]] = {}
         self._compiler: Any = None
+        self._compiler_lock = threading.Lock()  # making it takes longer than anything under the other lock
         self._special = frozenset() if tokenizer is None else tokenizer.special_tokens
 
     def compile(self, guide: Guide) -> Any:
@@ -138,7 +139,7 @@ class Grammars:
 
     def _ready(self) -> Any:
         """The compiler, made when it's first needed."""
-        with self._lock:
+        with self._compiler_lock:
             if self._compiler is None:
                 assert self._tokenizer is not None
                 xgrammar = import_module("xgrammar")
@@ -181,11 +182,11 @@ class XgrammarMatcher:
 
 def _compiled(compiler: Any, guide: Guide) -> Any:
     if isinstance(guide, JsonSchema):
-        return compiler.compile_json_schema(guide.schema, max_whitespace_cnt=_WHITESPACE)
+        return compiler.compile_json_schema(guide.written, max_whitespace_cnt=_WHITESPACE)
     if isinstance(guide, JsonObject):
         return compiler.compile_json_schema('{"type": "object"}', strict_mode=False, max_whitespace_cnt=_WHITESPACE)
     if isinstance(guide, Regex):
-        return compiler.compile_regex(guide.pattern)
+        return compiler.compile_regex(guide.written)
     if isinstance(guide, Ebnf):
         return compiler.compile_grammar(guide.grammar, root_rule_name=guide.root)
     assert isinstance(guide, Choice)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -10,6 +11,9 @@ from torch import Tensor
 
 EVERYTHING = -1
 """A word of a mask in which every token is allowed."""
+WALK_SECONDS = 1.0
+"""Of this thread's time, what a request's walk in one iteration may take: others wait for it. Grammars that can be read in
+many ways take ever longer."""
 
 
 def words_of(vocabulary: int) -> int:
@@ -44,6 +48,25 @@ class Matcher(Protocol):
         """Whether nothing may follow."""
 
 
+class Anything:
+    """A matcher that allows every token, and never ends."""
+
+    over = False
+
+    def accept(self, token: int) -> bool:
+        """Always."""
+        del token
+        return True
+
+    def rollback(self, count: int) -> None:
+        """There is nothing to undo."""
+        del count
+
+    def fill(self, words: Tensor, index: int) -> None:
+        """Every token."""
+        words[index].fill_(EVERYTHING)
+
+
 class Guidance:
     """One request's matcher, which has accepted the request's output whenever nobody walks.
 
@@ -62,6 +85,7 @@ class Guidance:
         self._matcher = matcher
         self._taken: list[int] = []
         self._walked = 0  # tokens of a draft that the matcher has accepted on top
+        self._late = False
         self._others = [(~words_with(held, vocabulary), until) for held, until in held_back if held and until]
         self._unbanned = ~words_with(banned, vocabulary) if banned else None
 
@@ -73,6 +97,11 @@ class Guidance:
     def take(self, token: int) -> str | None:
         """The output has this token; returns why that can't be, None where the grammar allows it."""
         self._step_back(0)
+        if self._late:
+            return (
+                f"finding what its guide allows behind {len(self._taken)} tokens took more than {WALK_SECONDS:g} s; write "
+                "the guide with fewer ways to read a text"
+            )
         if not self._matcher.accept(token):
             return (
                 f"token {token} at {len(self._taken)} of the output isn't allowed by the guide, and nothing that is was left "
@@ -84,7 +113,9 @@ class Guidance:
     def first(self, words: Tensor, index: int) -> None:
         """The mask of the next token into row ``index`` of ``words`` int32 [N, W]."""
         self._step_back(0)
+        began = time.thread_time()
         self._fill(words, index)
+        self._late |= time.thread_time() - began > WALK_SECONDS
 
     def along(self, tokens: Sequence[int], parents: Sequence[int], words: Tensor) -> None:
         """The masks behind the last token and behind each of a draft, into ``words`` int32 [N, W].
@@ -97,16 +128,21 @@ class Guidance:
         for node, parent in enumerate(parents):
             if node and parent >= 0:
                 children.setdefault(parent, []).append(node)
+        began = time.thread_time()
         self._fill(words, 0)
         stack = [(node, 0) for node in reversed(children.get(0, ()))]
         while stack:
             node, depth = stack.pop()
             self._step_back(depth)
+            self._late |= time.thread_time() - began > WALK_SECONDS
+            if self._late:
+                break
             if self._matcher.over or not self._matcher.accept(tokens[node - 1]):
                 continue
             self._walked += 1
             self._fill(words, node)
             stack += [(child, depth + 1) for child in reversed(children.get(node, ()))]
+        self._late |= time.thread_time() - began > WALK_SECONDS
         self._step_back(0)
 
     def _step_back(self, depth: int) -> None:

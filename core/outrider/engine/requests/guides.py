@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.device.errors import ConfigError
+from outrider.engine.requests.patterns import written
 from outrider.engine.requests.schemas import supported_schema
 from outrider.errors import shown
 
@@ -38,8 +39,13 @@ class JsonSchema(Guide):
             given = _json(_text("the JSON schema", given))
         if not isinstance(given, Mapping):
             raise ConfigError(f"the JSON schema is {shown(self.schema)}; expected a JSON object, as text or as a mapping")
-        written = _written(supported_schema(given))
-        object.__setattr__(self, "schema", _text("the JSON schema", written))
+        object.__setattr__(self, "schema", _text("the JSON schema", _written(given)))
+        _text("the JSON schema", self.written)
+
+    @property
+    def written(self) -> str:
+        """As the compiler takes it."""
+        return _written(supported_schema(json.loads(str(self.schema))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +55,20 @@ class JsonObject(Guide):
 
 @dataclass(frozen=True, slots=True)
 class Regex(Guide):
-    """A text that the whole of ``pattern`` matches. There are no look-around and no back references."""
+    """A text that the whole of ``pattern`` matches, as Python's ``re`` has it. Flags, look-around, back references, and
+    anchors elsewhere than at its ends are an error.
+    """
 
     pattern: str
 
     def __post_init__(self) -> None:
         _text("the regular expression", self.pattern)
+        _text("the regular expression", self.written)
+
+    @property
+    def written(self) -> str:
+        """As the compiler takes it."""
+        return written(self.pattern, in_json=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,9 @@ class HandOver:
     aren't here: they follow from the tokens.
 
     The tensors are on ``backend``, written on ``stream``, and may be read behind ``ready``.
+
+    Where several ranks run the engine, each of them holds its part, under ``key``; only those of the data-parallel ``group``
+    that the request ran in have tensors.
     """
 
     prompt: tuple[int, ...]
@@ -45,6 +48,8 @@ class HandOver:
     backend: Backend = field(repr=False)
     stream: Stream = field(repr=False)
     ready: Fence = field(repr=False)
+    key: str | None = None
+    group: int = 0
 
     def check_fits(self, model: ModelConfig, dtype: torch.dtype, proposer: Proposer) -> None:
         """Raise :class:`ConfigError` unless an engine of ``model``, ``dtype`` and ``proposer`` can go on with it."""
@@ -58,6 +63,8 @@ class HandOver:
             raise ConfigError(
                 f"the request comes from an engine whose proposer is {self.proposer!r}, this one's is {proposer.name!r}"
             )
+        if not self.keys_values:
+            return  # the part of a rank in another data-parallel group, which has no tensors
         theirs = _shapes(self.draft_caches, 1), {name: _shape(value, 1) for name, value in self.relay.items()}
         ours = _shapes(proposer.caches, 2), {spec.name: (spec.shape, spec.dtype) for spec in proposer.relay}
         if theirs != ours:

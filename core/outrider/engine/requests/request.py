@@ -9,6 +9,7 @@ from enum import StrEnum
 from outrider.device import OutriderError
 from outrider.engine.requests.guidance import Guidance
 from outrider.engine.requests.hand_over import HandOver
+from outrider.engine.requests.lent import Arrived
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.requests.media import RequestMedia
 from outrider.engine.requests.pages import PageKey
@@ -107,8 +108,12 @@ class Request:
     iterations: int = 0
     verified_tokens: int = 0
     preemptions: int = 0
-    arrival: HandOver | None = None
+    group: int = 0
+    """The data-parallel group that it runs in."""
+    arrival: HandOver | Arrived | None = None
     """What another engine computed of it, until that is in the cache."""
+    lends: bool = False
+    """It doesn't decode here: once its context is prefilled it rests, until it's lent to another engine."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -128,6 +133,11 @@ class Request:
     def needs_prefill(self) -> bool:
         """Whether tokens of the context remain to be launched."""
         return self.prefilled < len(self.context)
+
+    @property
+    def rests(self) -> bool:
+        """Whether there is nothing to launch for it, nor to wait for: it waits to be lent."""
+        return self.lends and not self.needs_prefill and not self.in_flight
 
     @property
     def mrope_position_delta(self) -> int:

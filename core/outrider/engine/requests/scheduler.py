@@ -70,7 +70,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether an iteration would do anything."""
-        return bool(self._waiting) or any(not request.finished for request in self._running)
+        return bool(self._waiting) or any(not request.finished and not request.rests for request in self._running)
 
     @property
     def running(self) -> tuple[Request, ...]:
@@ -82,9 +82,10 @@ class Scheduler:
         bisect.insort(self._waiting, request, key=lambda r: r.urgency)
 
     def drop_waiting(self, request: Request) -> None:
-        """Take a request out of the queue, if it's there."""
+        """Take a request out of the queue, if it's there, and free pages that were reserved for it."""
         if request in self._waiting:
             self._waiting.remove(request)
+            self.free_reserved(request)
 
     def next_batch(self) -> Batch | None:
         """The next iteration, or None when there is nothing to do. Counts its requests as in flight.
@@ -119,7 +120,7 @@ class Scheduler:
     @staticmethod
     def _decodes(request: Request) -> bool:
         """Whether another iteration may add to the request's output."""
-        return not request.finished and not request.needs_prefill and not request.will_finish
+        return not (request.finished or request.lends or request.needs_prefill or request.will_finish)
 
     def landed(self, batch: Batch, accepted: Sequence[int]) -> None:
         """The results of ``batch`` are on the host: its requests have one iteration less in flight. ``accepted``: drafted
@@ -208,11 +209,31 @@ class Scheduler:
         self.add(victim)
 
     def _release(self, request: Request) -> None:
+        self.pages.give_back(self.lend(request))
+
+    def lend(self, request: Request) -> list[int]:
+        """Take a running request out, of which nothing is in flight; its row is free. The caller has its pages from now on,
+        and gives them back.
+        """
         self._running.remove(request)
-        self.pages.give_back(request.pages)
         self.rows.give_back(request.row)
+        pages = request.pages
         request.pages, request.row = [], 0
         request.registered, request.page_key = 0, None
+        return pages
+
+    def reserve(self, request: Request) -> bool:
+        """Take pages for a request whose context another engine computes, before it's queued. False where they're short."""
+        needed = self._pages_at_first(request)
+        if needed > self.pages.available:
+            return False
+        request.pages = [self.pages.take() for _ in range(needed)]
+        return True
+
+    def free_reserved(self, request: Request) -> None:
+        """Give back what :meth:`reserve` took, if anything."""
+        self.pages.give_back(request.pages)
+        request.pages = []
 
     def _append(self, request: Request, page: int) -> None:
         self._table_updates.append((request.row, len(request.pages), page))
@@ -230,21 +251,28 @@ class Scheduler:
     def _admit(self) -> tuple[Request, ...]:
         """Give waiting requests a row and the pages of their context, as long as both are there."""
         admitted: list[Request] = []
-        while self._waiting and self.rows.available:
-            request = self._waiting[0]
-            hit, key = self._match(request)
-            longest = request.length_limit + self._limits.spare
-            needed = self._pages_of(min(len(request.context) + self._limits.slots, longest))
-            if needed - len(hit) > self.pages.available:
-                self.pages.give_back(hit)
+        short = False
+        for request in list(self._waiting):
+            if not self.rows.available:
                 break
-            self._waiting.pop(0)
+            if short and not request.pages:
+                continue
+            reserved, request.pages = request.pages, []
+            hit, key = (reserved, None) if reserved else self._match(request)
+            needed = self._pages_at_first(request)
+            if needed - len(hit) > self.pages.available:
+                # Those behind it wait too, but for requests whose pages are there: they are what the others wait for.
+                self.pages.give_back(hit)
+                short = True
+                continue
+            self._waiting.remove(request)
             if request.arrival is None:
                 self.prefix_looked_up += len(request.context)
                 self.prefix_hits += len(hit) * self.pages.page_size
             request.row = self.rows.take()
-            request.registered, request.page_key = len(hit), key
-            request.prefilled = request.prefill_start = len(hit) * self.pages.page_size
+            if not reserved:
+                request.registered, request.page_key = len(hit), key
+                request.prefilled = request.prefill_start = len(hit) * self.pages.page_size
             for page in hit:
                 self._append(request, page)
             while len(request.pages) < needed:
@@ -252,6 +280,11 @@ class Scheduler:
             bisect.insort(self._running, request, key=lambda r: r.urgency)
             admitted.append(request)
         return tuple(admitted)
+
+    def _pages_at_first(self, request: Request) -> int:
+        """Pages of its context, and of what its first iteration writes behind it."""
+        longest = request.length_limit + self._limits.spare
+        return self._pages_of(min(len(request.context) + self._limits.slots, longest))
 
     def _match(self, request: Request) -> tuple[list[int], PageKey | None]:
         """Cached pages of its context; none where another engine computed it, since that is written to pages of its own."""

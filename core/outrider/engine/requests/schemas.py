@@ -14,10 +14,12 @@ from types import MappingProxyType
 from typing import Any
 
 from outrider.device.errors import ConfigError
+from outrider.engine.requests.patterns import FORMATS, written
 from outrider.errors import shown
 
-MAX_DEPTH, MAX_NODES, MAX_PROPERTIES, MAX_COUNT = 64, 4096, 512, 1 << 16
-"""Schemas within each other, schemas in all, properties of an object, and what a length or a number of items may be."""
+MAX_DEPTH, MAX_NODES, MAX_PROPERTIES, MAX_BRANCHES, MAX_COUNT = 64, 4096, 512, 128, 1 << 16
+"""Schemas within each other, schemas in all, properties of an object, schemas that one of must hold, and what a length or a
+number of items may be."""
 
 _SAYS = frozenset(
     ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id")
@@ -96,6 +98,8 @@ class _Reader:
             raise _wrong(f"{place}/{key}", value, "a list of schemas")
         if key == "allOf" and len(value) > 1:
             raise ConfigError(f"the JSON schema has {len(value)} schemas in 'allOf' at {place}; write them as one")
+        if len(value) > MAX_BRANCHES:
+            raise _wrong(f"{place}/{key}", value, f"at most {MAX_BRANCHES} schemas")
         if key == "oneOf":
             self._check_apart(value, place)
         branches = [self.read(each, f"{place}/{key}/{index}", depth + 1) for index, each in enumerate(value)]
@@ -177,8 +181,20 @@ class _Reader:
                 "the others out"
             )
         for way in ways:
-            if not isinstance(made[way], str):
-                raise _wrong(f"{place}/{way}", made[way], "a text")
+            if not isinstance(made[way], str) or len(made[way]) > MAX_COUNT:
+                raise _wrong(f"{place}/{way}", shown(made[way]), "a text")
+        least, most = made.pop("minLength", 0), made.pop("maxLength", None)
+        if "format" in made:
+            name = made.pop("format")
+            if name not in FORMATS:
+                raise _wrong(f"{place}/format", name, f"one of {', '.join(FORMATS)}")
+            made["pattern"] = FORMATS[name]
+        elif least or most is not None:
+            if most is not None and least > most:
+                raise _wrong(f"{place}/minLength", least, f"at most maxLength, {most}")
+            made["pattern"] = f'[^"]{{{least},{"" if most is None else most}}}'
+        if "pattern" in made:
+            made["pattern"] = written(made["pattern"], in_json=True)
 
     def _array(self, made: dict[str, Any], place: str, depth: int) -> None:
         if made.pop("uniqueItems", False) is not False:
@@ -239,10 +255,13 @@ def _apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         properties, required = each.get("properties"), each.get("required")
         if not isinstance(properties, Mapping) or not isinstance(required, list | tuple):
             return False
-        named.append({key: schema for key, schema in properties.items() if key in required})
+        needed = frozenset(key for key in required if isinstance(key, str))
+        named.append({key: schema for key, schema in properties.items() if key in needed})
     for key in named[0]:
         if key in named[1]:
             values = [_values(each[key]) for each in named]
+            if max(map(len, values)) > MAX_BRANCHES:
+                return False
             if values[0] and values[1] and not any(value in values[1] for value in values[0]):
                 return True
     return False

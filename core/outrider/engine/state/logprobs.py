@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, PinnedBuffer, Stream
+from outrider.device import Backend, Group, PinnedBuffer, Stream
 from outrider.engine.requests.logprobs import TokenLogprobs
 
 
@@ -18,13 +18,18 @@ class LogprobBuffers:
     Rows as in ``Results``. The caller's fences order everything; they are those of the other results.
     """
 
-    def __init__(self, backend: Backend, *, entries: int, max_requests: int, width: int, most: int) -> None:
+    def __init__(
+        self, backend: Backend, *, entries: int, max_requests: int, width: int, most: int, data: Group | None = None
+    ) -> None:
+        """``data``: see ``Results``."""
+        self._data = data
         self._backend = backend
         self._most = most
         shape = (2 * max_requests, width, 1 + 2 * most)
         self._device = torch.zeros(shape, dtype=torch.int32, device=backend.device)
+        self._shared = self._device.unsqueeze(0) if data is None else self._device.new_zeros((data.size, *shape))
         self._ring: list[PinnedBuffer] = [
-            backend.empty_pinned(f"logprobs[{entry}]", shape, torch.int32) for entry in range(entries)
+            backend.empty_pinned(f"logprobs[{entry}]", self._shared.shape, torch.int32) for entry in range(entries)
         ]
 
     def write(self, first_row: int, values: Tensor, ids: Tensor) -> None:
@@ -34,16 +39,23 @@ class LogprobBuffers:
         rows[..., : 1 + count] = values.contiguous().view(torch.int32)
         rows[..., 1 + self._most : 1 + self._most + count] = ids.to(torch.int32)
 
+    def share(self, forward: Stream) -> None:
+        """Exchange them with the other data-parallel groups; on forward."""
+        if self._data is not None:
+            self._data.all_gather(self._shared, self._device, stream=forward)
+
     def copy_out(self, entry: int, stream: Stream) -> int:
         """Copy into the pinned entry on ``stream``; returns the entry's generation."""
         buffer = self._ring[entry]
         generation = buffer.renew()
-        self._backend.copy_async(buffer.tensor, self._device, stream=stream)
+        self._backend.copy_async(buffer.tensor, self._shared, stream=stream)
         return generation
 
-    def read(self, entry: int, generation: int, row: int, tokens: tuple[int, ...], count: int) -> tuple[TokenLogprobs, ...]:
-        """Host, behind the fence: the report on ``tokens`` of one row, with ``count`` likeliest tokens each."""
-        bits = self._ring[entry].read(generation)[row, : len(tokens)]
+    def read(
+        self, entry: int, generation: int, row: int, tokens: tuple[int, ...], count: int, group: int = 0
+    ) -> tuple[TokenLogprobs, ...]:
+        """Host, behind the fence: the report on ``tokens`` of one row of a group, with ``count`` likeliest tokens each."""
+        bits = self._ring[entry].read(generation)[group, row, : len(tokens)]
         values: list[list[float]] = bits[:, : 1 + count].contiguous().view(torch.float32).tolist()
         ids: list[list[int]] = bits[:, 1 + self._most : 1 + self._most + count].tolist()
         return tuple(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, Fence, PinnedBuffer, Stream
+from outrider.device import Backend, Fence, Group, PinnedBuffer, Stream
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.features import logprobs_of
 from outrider.engine.requests.logprobs import TokenLogprobs
@@ -45,19 +45,31 @@ class Results:
     """
 
     def __init__(
-        self, backend: Backend, *, entries: int, max_requests: int, depth: int, probes: Probes, max_logprobs: int = 0
+        self,
+        backend: Backend,
+        *,
+        entries: int,
+        max_requests: int,
+        depth: int,
+        probes: Probes,
+        max_logprobs: int = 0,
+        data: Group | None = None,
     ) -> None:
+        """``data``: one rank of each data-parallel group, whose results are shared; None: there is one group."""
+        self._data = data
         self._backend = backend
         self._max_requests = max_requests
         self._probes = probes
         self._tokens = depth + 2
         shape = (2 * max_requests, self._tokens + probes.width)
         self._device = torch.full(shape, -1, dtype=torch.int64, device=backend.device)
+        self._shared = None if data is None else self._device.new_empty((data.size, *shape))
+        whole = self._device if self._shared is None else self._shared
         self._ring: list[PinnedBuffer] = [
-            backend.empty_pinned(f"results[{entry}]", shape, torch.int64) for entry in range(entries)
+            backend.empty_pinned(f"results[{entry}]", whole.shape, torch.int64) for entry in range(entries)
         ]
         self._logprobs = LogprobBuffers(
-            backend, entries=entries, max_requests=max_requests, width=depth + 1, most=max_logprobs
+            backend, entries=entries, max_requests=max_requests, width=depth + 1, most=max_logprobs, data=data
         )
 
     def decided(self, count: int, path: int) -> Tensor:
@@ -85,41 +97,63 @@ class Results:
         """``values`` [S, 1, 1+c], ``ids`` [S, 1, c] of the first tokens; on forward."""
         self._logprobs.write(self._max_requests, values, ids)
 
+    def share(self, batch: Batch, forward: Stream) -> None:
+        """Give the other data-parallel groups this one's results, and take theirs; on forward."""
+        if self._data is not None and self._shared is not None:
+            self._data.all_gather(self._shared, self._device, stream=forward)
+            if _wants_logprobs(batch):
+                self._logprobs.share(forward)
+
     def copy_out(self, batch: Batch, entry: int, stream: Stream) -> Ticket:
         """Copy into the pinned entry on ``stream``."""
         buffer = self._ring[entry]
         generation = buffer.renew()
-        self._backend.copy_async(buffer.tensor, self._device, stream=stream)
-        logprobs = self._logprobs.copy_out(entry, stream) if logprobs_of(batch.requests) is not None else None
+        self._backend.copy_async(buffer.tensor, self._device if self._shared is None else self._shared, stream=stream)
+        logprobs = self._logprobs.copy_out(entry, stream) if _wants_logprobs(batch) else None
         return Ticket(batch, entry, generation, logprobs)
 
-    def redeem(self, ticket: Ticket, copied: Fence) -> Outcome:
-        """Host: wait until the copy has landed, then read it."""
+    def redeem(self, ticket: Ticket, copied: Fence) -> tuple[Outcome, ...]:
+        """Host: wait until the copy has landed, then read it: what came of the batch of each data-parallel group."""
         copied.wait_host()
-        rows: list[list[int]] = self._ring[ticket.entry].read(ticket.generation).tolist()
-        batch = ticket.batch
+        landed = self._ring[ticket.entry].read(ticket.generation)
+        if self._data is None:
+            return (self._outcome(ticket, ticket.batch, 0, landed.tolist()),)
+        groups = range(self._data.size) if ticket.batch.together is not None else (self._data.rank,)
+        return tuple(
+            self._outcome(ticket, batch, group, landed[group].tolist())
+            for group, batch in zip(groups, ticket.batch.everyone, strict=True)
+        )
+
+    def _outcome(self, ticket: Ticket, batch: Batch, group: int, rows: list[list[int]]) -> Outcome:
         bad = {request.id: self._probes.read(rows[i][self._tokens :]) for i, request in enumerate(batch.decode)}
         for i, chunk in enumerate(batch.prefill):
             bad[chunk.request.id] = self._probes.read(rows[self._max_requests + i][self._tokens :])
         decoded = tuple(tuple(rows[i][1 : rows[i][0] + 2]) for i in range(len(batch.decode)))
-        firsts = tuple(
-            rows[self._max_requests + i][1] if chunk.final else None for i, chunk in enumerate(ticket.batch.prefill)
-        )
-        logprobs = self._read_logprobs(ticket, decoded, firsts)
+        firsts = tuple(rows[self._max_requests + i][1] if chunk.final else None for i, chunk in enumerate(batch.prefill))
+        logprobs = self._read_logprobs(ticket, batch, group, decoded, firsts)
         return Outcome(decoded, firsts, logprobs, {request: found for request, found in bad.items() if found})
 
     def _read_logprobs(
-        self, ticket: Ticket, decoded: tuple[tuple[int, ...], ...], firsts: tuple[int | None, ...]
+        self,
+        ticket: Ticket,
+        batch: Batch,
+        group: int,
+        decoded: tuple[tuple[int, ...], ...],
+        firsts: tuple[int | None, ...],
     ) -> Mapping[int, tuple[TokenLogprobs, ...]]:
         if ticket.logprobs is None:
             return {}
-        batch = ticket.batch
         emitted = [(row, request, decoded[row]) for row, request in enumerate(batch.decode)]
         for index, (chunk, first) in enumerate(zip(batch.prefill, firsts, strict=True)):
             if first is not None:
                 emitted.append((self._max_requests + index, chunk.request, (first,)))
         return {
-            request.id: self._logprobs.read(ticket.entry, ticket.logprobs, row, tokens, request.params.logprobs)
+            request.id: self._logprobs.read(ticket.entry, ticket.logprobs, row, tokens, request.params.logprobs, group)
             for row, request, tokens in emitted
             if request.params.logprobs is not None
         }
+
+
+def _wants_logprobs(batch: Batch) -> bool:
+    """Whether a request of some group asked for them."""
+    return any(logprobs_of(each.requests) is not None for each in batch.everyone)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, Stream
+from outrider.device import Backend, Fence, Stream
 from outrider.engine.fences import FenceSet
 from outrider.engine.requests.hand_over import HandOver
+from outrider.engine.requests.lent import Arrived
 from outrider.engine.requests.request import Request
 from outrider.engine.state.rows import FutureMap, RowTable
 from outrider.model import KVCache, LanguageModel
@@ -32,7 +33,10 @@ class Transfer:
         rows: RowTable,
         future: FutureMap,
         fences: FenceSet,
+        group: int = 0,
     ) -> None:
+        """``group``: the data-parallel group of this rank."""
+        self._group = group
         self._backend = backend
         self._forward = forward
         self._model = model
@@ -43,17 +47,14 @@ class Transfer:
         self._fences = fences
 
     def collect(self, request: Request) -> HandOver:
-        """Copy the state of a decoding request, whose results the host has all handled, out of the engine's caches.
+        """Copy the state of a decoding request, whose results the host has all handled, out of the engine's caches; of one in
+        another data-parallel group there is none here.
 
         Its row and pages may be given back then: pages are reused on forward, behind the copies, and the row's next use
         waits for *shared reads done*, which is opened anew.
         """
         length = len(request.prompt) + len(request.output) - 1
-        with self._backend.on(self._forward):
-            slots = self._slots(request.row, length + 1)
-            keys_values = tuple(cache.flatten(0, 1)[slots[:length]] for pair in self._cache.layers for cache in pair)
-            draft_caches = tuple(cache.flatten(0, 1)[slots] for cache in self._proposer.caches)
-            relay = dict(self._future.relayed(self._one(request.row)))
+        keys_values, draft_caches, relay = self._state(request, length) if request.group == self._group else ((), (), {})
         self._fences.handed_over.signal(self._forward)
         self._fences.shared_reads_done.signal(self._forward)
         return HandOver(
@@ -75,7 +76,16 @@ class Transfer:
             backend=self._backend,
             stream=self._forward,
             ready=self._fences.handed_over,
+            group=request.group,
         )
+
+    def _state(self, request: Request, length: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Mapping[str, Tensor]]:
+        """Keys and values, entries of the draft's caches, and what is relayed."""
+        with self._backend.on(self._forward):
+            slots = self._slots(request.row, length + 1)
+            keys_values = tuple(cache.flatten(0, 1)[slots[:length]] for pair in self._cache.layers for cache in pair)
+            draft_caches = tuple(cache.flatten(0, 1)[slots] for cache in self._proposer.caches)
+            return keys_values, draft_caches, dict(self._future.relayed(self._one(request.row)))
 
     def bring_here(self, handed: HandOver) -> HandOver:
         """``handed`` with its tensors where this engine can read them. From another backend they come through pinned host
@@ -97,12 +107,52 @@ class Transfer:
             ready=self._fences.handed_over,
         )
 
-    def bring_in(self, arrivals: Sequence[tuple[Request, HandOver]]) -> None:
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """All that has pages: keys and values of each layer, then the proposer's caches; [pages, page size, ...] each."""
+        return (*(cache for pair in self._cache.layers for cache in pair), *self._proposer.caches)
+
+    def depart(self, request: Request, ready: Fence) -> Mapping[str, Tensor]:
+        """Copy what the proposer relays for a request, of which nothing is in flight, to the host. Signal ``ready`` behind
+        that and everything that was enqueued for its pages; the result may be read once the host has seen it done.
+
+        Its row may be given back then; its pages stay the caller's.
+        """
+        with self._backend.on(self._forward):
+            relay = dict(self._future.relayed(self._one(request.row)))
+        copies: dict[str, Tensor] = {}
+        for name, value in relay.items():
+            pinned = self._backend.empty_pinned("relay", value.shape, value.dtype)
+            pinned.renew()
+            self._backend.copy_async(pinned.tensor, value, stream=self._forward)
+            copies[name] = pinned.tensor
+        ready.signal(self._forward)
+        self._fences.shared_reads_done.signal(self._forward)
+        return copies
+
+    def await_pages(self, free: Fence) -> None:
+        """Signal ``free`` behind everything that was enqueued for pages so far."""
+        free.signal(self._forward)
+
+    def pinned_relay(self, relay: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Copies of host tensors in pinned memory, from where forward can take them."""
+        copies: dict[str, Tensor] = {}
+        for name, value in relay.items():
+            pinned = self._backend.empty_pinned("relay", value.shape, value.dtype)
+            pinned.renew()
+            pinned.tensor.copy_(value)
+            copies[name] = pinned.tensor
+        return copies
+
+    def bring_in(self, arrivals: Sequence[tuple[Request, HandOver | Arrived]]) -> None:
         """Write the state of arriving requests into their pages and rows, and publish their lengths; on forward.
 
         The batch's record holds the tensors until its results are back, so that their memory isn't reused before.
         """
         for request, handed in arrivals:
+            if isinstance(handed, Arrived):
+                self._enter(request, handed)
+                continue
             handed.ready.wait(self._forward)
             with self._backend.on(self._forward):
                 slots = self._slots(request.row, handed.length + 1)
@@ -114,6 +164,18 @@ class Transfer:
                 row = self._one(request.row)
                 self._future.publish(row, self._one(handed.length))
                 self._future.stash(row, self._one(handed.output[-1]), handed.relay)
+
+    def _enter(self, request: Request, arrived: Arrived) -> None:
+        """The row of a request whose pages are filled."""
+        relay: dict[str, Tensor] = {}
+        for name, value in arrived.relay.items():
+            with self._backend.on(self._forward):
+                relay[name] = torch.empty(value.shape, dtype=value.dtype, device=self._backend.device)
+            self._backend.copy_async(relay[name], value, stream=self._forward)
+        with self._backend.on(self._forward):
+            row = self._one(request.row)
+            self._future.publish(row, self._one(arrived.length))
+            self._future.stash(row, self._one(arrived.last), relay)
 
     def _slots(self, row: int, count: int) -> Tensor:
         """Cache slots of the first ``count`` tokens of a row."""

@@ -133,11 +133,15 @@ class ToyBackend(Backend):
         return ToyEvent(self, name, timing)
 
     def _synchronize(self) -> None:
-        for stream in self.streams:
-            cast(ToyStream, stream)._synchronize()
+        ended = [toy.toy_stream_synchronize(stream.native) for stream in self.streams]
+        for status in ended:  # an error isn't to keep the others from being waited for
+            check(status, "work on the device")
 
     def _delay(self, stream: Stream, cycles: int) -> None:
         check(toy.toy_spin(stream.native, cycles), "a delay")
+
+    def _provoke_fault(self, stream: Stream) -> None:
+        check(toy.toy_fail(stream.native), "a launch")
 
     def _empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)

@@ -1,0 +1,164 @@
+"""Groups of NVIDIA GPUs: NCCL, and for small tensors memory of the peers, where the GPUs of one host reach it.
+
+Three ways, by bytes of one rank: kernels that write into the peers' memory (:mod:`outrider_triton.peers`), torch's one-shot
+all-reduce over symmetric memory, and NCCL. Each was measured fastest where it's taken (`outrider bench collectives`).
+NVLink multicast stays unused: it isn't everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from outrider.device import Reduction, TorchGroup
+from outrider_triton.peers import PeerExchange
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from outrider.device import Backend
+
+EXCHANGED_BYTES = 512 << 10
+"""Of one rank, up to which a tensor is written into the peers' memory."""
+ONE_SHOT_BYTES = 1 << 20
+"""Of one rank, up to which an all-reduce reads the peers' memory."""
+_ALIGNED = 16
+_ONE_SHOT, _EXCHANGE = "one shot", "exchange"
+
+dist: Any = torch.distributed  # much of it isn't exported as type checkers want it
+
+
+class CudaGroup(TorchGroup):
+    """A group of GPUs."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        name: str,
+        ranks: tuple[int, ...],
+        rank: int,
+        store: Store,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(backend, name, ranks, rank, store, timeout_s)
+        self._reachable: bool | None = False if self.size == 1 else None
+        self._kept: list[Any] = []
+        self._meeting: Any = dist.PrefixStore("peers", self._meeting)
+        self._symmetric = ""
+        self._one_shot: Tensor | None = None
+        self._exchange: PeerExchange | None = None
+        if hasattr(self._native, "eager_connect_single_device"):
+            self._run(lambda: self._native.eager_connect_single_device(backend.device))
+        if self.size > 1:
+            self._reachable = self._reach_peers()
+        if self._reachable:
+            pdl = torch.cuda.get_device_capability(backend.device)[0] >= 9
+            self._exchange = PeerExchange(self, most_bytes=EXCHANGED_BYTES, pdl=pdl)
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """NCCL's, and those over memory of the peers where they reach it."""
+        return ("nccl", _ONE_SHOT, _EXCHANGE) if self._reachable else ("nccl",)
+
+    # -- the verbs -------------------------------------------------------------------------------------------------
+
+    def _all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+        if reduction is Reduction.SUM and self._reachable:
+            if self._direct is not None and self._direct.all_reduce(tensor):
+                return
+            if self.takes(_ONE_SHOT) and self._fits_one_shot(tensor):
+                self._sum_in_one_shot(tensor)
+                return
+        super()._all_reduce(tensor, reduction)
+
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> None:
+        if self._direct is None or not self._direct.all_gather(output, tensor):
+            super()._all_gather(output, tensor)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        if self._direct is None or not self._direct.broadcast(tensor, root):
+            super()._broadcast(tensor, root)
+
+    @property
+    def _direct(self) -> PeerExchange | None:
+        return self._exchange if self.takes(_EXCHANGE) else None
+
+    def _fits_one_shot(self, tensor: Tensor) -> bool:
+        known = tensor.dtype in (torch.float32, torch.bfloat16)
+        aligned = tensor.nbytes % _ALIGNED == 0 and tensor.data_ptr() % _ALIGNED == 0
+        return known and aligned and tensor.nbytes <= ONE_SHOT_BYTES
+
+    def _sum_in_one_shot(self, tensor: Tensor) -> None:
+        if self._one_shot is None:
+            self._one_shot = self.peer_buffers("one shot", (ONE_SHOT_BYTES,), torch.uint8)[self.rank]
+        shared = self._one_shot[: tensor.nbytes].view(tensor.dtype)
+        flat = tensor.view(-1)
+        torch.ops.symm_mem.one_shot_all_reduce_copy_out(shared, flat, "sum", self._symmetric, flat)
+
+    # -- memory of the peers ---------------------------------------------------------------------------------------
+
+    @property
+    def has_peer_memory(self) -> bool:
+        """Where all ranks are processes of one host whose GPUs reach each other."""
+        return bool(self._reachable)
+
+    def _reach_peers(self) -> bool:
+        """Ask every rank, so that all come to one answer."""
+        host = f"{platform.node()} {_boot_id()}"
+        self._meeting.set(f"where/{self.rank}", f"{host}|{self.backend.device.index}|{os.getpid()}")
+        said = [self._meeting.get(f"where/{rank}").decode().split("|") for rank in range(self.size)]
+        own = self.backend.device.index
+        others = [int(index) for _, index, _ in said if index != str(own)]
+        one_host = {each[0] for each in said} == {host} and len({each[2] for each in said}) == self.size
+        reached = one_host and all(torch.cuda.can_device_access_peer(own, other) for other in others)
+        if self.rank == 0:
+            self._meeting.set("name", str(uuid4()))
+        self._symmetric = self._meeting.get("name").decode()  # torch keeps names for good, in each process
+        self._meeting.set(f"reached/{self.rank}", str(int(reached)))
+        return all(self._meeting.get(f"reached/{rank}") == b"1" for rank in range(self.size))
+
+    def _peer_buffers(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch.distributed import _symmetric_memory as symmetric
+
+        del name  # the ranks make the same buffers in the same order
+        meet: Any = symmetric.rendezvous
+        if not self._kept:
+            meeting = dist.PrefixStore("symmetric", self._meeting)
+            _SymmetricMemory.set_group_info(self._symmetric, self.rank, self.size, meeting)
+
+        def make() -> tuple[Any, Tensor]:
+            memory = symmetric.empty(shape, dtype=dtype, device=self.backend.device)
+            return meet(memory, self._symmetric), memory
+
+        handle, memory = self._run(make)
+        self._kept.append((handle, memory))
+        memory.zero_()
+        torch.cuda.synchronize(self.backend.device)
+        self._meet(len(self._kept))
+        return tuple(handle.get_buffer(rank, shape, dtype) for rank in range(self.size))
+
+    def _meet(self, number: int) -> None:
+        """Wait on the host until every rank has come here, the ``number``-th time."""
+        self._meeting.set(f"met/{number}/{self.rank}", "1")
+        self._run(lambda: self._meeting.wait([f"met/{number}/{rank}" for rank in range(self.size)]))
+
+    def _close(self) -> None:
+        self._exchange = self._one_shot = None
+        self._kept.clear()
+        super()._close()
+
+
+def _boot_id() -> str:
+    """What tells one running system from another of the same name."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

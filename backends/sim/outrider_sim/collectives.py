@@ -1,0 +1,212 @@
+"""Groups of simulated ranks: the seam's verbs, computed when all halves of a collective have started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.device import Collective, CollectiveError, DeadlockError, Group, Reduction
+from outrider_sim.exchange import STUCK, Call, Exchange, Half, Meeting
+from outrider_sim.queue import Kind, Op
+from outrider_sim.source import python_line
+from outrider_sim.tensor import SimTensor
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from outrider_sim.backend import SimBackend
+    from outrider_sim.exchange import Member
+
+
+class RanksDeadlock(CollectiveError, DeadlockError):
+    """Ranks wait for each other, or for one that doesn't come. The text is the graph of who waits for whom."""
+
+
+class Operands(NamedTuple):
+    """Host tensors over the simulated memory: what a half contributes, and where its result goes."""
+
+    read: Tensor | None
+    write: Tensor | None
+
+
+class Captured:
+    """A call in a graph: each replay issues it anew. The starting operation makes the half, the ending one has it too."""
+
+    def __init__(self, member: Member, call: Call) -> None:
+        self._member = member
+        self.call = call
+        self._half: Half | None = None
+
+    def again(self, op: Op) -> Op:
+        """The operation for one more replay."""
+        if op.kind == Kind.COLLECTIVE_START:
+            self._half = self._member.issue(self.call)
+            self._half.captured = self
+        fresh = op.again()
+        fresh.target = self._half
+        return fresh
+
+
+class SimGroup(Group):
+    """One rank's side of a group of simulated devices. `timeout_s` never passes: there is no clock, so a rank that doesn't
+    come is noticed as soon as nothing else can run.
+    """
+
+    backend: SimBackend
+
+    def __init__(
+        self, backend: SimBackend, name: str, ranks: Sequence[int], rank: int, member: Member, timeout_s: float
+    ) -> None:
+        super().__init__(backend, name, ranks, rank, timeout_s=timeout_s)
+        self.member = member
+        member.error = self._failure
+
+    def _failure(self, reason: str, half: Half) -> CollectiveError:
+        if reason.startswith(STUCK):
+            text = f"{half.call.told} never ends on rank {self.rank} of group {self.name!r}: {reason}"
+            return RanksDeadlock(text, self.name, self.rank, half.number, half.call.name)
+        told = self.failed(reason, half.call.told)
+        return CollectiveError(str(told), self.name, self.rank, half.number, half.call.name)
+
+    def _all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+        self._issue(lambda meeting: _reduce(meeting, reduction), tensor, tensor)
+
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> None:
+        self._issue(_gather, tensor, output)
+
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> None:
+        self._issue(lambda meeting: _reduce_scatter(meeting, reduction), tensor, output)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        mine = self.rank == root
+        self._issue(lambda meeting: _copy(meeting, root), tensor if mine else None, None if mine else tensor)
+
+    def _all_to_all(self, output: Tensor, tensor: Tensor) -> None:
+        self._issue(_exchange, tensor, output)
+
+    def _send(self, tensor: Tensor, to: int) -> None:
+        self._issue(lambda meeting: _copy(meeting, meeting.members[0]), tensor, None, (self.rank, to))
+
+    def _receive(self, tensor: Tensor, source: int) -> None:
+        self._issue(lambda meeting: _copy(meeting, meeting.members[0]), None, tensor, (source, self.rank))
+
+    def _issue(
+        self,
+        compute: Callable[[Meeting], None],
+        read: Tensor | None,
+        write: Tensor | None,
+        channel: tuple[int, int] | None = None,
+    ) -> None:
+        machine = self.backend.sim.machine
+        stream = machine.stream
+        told = self.last_call
+        assert told is not None
+        machine.line = python_line()
+        call = Call(
+            name=told.kind,
+            channel=channel,
+            facts=facts(told, in_graph=stream.capture is not None),
+            line=machine.line,
+            compute=compute,
+            operands=Operands(_inner(read), _inner(write)),
+            told=told,
+        )
+        cost = machine.like.kernel_us
+        target = Captured(self.member, call) if stream.capture is not None else self.member.issue(call)
+        for kind, what in ((Kind.COLLECTIVE_START, "start of "), (Kind.COLLECTIVE, "")):
+            op = Op(kind, f"{what}{told.kind} of {self.name}", target=target, cost=cost * (kind == Kind.COLLECTIVE))
+            op.line = call.line
+            if isinstance(target, Half):
+                target.stream = stream
+            machine.enqueue(op, stream)
+
+    def _close(self) -> None:
+        self.member.closed = True
+
+
+def facts(call: Collective, *, in_graph: bool) -> tuple[tuple[str, object], ...]:
+    """What all ranks must ask for alike."""
+    return (
+        ("kind", "message" if call.kind in ("send", "receive") else call.kind),
+        ("reduction", str(call.reduction) if call.reduction is not None else "none"),
+        ("dtype", str(call.dtype).removeprefix("torch.")),
+        ("count", call.count),
+        ("root", "none" if call.root is None else call.root),
+        ("issued", "in a graph" if in_graph else "eagerly"),
+    )
+
+
+def create_group(
+    backend: SimBackend, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float
+) -> SimGroup:
+    """One rank's side of a new group. The scheduler knows which ranks there are, so `store` isn't asked."""
+    del store
+    scheduler = backend.sim.machine.scheduler
+    if scheduler.exchange is None:
+        scheduler.exchange = Exchange(scheduler)
+    index = ranks.index(rank)
+    joined = scheduler.exchange.join(name, ranks, index, backend.sim.machine)
+    if isinstance(joined, str):
+        raise CollectiveError(f"group {name!r} (ranks {list(ranks)}): {joined}", name, index, 0, "create_group")
+    return SimGroup(backend, name, ranks, rank, joined, timeout_s)
+
+
+def _inner(tensor: Tensor | None) -> Tensor | None:
+    return tensor._inner if isinstance(tensor, SimTensor) else tensor
+
+
+# -- values: every operand is read before any is written --------------------------------------------------------------
+
+
+def _reads(meeting: Meeting) -> list[Tensor]:
+    return [meeting.halves[index].call.operands.read for index in meeting.members]
+
+
+def _writes(meeting: Meeting, results: Sequence[Tensor]) -> None:
+    for index, result in zip(meeting.members, results, strict=True):
+        meeting.halves[index].call.operands.write.copy_(result)
+
+
+def _reduced(values: Sequence[Tensor], reduction: Reduction) -> Tensor:
+    """In the order of the ranks, so that every rank has the same bits; sums of short floats are made in float32."""
+    first = values[0]
+    wide = torch.float32 if first.dtype in (torch.bfloat16, torch.float16) else first.dtype
+    total = first.to(wide, copy=True)
+    for value in values[1:]:
+        if reduction is Reduction.SUM:
+            total += value.to(wide)
+        else:
+            total = (
+                torch.maximum(total, value.to(wide)) if reduction is Reduction.MAX else torch.minimum(total, value.to(wide))
+            )
+    return total.to(first.dtype)
+
+
+def _reduce(meeting: Meeting, reduction: Reduction) -> None:
+    total = _reduced(_reads(meeting), reduction)
+    _writes(meeting, [total] * len(meeting.members))
+
+
+def _gather(meeting: Meeting) -> None:
+    stacked = torch.stack(_reads(meeting))
+    _writes(meeting, [stacked] * len(meeting.members))
+
+
+def _reduce_scatter(meeting: Meeting, reduction: Reduction) -> None:
+    total = _reduced(_reads(meeting), reduction)
+    _writes(meeting, [total[i].clone() for i in range(len(meeting.members))])
+
+
+def _exchange(meeting: Meeting) -> None:
+    parts = _reads(meeting)
+    _writes(meeting, [torch.stack([part[i] for part in parts]) for i in range(len(parts))])
+
+
+def _copy(meeting: Meeting, source: int) -> None:
+    value = meeting.halves[source].call.operands.read.clone()
+    for half in meeting.halves.values():
+        if half.call.operands.write is not None:
+            half.call.operands.write.copy_(value)

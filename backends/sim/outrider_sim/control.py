@@ -1,0 +1,117 @@
+"""The handle by which tools decide who goes next, and what goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from outrider.device import Backend, ConfigError, ProcessView, Stream
+from outrider_sim.diverging import DIVERGENCES
+from outrider_sim.explore import Exploration, explore
+from outrider_sim.options import FAULTS
+from outrider_sim.queue import FREE, StreamQueue
+from outrider_sim.schedule import Delay, Schedule, Step
+from outrider_sim.store import SimStore
+from outrider_sim.strategies import Replay, Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from outrider_sim.backend import SimBackend
+
+
+class SimControl:
+    """The handle by which tools decide who goes next (the seam's `ControllableDevice`, and more)."""
+
+    def __init__(self, backend: SimBackend) -> None:
+        self._backend = backend
+
+    @property
+    def _machine(self) -> Any:
+        return self._backend.sim.machine
+
+    def set_schedule(self, schedule: str) -> None:
+        """Replay a schedule from here on. Call it right after `reset`. Raises `ConfigError` for a string that is none."""
+        self.use(Replay(Schedule.parse(schedule)))
+
+    def use(self, strategy: Strategy) -> None:
+        """Let `strategy` decide from here on."""
+        self._machine.use(strategy)
+
+    def schedule(self) -> str:
+        """The departures from the order of the program since the last reset; replays them exactly."""
+        return str(self._machine.schedule())
+
+    def reset(self, strategy: Strategy | None = None) -> None:
+        """Drain, then start over: indices, decisions, virtual time, errors and random numbers. Live tensors keep their
+        memory, everything free is forgotten, and streams that nobody holds any more are gone. A lost device lives again.
+
+        `strategy` decides from here on; None: the one of the backend's options.
+        """
+        self._backend.start_over(strategy)
+
+    def virtual_time(self) -> float:
+        """Seconds of simulated time since the last reset, on the stream or thread that is furthest."""
+        machine = self._machine
+        clocks = [stream.clock for stream in machine.scheduler.streams] + [thread.clock for thread in machine.threads]
+        return float(max(clocks)) / 1e6
+
+    def steps(self, stream: Stream | None) -> tuple[str, int]:
+        """How schedules name `stream` (None: the calling thread), and how many steps it has enqueued (taken) so far."""
+        if stream is None:
+            thread = self._machine.thread
+            return thread.label, thread.step
+        queue: StreamQueue = stream.native
+        return queue.label, queue.issued
+
+    def delaying(self, step: tuple[str, int], after: tuple[str, int]) -> str:
+        """The schedule in which `step` isn't taken before `after` has been."""
+        return str(Schedule([Delay(Step(*step), Step(*after))]))
+
+    def inject(self, kind: str, number: int) -> None:
+        """The fault that the option `fault=kind@number` asks for, counted from here to the next reset; `number` from 1."""
+        if kind not in FAULTS:
+            raise ConfigError(f"there is no fault {kind!r}; expected one of {', '.join(FAULTS)}")
+        if kind == "oom":
+            memory = self._backend.sim.memory
+            memory.faults.add(memory.count + number)
+        else:
+            self._machine.faults[self._machine.enqueued + number] = kind
+
+    def diverge(self, kind: str) -> None:
+        """Let this device, or the calling host thread, depart from those of other ranks until the next reset; `diverging`
+        lists the kinds.
+        """
+        if kind not in DIVERGENCES:
+            raise ConfigError(f"there is no divergence {kind!r}; expected one of {', '.join(DIVERGENCES)}")
+        if kind == "slow":
+            self._machine.scheduler.slow.add(self._machine.thread)
+        else:
+            self._backend.sim.diverges |= {kind}
+
+    def create_store(self) -> Store:
+        """Where ranks that are host threads of this process meet: a wait there is a point of the schedule."""
+        return SimStore(self._machine.scheduler)
+
+    def explore(
+        self, program: Callable[[Backend], None], *, strategy: str = "mixed", iterations: int = 100, seed: int = 0
+    ) -> Exploration:
+        """Run `program` under up to `iterations` schedules; see `outrider_sim.explore`."""
+        return explore(self._backend, program, strategy=strategy, iterations=iterations, seed=seed)
+
+    def run_ranks(self, bodies: Sequence[Callable[[], None]], views: Sequence[ProcessView] = ()) -> None:
+        """Run body r as rank r of a program, each seeing the process as its own; see `processes`."""
+        from outrider_sim.processes import run_ranks  # torch.distributed costs, and most programs have one rank
+
+        run_ranks(self._machine.scheduler, bodies, views)
+
+    def run_threads(self, *bodies: Callable[[], None]) -> None:
+        """Run the callables as host threads beside each other, one at a time, picked by the strategy; join them all.
+
+        Each starts on the caller's current stream. Raises what the first failing one raised.
+        """
+        self._machine.hosts.run_threads(*bodies)
+
+    def yield_(self) -> None:
+        """A point of the schedule in plain host code, where another thread or a stream may go on."""
+        self._machine.point(FREE)

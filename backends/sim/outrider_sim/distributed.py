@@ -1,0 +1,461 @@
+"""`torch.distributed` between simulated devices: the backend `simccl`, for programs that use torch alone.
+
+As with NCCL, a call runs on a stream of its group, behind what the caller's stream holds, and `wait()` of what an
+asynchronous call returns makes the caller's stream wait for it. Host tensors travel through the rank's device, and the host
+waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from outrider.device import CapabilityError, Reduction
+from outrider_sim.tensor import SimTensor
+
+if TYPE_CHECKING:
+    from outrider_sim.backend import SimBackend, SimStream
+    from outrider_sim.collectives import SimGroup
+
+NAME = "simccl"
+
+Verb = Callable[["SimGroup", "SimStream", Tensor], None]
+
+
+class SimWork(dist.Work):
+    """A call under way. It holds the call's tensors until somebody waits."""
+
+    def __init__(self, event: Any, held: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self._event = event
+        self._held = held
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Make the current stream wait."""
+        del timeout
+        if self._event is not None:
+            current(self._event.backend).wait(self._event)
+        self._held = ()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the call has run."""
+        return self._event is None or bool(self._event.query())
+
+    def is_success(self) -> bool:
+        """Failures are raised where the host waits."""
+        return self.is_completed()
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def get_future(self) -> Any:
+        """A future that is complete; values arrive in the order of the stream that is current now."""
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+    def result(self) -> list[Tensor]:
+        """The tensors of the call."""
+        return list(self._held)
+
+
+def current(backend: SimBackend) -> SimStream:
+    """The stream that is current on the device for the calling thread."""
+    queue = backend.sim.machine.stream
+    return next((s for s in backend.streams if s.native is queue), backend.default_stream)  # type: ignore[return-value]
+
+
+_ProcessGroup: Any = dist.ProcessGroup  # whose methods are overloads; torch gives these operands alone
+
+
+class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
+    """One rank's side of a group of torch.distributed."""
+
+    def __init__(self, backend: SimBackend, name: str, ranks: Sequence[int], store: Any) -> None:
+        world = backend.sim.machine.rank
+        super().__init__(list(ranks).index(world), len(ranks))
+        self.backend = backend
+        self.seam: SimGroup = backend.create_group(f"torch {name}", ranks=ranks, rank=world, store=store)  # type: ignore[assignment]
+        self._streams: dict[tuple[str, int], SimStream] = {}
+        self._called = name
+        self._index, self._count = self.seam.rank, self.seam.size
+
+    # -- what torch asks -------------------------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        """Its index in the group."""
+        return self._index
+
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self._count
+
+    def name(self) -> str:
+        """The backend."""
+        return NAME
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """The backend, as torch's C++ asks."""
+        return NAME
+
+    @property
+    def group_name(self) -> str:
+        """The name by which functional collectives find the group."""
+        return self._called
+
+    @property
+    def pg_name(self) -> str:
+        """The same."""
+        return self._called
+
+    def _set_group_name(self, name: str) -> None:
+        self._called = name
+
+    def _set_group_desc(self, text: str) -> None:
+        """A description changes nothing."""
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self.seam.close()
+
+    def abort(self) -> None:
+        """Leave the group."""
+        self.seam.close()
+
+    # -- running a call --------------------------------------------------------------------------------------------
+
+    def _stream(self, channel: str = "", peer: int = -1) -> SimStream:
+        if (channel, peer) not in self._streams:
+            name = f"{self.seam.name}{f' {channel} {peer}' if channel else ''}"
+            self._streams[channel, peer] = self.backend.create_stream(name)  # type: ignore[assignment]
+        return self._streams[channel, peer]
+
+    def _run(self, verb: Callable[[SimStream], None], held: Sequence[Tensor], channel: str = "", peer: int = -1) -> SimWork:
+        """`verb` on the group's stream, behind the caller's."""
+        mine, theirs = current(self.backend), self._stream(channel, peer)
+        if mine is not theirs:
+            before = self.backend.create_event(f"{self.seam.name}: called")
+            mine.record(before)
+            theirs.wait(before)
+        with self.backend.on(theirs):
+            verb(theirs)
+        event = self.backend.create_event(f"{self.seam.name}: done")
+        theirs.record(event)
+        work = SimWork(event, tuple(held))
+        if any(not isinstance(tensor, SimTensor) for tensor in held):
+            work.wait()
+            current(self.backend).synchronize()
+        return work
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        """A contiguous tensor on the device with these values: the tensor itself, if it's one."""
+        if isinstance(tensor, SimTensor) and tensor.is_contiguous():
+            return tensor
+        return tensor.detach().to(self.backend.device).contiguous()
+
+    @staticmethod
+    def _back(tensor: Tensor, made: Tensor) -> None:
+        if made is not tensor:
+            tensor.detach().copy_(made)
+
+    # -- the calls -----------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> SimWork:
+        """Reduce tensors in place, each for itself."""
+        reduction, average = _reduction(opts)
+
+        def verb(stream: SimStream) -> None:
+            for tensor in _list(tensors):
+                made = self._here(tensor)
+                self.seam.all_reduce(made, stream=stream, reduction=reduction)
+                if average:
+                    made.div_(self._count)
+                self._back(tensor, made)
+
+        return self._run(verb, _list(tensors))
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SimWork:
+        """As `allreduce`."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any) -> SimWork:
+        """Reduce onto the root; the others keep what they have."""
+        reduction, average = _reduction(opts)
+
+        def verb(stream: SimStream) -> None:
+            for tensor in _list(tensors):
+                made = self._here(tensor).clone()
+                self.seam.all_reduce(made, stream=stream, reduction=reduction)
+                if opts.rootRank == self._index:
+                    tensor.detach().copy_(made / self._count if average else made)
+
+        return self._run(verb, _list(tensors))
+
+    def broadcast(self, tensors: Any, opts: Any) -> SimWork:
+        """The root's values for all."""
+
+        def verb(stream: SimStream) -> None:
+            for tensor in _list(tensors):
+                made = self._here(tensor)
+                self.seam.broadcast(made, root=opts.rootRank, stream=stream)
+                self._back(tensor, made)
+
+        return self._run(verb, _list(tensors))
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
+        """Lists of every rank's tensors, of one shape."""
+        del opts
+
+        def verb(stream: SimStream) -> None:
+            for into, tensor in zip(outputs, _list(inputs), strict=True):
+                made = self._here(tensor)
+                gathered = made.new_empty((self._count, *made.shape))
+                self.seam.all_gather(gathered, made, stream=stream)
+                for part, one in zip(into, gathered.unbind(0), strict=True):
+                    part.detach().copy_(one)
+
+        return self._run(verb, [*(t for into in outputs for t in into), *_list(inputs)])
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
+        """As `allgather`, with the lists the other way round."""
+        return self.allgather([[per_rank[i] for per_rank in outputs] for i in range(len(inputs))], inputs, opts)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SimWork:
+        """Every rank's tensor, one behind the other."""
+        del opts
+
+        def verb(stream: SimStream) -> None:
+            made, into = self._here(tensor), self._here(output)
+            self.seam.all_gather(into.view(self._count, *made.shape), made, stream=stream)
+            self._back(output, into)
+
+        return self._run(verb, (output, tensor))
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
+        """As `all_gather_single`, for several."""
+        works = [self.all_gather_single(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
+        return works[-1]
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
+        """Its own part of the sum of lists."""
+        works = [
+            self.reduce_scatter_single(output, torch.stack([self._here(t) for t in parts]).flatten(0, 1), opts)
+            if parts[0].dim()
+            else self.reduce_scatter_single(output, torch.stack([self._here(t) for t in parts]), opts)
+            for output, parts in zip(outputs, inputs, strict=True)
+        ]
+        return works[-1]
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SimWork:
+        """Its own part of the sum."""
+        reduction, average = _reduction(opts)
+
+        def verb(stream: SimStream) -> None:
+            # The verb leaves its operand undefined, and torch's doesn't.
+            made, into = self._here(tensor).clone(), self._here(output)
+            self.seam.reduce_scatter(into, made.view(self._count, *into.shape), stream=stream, reduction=reduction)
+            if average:
+                into.div_(self._count)
+            self._back(output, into)
+
+        return self._run(verb, (output, tensor))
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
+        """As `reduce_scatter_single`, for several."""
+        works = [self.reduce_scatter_single(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
+        return works[-1]
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, output_splits: Any = None, input_splits: Any = None, opts: Any = None
+    ) -> SimWork:
+        """Equal parts to every rank. Raises `CapabilityError` for parts that aren't equal."""
+        del opts
+        if len({*(output_splits or ()), *(input_splits or ())}) > 1:
+            raise CapabilityError(f"{NAME}: all_to_all of unequal parts {input_splits} isn't there; pad them")
+
+        def verb(stream: SimStream) -> None:
+            made, into = self._here(tensor), self._here(output)
+            parts = (self._count, made.shape[0] // self._count, *made.shape[1:])
+            self.seam.all_to_all(into.view(parts), made.view(parts), stream=stream)
+            self._back(output, into)
+
+        return self._run(verb, (output, tensor))
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
+        """Tensors of one shape to every rank."""
+        del opts
+
+        def verb(stream: SimStream) -> None:
+            made = torch.stack([self._here(tensor) for tensor in inputs])
+            into = torch.empty_like(made)
+            self.seam.all_to_all(into, made, stream=stream)
+            for output, part in zip(outputs, into.unbind(0), strict=True):
+                output.detach().copy_(part)
+
+        return self._run(verb, (*outputs, *inputs))
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> SimWork:
+        """Every rank's tensor on the root."""
+
+        def verb(stream: SimStream) -> None:
+            made = self._here(_list(inputs)[0])
+            gathered = made.new_empty((self._count, *made.shape))
+            self.seam.all_gather(gathered, made, stream=stream)
+            if opts.rootRank == self._index:
+                for output, part in zip(outputs[0], gathered.unbind(0), strict=True):
+                    output.detach().copy_(part)
+
+        return self._run(verb, [*(t for into in outputs for t in into), *_list(inputs)])
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> SimWork:
+        """The root's parts, one for each rank."""
+
+        def verb(stream: SimStream) -> None:
+            like = self._here(_list(outputs)[0])
+            root = opts.rootRank == self._index
+            made = torch.stack([self._here(t) for t in inputs[0]]) if root else like.new_empty((self._count, *like.shape))
+            self.seam.broadcast(made, root=opts.rootRank, stream=stream)
+            _list(outputs)[0].detach().copy_(made[self._index])
+
+        return self._run(verb, [*_list(outputs), *(t for parts in inputs for t in parts)])
+
+    def send(self, tensors: Any, to: int, tag: int = 0) -> SimWork:
+        """Send to a rank of the group."""
+        del tag
+        tensor = _list(tensors)[0]
+        return self._run(lambda stream: self.seam.send(self._here(tensor), to=to, stream=stream), (tensor,), "to", to)
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> SimWork:
+        """Receive from a rank of the group."""
+        del tag
+        tensor = _list(tensors)[0]
+
+        def verb(stream: SimStream) -> None:
+            made = self._here(tensor)
+            self.seam.receive(made, source=source, stream=stream)
+            self._back(tensor, made)
+
+        return self._run(verb, (tensor,), "from", source)
+
+    def barrier(self, opts: Any = None) -> SimWork:
+        """Every rank's host waits until all have come."""
+        del opts
+        work = self.allreduce([torch.zeros(1, device=self.backend.device)])
+        work.wait()
+        current(self.backend).synchronize()
+        return work
+
+    def monitored_barrier(self, *_: Any, **__: Any) -> None:
+        """As `barrier`."""
+        self.barrier()
+
+
+def _list(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+_REDUCTIONS = {"SUM": Reduction.SUM, "AVG": Reduction.SUM, "MAX": Reduction.MAX, "MIN": Reduction.MIN}
+
+
+def _reduction(opts: Any) -> tuple[Reduction, bool]:
+    """The seam's reduction, and whether the sum becomes a mean. Raises `CapabilityError` for others."""
+    wanted = getattr(opts, "reduceOp", None)
+    if wanted is None:
+        return Reduction.SUM, False
+    name = str(getattr(wanted, "op", wanted)).rpartition(".")[2]
+    if name not in _REDUCTIONS:
+        raise CapabilityError(f"{NAME}: there is no reduction {name}; known: {', '.join(_REDUCTIONS)}")
+    return _REDUCTIONS[name], name == "AVG"
+
+
+# -- functional collectives -------------------------------------------------------------------------------------------
+
+
+class _Options:
+    """What torch's option objects say, for calls that have none."""
+
+    def __init__(self, reduce_op: str = "sum", root: int = 0) -> None:
+        self.reduceOp = reduce_op.upper()
+        self.rootRank = root
+
+
+def _group(name: Any) -> SimProcessGroup:
+    if isinstance(name, dist.ProcessGroup):
+        return name  # type: ignore[return-value]
+    found: Any = torch._C._distributed_c10d._resolve_process_group(name)
+    return found  # type: ignore[no-any-return]
+
+
+class Functional:
+    """`_c10d_functional`'s operators on simulated tensors. `wait_tensor` waits for the call that made the tensor."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[int, SimWork] = {}
+
+    def handlers(self) -> dict[str, Callable[..., Any]]:
+        """Operator → what does it."""
+        space = "_c10d_functional::"
+        return {
+            f"{space}all_reduce": lambda t, op, group: self._all_reduce(t.clone(), op, group),
+            f"{space}all_reduce_": self._all_reduce,
+            f"{space}all_reduce_coalesced": lambda ts, op, group: [self._all_reduce(t.clone(), op, group) for t in ts],
+            f"{space}all_reduce_coalesced_": lambda ts, op, group: [self._all_reduce(t, op, group) for t in ts],
+            f"{space}all_gather_into_tensor": self._all_gather,
+            f"{space}all_gather_into_tensor_coalesced": lambda ts, n, group: [self._all_gather(t, n, group) for t in ts],
+            f"{space}all_gather_into_tensor_out": self._all_gather,
+            f"{space}reduce_scatter_tensor": self._reduce_scatter,
+            f"{space}reduce_scatter_tensor_coalesced": lambda ts, op, n, group: [
+                self._reduce_scatter(t, op, n, group) for t in ts
+            ],
+            f"{space}all_to_all_single": self._all_to_all,
+            f"{space}broadcast": lambda t, src, group: self._broadcast(t.clone(), src, group),
+            f"{space}broadcast_": self._broadcast,
+            f"{space}wait_tensor": self._wait,
+            # torch would wait where the tensor is used first; here that is now.
+            f"{space}_wrap_tensor_autograd": self._wait,
+        }
+
+    def _made(self, tensor: Tensor, work: SimWork) -> Tensor:
+        self._under_way[id(tensor)] = work
+        return tensor
+
+    def _wait(self, tensor: Tensor) -> Tensor:
+        work = self._under_way.pop(id(tensor), None)
+        if work is not None:
+            work.wait()
+        return tensor
+
+    def _all_reduce(self, tensor: Tensor, op: str, group: Any) -> Tensor:
+        return self._made(tensor, _group(group).allreduce([tensor], _Options(op)))
+
+    def _all_gather(self, tensor: Tensor, size: int, group: Any, *, out: Tensor | None = None) -> Tensor:
+        into = out if out is not None else tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
+        return self._made(into, _group(group).all_gather_single(into, tensor))
+
+    def _reduce_scatter(self, tensor: Tensor, op: str, size: int, group: Any) -> Tensor:
+        into = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
+        return self._made(into, _group(group).reduce_scatter_single(into, tensor, _Options(op)))
+
+    def _all_to_all(self, tensor: Tensor, outputs: Sequence[int], inputs: Sequence[int], group: Any) -> Tensor:
+        into = torch.empty_like(tensor)
+        return self._made(into, _group(group).all_to_all_single(into, tensor, outputs, inputs))
+
+    def _broadcast(self, tensor: Tensor, source: int, group: Any) -> Tensor:
+        return self._made(tensor, _group(group).broadcast([tensor], _Options(root=source)))

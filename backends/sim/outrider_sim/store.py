@@ -1,0 +1,89 @@
+"""A torch.distributed store for ranks that are host threads of one process."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from outrider_sim.queue import Action
+
+if TYPE_CHECKING:
+    from outrider_sim.scheduler import Scheduler
+
+
+class SimStore(Store):
+    """Keys and values. Whoever waits for a key lets the other threads run; there is no clock, so no time limit passes.
+
+    A wait for a key that nobody will set is a deadlock like any other: `DeadlockError`, when nothing else can run.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__()
+        self._scheduler = scheduler
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key."""
+        self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+    def get(self, key: str) -> bytes:
+        """A key's value, as soon as it has one."""
+        self.wait([key])
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, 0 at first; returns the sum."""
+        total = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(total).encode()
+        return total
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Add to the end of a value, empty at first."""
+        self._values[key] = self._values.get(key, b"") + (value.encode() if isinstance(value, str) else bytes(value))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set a key that holds `expected`, or that isn't there where that is empty; returns what it holds then."""
+        before = expected.encode() if isinstance(expected, str) else bytes(expected)
+        if self._values.get(key, b"") == before:
+            self.set(key, desired)
+        return self._values.get(key, before)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys have values."""
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Let the other threads run until all keys have values."""
+        del timeout
+        scheduler = self._scheduler
+        missing = ", ".join(key for key in keys if key not in self._values)
+        if missing:
+            scheduler.turns(
+                scheduler.thread, Action("store"), lambda: self.check(keys), f"{missing} in the store of the ranks"
+            )
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Several values."""
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
+        """Set several keys."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def delete_key(self, key: str) -> bool:
+        """Forget a key; returns whether it was there."""
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        """Keys that there are."""
+        return len(self._values)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """There is no clock."""
+
+    def has_extended_api(self) -> bool:
+        """Whether append, multi_get and multi_set are there."""
+        return True

@@ -1,0 +1,1 @@
+"""Prefill and decode apart: an engine that prefills, one that decodes, and a link between their pages."""

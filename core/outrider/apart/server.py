@@ -1,0 +1,359 @@
+"""The loops of a prefill server and of a decode server: messages, turns of their engines, and who comes and goes."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from outrider.apart import codec
+from outrider.apart.connections import Address, Event, Hub, Role, body_of
+from outrider.apart.decode_side import Alone, DecodeSide
+from outrider.apart.prefill_side import PrefillSide
+from outrider.apart.wire import Message, WireError
+from outrider.device import ConfigError
+from outrider.engine.engine import Engine
+from outrider.engine.requests.request import FinishReason, StepOutput
+from outrider.errors import RequestError
+from outrider.transports import Link, LinkDown, Transport
+
+Say = Callable[[str], None]
+_IDLE_S = 0.5
+_SOON_S = 0.0005
+"""How long a loop waits for messages: with nothing to do, and where something is about to be over."""
+
+
+class Server(ABC):
+    """What both have in common. Belongs to the thread that made it, which is its engine's. ``say``: a line for people."""
+
+    def __init__(self, engine: Engine, transport: Transport, hub: Hub, *, say: Say) -> None:
+        self.engine, self._transport, self._hub, self._say = engine, transport, hub, say
+        self._fit = codec.fit_of(engine)
+        self._links: dict[int, Link] = {}
+        """Of engines that haven't sent their offer yet."""
+        self._ending: float | None = None
+
+    @property
+    def address(self) -> Address:
+        """Where it listens."""
+        assert self._hub.address is not None
+        return self._hub.address
+
+    def end(self, within_s: float) -> None:
+        """Take nothing new, and let :meth:`run` return when all requests have ended, or after so many seconds. May be called
+        from a signal handler.
+        """
+        self._ending = min(self._ending or float("inf"), time.monotonic() + within_s)
+
+    def run(self) -> bool:
+        """Serve until :meth:`end`. Whether every request had ended. Raises once the device is lost."""
+        refused = False
+        try:
+            while True:
+                if self._ending is not None:
+                    if not refused:
+                        self._hub.refuse_new()
+                        refused = True
+                    if not self._open or time.monotonic() > self._ending:
+                        return not self._open
+                self.turn()
+        finally:
+            self.close()
+
+    def turn(self, idle_s: float = _IDLE_S) -> None:
+        """Read messages, and let the engine do one iteration."""
+        busy = self._side_turn()
+        for peer in list(self._broken):
+            self._hub.drop(peer, "its link is down")
+        for event in self._hub.poll(0.0 if busy else _SOON_S if self._has_work else idle_s):
+            self._handle(event)
+
+    def close(self) -> None:
+        """End all connections, and wait until no byte is written any more."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        self._leave_all()
+        self._hub.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event) -> None:
+        try:
+            if event.kind == "left":
+                link = self._links.pop(event.peer, None)
+                if link is not None:
+                    link.close()
+                self._say(f"{event.role} {event.peer} is gone: {event.why}")
+                self._left(event)
+            elif event.role is Role.CLIENT:
+                self._client(event)
+            elif event.kind == "joined":
+                self._offer(event)
+            elif event.peer in self._links:
+                self._connect(event)
+            else:
+                assert event.message is not None
+                self._message(event.peer, event.message)
+        except (WireError, LinkDown) as error:
+            self._hub.drop(event.peer, str(error))
+
+    def _offer(self, event: Event) -> None:
+        """An engine has come: say what this one is, and where its pages are."""
+        assert self._hub.address is not None
+        accepts = isinstance(self, PrefillServer)
+        link = self._transport.open(
+            self.engine.page_memory, self.engine.backend, accepts=accepts, host=self._hub.address.host
+        )
+        self._links[event.peer] = link
+        self._hub.send(event.peer, Message("engine", {"fit": self._fit}, (link.offer(),)))
+
+    def _connect(self, event: Event) -> None:
+        """The other engine's answer to that."""
+        message, link = event.message, self._links.pop(event.peer)
+        assert message is not None
+        try:
+            if message.kind == "refused":
+                raise ConfigError(str(message.body.get("error")))
+            if message.kind != "engine" or len(message.blobs) != 1:
+                raise WireError(f"expected what engine it has, it says {message.kind!r}")
+            codec.check_fit(self._fit, message.body.get("fit"))
+            link.connect(message.blobs[0])
+        except ConfigError as error:
+            link.close()
+            self._hub.send(event.peer, Message("refused", {"error": str(error)}))
+            self._does_not_fit(event.peer, error)
+            return
+        except (WireError, LinkDown):
+            link.close()
+            raise
+        self._joined(event.peer, lambda out: self._hub.send(event.peer, out), link)
+        self._say(f"{event.role} {event.peer} is here, by {self._transport.name}")
+
+    def _status(self, event: Event) -> None:
+        engine = self.engine
+        body = {
+            "role": self._role,
+            "counts": self.counts,
+            "open": self._open,
+            "free_pages": engine.free_pages,
+            "pages": engine.page_memory[0].shape[0] - 1,
+            "free_rows": engine.free_rows,
+            "rows": engine.config.max_requests,
+            "iterations": engine.stats.iterations,
+            f"{'decode' if self._role is Role.PREFILL else 'prefill'}_peers": self._peers,
+        }
+        self._hub.send(event.peer, Message("status", body))
+
+    _role: Role
+
+    @property
+    @abstractmethod
+    def _open(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def _peers(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def _has_work(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def _broken(self) -> set[int]: ...
+
+    @property
+    @abstractmethod
+    def counts(self) -> dict[str, int]:
+        """What has happened so far."""
+
+    @abstractmethod
+    def _side_turn(self) -> bool: ...
+
+    @abstractmethod
+    def _joined(self, peer: int, send: Callable[[Message], None], link: Link) -> None: ...
+
+    @abstractmethod
+    def _left(self, event: Event) -> None: ...
+
+    @abstractmethod
+    def _leave_all(self) -> None: ...
+
+    @abstractmethod
+    def _message(self, peer: int, message: Message) -> None: ...
+
+    @abstractmethod
+    def _client(self, event: Event) -> None: ...
+
+    @abstractmethod
+    def _does_not_fit(self, peer: int, error: ConfigError) -> None: ...
+
+
+class PrefillServer(Server):
+    """Prefills for any number of decode servers, which come to it."""
+
+    _role = Role.PREFILL
+
+    def __init__(
+        self,
+        engine: Engine,
+        transport: Transport,
+        *,
+        listen: Address,
+        secret: bytes = b"",
+        silence_s: float = 30.0,
+        say: Say = lambda line: None,
+    ) -> None:
+        super().__init__(engine, transport, Hub(self._role, listen=listen, secret=secret, silence_s=silence_s), say=say)
+        self.side = PrefillSide(engine)
+
+    @property
+    def _open(self) -> int:
+        return self.side.open_jobs
+
+    @property
+    def _peers(self) -> int:
+        return self.side.peers
+
+    @property
+    def _has_work(self) -> bool:
+        return self.side.has_work
+
+    @property
+    def _broken(self) -> set[int]:
+        return self.side.broken
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Those of its side."""
+        return dict(self.side.counts)
+
+    def _side_turn(self) -> bool:
+        return self.side.turn()
+
+    def _joined(self, peer: int, send: Callable[[Message], None], link: Link) -> None:
+        self.side.joined(peer, send, link)
+
+    def _left(self, event: Event) -> None:
+        self.side.left(event.peer)
+
+    def _leave_all(self) -> None:
+        self.side.leave_all()
+
+    def _message(self, peer: int, message: Message) -> None:
+        self.side.receive(peer, message)
+
+    def _client(self, event: Event) -> None:
+        if event.kind == "message" and event.message is not None:
+            if event.message.kind != "status":
+                raise WireError(f"a prefill server takes no {event.message.kind!r} of a client; ask a decode server")
+            self._status(event)
+
+    def _does_not_fit(self, peer: int, error: ConfigError) -> None:
+        self._say(f"decode server {peer} was refused: {error}")
+
+
+class DecodeServer(Server):
+    """Serves clients, and has their prompts prefilled by ``prefill``. ``alone``: what it does while none of them is there."""
+
+    _role = Role.DECODE
+
+    def __init__(
+        self,
+        engine: Engine,
+        transport: Transport,
+        *,
+        listen: Address,
+        prefill: Sequence[Address],
+        alone: Alone = Alone.PREFILL,
+        secret: bytes = b"",
+        silence_s: float = 30.0,
+        say: Say = lambda line: None,
+    ) -> None:
+        super().__init__(engine, transport, Hub(self._role, listen=listen, secret=secret, silence_s=silence_s), say=say)
+        self.side = DecodeSide(engine, alone=alone)
+        self._clients: dict[int, dict[int, int]] = {}
+        for address in prefill:
+            self._hub.reach(address)
+
+    @property
+    def _open(self) -> int:
+        return self.side.open_requests
+
+    @property
+    def _peers(self) -> int:
+        return self.side.peers
+
+    @property
+    def _has_work(self) -> bool:
+        return self.side.has_work
+
+    @property
+    def _broken(self) -> set[int]:
+        return self.side.broken
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Those of its side."""
+        return dict(self.side.counts)
+
+    def _side_turn(self) -> bool:
+        return self.side.turn()
+
+    def _joined(self, peer: int, send: Callable[[Message], None], link: Link) -> None:
+        self.side.joined(peer, send, link)
+
+    def _left(self, event: Event) -> None:
+        if event.role is not Role.CLIENT:
+            self.side.left(event.peer)
+        for number in self._clients.pop(event.peer, {}).values():
+            self.side.abort(number)
+
+    def _leave_all(self) -> None:
+        self.side.leave_all()
+
+    def _message(self, peer: int, message: Message) -> None:
+        self.side.receive(peer, message)
+
+    def _client(self, event: Event) -> None:
+        if event.kind == "joined":
+            self._clients[event.peer] = {}
+            return
+        body, requests = body_of(event), self._clients[event.peer]
+        assert event.message is not None
+        with codec.Reading(f"a message {event.message.kind!r}"):
+            if event.message.kind == "status":
+                self._status(event)
+            elif event.message.kind == "submit":
+                self._submit(event.peer, codec.whole(body["id"]), event.message)
+            elif event.message.kind == "abort":
+                number = requests.pop(codec.whole(body["id"]), None)
+                if number is not None:
+                    self.side.abort(number)
+            else:
+                raise WireError(f"a client doesn't say {event.message.kind!r}")
+
+    def _submit(self, peer: int, name: int, message: Message) -> None:
+        requests = self._clients[peer]
+        if name in requests:
+            raise WireError(f"the id {name} is in use")
+
+        def emit(output: StepOutput) -> None:
+            if output.finish_reason is not None:
+                requests.pop(name, None)
+            self._hub.send(peer, Message("output", {"id": name, "output": codec.output_to(output)}))
+
+        try:
+            if self._ending is not None:
+                raise RequestError("this server is about to end")
+            state = codec.state_from(message.body["state"], message.blobs)
+            requests[name] = -1
+            requests[name] = self.side.submit(state, emit)
+        except (RequestError, ConfigError) as error:
+            requests.pop(name, None)
+            emit(StepOutput(0, (), FinishReason.ERROR, error=str(error)))
+
+    def _does_not_fit(self, peer: int, error: ConfigError) -> None:
+        del peer
+        raise error

@@ -1,0 +1,288 @@
+"""``outrider prefill-server`` and ``outrider decode-server``: prefill and decode in processes of their own."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from outrider.cli.inputs import read_bounded
+from outrider.cli.models import (
+    DraftLengthOption,
+    DraftNodesOption,
+    DraftOption,
+    DraftTokensOption,
+    DraftTopkOption,
+    DtypeOption,
+    GraphsOption,
+    KvMemoryOption,
+    MaxContextOption,
+    MaxRequestsOption,
+    ModelOption,
+    ModeOption,
+    OverlapOption,
+    PageSizeOption,
+    PrefillChunkOption,
+    Running,
+    Sizes,
+    SpeculateOption,
+    Speculation,
+    TuneOption,
+    load,
+)
+from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.device.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outrider.apart.server import Server
+    from outrider.engine.engine import Engine
+
+_REQUESTS = 16
+_SECRET_BYTES = 16
+
+ListenOption = Annotated[
+    str, typer.Option("--listen", metavar="HOST:PORT", help="Where others connect. Port 0: any that is free; it's printed.")
+]
+TransportOption = Annotated[
+    str, typer.Option("--transport", metavar="NAME", help="What moves pages: nixl, torch, or an installed plugin's name.")
+]
+SecretOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--secret-file",
+        metavar="F",
+        help="A file with what all processes of a deployment know; needed wherever other machines can connect.",
+    ),
+]
+DrainOption = Annotated[
+    float, typer.Option("--drain-seconds", metavar="S", min=0.0, help="How long running requests may take after SIGTERM.")
+]
+SilenceOption = Annotated[
+    float,
+    typer.Option("--silence-seconds", metavar="S", min=1.0, help="A process that says nothing for so long counts as gone."),
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """Where and how a server is reached."""
+
+    listen: str
+    transport: str
+    secret_file: Path | None
+    drain_s: float
+    silence_s: float
+
+    def secret(self) -> bytes:
+        """What the file has, without space around it. Raises :class:`ConfigError` where that is nothing much."""
+        if self.secret_file is None:
+            return b""
+        found = read_bounded(self.secret_file).strip()
+        if len(found) < _SECRET_BYTES:
+            raise ConfigError(f"{self.secret_file} has {len(found)} bytes; expected a secret of at least {_SECRET_BYTES}")
+        return found
+
+
+def prefill_server(
+    listen: ListenOption = "127.0.0.1:9500",
+    transport: TransportOption = "torch",
+    secret_file: SecretOption = None,
+    drain_seconds: DrainOption = 30.0,
+    silence_seconds: SilenceOption = 30.0,
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    backend: BackendOption = None,
+    speculate: SpeculateOption = None,
+    draft_tokens: DraftTokensOption = 4,
+    draft_topk: DraftTopkOption = 1,
+    draft_nodes: DraftNodesOption = None,
+    dtype: DtypeOption = None,
+    mode: ModeOption = None,
+    graphs: GraphsOption = None,
+    overlap: OverlapOption = None,
+    max_context: MaxContextOption = None,
+    kv_memory: KvMemoryOption = None,
+    page_size: PageSizeOption = None,
+    max_requests: MaxRequestsOption = None,
+    prefill_chunk: PrefillChunkOption = None,
+    tune_seconds: TuneOption = 0.0,
+    json_output: JsonOption = False,
+) -> Report:
+    """Prefill prompts for decode servers, which connect to it. Ends at SIGTERM, when running requests have ended."""
+    from outrider.apart.connections import Address
+    from outrider.apart.server import PrefillServer
+    from outrider.registry.transports import get_transport
+
+    place = _Place(
+        listen=listen, transport=transport, secret_file=secret_file, drain_s=drain_seconds, silence_s=silence_seconds
+    )
+    address, secret = Address.parse(listen), place.secret()
+    start = _loader(
+        backend,
+        Speculation.choose(
+            speculate, model=model, draft=draft, draft_tokens=draft_tokens, draft_topk=draft_topk, draft_nodes=draft_nodes
+        ),
+        Running(mode=mode, graphs=graphs, overlap=overlap),
+        Sizes(
+            max_context=max_context,
+            kv_memory=kv_memory,
+            page_size=page_size,
+            max_requests=max_requests,
+            prefill_chunk=prefill_chunk,
+        ),
+        dtype=dtype,
+        tune_seconds=tune_seconds,
+        say=not json_output,
+    )
+    moves = get_transport(transport)
+    engine = start()
+    server = PrefillServer(engine, moves, listen=address, secret=secret, silence_s=silence_seconds, say=_say)
+    return _serve(server, place)
+
+
+def decode_server(
+    prefill: Annotated[
+        list[str], typer.Option("--prefill", metavar="HOST:PORT", help="A prefill server; give the option once for each.")
+    ],
+    listen: ListenOption = "127.0.0.1:9600",
+    alone: Annotated[
+        str,
+        typer.Option(
+            "--alone",
+            metavar="prefill|wait",
+            help="While no prefill server is there: prefill here, or keep requests until one is.",
+        ),
+    ] = "prefill",
+    transport: TransportOption = "torch",
+    secret_file: SecretOption = None,
+    drain_seconds: DrainOption = 30.0,
+    silence_seconds: SilenceOption = 30.0,
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    backend: BackendOption = None,
+    speculate: SpeculateOption = None,
+    draft_tokens: DraftTokensOption = 4,
+    draft_topk: DraftTopkOption = 1,
+    draft_nodes: DraftNodesOption = None,
+    draft_length: DraftLengthOption = None,
+    dtype: DtypeOption = None,
+    mode: ModeOption = None,
+    graphs: GraphsOption = None,
+    overlap: OverlapOption = None,
+    max_context: MaxContextOption = None,
+    kv_memory: KvMemoryOption = None,
+    page_size: PageSizeOption = None,
+    max_requests: MaxRequestsOption = None,
+    prefill_chunk: PrefillChunkOption = None,
+    tune_seconds: TuneOption = 0.0,
+    json_output: JsonOption = False,
+) -> Report:
+    """Decode for clients; prefill servers prefill the prompts. Ends at SIGTERM, when running requests have ended."""
+    from outrider.apart.connections import Address
+    from outrider.apart.decode_side import Alone
+    from outrider.apart.server import DecodeServer
+    from outrider.registry.transports import get_transport
+
+    if alone not in tuple(Alone):
+        raise ConfigError(f"--alone is {alone!r}; expected {' or '.join(Alone)}")
+    place = _Place(
+        listen=listen, transport=transport, secret_file=secret_file, drain_s=drain_seconds, silence_s=silence_seconds
+    )
+    address, secret, peers = Address.parse(listen), place.secret(), [Address.parse(each) for each in prefill]
+    start = _loader(
+        backend,
+        Speculation.choose(
+            speculate, model=model, draft=draft, draft_tokens=draft_tokens, draft_topk=draft_topk, draft_nodes=draft_nodes
+        ),
+        Running(mode=mode, graphs=graphs, overlap=overlap, draft_length=draft_length),
+        Sizes(
+            max_context=max_context,
+            kv_memory=kv_memory,
+            page_size=page_size,
+            max_requests=max_requests,
+            prefill_chunk=prefill_chunk,
+        ),
+        dtype=dtype,
+        tune_seconds=tune_seconds,
+        say=not json_output,
+    )
+    moves = get_transport(transport)
+    engine = start()
+    server = DecodeServer(
+        engine,
+        moves,
+        listen=address,
+        prefill=peers,
+        alone=Alone(alone),
+        secret=secret,
+        silence_s=silence_seconds,
+        say=_say,
+    )
+    return _serve(server, place)
+
+
+def _loader(
+    backend: str | None,
+    speculation: Speculation,
+    running: Running,
+    sizes: Sizes,
+    *,
+    dtype: str | None,
+    tune_seconds: float,
+    say: bool,
+) -> Callable[[], Engine]:
+    from outrider.cli.torch_probe import require_torch
+
+    require_torch()
+    return partial(
+        load,
+        backend,
+        speculation,
+        max_requests=_REQUESTS,
+        dtype=dtype,
+        running=running,
+        sizes=sizes,
+        tune_seconds=tune_seconds,
+        say=say,
+    )
+
+
+def _serve(server: Server, place: _Place) -> Report:
+    _say(f"listening on {server.address}")
+    with _ended_by_signals(lambda: server.end(place.drain_s)):
+        all_ended = server.run()
+    data = {"address": str(server.address), "all_requests_ended": all_ended, "counts": server.counts}
+
+    def render(console: Console) -> None:
+        console.print("ended; every request had ended" if all_ended else "ended; requests were still open")
+
+    return Report(data=data, render=render, exit_code=0 if all_ended else 1)
+
+
+@contextmanager
+def _ended_by_signals(end: Callable[[], None]) -> Generator[None]:
+    """SIGTERM and SIGINT call ``end``, in the place of what they do to other commands."""
+
+    def handle(number: int, frame: Any) -> None:
+        del number, frame
+        end()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()

@@ -1,0 +1,321 @@
+"""``--tensor-parallel`` and ``--data-parallel``: ranks as processes of this host, or as torchrun starts them.
+
+A command that is to run on several ranks starts itself once for each of them, with the environment that torchrun gives, and
+waits. The first rank does what one process would; the others follow it, and print nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.environment import rank_environment, rank_variables
+from outrider.cli.report import Report
+from outrider.cli.stopping import Stopped
+from outrider.device.errors import BackendError, ConfigError, DeviceError, OutriderError
+
+if TYPE_CHECKING:
+    from outrider.device import Backend
+    from outrider.engine.ranks.parallel import ParallelConfig
+    from outrider.engine.ranks.ranks import Ranks
+    from outrider.engine.ranks.watch import Watch
+    from outrider.registry import Registry
+
+TensorParallelOption = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel",
+        metavar="N",
+        min=1,
+        help="Share each layer's heads and the vocabulary out among N devices of this host, or of torchrun's.",
+    ),
+]
+DataParallelOption = Annotated[
+    int,
+    typer.Option(
+        "--data-parallel",
+        metavar="M",
+        min=1,
+        help="M groups of such devices, each with requests of its own; all share each layer's MLP.",
+    ),
+]
+
+_POLL_S = 0.05
+_GRACE_S = 1.5
+"""So long ranks have to end by themselves once one has failed."""
+_STORE_S = 30.0
+_UNSAID = 70
+"""Exit code of a rank that leaves it to others to say what happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process is among the ranks, as torchrun's environment says: ``local`` is its number on this host."""
+
+    rank: int
+    world: int
+    local: int
+    address: str
+    port: int
+    store_is_elsewhere: bool
+    pipe: int | None
+
+    @classmethod
+    def find(cls) -> Place | None:
+        """That of this process; None: it isn't one of several ranks."""
+        found = rank_environment()
+        if found is None:
+            return None
+        try:
+            return cls(
+                rank=int(found["RANK"]),
+                world=int(found["WORLD_SIZE"]),
+                local=int(found.get("LOCAL_RANK", found["RANK"])),
+                address=found["MASTER_ADDR"],
+                port=int(found["MASTER_PORT"]),
+                store_is_elsewhere=found.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+                pipe=int(found["OUTRIDER_RANK_PIPE"]) if "OUTRIDER_RANK_PIPE" in found else None,
+            )
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"RANK is set, as torchrun does, but what comes with it can't be read ({error}); expected numbers in RANK, "
+                "WORLD_SIZE, LOCAL_RANK and MASTER_PORT, and a host in MASTER_ADDR"
+            ) from None
+
+
+class Joined:
+    """The ranks that a command runs on, as a scope; ``ranks`` None: it's alone."""
+
+    def __init__(self, tensor: int, data: int) -> None:
+        self._tensor = tensor
+        self._data = data
+        self._watch: Watch | None = None
+        self._room: Any = None
+        self.ranks: Ranks | None = None
+        self.place = Place.find() if tensor * data > 1 else None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process takes requests and tells people."""
+        return self.place is None or self.place.rank == 0
+
+    def __enter__(self) -> Joined:
+        return self
+
+    def backend(self, registry: Registry, given: str | None, environment: str | None) -> Backend:
+        """The device of this rank: the one with its number on this host, where the backend has several."""
+        if self.ranks is not None:
+            return self.ranks.backend
+        spec = registry.select(given, environment)
+        if self.place is None:
+            return registry.create(spec)
+        if spec.ordinal:
+            raise ConfigError(f"backend {spec} names a device, and each rank takes its own; leave the number out")
+        try:
+            return registry.create(replace(spec, ordinal=self.place.local))
+        except BackendError:
+            first = registry.create(spec)
+            index: int | None = first.device.index  # torch types it as a number, and the host has none
+            if index is None:  # all ranks share the host
+                return first
+            raise
+
+    def join(self, backend: Backend) -> Ranks | None:
+        """Meet the other ranks, once for all engines of a command; None for one that is alone."""
+        place = self.place
+        if place is None or self.ranks is not None:
+            return self.ranks
+        from datetime import timedelta
+
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        from outrider.engine.ranks.parallel import ParallelConfig
+        from outrider.engine.ranks.ranks import Ranks
+        from outrider.engine.ranks.room import Room
+        from outrider.engine.ranks.watch import Watch, end_with
+
+        parallel = ParallelConfig(tensor=self._tensor, data=self._data)
+        if place.world != parallel.world:
+            raise ConfigError(
+                f"--tensor-parallel {self._tensor} and --data-parallel {self._data} are {parallel.world} ranks, and this "
+                f"process is one of {place.world}; start as many"
+            )
+        if place.pipe is not None:
+            end_with(place.pipe)
+
+        def connect(*, serves: bool) -> TCPStore:
+            return TCPStore(
+                place.address, place.port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=_STORE_S)
+            )
+
+        store = connect(serves=place.rank == 0 and not place.store_is_elsewhere)
+        self._room = Room(connect(serves=False), "outrider")
+        self.ranks = ranks = Ranks(backend, parallel, rank=place.rank, store=store)
+        self._watch = Watch(ranks, self._room, speaks=place.pipe is None and place.rank == 0)
+        self._watch.start()
+        return ranks
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        del kind, traceback
+        if self.ranks is None or self._watch is None or self.place is None:
+            return
+        self._watch.stop()
+        speaks = error is not None and self.place.rank == 0 and not _of_the_ranks(error)
+        with suppress(Exception):  # whoever hears of it may be gone
+            if error is None:
+                self._room.beat(self.ranks.rank, self._room.ENDED)
+            elif speaks:
+                self._room.speaks()
+            else:
+                self.ranks.fail(error)
+        self.ranks.close()
+        if error is None or speaks or (self.place.pipe is None and self.place.rank == 0):
+            return
+        if _of_the_ranks(error) or self.place.pipe is None:
+            raise typer.Exit(_UNSAID) from error  # whoever started the ranks says it, or the first of them
+
+
+def _of_the_ranks(error: BaseException) -> bool:
+    """Whether it's a rank that failed, rather than something that the user asked for."""
+    if not isinstance(error, Exception) or isinstance(error, typer.Exit | typer.Abort):
+        return False
+    return isinstance(error, DeviceError) or not isinstance(error, OutriderError)
+
+
+def spread(arguments: Sequence[str] | None, tensor: int, data: int, *, json_output: bool) -> Report | None:
+    """Run the command on several ranks, and wait for them; None: go on in this process, as one of them or alone."""
+    if tensor * data == 1 or Place.find() is not None:
+        return None
+    if arguments is None:
+        raise ConfigError("this command was called from Python; start ranks with torchrun, or run the command in a shell")
+    from outrider.engine.ranks.parallel import ParallelConfig
+
+    parallel = ParallelConfig(tensor=tensor, data=data)
+    with _Processes(parallel, arguments, json_output=json_output) as processes:
+        return processes.wait()
+
+
+class _Processes:
+    """The ranks of this host, as child processes. None is left when the scope ends."""
+
+    def __init__(self, parallel: ParallelConfig, arguments: Sequence[str], *, json_output: bool) -> None:
+        self._parallel = parallel
+        self._arguments = list(arguments)
+        self._json = json_output
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._errors: list[IO[bytes]] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Processes:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        from outrider.engine.ranks.room import Room
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = store
+        self._room = Room(store, "outrider")
+        # Closed with this process, however it ends: then the ranks end, too.
+        read, self._write = os.pipe()
+        try:
+            for rank in range(self._parallel.world):
+                self._started.append(self._start(rank, store.port, read))
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            os.close(read)
+        return self
+
+    def _start(self, rank: int, port: int, pipe: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "outrider.cli.main", *self._arguments]
+        environment = rank_variables(rank=rank, world=self._parallel.world, port=port, pipe=pipe)
+        if rank == 0:
+            out: Any = self._stack.enter_context(tempfile.TemporaryFile()) if self._json else None  # noqa: SIM115
+            self._out = out
+            return subprocess.Popen(command, env=environment, pass_fds=(pipe,), stdout=out, start_new_session=True)
+        errors = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        self._errors.append(errors)
+        return subprocess.Popen(
+            command,
+            env=environment,
+            pass_fds=(pipe,),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        )
+
+    def wait(self) -> Report:
+        """Wait for all ranks; what the first one reported. Raises :class:`RanksFailed` where it can't say what happened."""
+        try:
+            while any(process.poll() is None for process in self._started):
+                lost = next((rank for rank, process in enumerate(self._started) if process.poll()), None)
+                if lost is not None or self._room.failure is not None:
+                    return self._lost(lost)
+                time.sleep(_POLL_S)
+        except Stopped as asked:
+            self._started[0].send_signal(signal.SIGTERM if str(asked) == "terminated" else signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                self._started[0].wait(_GRACE_S)
+                return self._reported()
+            raise
+        lost = next((rank for rank, process in enumerate(self._started) if process.returncode), None)
+        return self._reported() if lost is None else self._lost(lost)
+
+    def _lost(self, rank: int | None) -> Report:
+        """A rank has failed: let the others say what they can, and end them."""
+        from outrider.engine.ranks.records import RanksFailed
+
+        code = None if rank is None else self._started[rank].returncode
+        if rank is not None and code is not None and code < 0:
+            last = self._room.last_beat(rank).partition(" ")[2]
+            self._room.fail(f"rank {rank} was ended by {signal.Signals(-code).name}; {last or 'it had not begun'}")
+        until = time.monotonic() + _GRACE_S
+        while self._started[0].poll() is None and (time.monotonic() < until or self._room.spoken):
+            time.sleep(_POLL_S)
+        first = self._started[0].poll()
+        self._end()
+        if first is not None and first > 0 and first != _UNSAID:
+            return self._reported()
+        words = "" if rank is None else f"rank {rank} ended with exit code {code}: {self._last_words(rank)}"
+        raise RanksFailed(f"{self._room.failure or words}; the other ranks were ended")
+
+    def _last_words(self, rank: int) -> str:
+        if rank == 0:
+            return "see above"
+        file = self._errors[rank - 1]
+        file.seek(0)
+        return file.read()[-2000:].decode(errors="replace").strip() or "it said nothing"
+
+    def _reported(self) -> Report:
+        code = self._started[0].returncode
+        data: dict[str, object] = {}
+        if self._out is not None:
+            self._out.seek(0)
+            data = json.loads(self._out.read() or "{}")
+        return Report(data=data, render=lambda console: None, exit_code=code)
+
+    def _end(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+        for process in self._started:
+            process.wait()
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        del kind, error, traceback
+        self._end()
+        os.close(self._write)
+        self._stack.close()
+        del self._store

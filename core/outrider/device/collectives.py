@@ -1,0 +1,445 @@
+"""Collectives: what the ranks of a group move and add up between their devices.
+
+A rank is one device with one host thread (or process). Ranks that communicate form a :class:`Group`; each holds its own
+side of it, made by ``Backend.create_group``. The verbs are optional: a backend that doesn't declare ``collectives`` runs on
+one rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+
+from outrider.device.errors import CapabilityError, CollectiveError, ConfigError, SeamError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from outrider.device.backend import Backend
+    from outrider.device.stream import Stream
+
+Decision: TypeAlias = int | str | tuple[int, ...] | None
+"""A value that ranks decide alike: small, and comparable between processes."""
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+class Reduction(StrEnum):
+    """How the ranks' elements become one."""
+
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One rank's call of a verb, as it's handed to an observer and named in errors.
+
+    ``sequence`` counts the calls that all ranks of the group make, from 1; of ``send`` and ``receive`` it counts those
+    between the same two ranks in the same direction. Calls of different ranks belong together where group and sequence
+    are the same; then everything else here must be the same too, but for ``peer`` and ``captured``. ``count``: elements of
+    what one rank contributes. ``root`` and ``peer`` are indexes in the group. ``captured``: recorded into a graph, not run.
+    """
+
+    kind: str
+    sequence: int
+    dtype: torch.dtype
+    count: int
+    reduction: Reduction | None = None
+    root: int | None = None
+    peer: int | None = None
+    captured: bool = False
+
+    def __str__(self) -> str:
+        about = [f"{self.count} of {str(self.dtype).removeprefix('torch.')}"]
+        about += [] if self.reduction is None else [str(self.reduction)]
+        about += [] if self.root is None else [f"root {self.root}"]
+        about += [] if self.peer is None else [f"with rank {self.peer}"]
+        return f"{self.kind} #{self.sequence} ({', '.join(about)})"
+
+
+class Group(ABC):
+    """Ranks that communicate, as one of them sees it. A vendor subclasses it and implements the underscored verbs.
+
+    ``ranks`` are the world's ranks in the group's order; ``rank`` is this one's index in it, and ``size`` their number.
+    Every ``root``, ``to`` and ``source`` is an index in the group too.
+
+    *Matching.* Every rank of the group makes the same calls in the same order, with the same shapes, dtype, reduction and
+    root, all of them captured or none; but for ``send``, which ``receive`` of the other rank answers. A rank that leaves
+    one out, or makes one more, stops the others: nothing but a tool or a time limit will tell.
+
+    *Ordering.* A verb is work of ``stream``: it reads and writes in the order of that stream, as a kernel does, and returns
+    before it has run where the backend declares ``asynchronous``. Elsewhere it has run when the call returns. A call orders
+    this rank's stream after what the others contributed, and nothing else of theirs. Two calls of one group on different
+    streams need an event between them, in the same order on every rank; so do calls of two groups that share two ranks or
+    more.
+
+    *Lifetime.* Operands must live, unchanged, until the stream has passed the call; the group keeps nothing alive. An output
+    doesn't overlap another operand.
+
+    *Results.* A reduction gives each rank the same bits. Its order of summation may depend on the shape.
+
+    *Operands.* Contiguous tensors of the backend's device. What is reduced has one of the capability's ``dtypes``, int32 or
+    int64; what is only moved may have any dtype. A tensor of no elements is a call as any other.
+
+    *Capture.* In a capture a call becomes part of the graph where the backend declares ``captures_collectives``; each
+    replay then makes it anew, on every rank. Elsewhere it raises :class:`CapabilityError`.
+
+    *Threads.* One thread of a rank at a time. Ranks may be threads of one process where the backend allows it.
+
+    *Errors.* Wrong operands, another backend's stream and a closed group raise :class:`SeamError` before anything is
+    enqueued. A peer that died, or that didn't come within the group's ``timeout_s``, is a :class:`CollectiveError` that
+    names group, rank, sequence and kind: raised by the call where the backend isn't ``asynchronous``, else at the latest by
+    the limit of the host's next wait for the stream. The group is of no use after that; close it.
+    """
+
+    def __init__(self, backend: Backend, name: str, ranks: Sequence[int], rank: int, *, timeout_s: float) -> None:
+        """``rank`` is the world rank of this side, one of ``ranks``."""
+        self.backend = backend
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(rank)
+        self.size = len(self.ranks)
+        self.timeout_s = timeout_s
+        self.last_call: Collective | None = None
+        self.last_decision: tuple[str, Decision] | None = None
+        self.closed = False
+        self._taken: frozenset[str] | None = None
+        self._sequence = 0
+        self._between: dict[tuple[int, int], int] = {}
+
+    # -- the verbs -------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, *, stream: Stream, reduction: Reduction = Reduction.SUM) -> None:
+        """Replace ``tensor`` by the reduction of all ranks' tensors, in place."""
+        call = self.announce(tensor, stream=stream, reduction=reduction)
+        if tensor.numel():
+            with self.backend.on(stream), self.backend.guard(self._doing(call)):
+                self._all_reduce(tensor, reduction)
+
+    def all_gather(self, output: Tensor, tensor: Tensor, *, stream: Stream) -> None:
+        """``output[i]`` is the ``tensor`` of rank i: [size, …] with the shape of ``tensor`` behind the first dimension."""
+        self._check_stacked(output, tensor, "all_gather", "output", "tensor")
+        call = self._call("all_gather", stream, output, tensor, reads=(tensor,), writes=(output,))
+        if tensor.numel():
+            with self.backend.on(stream), self.backend.guard(self._doing(call)):
+                self._all_gather(output, tensor)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, *, stream: Stream, reduction: Reduction = Reduction.SUM) -> None:
+        """``output``: this rank's part of the reduction of all ranks' ``tensor``, which is [size, …] with the
+        shape of ``output`` behind the first dimension.
+
+        What ``tensor`` holds afterwards is undefined.
+        """
+        self._check_reduced(tensor, "reduce_scatter")
+        self._check_stacked(tensor, output, "reduce_scatter", "tensor", "output")
+        call = self._call(
+            "reduce_scatter", stream, output, tensor, reads=(tensor,), writes=(output, tensor), reduction=reduction
+        )
+        if tensor.numel():
+            with self.backend.on(stream), self.backend.guard(self._doing(call)):
+                self._reduce_scatter(output, tensor, reduction)
+
+    def broadcast(self, tensor: Tensor, *, root: int, stream: Stream) -> None:
+        """Replace ``tensor`` by that of rank ``root``, in place."""
+        self._check_member("broadcast", "root", root)
+        reads, writes = ((tensor,), ()) if self.rank == root else ((), (tensor,))
+        call = self._call("broadcast", stream, tensor, tensor, reads=reads, writes=writes, root=root)
+        if tensor.numel():
+            with self.backend.on(stream), self.backend.guard(self._doing(call)):
+                self._broadcast(tensor, root)
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, *, stream: Stream) -> None:
+        """``output[i]`` is what rank i holds as ``tensor[rank]``: both [size, …], of equal parts."""
+        if output.shape != tensor.shape or not tensor.dim() or tensor.shape[0] != self.size:
+            raise self._misused(
+                "all_to_all", f"output {list(output.shape)} and tensor {list(tensor.shape)}, expected both [{self.size}, …]"
+            )
+        call = self._call("all_to_all", stream, output, tensor, reads=(tensor,), writes=(output,))
+        if tensor.numel():
+            with self.backend.on(stream), self.backend.guard(self._doing(call)):
+                self._all_to_all(output, tensor)
+
+    def send(self, tensor: Tensor, *, to: int, stream: Stream) -> None:
+        """Send ``tensor`` to rank ``to``, which calls ``receive``. Where the backend isn't ``asynchronous`` the call may wait
+        for that.
+        """
+        self._check_member("send", "to", to, other=True)
+        call = self._call("send", stream, tensor, tensor, reads=(tensor,), writes=(), peer=to)
+        if tensor.numel():
+            with self.backend.on(stream), self.backend.guard(self._doing(call)):
+                self._send(tensor, to)
+
+    def receive(self, tensor: Tensor, *, source: int, stream: Stream) -> None:
+        """Fill ``tensor`` with what rank ``source`` sends next to this one: the same shape and dtype."""
+        self._check_member("receive", "source", source, other=True)
+        call = self._call("receive", stream, tensor, tensor, reads=(), writes=(tensor,), peer=source)
+        if tensor.numel():
+            with self.backend.on(stream), self.backend.guard(self._doing(call)):
+                self._receive(tensor, source)
+
+    # -- memory that the ranks share -------------------------------------------------------------------------------
+
+    @property
+    def has_peer_memory(self) -> bool:
+        """Whether :meth:`peer_buffers` works between these ranks; the same on each of them."""
+        return False
+
+    def peer_buffers(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Memory of each rank's device, reached by every rank: element i lies with rank i. Filled with zeros everywhere.
+
+        Every rank calls this with the same arguments in the same order, and blocks until all have. Nothing orders what
+        the ranks write to it but the kernels that do. It lives as long as the group is open.
+
+        Raises :class:`CapabilityError` where the ranks don't reach each other's memory, :class:`SeamError` in a capture,
+        and :class:`CollectiveError` where a rank doesn't come.
+        """
+        if not self.has_peer_memory:
+            raise CapabilityError(
+                f"the ranks of group {self.name!r} of {self.backend.label} don't reach each other's memory, so {name!r} "
+                "can't be made; use the group's verbs"
+            )
+        if self.closed:
+            raise self._misused("peer_buffers", "the group is closed; create another")
+        capture = self.backend.active_capture
+        if capture is not None and not capture.rehearsal:
+            raise self._misused("peer_buffers", f"{name!r} in a capture; make it before")
+        with self.backend.guard(f"making {name!r} for the ranks of group {self.name!r}"):
+            return self._peer_buffers(name, tuple(shape), dtype)
+
+    # -- how a call is carried out ---------------------------------------------------------------------------------
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The ways that this group has to carry a call out, by name; which is taken depends on the verb and the size.
+
+        The first takes every call. The same on each rank.
+        """
+        return ("library",)
+
+    def take(self, *ways: str) -> None:
+        """Take no other ways than these and the first, on every rank alike: to measure them apart. Never in a capture."""
+        unknown = set(ways) - set(self.ways)
+        if unknown:
+            raise self._misused("take", f"there is no way {', '.join(sorted(unknown))}, expected some of {list(self.ways)}")
+        self._taken = frozenset(ways)
+
+    def takes(self, way: str) -> bool:
+        """Whether a call may be carried out so."""
+        return self._taken is None or way in self._taken
+
+    # -- what belongs to the group beside them ---------------------------------------------------------------------
+
+    def decide(self, name: str, value: Decision) -> None:
+        """Tell an attached tool of a decision of the host that every rank must take alike, in the same order.
+
+        Nothing is sent. It belongs to each branch of the host on which the calls that follow depend; where ranks differ, a
+        tool names the first decision rather than the call that hung.
+        """
+        self.last_decision = (name, value)
+        if self.backend.observer is not None:
+            self.backend.observer.decided(self, name, value)
+
+    def announce(
+        self,
+        tensor: Tensor,
+        *,
+        stream: Stream,
+        reduction: Reduction = Reduction.SUM,
+        reads: tuple[Tensor, ...] = (),
+        writes: tuple[Tensor, ...] = (),
+    ) -> Collective:
+        """Check, count and report an ``all_reduce`` of ``tensor`` that the caller carries out itself, as fused kernels do.
+
+        ``reads`` and ``writes`` are the caller's operands beside ``tensor``, which counts as read and written.
+        """
+        self._check_reduced(tensor, "all_reduce")
+        return self._call("all_reduce", stream, tensor, reads=(tensor, *reads), writes=(tensor, *writes), reduction=reduction)
+
+    @property
+    def progress(self) -> str:
+        """How far this rank is, for errors: its place in the group, its last decision and its last call."""
+        decision = "no decision" if self.last_decision is None else "{} = {!r}".format(*self.last_decision)
+        return (
+            f"rank {self.rank} of {self.size} in group {self.name!r}: last decided {decision}, last called {self.last_call}"
+        )
+
+    def close(self) -> None:
+        """Give up what the group holds: connections, buffers. Allowed twice; nothing of the group may be under way.
+
+        What was captured with the group may not be replayed afterwards.
+        """
+        if not self.closed:
+            self.closed = True
+            self._close()
+
+    # -- checks ----------------------------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        kind: str,
+        stream: Stream,
+        *operands: Tensor,
+        reads: tuple[Tensor, ...],
+        writes: tuple[Tensor, ...],
+        reduction: Reduction | None = None,
+        root: int | None = None,
+        peer: int | None = None,
+    ) -> Collective:
+        """Check what all verbs have in common, count the call and report it."""
+        if self.closed:
+            raise self._misused(kind, "the group is closed; create another")
+        for tensor in operands:
+            if tensor.device != self.backend.device:
+                raise self._misused(kind, f"a tensor is on {tensor.device}, expected {self.backend.device}")
+            if not tensor.is_contiguous():
+                raise self._misused(kind, f"strides {tuple(tensor.stride())} aren't contiguous; pass a contiguous tensor")
+            if tensor.dtype != operands[0].dtype:
+                raise self._misused(kind, f"operands are {operands[0].dtype} and {tensor.dtype}, expected one dtype")
+        capture = self.backend.active_capture
+        if capture is not None and not self.backend.capabilities.captures_collectives:
+            raise CapabilityError(
+                f"{kind} of group {self.name!r} in a capture: {self.backend.label} doesn't declare captures_collectives; "
+                "call it between graphs"
+            )
+        if peer is None:
+            self._sequence = sequence = self._sequence + 1
+        else:
+            pair = (self.rank, peer) if kind == "send" else (peer, self.rank)
+            self._between[pair] = sequence = self._between.get(pair, 0) + 1
+        call = Collective(
+            kind=kind,
+            sequence=sequence,
+            dtype=operands[-1].dtype,
+            count=operands[-1].numel(),
+            reduction=reduction,
+            root=root,
+            peer=peer,
+            captured=capture is not None and not capture.rehearsal,
+        )
+        self.last_call = call
+        if self.backend.observer is not None:
+            self.backend.observer.collective(self, call, stream, reads, writes)
+        return call
+
+    def _check_reduced(self, tensor: Tensor, kind: str) -> None:
+        floats = self.backend.capabilities.dtypes
+        if tensor.dtype not in floats and tensor.dtype not in _INTEGERS:
+            known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in (*floats, *_INTEGERS)))
+            raise self._misused(kind, f"{tensor.dtype} isn't reduced here, only {known}")
+
+    def _check_stacked(self, stacked: Tensor, part: Tensor, kind: str, stacked_name: str, part_name: str) -> None:
+        if tuple(stacked.shape) != (self.size, *part.shape):
+            raise self._misused(
+                kind,
+                f"{stacked_name} {list(stacked.shape)} and {part_name} {list(part.shape)}, expected {stacked_name} "
+                f"{[self.size, *part.shape]}",
+            )
+
+    def _check_member(self, kind: str, what: str, index: int, *, other: bool = False) -> None:
+        if not 0 <= index < self.size:
+            raise self._misused(kind, f"{what} is {index}, expected an index in the group, 0 to {self.size - 1}")
+        if other and index == self.rank:
+            raise self._misused(kind, f"{what} is {index}, this rank itself; copy on the stream instead")
+
+    def _misused(self, kind: str, what: str) -> SeamError:
+        return SeamError(f"{kind} of rank {self.rank} in group {self.name!r} of {self.backend.label}: {what}")
+
+    def _doing(self, call: Collective) -> str:
+        return f"calling {call} as rank {self.rank} of group {self.name!r}"
+
+    def failed(self, reason: object, call: Collective | None = None) -> CollectiveError:
+        """The error of a call that failed, by default of the last; for vendors to raise."""
+        call = call or self.last_call
+        kind, sequence = ("create_group", 0) if call is None else (call.kind, call.sequence)
+        where = f"rank {self.rank} of group {self.name!r} (ranks {list(self.ranks)}, {self.backend.label})"
+        return CollectiveError(
+            f"{call or kind} failed on {where}: {reason}; a rank died, came too late (limit {self.timeout_s:g} s), or didn't "
+            "make the same call",
+            self.name,
+            self.rank,
+            sequence,
+            kind,
+        )
+
+    # -- what a vendor implements; each runs in the scope of the stream, and gets operands that were checked ------------
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+        """Vendor's verb for :meth:`all_reduce`."""
+
+    @abstractmethod
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> None:
+        """Vendor's verb for :meth:`all_gather`."""
+
+    @abstractmethod
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> None:
+        """Vendor's verb for :meth:`reduce_scatter`."""
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        """Vendor's verb for :meth:`broadcast`."""
+
+    @abstractmethod
+    def _all_to_all(self, output: Tensor, tensor: Tensor) -> None:
+        """Vendor's verb for :meth:`all_to_all`."""
+
+    @abstractmethod
+    def _send(self, tensor: Tensor, to: int) -> None:
+        """Vendor's verb for :meth:`send`."""
+
+    @abstractmethod
+    def _receive(self, tensor: Tensor, source: int) -> None:
+        """Vendor's verb for :meth:`receive`."""
+
+    def _peer_buffers(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Vendor's verb for :meth:`peer_buffers`, where ``has_peer_memory``."""
+        del shape, dtype
+        raise CapabilityError(f"{self.backend.label} says that ranks reach each other's memory but gives none ({name!r})")
+
+    def _close(self) -> None:  # noqa: B027  (nothing to give up is right)
+        """Vendor's verb for :meth:`close`, called once."""
+
+    def __repr__(self) -> str:
+        return f"<Group {self.name!r}, rank {self.rank} of {self.size}, of {self.backend.label}>"
+
+
+class Communicating:
+    """The part of a backend that makes groups."""
+
+    def create_group(self, name: str, *, ranks: Sequence[int], rank: int, store: Store, timeout_s: float = 30.0) -> Group:
+        """Join the ranks of a new group. Needs ``collectives``.
+
+        ``ranks`` are ranks of the world, in the group's order, and ``rank`` is this one's. Each of them calls this with the
+        same ``name``, ``ranks`` and ``timeout_s``, and blocks until all have, or until ``timeout_s`` seconds are over.
+        ``store`` is where they meet: a ``TCPStore`` between processes, a ``HashStore`` between threads of one. A rank that is
+        in several groups makes them in the same order as the others. A name may be used again after its group was closed.
+
+        Raises :class:`CapabilityError` where the backend has no collectives, :class:`ConfigError` for ranks that aren't
+        distinct or don't hold ``rank``, and :class:`CollectiveError` where a rank doesn't come.
+        """
+        backend: Backend = self  # type: ignore[assignment]
+        if not backend.capabilities.collectives:
+            raise CapabilityError(
+                f"{backend.label} doesn't declare collectives, so it runs on one rank; {name!r} can't be made"
+            )
+        if rank not in ranks or len(set(ranks)) != len(ranks):
+            raise ConfigError(f"group {name!r}: ranks {list(ranks)} must be distinct and hold this one, {rank}")
+        if timeout_s <= 0:
+            raise ConfigError(f"group {name!r}: timeout_s is {timeout_s}, expected more than 0")
+        backend.check_not_capturing(f"create group {name!r}")
+        with backend.guard(f"creating group {name!r}"):
+            return self._create_group(name, tuple(ranks), rank, store, timeout_s)
+
+    def _create_group(self, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float) -> Group:
+        """Vendor's verb for :meth:`create_group`."""
+        del ranks, rank, store, timeout_s
+        backend: Backend = self  # type: ignore[assignment]
+        raise CapabilityError(f"{backend.label} declares collectives but its plugin makes no group ({name!r})")

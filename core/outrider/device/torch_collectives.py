@@ -1,0 +1,165 @@
+"""Groups by torch.distributed: gloo, NCCL, RCCL, HCCL and what else registers itself there.
+
+The process group is made directly of the store. torch's own default group, its registry of groups and its module-level
+functions stay untouched, so that several ranks may be threads of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from outrider.device.collectives import Group, Reduction
+from outrider.device.errors import CapabilityError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from outrider.device.backend import Backend
+
+dist: Any = torch.distributed  # much of it isn't exported as type checkers want it
+
+_ROOM = "outrider/group"
+
+
+def make_process_group(
+    device: torch.device, name: str, ranks: tuple[int, ...], index: int, joined: Store, timeout_s: float
+) -> Any:
+    """The process group that torch has for ``device``, of ``ranks``; this one is number ``index`` of them. They meet at
+    ``joined``, which nobody used before.
+
+    Raises :class:`CapabilityError` where torch has none.
+    """
+    if not dist.is_available():
+        raise CapabilityError(f"torch {torch.__version__} is built without torch.distributed, so {name!r} can't be made")
+    kind = dist.Backend.default_device_backend_map.get(device.type)
+    if kind is None:
+        raise CapabilityError(
+            f"torch {torch.__version__} knows no communication library for {device.type}, so {name!r} can't be made; "
+            "the vendor's package registers one"
+        )
+    timeout = timedelta(seconds=timeout_s)
+    plugin = dist.Backend._plugins.get(kind.upper())
+    if plugin is not None:
+        if not plugin.extended_api:
+            return plugin.creator_fn(joined, index, len(ranks), timeout)
+        described = dist.distributed_c10d._DistributedBackendOptions()
+        described.store, described.group_rank, described.group_size = joined, index, len(ranks)
+        described.timeout, described.group_id, described.global_ranks_in_group = timeout, name, list(ranks)
+        return plugin.creator_fn(described, None)
+    own = getattr(dist, f"ProcessGroup{kind.capitalize() if kind == 'gloo' else kind.upper()}", None)
+    if own is None:
+        raise CapabilityError(f"torch {torch.__version__} is built without {kind}, so {name!r} can't be made")
+    if kind == "gloo":
+        return own(joined, index, len(ranks), timeout)
+    options = own.Options()
+    options._timeout = timeout
+    options.global_ranks_in_group = list(ranks)
+    options.group_name = name
+    return own(joined, index, len(ranks), options)
+
+
+def fresh_store(name: str, index: int, store: Store, timeout_s: float) -> Store:
+    """A part of ``store`` that no group had before, by a connection of its own: waiting there for ``timeout_s`` holds up
+    nobody who waits at ``store``. Each rank counts how often it made a group of this name.
+    """
+    own = cast("Any", store).clone()
+    generation = dist.PrefixStore(f"{_ROOM}/{name}/made", own).add(str(index), 1)
+    joined: Store = dist.PrefixStore(f"{_ROOM}/{name}/{generation}", own)
+    joined.set_timeout(timedelta(seconds=timeout_s))
+    return joined
+
+
+class TorchGroup(Group):
+    """A group whose verbs are those of one of torch's process groups.
+
+    They run on the ambient stream, which the seam has made ``stream``. Where torch runs them on the host (gloo), each has
+    finished when its call returns.
+    """
+
+    def __init__(
+        self, backend: Backend, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float
+    ) -> None:
+        super().__init__(backend, name, ranks, rank, timeout_s=timeout_s)
+        self._reductions: Mapping[Reduction, Any] = {
+            Reduction.SUM: dist.ReduceOp.SUM,
+            Reduction.MAX: dist.ReduceOp.MAX,
+            Reduction.MIN: dist.ReduceOp.MIN,
+        }
+        self._broken: str | None = None
+        self._meeting: Store = fresh_store(name, self.rank, store, timeout_s)
+        """A part of the store for this group alone."""
+        device, index, meeting = backend.device, self.rank, self._meeting
+        self._native: Any = self._run(lambda: make_process_group(device, name, self.ranks, index, meeting, timeout_s))
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Torch's library alone."""
+        return ("torch.distributed",)
+
+    def _all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = self._reductions[reduction]
+        options.asyncOp = False
+        self._run(lambda: self._native.allreduce([tensor], options))
+
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> None:
+        options = dist.distributed_c10d.AllgatherOptions()
+        options.asyncOp = False
+        self._run(lambda: self._native._allgather_base(as_bytes(output), as_bytes(tensor), options))
+
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> None:
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = self._reductions[reduction]
+        options.asyncOp = False
+        self._run(lambda: self._native._reduce_scatter_base(output.view(-1), tensor.view(-1), options))
+
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        options.asyncOp = False
+        self._run(lambda: self._native.broadcast([as_bytes(tensor)], options))
+
+    def _all_to_all(self, output: Tensor, tensor: Tensor) -> None:
+        options = dist.distributed_c10d.AllToAllOptions()
+        options.asyncOp = False
+        self._run(lambda: self._native.alltoall_base(as_bytes(output), as_bytes(tensor), [], [], options))
+
+    def _send(self, tensor: Tensor, to: int) -> None:
+        self._run(lambda: self._native.send([as_bytes(tensor)], to, 0))
+
+    def _receive(self, tensor: Tensor, source: int) -> None:
+        self._run(lambda: self._native.recv([as_bytes(tensor)], source, 0))
+
+    def _run(self, start: Callable[[], Any]) -> Any:
+        """Start something, and let the stream (on the host: the thread) wait for it."""
+        if self._broken is not None:
+            raise self.failed(f"the group failed before: {self._broken}")
+        try:
+            started = start()
+            if isinstance(started, dist.Work):
+                started.wait()
+            return started
+        except RuntimeError as error:
+            if self.backend.translate_error(error, "communicating") is not None:
+                raise  # the device's own failure; the guard around this types it
+            self._broken = str(error).splitlines()[0]
+            raise self.failed(self._broken) from error
+
+    def _close(self) -> None:
+        native, self._native = self._native, None
+        if native is not None and self.backend.capabilities.asynchronous:
+            if self._broken is None:
+                native.shutdown()
+            else:
+                native.abort()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as one row of bytes: what is only moved needs no dtype that a library knows."""
+    return tensor.view(-1).view(torch.uint8)

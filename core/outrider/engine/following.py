@@ -1,0 +1,36 @@
+"""Following: the engine of another rank than the first does what that one did, in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from outrider.engine.loop import Loop
+from outrider.engine.ranks.course import Course
+from outrider.errors import RequestError
+
+Calls = Mapping[str, Callable[..., object]]
+"""What an engine does for each command, by its name."""
+
+
+def follow(course: Course, calls: Calls, loop: Loop) -> None:
+    """Replay records until the first rank's engine is closed. What requests yield is told there; here it's dropped."""
+    try:
+        while True:
+            record = course.next()
+            for command in record.commands:
+                # What is refused is refused on every rank, and the first one's caller is told.
+                with suppress(RequestError):
+                    calls[command.name](*command.arguments)
+            if record.act == "iterate":
+                loop.iterate()
+            elif record.act == "drain":
+                loop.drain()
+            elif record.act == "end":
+                return
+            loop.outbox.take()
+    except BaseException as error:
+        stopped = loop.lifeline.part(error)
+        if isinstance(error, Exception) and stopped is not error:
+            raise stopped from error
+        raise

@@ -1,0 +1,125 @@
+"""Requests that go to other engines, or come from them, by way of the network card: who holds which pages until when.
+
+Nothing here waits. What must be over first has a fence that the caller asks between two iterations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from outrider.device import ConfigError
+from outrider.engine.admission import Admission
+from outrider.engine.assembly import EngineParts
+from outrider.engine.loop import Loop
+from outrider.engine.requests.lent import Arrived, Expected, Lent
+from outrider.engine.requests.pages import FreeList
+from outrider.engine.requests.request import FinishReason, Request, StepOutput
+from outrider.engine.requests.request_state import RequestState
+from outrider.engine.requests.scheduler import Scheduler
+from outrider.errors import RequestError
+
+
+class Lending:
+    """The pages of an engine that belong to no running request, since the network card reads or writes them."""
+
+    def __init__(self, parts: EngineParts, loop: Loop, admission: Admission) -> None:
+        self._parts, self._loop, self._admission = parts, loop, admission
+        scheduler = loop.scheduler
+        if not isinstance(scheduler, Scheduler) or loop.course is not None:
+            raise ConfigError("an engine of several ranks can't lend requests or borrow them; use hand_over, in one process")
+        self._scheduler = scheduler
+        self._pages = scheduler.pages
+        transfers = len(parts.fences.pages_ready) + 1
+        self._leaving = FreeList("slot for a request that leaves", transfers)
+        self._coming = FreeList("slot for a request that comes", transfers)
+        self._lent: dict[Lent, list[int]] = {}
+        self._expected: dict[Expected, Request] = {}
+
+    def lend(self, request: Request) -> Lent | None:
+        """Take out a request of which nothing is in flight. None where too many are on their way."""
+        if not self._leaving.available:
+            return None
+        slot = self._leaving.take()
+        fences = self._parts.fences
+        ready, read = fences.pages_ready[slot - 1], fences.pages_read[slot - 1]
+        state = RequestState(
+            prompt=request.prompt,
+            params=request.params,
+            output=tuple(request.output),
+            priority=request.priority,
+            media=request.media.media if request.media is not None else (),
+            logprobs=tuple(request.logprobs),
+            iterations=request.iterations,
+            verified_tokens=request.verified_tokens,
+        )
+        try:
+            relay = self._parts.transfer.depart(request, ready)
+        except BaseException:
+            self._leaving.give_back(slot)
+            raise
+        del self._loop.requests[request.id]
+        request.finish_reason = FinishReason.HAND_OVER
+        self._loop.outbox.put(StepOutput(request.id, (), FinishReason.HAND_OVER))
+        held = self._scheduler.lend(request)
+        filled = tuple(held[: -(-(state.length + 1) // self._pages.page_size)])
+        lent = Lent(state=state, pages=filled, relay=relay, ready=ready, read=read, slot=slot)
+        self._lent[lent] = held
+        return lent
+
+    def returned(self, lent: Lent) -> None:
+        """Give the pages back. The caller knows that nobody reads them any more. Allowed once."""
+        if lent not in self._lent:
+            raise RequestError("these pages were given back before, or belong to another engine")
+        self._pages.give_back(self._lent.pop(lent))
+        self._leaving.give_back(lent.slot)
+
+    def expect(self, request_id: int, state: RequestState) -> Expected | None:
+        """Reserve pages. None where they, or slots, are short."""
+        if not self._coming.available:
+            return None
+        if not state.output:
+            raise RequestError("a request that comes from another engine has a token of output at least; this one has none")
+        state = self._admission.checked(state)
+        request = self._admission.arrival(request_id, state)
+        if not self._scheduler.reserve(request):
+            return None
+        slot = self._coming.take()
+        fences = self._parts.fences
+        free, written = fences.pages_free[slot - 1], fences.pages_written[slot - 1]
+        filled = tuple(request.pages[: -(-(state.length + 1) // self._pages.page_size)])
+        expected = Expected(request=request_id, pages=filled, free=free, written=written, slot=slot)
+        self._expected[expected] = request
+        self._parts.transfer.await_pages(free)
+        return expected
+
+    def arrived(self, expected: Expected, relay: Mapping[str, Tensor]) -> None:
+        """Queue the request, whose pages are filled; it decodes as soon as it's scheduled."""
+        request = self._taken(expected)
+        try:
+            self._check(relay)
+            pinned = self._parts.transfer.pinned_relay(relay)
+        except BaseException:
+            self._expected[expected] = request
+            raise
+        request.arrival = Arrived(len(request.context), request.output[-1], pinned)
+        self._coming.give_back(expected.slot)
+        self._loop.add(request)
+
+    def forsake(self, expected: Expected) -> None:
+        """Free reserved pages. The caller knows that nobody writes them any more. Allowed once."""
+        self._scheduler.free_reserved(self._taken(expected))
+        self._coming.give_back(expected.slot)
+
+    def _taken(self, expected: Expected) -> Request:
+        request = self._expected.pop(expected, None)
+        if request is None:
+            raise RequestError("this request has arrived or was given up before, or belongs to another engine")
+        return request
+
+    def _check(self, relay: Mapping[str, Tensor]) -> None:
+        ours = {spec.name: ((1, *spec.shape), spec.dtype) for spec in self._parts.proposer.relay}
+        theirs = {name: (tuple(value.shape), value.dtype) for name, value in relay.items()}
+        if ours != theirs:
+            raise ConfigError(f"the proposer relays {theirs}, this engine's {ours}: the engines have different draft options")

@@ -1,0 +1,102 @@
+"""Course: what the ranks of one engine do next. The first rank writes it down, the others read it and check themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.device import ConfigError
+from outrider.engine.ranks.ranks import Ranks
+from outrider.engine.ranks.records import Command, Decisions, RanksDiffer, Record
+from outrider.engine.requests.batch import Batch
+from outrider.engine.requests.draft_length import DraftLengthPolicy
+
+
+class Course:
+    """The one authority over what an engine's ranks do: on the rank that leads it publishes what was decided there, before
+    that takes effect; on the others it hands out what was published.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.leads = ranks.leads
+        self._log = ranks.new_log()
+        self._commands: list[Command] = []
+        self._record: Record | None = None
+        self.over = False
+        """Whether the last record was published."""
+
+    def check_asked(self) -> None:
+        """Raise :class:`ConfigError` where a caller, and not a record, asks something of an engine that follows."""
+        if not self.leads and self._record is None:
+            raise ConfigError("this engine follows that of rank 0, which takes all calls; call follow() here")
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Leading: a call changes the engine; the others hear of it with the next act. Following: nothing."""
+        if self.leads:
+            self._commands.append(Command(name, arguments))
+
+    def act(self, name: str, decisions: Decisions | None = None, argument: Any = None) -> None:
+        """What happens now: published where this rank leads; checked against what was published where it follows."""
+        if self.leads and not self.over:
+            self._log.publish(Record(tuple(self._commands), name, decisions, argument))
+            self._commands.clear()
+        for what, value in (decisions or {}).items():
+            self.ranks.decide(what, value)
+        if not self.leads and self._record is not None:
+            self._check(self._record.decisions, decisions)
+
+    def end(self) -> None:
+        """Leading: let the others end. Allowed twice."""
+        if self.leads and not self.over:
+            self._commands.clear()
+            self.act("end")
+        self.over = True
+
+    def next(self) -> Record:
+        """Following: wait for the next record."""
+        self._record = self._log.next()
+        return self._record
+
+    @property
+    def drafted(self) -> int | None:
+        """Following: tokens that the iteration drafts, as the first rank decided."""
+        decisions = None if self._record is None else self._record.decisions
+        return None if decisions is None else decisions["drafted"]
+
+    def _check(self, theirs: Decisions | None, ours: Decisions | None) -> None:
+        for name, value in (theirs or {}).items():
+            mine = None if ours is None else ours.get(name)
+            if mine != value:
+                raise RanksDiffer(
+                    f"rank {self.ranks.rank} comes to {name} = {mine!r}, and rank 0 decided {value!r}: "
+                    f"{self.ranks.progress}; start all ranks with the same options, files and software"
+                )
+
+
+def decisions_of(batch: Batch | None) -> Decisions:
+    """What the host decided for an iteration, of all data-parallel groups."""
+    batches = () if batch is None else batch.everyone
+    return {
+        "admitted": tuple(request.id for each in batches for request in each.admitted),
+        "preempted": tuple(request.preemptions for each in batches for request in each.requests),
+        "prefill": tuple(
+            number for each in batches for chunk in each.prefill for number in (chunk.request.id, chunk.start, chunk.end)
+        ),
+        "decode": tuple(request.id for each in batches for request in each.decode),
+        "pages": tuple(number for each in batches for update in each.table_updates for number in update),
+        "drafted": None if batch is None else batch.drafted,
+    }
+
+
+class ToldLength(DraftLengthPolicy):
+    """The length that the first rank decided, on the ranks that follow it."""
+
+    def __init__(self, lengths: tuple[int, ...], course: Course) -> None:
+        super().__init__(lengths)
+        self._course = course
+
+    def choose(self, requests: int, cached: int) -> int:
+        """That of the record."""
+        del requests, cached
+        drafted = self._course.drafted
+        return self.lengths[-1] if drafted is None else drafted

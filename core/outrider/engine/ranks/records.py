@@ -1,0 +1,98 @@
+"""What the first rank tells the others: a log of small records, which they replay."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from outrider.device import DeviceError
+
+_POLL_S = 300.0
+_KEPT = 256
+"""Records that stay in the store behind the newest: no rank is further behind, as each iteration has collectives."""
+
+Decisions = Mapping[str, Any]
+
+
+class RanksFailed(DeviceError):
+    """Ranks of an engine lost each other, or one of them failed: none of them can go on. The text names the rank, its last
+    decision and its last collective, as far as they're known.
+    """
+
+    device_lost = True
+
+
+class RanksDiffer(RanksFailed):
+    """Ranks that must do the same came to different decisions: one of them has other software, weights or options."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A call that changes the engine, as its first rank took it: the name of a method, and what it was given."""
+
+    name: str
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What ranks do next: first ``commands``, then ``act``: iterate, drain, settle or stop.
+
+    ``decisions``: what was decided for the iteration, by name. Ranks that follow take the length of the draft from here, and
+    check the rest against what they come to themselves. ``argument`` is that of ``act``.
+    """
+
+    commands: tuple[Command, ...]
+    act: str
+    decisions: Decisions | None = None
+    argument: Any = None
+
+
+class RecordLog:
+    """Numbered records in a store. One rank writes, the others read each of them once, in order.
+
+    Records are pickled: whoever can write to the store can run code in every rank, as with torch's own collectives of
+    objects. So a store listens where the ranks are, and nowhere else.
+    """
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = store
+        self._name = name
+        self._next = 0
+
+    def publish(self, record: Record) -> None:
+        """Write the next record."""
+        self._store.set(self._key(self._next), pickle.dumps(record))  # type: ignore[arg-type]
+        self._next += 1
+        if self._next > _KEPT:
+            self._store.delete_key(self._key(self._next - _KEPT - 1))
+
+    def next(self) -> Record:
+        """Wait for the next record, for as long as it takes; whoever watches the ranks ends the wait."""
+        key = self._key(self._next)
+        while not came(self._store, key, _POLL_S):
+            pass
+        self._next += 1
+        record = pickle.loads(self._store.get(key))
+        assert isinstance(record, Record)
+        return record
+
+    def _key(self, number: int) -> str:
+        return f"{self._name}/record/{number}"
+
+
+def came(store: Store, key: str, seconds: float) -> bool:
+    """Whether ``key`` is there, within ``seconds``. Raises :class:`RanksFailed` where the store is gone."""
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except RuntimeError as error:
+        # A store says in words alone that the time is over.
+        if "timeout" in str(error).lower() or "timed out" in str(error).lower():
+            return False
+        raise RanksFailed(f"the store where the ranks meet is gone: {error}; its process has ended") from error
+    return True

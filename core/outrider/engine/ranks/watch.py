@@ -1,0 +1,87 @@
+"""Watching ranks that are processes: each says now and then that it lives, and hears of the others."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from outrider.device import DeviceError
+from outrider.engine.ranks.ranks import Ranks
+from outrider.engine.ranks.room import Room
+
+_BEAT_S = 0.4
+_SILENT_S = 4.5
+"""A rank that gives no sign of life for so long hangs: it's stopped, or in an operation that keeps all its threads."""
+_GRACE_S = 2.0
+"""So long a rank has to end by itself once another has failed: it may be waiting for what never comes."""
+
+
+class Watch:
+    """Says of this rank how far it is, hears how far the others are, and ends the process where one of them is lost.
+
+    ``room``: of a connection of its own, since another thread of this rank may wait in the store. ``speaks``: this process
+    tells people why it ends; elsewhere that's for whoever started the ranks.
+    """
+
+    def __init__(self, ranks: Ranks, room: Room, *, speaks: bool) -> None:
+        self._ranks = ranks
+        self._room = room
+        self._speaks = speaks
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="outrider-ranks", daemon=True)
+
+    def start(self) -> None:
+        """From now on the others know that this rank lives."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End: the rank is done, or on its way out."""
+        self._over.set()
+        self._thread.join(2 * _SILENT_S)
+
+    def _run(self) -> None:
+        beats = 0
+        while not self._over.wait(_BEAT_S):
+            beats += 1
+            try:
+                self._room.beat(self._ranks.rank, f"{beats} {self._ranks.progress}")
+                failure = self._room.failure or self._silent()
+            except (RuntimeError, DeviceError) as error:
+                failure = f"the process where the ranks meet has ended: {error}"
+            if failure is not None and not self._over.wait(_GRACE_S):
+                self._end(failure)
+
+    def _silent(self) -> str | None:
+        now = time.monotonic()
+        for rank in range(self._ranks.config.world):
+            if rank == self._ranks.rank:
+                continue
+            said = self._room.last_beat(rank)
+            before, since = self._seen.get(rank, ("", now))
+            if said != before:
+                self._seen[rank] = said, now
+            elif said and said != Room.ENDED and now - since > _SILENT_S:
+                last = said.partition(" ")[2] or "nothing is known of it"
+                return self._room.fail(f"rank {rank} hangs: no sign of life for {_SILENT_S:g} s; {last}")
+        return None
+
+    def _end(self, failure: str) -> None:
+        if self._speaks:
+            sys.stderr.write(f"outrider: {failure}\n")
+            sys.stderr.flush()
+        os._exit(1)
+
+
+def end_with(descriptor: int, end: Callable[[int], None] = os._exit) -> None:
+    """End this process when the other end of the pipe at ``descriptor`` is closed: whoever started it is gone."""
+
+    def wait() -> None:
+        while os.read(descriptor, 1):
+            pass
+        end(1)
+
+    threading.Thread(target=wait, name="outrider-starter", daemon=True).start()

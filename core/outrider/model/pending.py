@@ -1,0 +1,45 @@
+"""What a layer adds to the residual stream, left pending for the norm after it, which a device computes together with it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from outrider.device import KernelSet, Product
+from outrider.model.ranks import ModelRanks
+
+
+class Partial(NamedTuple):
+    """One rank's part [T, H] of a sum over tensor-parallel ranks."""
+
+    value: Tensor
+    ranks: ModelRanks
+
+
+Pending = Product | Partial
+
+
+def add(pending: Pending, residual: Tensor, kernels: KernelSet) -> Tensor:
+    """Add what is pending to ``residual`` [T, H] in place; returns it."""
+    if isinstance(pending, Partial):
+        return pending.ranks.add(pending.value, residual)
+    return kernels.linear_add(*pending, residual)
+
+
+def add_rms_norm(pending: Pending, residual: Tensor, norm: Tensor, eps: float, kernels: KernelSet) -> Tensor:
+    """Add what is pending to ``residual`` [T, H] in place; returns its norm with ``norm`` [H]."""
+    if isinstance(pending, Partial):
+        return pending.ranks.add_rms_norm(kernels, pending.value, residual, norm, eps)
+    return kernels.linear_add_rms_norm(*pending, residual, norm, eps)
+
+
+def added(pending: Pending | None, residual: Tensor, kernels: KernelSet) -> tuple[Pending | None, Tensor]:
+    """A copy of ``residual`` with what is pending, and what is pending then: a sum over ranks is made once."""
+    if pending is None:
+        return None, residual.clone()
+    if isinstance(pending, Partial):
+        pending.ranks.add(pending.value, residual)
+        return None, residual.clone()
+    # Made twice, here and for the norm: a few layers of a head that asks for it.
+    return pending, residual + kernels.linear(*pending)

@@ -1,0 +1,33 @@
+# The server for NVIDIA GPUs. CUDA's libraries come with torch, the driver from the host (NVIDIA container toolkit):
+#   docker build --file examples/deploy/cuda.Dockerfile --tag outrider:cuda .
+#   docker run --rm --gpus 1 --publish 127.0.0.1:8000:8000 --volume /models/NAME:/model:ro outrider:cuda --model /model
+FROM python:3.12-slim-bookworm AS build
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cu130
+WORKDIR /src
+RUN python -m venv /opt/outrider \
+    && /opt/outrider/bin/pip install --no-cache-dir --upgrade pip==26.3
+# torch first, so that a change of the sources doesn't fetch it again.
+COPY constraints.txt .
+RUN /opt/outrider/bin/pip install --no-cache-dir --constraint constraints.txt --extra-index-url "$TORCH_INDEX" torch triton
+COPY . .
+RUN /opt/outrider/bin/pip install --no-cache-dir --constraint constraints.txt '.[serve,kv-events]'
+
+FROM python:3.12-slim-bookworm
+# Triton compiles a small launcher with the C compiler when it starts.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 10001 --create-home outrider
+COPY --from=build /opt/outrider /opt/outrider
+ENV PATH=/opt/outrider/bin:$PATH PYTHONUNBUFFERED=1 \
+    NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 10001
+WORKDIR /home/outrider
+EXPOSE 8000
+# Loading a large model takes minutes; until the server is ready, a failed check doesn't count.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=3 \
+    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+# SIGTERM drains: give it longer than --drain-seconds (docker stop --time 45).
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["outrider", "serve", "--host", "0.0.0.0", "--port", "8000", "--backend", "cuda"]

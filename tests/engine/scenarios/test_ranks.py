@@ -1,0 +1,129 @@
+"""Bugs that take several ranks, and those of one rank again on two. Numbers are those of docs/scenarios.md."""
+
+from contextlib import suppress
+
+import pytest
+
+from engine.scenarios.historical import Skipping, program, request
+from outrider.device import CollectiveError
+from outrider.registry import Registry
+from outrider_proof.rank_engine import RankExplorer, Setup
+from outrider_proof.rank_exploration import Devices
+from outrider_sanitizer import Kind, RaceError, watch_ranks
+from outrider_sanitizer.findings import STALENESS
+from outrider_sanitizer.races import RANK_RACES, decision_named
+from outrider_sim.explore import run_once
+from outrider_sim.strategies import make_strategy
+
+REGISTRY = Registry()
+IDLE = Setup(tensor=1, data=2, proposer="mtp", mode="graphs", like="cuda")
+SPLIT = Setup(tensor=2, data=1, proposer="mtp", mode="graphs", like="cuda")
+TOGETHER = program(request(6, 10, moves=(3,)), *(request(3 + i, 4, start=9 * i) for i in range(4)), max_requests=4)
+"""Two ranks share five requests: three run in the graph for four, one is handed over, and at the end a rank is idle."""
+
+
+def once(explorer, setup, host_program=TOGETHER, strategy="program", inject=None):
+    """One watched run; what it raised, or None."""
+    device = explorer.devices(setup, inject)[0]
+    return run_once(device, lambda _: explorer.run(setup, host_program, inject=inject), make_strategy(strategy, 1, {}))
+
+
+@pytest.fixture(scope="module")
+def explorer():
+    made = RankExplorer(REGISTRY)
+    yield made
+    made.change = None
+
+
+@pytest.fixture(autouse=True)
+def accounted():
+    """The explorer counts rows and pages of every rank itself, at the end of each run."""
+
+
+@pytest.fixture(autouse=True)
+def unchanged(explorer):
+    yield
+    explorer.change = explorer.wrap = None
+
+
+def named(name):
+    """The decision that is named first when this program of the corpus runs, and its report."""
+    race = RANK_RACES[name]
+    devices = Devices(REGISTRY).of(race, 2)
+    with watch_ranks(devices) as report, suppress(CollectiveError):
+        race.run(devices, fixed=False)
+    return decision_named(report), report
+
+
+def test_20_ranks_accept_different_counts(explorer):
+    """A tie of logits goes the other way on one rank. Where each rank decides, they come apart; here the first one does."""
+    decision, report = named("accepted-counts")
+    assert decision == "accepted"
+    assert {finding.kind for finding in report} == {Kind.DECISION, Kind.COLLECTIVE}
+    assert once(explorer, SPLIT, inject="ulp") is None
+
+
+def test_20_a_rank_that_drafts_another_length_is_named(explorer):
+    """Whoever follows drafts as it was told; told something else, it's named before it hangs."""
+    error = once(explorer, SPLIT, inject="length")
+    assert isinstance(error, RaceError)
+    assert decision_named(error.report) == "drafted"
+
+
+def test_21_an_idle_rank_takes_another_branch(explorer):
+    """An idle rank takes part in every layer, with the graph and the passes of the busy ones."""
+    for name, wanted in (("idle-rank-drafts-less", "draft_passes"), ("idle-rank-takes-another-bucket", "bucket")):
+        decision, report = named(name)
+        assert decision == wanted
+        assert Kind.COLLECTIVE in {finding.kind for finding in report}
+    one = program(request(6, 8), max_requests=2)
+    assert once(explorer, IDLE, one) is None
+
+
+@pytest.mark.parametrize("strategy", ["program", "random"])
+def test_idle_rank_drafts_graphs_padding_and_hand_over_together(explorer, strategy):
+    error = once(explorer, IDLE, strategy=strategy)
+    assert error is None, str(error)
+
+
+def skipping(name, stream):
+    """A wrapping of fences that leaves out the waits of one."""
+    return lambda rank, fence: Skipping(fence, stream) if fence.name == name else fence
+
+
+@pytest.mark.parametrize(
+    ("fix", "fence", "stream"), [("draft-done", "draft_outputs_ready", "plan"), ("wait", "results_ready", "copy")]
+)
+def test_an_edge_that_another_engine_lacked_is_missed_on_two_ranks_too(explorer, fix, fence, stream):
+    explorer.wrap = skipping(fence, stream)
+    error = once(explorer, IDLE)
+    assert isinstance(error, RaceError), error
+    assert {Kind.READ_AFTER_WRITE, Kind.WRITE_AFTER_READ} & {finding.kind for finding in error.report}
+
+
+def test_padding_that_is_left_out_is_found_on_two_ranks_too(explorer):
+    def change(_, engine):
+        engine._parts.buffers.pad = lambda *arguments, **named: None
+
+    explorer.change = change
+    error = once(explorer, IDLE)
+    assert isinstance(error, RaceError), error
+    assert {finding.kind for finding in error.report} & STALENESS
+
+
+def test_a_relay_on_another_stream_is_found_on_two_ranks_too(explorer):
+    """What an iteration relays to the next is written beside forward, where the next one reads it."""
+
+    def change(_, engine):
+        future = engine._parts.future
+        honest = future.stash
+
+        def stash(*arguments):
+            with engine.backend.on(engine._parts.streams.copy):
+                honest(*arguments)
+
+        future.stash = stash
+
+    explorer.change = change
+    error = once(explorer, IDLE)
+    assert isinstance(error, RaceError), error

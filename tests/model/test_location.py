@@ -1,0 +1,145 @@
+"""Where a checkpoint is found, and which formats are refused by name."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from outrider.errors import CheckpointError
+from outrider.model import ModelConfig, Tokenizer, find_checkpoint, has_tokenizer, load_decoder
+from outrider_proof.checkpoints import write_checkpoint
+
+COMMIT = "0" * 40
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(directory, "llama")
+    return directory
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """An empty cache of the Hub, and no network."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def keep(hub, name, source, revision="main"):
+    """Put a snapshot into the cache as the Hub's library does: files are links to blobs."""
+    repository = hub / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    (repository / "refs").mkdir()
+    (repository / "refs" / revision).write_text(COMMIT)
+    for file in source.iterdir():
+        shutil.copy(file, repository / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    return snapshot
+
+
+@pytest.mark.parametrize("given", ["owner/tiny", "owner/tiny@main", f"owner/tiny@{COMMIT}"])
+def test_a_name_of_the_hub_is_its_snapshot_in_the_cache(hub, checkpoint, backend, given):
+    snapshot = keep(hub, "owner/tiny", checkpoint)
+    assert find_checkpoint(given) == snapshot
+    assert load_decoder(find_checkpoint(given), backend=backend, dtype=torch.float32).config.family == "llama"
+
+
+@pytest.mark.parametrize("given", ["owner/other", "owner/tiny@v2"])
+def test_what_the_cache_lacks_needs_the_network(hub, checkpoint, given):
+    keep(hub, "owner/tiny", checkpoint)
+    with pytest.raises(CheckpointError, match=r"no such directory, the Hub's cache doesn't hold it, and the Hub can't be"):
+        find_checkpoint(given)
+
+
+def test_a_directory_comes_before_a_name(hub, checkpoint, tmp_path, monkeypatch):
+    keep(hub, "owner/tiny", checkpoint)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "tiny").mkdir(parents=True)
+    assert str(find_checkpoint("owner/tiny")) == "owner/tiny"
+
+
+@pytest.mark.parametrize(
+    "given", ["missing", "./owner/tiny", "/no/such/place", "owner/tiny/deeper", "../owner/tiny", "a b/c"]
+)
+def test_what_is_no_name_is_a_path(hub, given):
+    with pytest.raises(CheckpointError, match="no such file; expected a checkpoint directory"):
+        ModelConfig.from_checkpoint(find_checkpoint(given))
+
+
+FORMATS = [
+    ("model-q4_k_m.gguf", "GGUF weights of llama.cpp"),
+    ("consolidated.00.pth", "weights as Meta publishes them"),
+    ("consolidated.safetensors", "weights as Mistral publishes them"),
+    ("tf_model.h5", "TensorFlow weights"),
+    ("model.onnx", "an ONNX graph"),
+    ("rank0.engine", "a compiled TensorRT engine"),
+    ("adapter_config.json", "a LoRA adapter.*merge_and_unload"),
+]
+
+
+@pytest.mark.parametrize(("file", "says"), FORMATS)
+@pytest.mark.parametrize("config", [True, False], ids=["with-config", "alone"])
+def test_other_formats_are_refused_by_name(checkpoint, tmp_path, file, says, config):
+    (tmp_path / file).write_text("{}")
+    if config:
+        shutil.copy(checkpoint / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match=rf"{file}: is {says}"):
+        ModelConfig.from_checkpoint(find_checkpoint(tmp_path))
+    with pytest.raises(CheckpointError, match=rf"{file}: is {says}"):
+        find_checkpoint(tmp_path / file)
+
+
+def test_a_file_is_no_directory(checkpoint):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: is a file; expected a directory"):
+        find_checkpoint(checkpoint / "model.safetensors")
+
+
+def test_other_formats_beside_ours_do_no_harm(checkpoint, tmp_path, backend):
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    for name in ("model.gguf", "consolidated.safetensors", "tf_model.h5"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    assert load_decoder(tmp_path, backend=backend, dtype=torch.float32).config.family == "llama"
+
+
+def test_an_adapter_beside_the_weights_is_refused(checkpoint, tmp_path, backend):
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    with pytest.raises(CheckpointError, match="is a LoRA adapter"):
+        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+
+
+def test_silu_by_its_other_name(checkpoint, tmp_path):
+    raw = json.loads((checkpoint / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"hidden_act": "swish"}))
+    assert ModelConfig.from_checkpoint(tmp_path) == ModelConfig.from_checkpoint(checkpoint)
+
+
+def test_a_sentencepiece_model_alone_is_a_tokenizer(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece", reason="the extra sentencepiece isn't installed")
+    (tmp_path / "text").write_text("\n".join(f"def read(self, n{i}): return {i}  # line {i}" for i in range(300)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=320, model_type="bpe",
+        byte_fallback=True, character_coverage=1.0, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        minloglevel=2,
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "legacy": False}))
+    assert has_tokenizer(tmp_path)
+    ours = Tokenizer.from_checkpoint(tmp_path)
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    for text in ("def read(self, n7): return 1", "héllo  wörld ☃", "\n\tx"):
+        assert ours.encode(text, special_tokens=False) == theirs.encode(text)
+        assert ours.decode(ours.encode(text)) == text
+
+
+def test_a_broken_sentencepiece_model_is_named(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x07nothing")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: can't be read as a tokenizer"):
+        Tokenizer.from_checkpoint(tmp_path)

@@ -1,0 +1,86 @@
+"""A server's engine on several ranks: the same tokens, and no process left, however it ends."""
+
+import asyncio
+import functools
+import os
+import signal
+
+import pytest
+
+pytest.importorskip("fastapi", reason="not run: the extra serve isn't installed")
+
+from outrider import SamplingParams
+from outrider.cli.models import Sizes, Speculation, load
+from outrider.serve.client import EngineGone, Inbox
+from outrider.serve.engine_process import EngineProcess
+from outrider.serve.engine_ranks import EngineRanks, engine_process
+
+PARAMS = SamplingParams(max_tokens=16)
+PROMPT = [521, 1019, 9, 66, 13, 309]
+
+
+def make():
+    speculation = Speculation.choose(None, model=None, draft=None, draft_tokens=3)
+    return functools.partial(load, "cpu", speculation, max_requests=2, dtype="float64", sizes=Sizes(max_context=128))
+
+
+async def tokens_of(client):
+    inbox, found = Inbox(), []
+    client.submit(inbox, PROMPT, PARAMS)
+    while True:
+        for output in await inbox.take():
+            found += output.tokens
+            if output.finish_reason is not None:
+                return found
+
+
+def gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_one_rank_is_one_process():
+    assert type(engine_process(make())) is EngineProcess
+    assert isinstance(engine_process(make(), data=2), EngineRanks)
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_tokens_of_one_and_end_together():
+    async def main():
+        client = engine_process(make(), tensor=2)
+        await client.start()
+        try:
+            pids = [client.pid, *(process.pid for process in client._followers)]
+            assert len(pids) == 2
+            found = await tokens_of(client)
+        finally:
+            await client.close()
+        return found, pids
+
+    found, pids = asyncio.run(main())
+    assert all(gone(pid) for pid in pids)
+    (alone,) = make()().generate([PROMPT], PARAMS)
+    assert tuple(found) == alone.token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_takes_the_engine_with_it(victim):
+    async def main():
+        client = engine_process(make(), tensor=2)
+        await client.start()
+        try:
+            pids = [client.pid, client._followers[0].pid]
+            reading = asyncio.ensure_future(tokens_of(client))
+            os.kill(pids[victim], signal.SIGKILL)
+            with pytest.raises(EngineGone):
+                await asyncio.wait_for(reading, 60)
+            assert isinstance(client.error, EngineGone)
+        finally:
+            await client.close()
+        return pids
+
+    assert all(gone(pid) for pid in asyncio.run(main()))

@@ -1,0 +1,134 @@
+"""What every transport promises: bytes, notices, order, refusals, and what happens when the other side goes."""
+
+import time
+
+import pytest
+import torch
+
+from outrider.device import ConfigError
+from outrider.registry.transports import get_transport
+from outrider.transports import LinkDown
+from outrider.transports.local import LocalTransport
+from outrider_cpu.backend import CpuBackend
+
+BACKEND = CpuBackend()
+LIMIT_S = 60
+
+
+def until(condition):
+    end = time.monotonic() + LIMIT_S
+    while not (found := condition()):
+        assert time.monotonic() < end, "it didn't come"
+        time.sleep(0.001)
+    return found
+
+
+def make(name):
+    if name == "nixl":
+        pytest.importorskip("nixl_cu12", reason="NIXL isn't installed")
+    return LocalTransport() if name == "local" else get_transport(name)
+
+
+class Pair:
+    def __init__(self, name, blocks=(6, 9)):
+        transport = make(name)
+        self.memory = [
+            (torch.arange(n * 4, dtype=torch.float32).view(n, 2, 2) + 100 * side, torch.zeros(n, 3, dtype=torch.int64) + side)
+            for side, n in enumerate(blocks)
+        ]
+        self.links = [
+            transport.open(memory, BACKEND, accepts=not side, host="127.0.0.1") for side, memory in enumerate(self.memory)
+        ]
+        offers = [link.offer() for link in self.links]
+        self.links[0].connect(offers[1])
+        self.links[1].connect(offers[0])
+
+    def close(self):
+        for link in self.links:
+            link.close()
+
+
+@pytest.fixture(params=["local", "torch", "nixl"])
+def pair(request):
+    made = Pair(request.param)
+    yield made
+    made.close()
+
+
+def test_blocks_are_written_and_told_of(pair):
+    """Both ways, in the order given; nothing else changes."""
+    for side in (0, 1):
+        here, there = pair.memory[side], pair.memory[1 - side]
+        before, sent = [each.clone() for each in there], [each.clone() for each in here]
+        transfer, other = pair.links[side].write([1, 4, 2], [5, 0, 3], b"hello"), pair.links[1 - side]
+        # Both sides go on asking.
+        assert until(lambda given=(transfer, other): given[1].notices() or (given[0].done() and None)) == [b"hello"]
+        for region, old, new in zip(there, before, sent, strict=True):
+            old[[5, 0, 3]] = new[[1, 4, 2]]
+            assert torch.equal(region, old)
+        until(transfer.done)
+        assert pair.links[1 - side].notices() == []
+
+
+def test_blocks_are_read(pair):
+    transfer = pair.links[0].read([0, 1], [8, 7])
+    until(transfer.done)
+    for here, there in zip(*pair.memory, strict=True):
+        assert torch.equal(here[[0, 1]], there[[8, 7]])
+    assert pair.links[1].notices() == []
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "notice", "message"),
+    [
+        ([6], [0], b"", "this side has 6 blocks"),
+        ([0], [9], b"", "the other side has 9 blocks"),
+        ([0, 1], [2], b"", "2 blocks can't go to 1"),
+        ([0, 1], [2, 2], b"", "named twice"),
+        ([], [], b"", "at least one"),
+        ([0], [0], b"x" * 257, "is too long"),
+    ],
+)
+def test_what_does_not_fit_is_refused(pair, ours, theirs, notice, message):
+    with pytest.raises(ConfigError, match=message):
+        pair.links[0].write(ours, theirs, notice)
+
+
+def test_after_a_close_both_sides_are_down_and_no_byte_lands(pair):
+    before = [each.clone() for each in pair.memory[0]]
+    pair.links[0].close()
+    with pytest.raises(LinkDown):
+        pair.links[0].write([0], [0], b"")
+
+    def down():
+        try:
+            transfer = pair.links[1].write([1], [1], b"late")
+            until(transfer.done)
+        except LinkDown:
+            return True
+        return False
+
+    assert down()
+    assert all(torch.equal(a, b) for a, b in zip(before, pair.memory[0], strict=True))
+    pair.links[0].close()
+
+
+@pytest.mark.parametrize("name", ["local", "torch", "nixl"])
+def test_regions_that_differ_do_not_connect(name):
+    transport = make(name)
+    one = transport.open([torch.zeros(4, 2)], BACKEND, accepts=True, host="127.0.0.1")
+    two = transport.open([torch.zeros(4, 3)], BACKEND, accepts=False, host="127.0.0.1")
+    with pytest.raises(ConfigError, match="need the same model, dtype, page size and proposer"):
+        one.connect(two.offer())
+    for broken in (b"", b"[]", b"{", b'{"transport": "x"}', two.offer()[:-9] + b'"}', b"[" * 100_000):
+        with pytest.raises(ConfigError):
+            one.connect(broken)
+    for link in (one, two):
+        link.close()
+
+
+def test_unknown_names_and_options():
+    with pytest.raises(ConfigError, match="there is no transport 'pigeon'; expected one of"):
+        get_transport("pigeon")
+    with pytest.raises(ConfigError, match="'torch' has no option 'colour'"):
+        get_transport("torch:colour=red")

@@ -1,0 +1,164 @@
+"""Ranks as processes: each opens a device of its own, and does what it's told until it's ended."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from outrider.device.errors import CollectiveError, OutriderError
+
+if TYPE_CHECKING:
+    from outrider.device import Backend
+
+_HOST = "127.0.0.1"
+_START_S = 120.0
+
+
+class RanksFailed(OutriderError):
+    """A rank failed, or wasn't done in time; the message says which, and how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a task finds itself: ``rank`` of ``size``, with its device and a store that only this task's ranks use."""
+
+    backend: Backend
+    rank: int
+    size: int
+    store: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a task on one rank: ``value``, or ``error`` as text; ``ended``: the process is gone."""
+
+    value: Any = None
+    error: str = ""
+    collective: tuple[str, int, int, str] | None = None
+    ended: bool = False
+
+
+class RankProcesses:
+    """``size`` processes; rank i opens device i of ``spec``. Leaving the scope ends them.
+
+    A task is ``"module:function"``, called as ``function(place, **work)`` on every rank at once; what it's given and returns
+    is plain data. A process that died is started anew for the next task.
+    """
+
+    def __init__(self, spec: str, size: int) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        self.spec, self.size = spec, size
+        self._context = multiprocessing.get_context("spawn")
+        self._store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+        self._ranks: list[tuple[Any, Connection] | None] = [None] * size
+        self._tasks = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        for rank, process in enumerate(self._ranks):
+            if process is not None:
+                process[0].kill()
+                process[0].join()
+                process[1].close()
+                self._ranks[rank] = None
+
+    def run(self, task: str, work: Mapping[str, Any] | None = None, *, limit_s: float) -> list[Any]:
+        """Each rank's value. Raises :class:`RanksFailed` where a rank has none, after ``limit_s`` seconds at most."""
+        answers = self.answers(task, work, limit_s=limit_s)
+        for rank, answer in enumerate(answers):
+            if answer.error:
+                self.end()
+                raise RanksFailed(f"rank {rank} of {self.size}: {answer.error}")
+        return [answer.value for answer in answers]
+
+    def answers(self, task: str, work: Mapping[str, Any] | None = None, *, limit_s: float) -> list[Answer]:
+        """What came of it on each rank, where some may fail. A rank that isn't done in time is killed."""
+        started = [self._started(rank) for rank in range(self.size)]
+        self._tasks += 1
+        for _, pipe in started:
+            pipe.send((task, dict(work or {}), self._tasks))
+        deadline = time.monotonic() + limit_s
+        answers: list[Answer] = []
+        for rank, (process, pipe) in enumerate(started):
+            answer = Answer(error=f"wasn't done within {limit_s:g} s", ended=True)
+            try:
+                if pipe.poll(max(0.0, deadline - time.monotonic())):
+                    answer = pipe.recv()
+            except (EOFError, OSError):
+                process.join()
+                answer = Answer(error=f"the process ended with exit code {process.exitcode}", ended=True)
+            if answer.ended:
+                process.kill()
+                process.join()
+                pipe.close()
+                self._ranks[rank] = None
+            answers.append(answer)
+        return answers
+
+    def _started(self, rank: int) -> tuple[Any, Connection]:
+        found = self._ranks[rank]
+        if found is None or not found[0].is_alive():
+            here, there = self._context.Pipe()
+            process = self._context.Process(
+                target=_serve, args=(there, self.spec, rank, self.size, self._store.port), daemon=True, name=f"rank {rank}"
+            )
+            process.start()
+            there.close()
+            found = self._ranks[rank] = (process, here)
+        return found
+
+
+def on_device(spec: str, rank: int) -> str:
+    """``spec`` with the device of this rank: ``cuda`` → ``cuda:1``. A backend of one device gives it to every rank."""
+    from outrider.registry import Registry
+    from outrider.registry.backends import parse_spec
+
+    parsed = parse_spec(spec)
+    count = Registry().info(parsed.name).device_count
+    return spec if count == 1 or rank == 0 else str(replace(parsed, ordinal=rank))
+
+
+def _serve(pipe: Connection, spec: str, rank: int, size: int, port: int) -> None:
+    """What a process does: one task after the other."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    from outrider.registry import Registry
+    from outrider.registry.children import end_with_parent
+
+    end_with_parent()
+    try:
+        backend = Registry().create(Registry().select(on_device(spec, rank)))
+        store = TCPStore(_HOST, port, is_master=False, timeout=timedelta(seconds=_START_S))
+    except Exception as error:
+        pipe.send(Answer(error=f"{type(error).__name__}: {error}", ended=True))
+        return
+    while True:
+        try:
+            task, work, number = pipe.recv()
+        except EOFError:
+            return
+        module, _, function = task.partition(":")
+        try:
+            place = Place(backend, rank, size, PrefixStore(f"task/{number}", store))
+            answer = Answer(value=getattr(importlib.import_module(module), function)(place, **work))
+        except CollectiveError as error:
+            answer = Answer(error=str(error), collective=(error.group, error.rank, error.sequence, error.kind))
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            answer = Answer(error=f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})")
+        pipe.send(answer)

@@ -1,0 +1,367 @@
+"""Programs for two ranks or three: what each does with a group, and what it must see. Run by the suite's tests of L6."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.device import CapabilityError, Group, Reduction, Stream
+from outrider_conformance.lab import expect
+from outrider_conformance.ranks import Rank
+
+_MODULUS = 7  # values stay whole numbers that every dtype holds, also added up
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> Tensor:
+    """What a rank contributes: different on each, in each place."""
+    count = 1
+    for each in shape:
+        count *= each
+    numbers = (torch.arange(count) + start) % _MODULUS + rank + 1
+    return (numbers % 2 if dtype == torch.bool else numbers).to(dtype).reshape(shape)
+
+
+def same(found: Tensor, wanted: Tensor, what: str) -> None:
+    """Fail unless equal, bit for bit."""
+    if not torch.equal(found.cpu().to(torch.complex128), wanted.to(torch.complex128)):
+        shown = [tensor.flatten()[:6].tolist() for tensor in (found.cpu(), wanted)]
+        raise AssertionError(f"{what}: found {shown[0]} …, expected {shown[1]} …")
+
+
+def placed(rank: Rank, stream: Stream, tensor: Tensor) -> Tensor:
+    """The tensor on the rank's device, finished."""
+    with rank.backend.on(stream):
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=rank.backend.device)
+        made.copy_(tensor)
+    stream.synchronize()
+    return made
+
+
+def reduced(parts: list[Tensor], reduction: str) -> Tensor:
+    """The ranks' tensors as one; whole numbers, so in any order."""
+    stacked = torch.stack([part.to(torch.float64) for part in parts])
+    found = {"sum": stacked.sum(0), "max": stacked.amax(0), "min": stacked.amin(0)}[reduction]
+    return found.to(parts[0].dtype)
+
+
+# -- each verb ---------------------------------------------------------------------------------------------------------
+
+
+def reduces(rank: Rank, dtype: str, shapes: list[list[int]], reduction: str) -> None:
+    """all_reduce and reduce_scatter, by every way that the group has."""
+    kind = getattr(torch, dtype)
+    with closing(rank.group()) as group:
+        stream = rank.stream()
+        for way in group.ways:
+            group.take(way)
+            for shape in shapes:
+                where = f"{dtype} {shape} by {way}"
+                parts = [values(index, tuple(shape), kind) for index in range(rank.size)]
+                tensor = placed(rank, stream, parts[rank.index])
+                group.all_reduce(tensor, stream=stream, reduction=Reduction(reduction))
+                stream.synchronize()
+                same(tensor, reduced(parts, reduction), f"all_reduce ({reduction}) of {where}")
+                wide = [values(index, (rank.size, *shape), kind) for index in range(rank.size)]
+                tensor, output = placed(rank, stream, wide[rank.index]), placed(rank, stream, torch.zeros(shape, dtype=kind))
+                group.reduce_scatter(output, tensor, stream=stream, reduction=Reduction(reduction))
+                stream.synchronize()
+                same(output, reduced(wide, reduction)[rank.index], f"reduce_scatter ({reduction}) of {where}")
+
+
+def moves(rank: Rank, dtype: str, shapes: list[list[int]]) -> None:
+    """all_gather, broadcast from each root, all_to_all, and messages both ways, by every way that the group has."""
+    kind = getattr(torch, dtype)
+    with closing(rank.group()) as group:
+        stream = rank.stream()
+        for way in group.ways:
+            group.take(way)
+            for shape in shapes:
+                where = f"{dtype} {shape} by {way}"
+                parts = [values(index, tuple(shape), kind) for index in range(rank.size)]
+                tensor = placed(rank, stream, parts[rank.index])
+                output = placed(rank, stream, torch.zeros((rank.size, *shape), dtype=kind))
+                group.all_gather(output, tensor, stream=stream)
+                stream.synchronize()
+                same(output, torch.stack(parts), f"all_gather of {where}")
+                same(tensor, parts[rank.index], f"what all_gather of {where} read")
+                for root in range(rank.size):
+                    tensor = placed(rank, stream, parts[rank.index])
+                    group.broadcast(tensor, root=root, stream=stream)
+                    stream.synchronize()
+                    same(tensor, parts[root], f"broadcast from {root} of {where}")
+                wide = [values(index, (rank.size, *shape), kind) for index in range(rank.size)]
+                tensor = placed(rank, stream, wide[rank.index])
+                output = placed(rank, stream, torch.zeros_like(wide[0]))
+                group.all_to_all(output, tensor, stream=stream)
+                stream.synchronize()
+                same(output, torch.stack([each[rank.index] for each in wide]), f"all_to_all of {where}")
+                for source, target in ((0, rank.size - 1), (rank.size - 1, 0)):
+                    tensor = placed(rank, stream, parts[rank.index])
+                    if rank.index == source:
+                        group.send(tensor, to=target, stream=stream)
+                    elif rank.index == target:
+                        group.receive(tensor, source=source, stream=stream)
+                    stream.synchronize()
+                    wanted = parts[source] if rank.index == target else parts[rank.index]
+                    same(tensor, wanted, f"a message from {source} to {target} of {where}")
+
+
+def bits(rank: Rank, dtype: str) -> list[float]:
+    """A sum of numbers that round; each rank's result is returned as it is."""
+    kind = getattr(torch, dtype)
+    with closing(rank.group()) as group:
+        stream = rank.stream()
+        found: list[float] = []
+        for way in group.ways:
+            group.take(way)
+            for width in (5, 1030):
+                made = torch.randn(3, width, generator=torch.Generator().manual_seed(rank.index)).to(kind)
+                tensor = placed(rank, stream, made)
+                group.all_reduce(tensor, stream=stream)
+                stream.synchronize()
+                found += tensor.cpu().double().flatten().tolist()
+    return found
+
+
+def messages(rank: Rank) -> None:
+    """Several messages each way arrive in the order in which they were sent."""
+    with closing(rank.group()) as group:
+        stream = rank.stream()
+        made = [placed(rank, stream, values(number, (4,), torch.float32)) for number in range(4)]
+        got = [placed(rank, stream, torch.zeros(4)) for _ in range(4)]
+        for first in range(2):
+            for number in range(4):
+                if rank.index == first:
+                    group.send(made[number], to=1 - first, stream=stream)
+                else:
+                    group.receive(got[number], source=first, stream=stream)
+        stream.synchronize()
+        for number in range(4):
+            same(got[number], values(number, (4,), torch.float32), f"message {number} to rank {rank.index}")
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def groups(rank: Rank) -> None:
+    """Groups of some of three ranks, in another order than the world's, and two groups of the same ranks, don't mix."""
+    stream = rank.stream()
+    with closing(rank.group("whole")) as whole, closing(rank.group("twin")) as twin:
+        parts = [values(index, (5,), torch.float32) for index in range(rank.size)]
+        if rank.index != 1:
+            with closing(rank.group("outer", (2, 0))) as outer:
+                expect((outer.rank, outer.size, outer.ranks), (int(rank.index == 0), 2, (2, 0)), "the place in group (2, 0)")
+                tensor = placed(rank, stream, parts[rank.index])
+                outer.broadcast(tensor, root=0, stream=stream)
+                stream.synchronize()
+                same(tensor, parts[2], "broadcast from the first of group (2, 0)")
+        first, second = placed(rank, stream, parts[rank.index]), placed(rank, stream, parts[rank.index] * 8)
+        whole.all_reduce(first, stream=stream)
+        twin.all_reduce(second, stream=stream)
+        twin.broadcast(second, root=0, stream=stream)
+        whole.broadcast(first, root=1, stream=stream)
+        stream.synchronize()
+        same(first, reduced(parts, "sum"), "a sum in one of two groups of the same ranks")
+        same(second, reduced(parts, "sum") * 8, "a sum in the other")
+    with closing(rank.group("whole")) as again:
+        tensor = placed(rank, stream, parts[rank.index])
+        again.all_reduce(tensor, stream=stream)
+        stream.synchronize()
+        same(tensor, reduced(parts, "sum"), "a sum in a group with the name of one that was closed")
+    with closing(rank.group("alone", (rank.index,))) as alone:
+        tensor, output = placed(rank, stream, parts[0]), placed(rank, stream, torch.zeros(1, 5))
+        alone.all_reduce(tensor, stream=stream)
+        alone.all_gather(output, tensor, stream=stream)
+        stream.synchronize()
+        same(output[0], parts[0], "a rank that is alone in its group")
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+def in_order(rank: Rank, slow: int, kind: str) -> None:
+    """A kernel before the call, late on rank ``slow``; the call; a kernel behind it; then another stream, by an event."""
+    lab = rank.lab
+    with closing(rank.group()) as group:
+        for way in group.ways:
+            group.take(way)
+            stream, other = rank.stream(), rank.stream("other")
+            with rank.backend.on(stream):
+                x = torch.zeros(64, device=rank.backend.device)
+                every = torch.zeros(rank.size, 64, device=rank.backend.device)
+                output = torch.zeros(rank.size, 64, device=rank.backend.device)
+                behind = torch.zeros_like(output)
+                seen = torch.zeros_like(output)
+            stream.synchronize()
+            if rank.index == slow:
+                lab.slow(stream)
+            lab.fill(stream, x, rank.index + 1)
+            lab.fill(stream, every, rank.index + 1)
+            if kind == "all_reduce":
+                group.all_reduce(x, stream=stream)
+                wanted = [[3.0], [3.0]]
+            elif kind == "all_gather":
+                group.all_gather(output, x, stream=stream)
+                wanted = [[1.0, 2.0], [1.0, 2.0]]
+            elif kind == "broadcast":
+                group.broadcast(x, root=slow, stream=stream)
+                wanted = [[slow + 1.0], [slow + 1.0]]
+            elif kind == "reduce_scatter":
+                group.reduce_scatter(x, every, stream=stream)
+                wanted = [[3.0], [3.0]]
+            elif kind == "all_to_all":
+                group.all_to_all(output, every, stream=stream)
+                wanted = [[1.0, 2.0], [1.0, 2.0]]
+            else:
+                if rank.index == slow:
+                    group.send(x, to=1 - slow, stream=stream)
+                else:
+                    group.receive(x, source=slow, stream=stream)
+                wanted = [[slow + 1.0], [slow + 1.0]]
+            made = output if kind in ("all_gather", "all_to_all") else x
+            with rank.backend.on(stream):
+                behind.copy_(made if made is output else x.expand(rank.size, 64))
+                made.fill_(-1.0)  # the operand again, in stream order: nobody sees this
+                x.fill_(-2.0)
+                every.fill_(-2.0)
+            other.wait(lab.record(stream, "behind"))
+            with rank.backend.on(other):
+                seen.copy_(behind)
+            other.synchronize()
+            found = [row[0] if len(set(row)) == 1 else row for row in seen.cpu().tolist()]
+            expected = wanted[rank.index] * (rank.size if len(wanted[rank.index]) == 1 else 1)
+            expect(found, expected, f"{kind} by {way} between two kernels, on rank {rank.index}, with rank {slow} late")
+            stream.synchronize()
+
+
+def many_in_order(rank: Rank) -> None:
+    """A long exchange on one stream: each sum uses the one before, and operands are used again at once."""
+    lab = rank.lab
+    with closing(rank.group()) as group, closing(rank.group("second")) as second:
+        for way in group.ways:
+            group.take(way)
+            second.take(way)
+            stream = rank.stream()
+            x, every = lab.full(stream, 1), placed(rank, stream, torch.zeros(rank.size, 64))
+            for turn in range(12):
+                if turn % 4 == 2 * rank.index:
+                    lab.slow(stream)
+                with rank.backend.on(stream):
+                    x.mul_(rank.index + 1).fmod_(5.0)
+                (second if turn % 2 else group).all_reduce(x, stream=stream)
+                group.all_gather(every, x, stream=stream)
+                with rank.backend.on(stream):
+                    x.copy_(every[1 - rank.index])
+            value = 1.0
+            for _ in range(12):
+                value = value % 5.0 + (2 * value) % 5.0
+            expect(lab.read(stream, x), value, f"a sum of sums by {way} on rank {rank.index}")
+
+
+def returns_at_once(rank: Rank) -> None:
+    """Of an asynchronous device the host goes on, and the stream isn't empty, while another rank hasn't called yet."""
+    lab = rank.lab
+    with closing(rank.group()) as group:
+        stream = rank.stream()
+        x = lab.full(stream, rank.index + 1)
+        for way in group.ways:  # whatever is made at first is made
+            group.take(way)
+            group.all_reduce(x, stream=stream)
+        stream.synchronize()
+        group.take(*group.ways)
+        lab.fill(stream, x, rank.index + 1)
+        if rank.index == 0:
+            group.all_reduce(x, stream=stream)
+            done = stream.query()
+            rank.say("called")
+            assert not done, "the stream of a rank is empty though the other rank hasn't called yet"
+        else:
+            rank.hear("called")
+            group.all_reduce(x, stream=stream)
+        expect(lab.read(stream, x), 3.0, "the sum")
+
+
+def has_run(rank: Rank) -> None:
+    """Elsewhere a call has run when it returns: the host reads the result at once."""
+    with closing(rank.group()) as group:
+        stream = rank.stream()
+        x = torch.full((64,), float(rank.index + 1), device=rank.backend.device)
+        if rank.index == 1:
+            time.sleep(0.05)
+        group.all_reduce(x, stream=stream)
+        expect(rank.lab.peek(x), 3.0, "the sum when the call has returned")
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+def captured(rank: Rank) -> None:
+    """A graph of kernels and all verbs: each replay makes the calls anew, between kernels of the graph and calls around it.
+
+    Where there are no graphs, or collectives aren't captured, replays are eager.
+    """
+    lab = rank.lab
+    with closing(rank.group()) as group:
+        for way in group.ways:
+            group.take(way)
+            stream = rank.stream()
+            x, total = lab.full(stream, 0), lab.full(stream, 0)
+            every, swapped = (placed(rank, stream, torch.zeros(rank.size, 64)) for _ in range(2))
+            part, message = lab.full(stream, 0), lab.full(stream, 0)
+
+            def work(context: Any, group: Group = group, stream: Stream = stream, part: Tensor = part) -> None:
+                x, total, every = context.inputs["x"], context.outputs["total"], context.outputs["every"]
+                swapped, message = context.outputs["swapped"], context.outputs["message"]
+                total.copy_(x)
+                group.all_reduce(total, stream=stream)
+                group.all_gather(every, total, stream=stream)
+                group.all_to_all(swapped, every, stream=stream)
+                every.add_(1.0)
+                group.reduce_scatter(part, every, stream=stream)
+                total.copy_(part)
+                group.broadcast(total, root=1, stream=stream)
+                message.copy_(x)
+                if rank.index == 0:
+                    group.send(x, to=1, stream=stream)
+                else:
+                    group.receive(message, source=0, stream=stream)
+
+            outputs = {"total": total, "every": every, "swapped": swapped, "message": message}
+            graph = rank.backend.capture("calls", work, stream=stream, inputs={"x": x}, outputs=outputs)
+            for turn in range(3):
+                if turn == rank.index:
+                    lab.slow(stream)
+                lab.fill(stream, x, 10 * turn + rank.index)
+                eager = lab.full(stream, rank.index) if turn == 1 else None
+                if eager is not None:
+                    group.all_reduce(eager, stream=stream)
+                graph.replay(stream)
+                added = 20.0 * turn + 1
+                told = f"by {way} in replay {turn} on rank {rank.index}"
+                expect(lab.read(stream, message), 10.0 * turn, f"the message {told}")
+                expect(lab.peek(swapped), added, f"all_to_all {told}")
+                expect(lab.peek(total), 2 * (added + 1), f"what was reduced, scattered and broadcast {told}")
+                if eager is not None:
+                    expect(lab.peek(eager), 1.0, f"a call before the {told}")
+
+
+def not_captured(rank: Rank) -> None:
+    """Where it isn't declared a call in a capture raises, and the group goes on."""
+    lab = rank.lab
+    with closing(rank.group()) as group:
+        stream = rank.stream()
+        x = lab.full(stream, rank.index + 1)
+        try:
+            rank.backend.capture(
+                "calls", lambda _: group.all_reduce(x, stream=stream), stream=stream, inputs={"x": x}, outputs={}
+            )
+        except CapabilityError:
+            pass
+        else:
+            raise AssertionError("a captured call raised nothing, though captures_collectives isn't declared")
+        group.all_reduce(x, stream=stream)
+        expect(lab.read(stream, x), 3.0, "the sum behind a capture that was refused")

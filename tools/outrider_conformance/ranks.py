@@ -1,0 +1,194 @@
+"""How the suite runs a program on several ranks, each with a device of its own.
+
+A *program* is a function that every rank runs at the same time; it checks what it sees. Ranks are threads where the device is
+the host's or simulated, and processes elsewhere: a driver may want one process a device. A simulated device tries several
+schedules.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from outrider.device import Backend, CollectiveError, ControllableDevice, Group, Stream
+from outrider_conformance.lab import BrokenPromiseError, Lab, Pace
+from outrider_conformance.rank_processes import Place, RankProcesses, RanksFailed
+
+if TYPE_CHECKING:
+    from outrider_conformance.kit import Kit
+
+TIMEOUT_S = 4.0
+"""Of a group, where the program doesn't ask for another: what hangs ends by it, before the kit's own limit."""
+SCHEDULES = 8
+_SERVE = "outrider_conformance.ranks:serve"
+_BEYOND_S = 60.0
+
+Program = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One rank of a running program: ``index`` of ``size``. ``store``: where its groups meet."""
+
+    index: int
+    size: int
+    backend: Backend
+    store: Any
+    timeout_s: float = TIMEOUT_S
+    pace: Pace = field(default_factory=Pace)
+
+    @property
+    def lab(self) -> Lab:
+        """Slowness and data on this rank's device."""
+        return Lab(self.backend, self.pace)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether work may be pending when its call returns."""
+        return self.backend.capabilities.asynchronous
+
+    def group(self, name: str = "all", ranks: Sequence[int] = ()) -> Group:
+        """A group of these ranks, all of them by default."""
+        return self.backend.create_group(
+            name, ranks=ranks or range(self.size), rank=self.index, store=self.store, timeout_s=self.timeout_s
+        )
+
+    def stream(self, name: str = "main") -> Stream:
+        """A new stream."""
+        return self.backend.create_stream(name)
+
+    def say(self, word: str) -> None:
+        """Let other ranks that :meth:`hear` go on."""
+        self.store.set(f"said/{word}", "1")
+
+    def hear(self, word: str) -> None:
+        """Wait on the host until another rank has said it."""
+        self.store.wait([f"said/{word}"], timedelta(seconds=_BEYOND_S))
+
+
+class RankRunner:
+    """Runs programs for one backend under test."""
+
+    def __init__(self, kit: Kit) -> None:
+        self._kit = kit
+        self._processes: RankProcesses | None = None
+
+    def run(
+        self, program: Program, *args: Any, size: int = 2, timeout_s: float = TIMEOUT_S, schedules: int = SCHEDULES
+    ) -> list[Any]:
+        """Run ``program(rank, *args)`` on every rank, and return what each returned. ``args`` are plain data.
+
+        Raises what a rank found wrong; what only followed from that, such as a collective that nobody joined any more, comes
+        second.
+        """
+        first = self._kit.open()
+        if first.control is not None:
+            return self._simulated(first, first.control, program, args, size, timeout_s, schedules)
+        if not first.capabilities.asynchronous:
+            return self._threads(first, program, args, size, timeout_s)
+        work = {"program": f"{program.__module__}:{program.__qualname__}", "args": args, "timeout_s": timeout_s}
+        return self._in_processes(size).run(_SERVE, work, limit_s=_BEYOND_S + timeout_s)
+
+    def run_leaving(self, program: Program, *args: Any, leaving: int, timeout_s: float) -> None:
+        """As :meth:`run` on two ranks that are processes, of which rank ``leaving`` ends its own."""
+        work = {"program": f"{program.__module__}:{program.__qualname__}", "args": args, "timeout_s": timeout_s}
+        answers = self._in_processes(2).answers(_SERVE, work, limit_s=_BEYOND_S + timeout_s)
+        for rank, answer in enumerate(answers):
+            if rank != leaving and answer.error:
+                raise RanksFailed(f"rank {rank} of 2: {answer.error}")
+
+    def in_processes(self) -> bool:
+        """Whether ranks are processes here."""
+        first = self._kit.open()
+        return first.control is None and first.capabilities.asynchronous
+
+    def end(self) -> None:
+        """End what still runs."""
+        if self._processes is not None:
+            self._processes.end()
+            self._processes = None
+
+    def _in_processes(self, size: int) -> RankProcesses:
+        if self._processes is not None and self._processes.size != size:
+            self.end()
+        if self._processes is None:
+            self._processes = RankProcesses(str(self._kit.spec), size)
+        return self._processes
+
+    def _device(self, rank: int) -> Backend:
+        """Another device of a simulated host; the first one's options hold for all."""
+        return self._kit.registry.create(replace(self._kit.spec, ordinal=rank, options={}))
+
+    def _simulated(
+        self,
+        first: Backend,
+        control: ControllableDevice,
+        program: Program,
+        args: Sequence[Any],
+        size: int,
+        timeout_s: float,
+        schedules: int,
+    ) -> list[Any]:
+        devices = [first, *(self._device(rank) for rank in range(1, size))]
+        results: list[Any] = [None] * size
+
+        def whole(_: Backend) -> None:
+            store = control.create_store()
+
+            def one(index: int) -> None:
+                rank = Rank(
+                    index=index, size=size, backend=devices[index], store=store, timeout_s=timeout_s, pace=self._kit.pace
+                )
+                results[index] = program(rank, *args)
+                devices[index].synchronize()
+
+            control.run_threads(*(partial(one, index) for index in range(size)))
+
+        failure = control.explore(whole, strategy="mixed", iterations=schedules, seed=0).failure
+        if failure is not None:
+            orderings = "".join(f"\n  {sentence}" for sentence in failure.orderings) or "\n  (the program's own order)"
+            raise BrokenPromiseError(
+                f"{type(failure.error).__name__}: {failure.error}\nsmallest schedule: {failure.shrunk}{orderings}"
+            ) from failure.error
+        return results
+
+    def _threads(self, first: Backend, program: Program, args: Sequence[Any], size: int, timeout_s: float) -> list[Any]:
+        from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+        store = HashStore()
+        results: list[Any] = [None] * size
+        errors: list[BaseException] = []
+
+        def one(index: int) -> None:
+            try:
+                backend = first if index == 0 else self._kit.open()
+                rank = Rank(index=index, size=size, backend=backend, store=store, timeout_s=timeout_s, pace=self._kit.pace)
+                results[index] = program(rank, *args)
+            except BaseException as error:  # handed on to the caller's thread
+                errors.append(error)
+
+        threads = [threading.Thread(target=one, args=(index,), name=f"rank {index}", daemon=True) for index in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise next((error for error in errors if not isinstance(error, CollectiveError)), errors[0])
+        return results
+
+
+def serve(place: Place, *, program: str, args: Sequence[Any], timeout_s: float) -> Any:
+    """One rank's part of a program, in its process."""
+    module, _, function = program.partition(":")
+    rank = Rank(index=place.rank, size=place.size, backend=place.backend, store=place.store, timeout_s=timeout_s)
+    result = getattr(importlib.import_module(module), function)(rank, *args)
+    place.backend.synchronize()
+    return result
+
+
+__all__ = ["Program", "Rank", "RankRunner", "RanksFailed", "serve"]

@@ -1,0 +1,50 @@
+"""L2: what fails in a graph is raised like what fails outside of one."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+
+from outrider.device import Backend, CaptureContext, DeviceError, DeviceFault
+from outrider_conformance.faults import WAITS, fallible
+from outrider_conformance.lab import Lab, expect
+from outrider_conformance.promises import promise
+
+
+@promise("Backend.provoke_fault", "Captured, it fails at each replay of the graph.")
+@pytest.mark.parametrize("way", WAITS)
+def test_every_way_to_wait_raises_what_failed_in_a_graph(lab: Lab, way: str) -> None:
+    """Of each replay once, and nothing of the capture; other graphs and what is enqueued behind it work."""
+    fallible(lab)
+
+    def program(backend: Backend) -> None:
+        a, b = lab.streams("a", "b")
+        x, y = lab.full(a, 2), lab.full(a, 0)
+        fails = True
+
+        def fn(context: CaptureContext) -> None:
+            context.outputs["y"].copy_(context.inputs["x"])
+            if fails:
+                backend.provoke_fault(b)
+
+        broken = backend.capture("fails", fn, stream=b, inputs={"x": x}, outputs={"y": y})
+        with suppress(DeviceError):  # a warm-up has run it
+            backend.synchronize()
+        fails = False
+        whole = backend.capture("works", fn, stream=b, inputs={"x": x}, outputs={"y": y})
+        for turn in (1.0, 2.0):
+            lab.later(b, x, turn)
+            fails = True  # for a device without graphs, which runs the callable now
+            broken.replay(b)
+            fails = False
+            event = lab.record(b)
+            with pytest.raises(DeviceFault):
+                WAITS[way](backend, b, event)
+            for again in WAITS.values():
+                again(backend, b, event)
+        lab.fill(b, x, 3)
+        whole.replay(b)
+        expect(lab.read(b, y), 3.0, "what another graph copied after the error was raised")
+
+    lab.always(program, schedules=6)

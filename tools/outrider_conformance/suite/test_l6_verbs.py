@@ -1,0 +1,90 @@
+"""L6: what each collective moves and adds up, between two ranks and three."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider_conformance import rank_faults as faults
+from outrider_conformance import rank_programs as programs
+from outrider_conformance.kit import Kit
+from outrider_conformance.lab import expect
+from outrider_conformance.promises import needs, promise
+from outrider_conformance.ranks import RankRunner
+from outrider_conformance.verdict import not_applicable
+
+_SHAPES = [[1], [5], [0], [3, 0], [7, 3], [2, 1024], [3, 1333]]
+_FLOATS = ("float32", "float64", "bfloat16", "float16")
+_ANY = ("bool", "uint8", "int8", "int16", "float8_e4m3fn", "complex64", "bfloat16", "float32", "int64")
+
+
+def _reduced(kit: Kit, dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    if kind.is_floating_point and kind not in kit.open().capabilities.dtypes:
+        not_applicable(f"{dtype} isn't declared")
+
+
+@needs("collectives")
+@promise("Group", "What is reduced has one of the capability's ``dtypes``, int32 or int64")
+@pytest.mark.parametrize("dtype", [*_FLOATS, "int32", "int64"])
+@pytest.mark.parametrize("reduction", ["sum", "max", "min"])
+def test_reductions(kit: Kit, ranks: RankRunner, dtype: str, reduction: str) -> None:
+    """all_reduce and reduce_scatter of odd sizes, of nothing and of more than a block."""
+    _reduced(kit, dtype)
+    ranks.run(programs.reduces, dtype, _SHAPES, reduction, schedules=1)
+
+
+@needs("collectives")
+@promise("Group", "what is only moved may have any dtype.")
+@pytest.mark.parametrize("dtype", _ANY)
+def test_moves(ranks: RankRunner, dtype: str) -> None:
+    """all_gather, broadcast, all_to_all and messages bring the bytes, in the group's order."""
+    ranks.run(programs.moves, dtype, _SHAPES, schedules=1)
+
+
+@needs("collectives")
+@promise("Group", "A reduction gives each rank the same bits.")
+@pytest.mark.parametrize("dtype", _FLOATS)
+def test_every_rank_has_the_same_bits(kit: Kit, ranks: RankRunner, dtype: str) -> None:
+    """Of sums that round."""
+    _reduced(kit, dtype)
+    first, *others = ranks.run(programs.bits, dtype, schedules=1)
+    for number, other in enumerate(others, start=1):
+        expect(other, first, f"the sums on rank {number}, against those on rank 0")
+
+
+@needs("collectives")
+@promise("Group.receive", "Fill ``tensor`` with what rank ``source`` sends next to this one")
+def test_messages_keep_their_order(ranks: RankRunner) -> None:
+    """Several each way."""
+    ranks.run(programs.messages)
+
+
+@needs("collectives")
+@promise("Backend.create_group", "``ranks`` are ranks of the world, in the group's order, and ``rank`` is this one's.")
+def test_groups_do_not_mix(kit: Kit, ranks: RankRunner) -> None:
+    """Of some ranks, in another order, twins, one that is alone, and a name used again."""
+    count = kit.info.device_count
+    if ranks.in_processes() and count is not None and count < 3:
+        not_applicable(f"three ranks need three devices, and there are {count}")
+    ranks.run(programs.groups, size=3, schedules=2)
+
+
+@needs("collectives")
+@promise("KernelSet.all_reduce_rms_norm", "Each rank gets the same bits.")
+@pytest.mark.parametrize("dtype", _FLOATS)
+def test_the_fused_norm_is_the_sum_and_its_norm(kit: Kit, ranks: RankRunner, dtype: str) -> None:
+    """Call after call, with one rank late, then the other."""
+    _reduced(kit, dtype)
+    shapes = [[1, 64], [3, 130], [5, 4096], [64, 1024], [2, 33]]
+    first, second = ranks.run(faults.fused_norm, dtype, shapes, schedules=2)
+    expect(second, first, "the norms on rank 1, against those on rank 0")
+
+
+@needs("collectives", "peer_memory")
+@promise("Group.peer_buffers", "element i lies with rank i. Filled with zeros everywhere.")
+def test_ranks_reach_each_others_memory(ranks: RankRunner) -> None:
+    """What a rank writes into another's buffer is there."""
+    reached = ranks.run(faults.shared_memory)
+    if not any(reached):
+        not_applicable("these devices don't reach each other's memory")

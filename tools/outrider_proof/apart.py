@@ -1,0 +1,350 @@
+"""Prefill and decode in two processes, proved: drawn programs give the tokens of one engine, also where a side is killed.
+
+    python -m outrider_proof.apart --transport nixl --programs 200
+    python -m outrider_proof.apart --kill decode --programs 40
+    python -m outrider_proof.apart --models bundled --backends cuda:0 cuda:1 --transport nixl --programs 200
+
+Every model has a pair of servers, whose engines have drawn sizes. A program is a batch mix of requests; some are aborted.
+With ``--kill`` a server is killed (SIGKILL) in the middle of every few programs, and started again on its port.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from outrider import SamplingParams
+from outrider.apart.client import DecodeClient
+from outrider.apart.connections import Address
+from outrider.apart.server import DecodeServer, PrefillServer
+from outrider.cli.models import bundled
+from outrider.registry import get_backend
+from outrider.registry.children import end_with_parent, started
+from outrider.registry.transports import get_transport
+from outrider_proof import setups
+from outrider_proof.decode_program import Arrival, HostProgram
+from outrider_proof.tiny import plain_config
+
+if TYPE_CHECKING:
+    from outrider.device import Backend
+    from outrider.engine.engine import Engine
+    from outrider.model import Media
+
+MODELS = ("eagle", "mtp", "eagle-tree", "none", setups.VISION, "draft-model", "bundled")
+LIMIT_S = 120.0
+_TOKENS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of one engine. ``page_size`` is that of its partner too."""
+
+    page_size: int
+    max_requests: int
+    spare_pages: int
+    prefill_chunk: int
+
+    @classmethod
+    def draw(cls, rng: random.Random, page_size: int) -> Sizes:
+        """Any, small ones too."""
+        return cls(page_size, rng.randint(2, 6), rng.choice((0, 8, 40)), rng.choice((5, 16, 64)))
+
+
+def make_engine(model: str, backend: Backend, sizes: Sizes) -> Engine:
+    """An engine of a model of :data:`MODELS`."""
+    from outrider.engine.engine import Engine
+
+    if model == "bundled":
+        config = plain_config(dtype="float32", page_size=16, max_requests=8, max_context=256, overlap=True, num_pages=8 * 18)
+        return Engine.from_checkpoint(
+            bundled("target"), backend, draft_dir=bundled("eagle"), speculate="eagle", config=config
+        )
+    program = HostProgram(
+        arrivals=(Arrival(0, 40, setups.LONGEST, 0, None),),
+        max_requests=sizes.max_requests,
+        page_size=sizes.page_size,
+        spare_pages=sizes.spare_pages,
+        prefill_chunk=sizes.prefill_chunk,
+        draft_tokens=3,
+    )
+    return setups.Models(model, backend).engine(program)
+
+
+def child(role: str, model: str, backend: str, transport: str, listen: str, prefill: str, sizes: Sequence[int]) -> None:
+    """A server, until it's killed or told to end."""
+    import torch
+
+    end_with_parent()
+    torch.set_num_threads(1)
+    engine = make_engine(model, get_backend(backend), Sizes(*sizes))
+    moves = get_transport(transport)
+    address = Address.parse(listen)
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    server: PrefillServer | DecodeServer
+    if role == "prefill":
+        server = PrefillServer(engine, moves, listen=address, say=say)
+    else:
+        server = DecodeServer(engine, moves, listen=address, prefill=[Address.parse(prefill)], say=say)
+    signal.signal(signal.SIGTERM, lambda *_: server.end(30.0))
+    say(f"listening on {server.address}")
+    sys.exit(0 if server.run() else 1)
+
+
+class Pair:
+    """Two servers of one model, and a client."""
+
+    def __init__(self, stack: ExitStack, model: str, backends: Sequence[str], transport: str, rng: random.Random) -> None:
+        self._stack, self._model, self._transport = stack, model, transport
+        self._backends = dict(zip(("prefill", "decode"), backends, strict=True))
+        page_size = rng.choice((2, 4, 16))
+        self._sizes = {role: Sizes.draw(rng, page_size) for role in ("prefill", "decode")}
+        self._addresses = {role: f"127.0.0.1:{free_port()}" for role in ("prefill", "decode")}
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        for role in ("prefill", "decode"):
+            self.start(role)
+        self.client = stack.enter_context(_closing(DecodeClient([Address.parse(self._addresses["decode"])])))
+        self.until(lambda: self.client.servers == 1 and self.linked)
+
+    @property
+    def linked(self) -> bool:
+        """Whether a prompt sent now would be prefilled elsewhere."""
+        return any(status.get("prefill_peers") for status in self.client.status())
+
+    def start(self, role: str) -> None:
+        """Start a server, on the port that it had before."""
+        sizes = self._sizes[role]
+        listed = [sizes.page_size, sizes.max_requests, sizes.spare_pages, sizes.prefill_chunk]
+        given = {
+            "role": role,
+            "model": self._model,
+            "backend": self._backends[role],
+            "transport": self._transport,
+            "listen": self._addresses[role],
+            "prefill": self._addresses["prefill"],
+            "sizes": listed,
+        }
+        command = [sys.executable, "-m", "outrider_proof.apart", "--child", json.dumps(given)]
+        self.processes[role] = self._stack.enter_context(started(command, stdout=subprocess.DEVNULL))
+
+    def kill(self, role: str) -> None:
+        """At once, and for good."""
+        self.processes[role].kill()
+        self.processes[role].wait()
+
+    def until(self, condition: Any) -> None:
+        """Poll until it holds."""
+        end = time.monotonic() + LIMIT_S
+        while not condition():
+            self.client.poll(0.05)
+            if time.monotonic() > end:
+                raise TimeoutError(f"{self._model}: it didn't come within {LIMIT_S:g} s: {self.client.status(1.0)}")
+
+    def run(self, arrivals: Sequence[tuple[Arrival, tuple[int, ...], tuple[Media, ...]]], interrupt: Any = None) -> list[Any]:
+        """Serve the requests of a program; for each, its tokens, or None where it was aborted. ``interrupt``: called once,
+        with requests under way.
+        """
+        waiting = sorted(range(len(arrivals)), key=lambda index: arrivals[index][0].step)
+        number_of: dict[int, int] = {}
+        got: dict[int, list[int]] = {}
+        ended: dict[int, str] = {}
+        step, end = 0, time.monotonic() + LIMIT_S
+        while waiting or len(ended) < len(arrivals):
+            while waiting and arrivals[waiting[0]][0].step <= step:
+                index = waiting.pop(0)
+                arrival, tokens, media = arrivals[index]
+                (number,) = self.client.submit(tokens, SamplingParams(max_tokens=arrival.max_tokens), media=media)
+                number_of[number], got[index] = index, []
+            for number, index in number_of.items():
+                after = arrivals[index][0].abort_after
+                if after is not None and step > arrivals[index][0].step + after and index not in ended:
+                    self.client.abort(number)
+                    ended[index] = "abort"
+            for output in self.client.poll(0.005):
+                index = number_of[output.request_id]
+                got[index].extend(output.tokens)
+                if output.finish_reason is not None:
+                    ended[index] = output.error or str(output.finish_reason)
+            step += 1
+            if interrupt is not None and step > 3:
+                interrupt()
+                interrupt = None
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"{self._model}: {len(arrivals) - len(ended)} requests didn't end: {self.client.status(1.0)}"
+                )
+        return [None if ended[index] == "abort" else (ended[index], tuple(got[index])) for index in range(len(arrivals))]
+
+    def settled(self) -> str:
+        """What the decode server holds once all requests have ended; empty: nothing."""
+        end = time.monotonic() + 20
+        while True:
+            (status,) = self.client.status()
+            held = {
+                "pages": status["pages"] - status["free_pages"],
+                "rows": status["rows"] - status["free_rows"],
+                "open": status["open"],
+            }
+            if not any(held.values()):
+                return ""
+            if time.monotonic() > end:
+                return json.dumps(held)
+            self.client.poll(0.05)
+
+
+class _closing:  # noqa: N801 - as contextlib's
+    def __init__(self, client: DecodeClient) -> None:
+        self._client = client
+
+    def __enter__(self) -> DecodeClient:
+        return self._client
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+
+def free_port() -> int:
+    """One that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+    return port
+
+
+@cache
+def words() -> tuple[int, ...]:
+    """Tokens of a text, for the bundled model."""
+    import inspect
+
+    from outrider.engine import engine
+    from outrider.model import Tokenizer
+
+    return tuple(Tokenizer.from_checkpoint(bundled("target")).encode(inspect.getsource(engine)))
+
+
+def drawn(model: str, seed: int) -> list[tuple[Arrival, tuple[int, ...], tuple[Media, ...]]]:
+    """The requests of a program."""
+    if model == "bundled":
+        rng = random.Random(f"apart {seed}")
+        found: list[tuple[Arrival, tuple[int, ...], tuple[Media, ...]]] = []
+        for _ in range(rng.randint(2, 8)):
+            length, start = rng.randint(1, 90), rng.randrange(len(words()) - 100)
+            abort = rng.randint(0, 6) if rng.random() < 0.1 else None
+            arrival = Arrival(start, length, rng.randint(1, _TOKENS), rng.randint(0, 4), abort)
+            found.append((arrival, words()[start : start + length], ()))
+        return found
+    arrivals = setups.draw(seed).arrivals
+    return [(arrival, *setups.prompt_and_media(model, arrival)) for arrival in arrivals]
+
+
+class Reference:
+    """Plain decoding by one engine here. ``backend``: for the bundled model."""
+
+    def __init__(self, model: str, backend: str) -> None:
+        self._model, self._backend = model, backend
+        self._engine: Engine | None = None
+
+    def tokens(self, arrival: Arrival, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """What a request's output must be."""
+        if self._model != "bundled":
+            return setups.plain(self._model, setups.alone(arrival))
+        from outrider.engine.engine import Engine
+
+        if self._engine is None:
+            config = plain_config(dtype="float32", page_size=16, max_requests=1, max_context=256)
+            self._engine = Engine.from_checkpoint(bundled("target"), get_backend(self._backend), config=config)
+        return self._engine.generate([tokens], SamplingParams(max_tokens=arrival.max_tokens))[0].token_ids
+
+
+def prove(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the programs; what came of them."""
+    found: dict[str, Any] = {
+        "programs": 0,
+        "requests": 0,
+        "aborted": 0,
+        "kills": 0,
+        "asked_again": 0,
+        "wrong": [],
+        "held": [],
+    }
+    found |= {"transport": options.transport, "arrived": 0, "done_again": 0, "prefilled_here": 0}
+    began = time.monotonic()
+    models = options.models
+    for place, model in enumerate(models):
+        count = options.programs // len(models) + (place < options.programs % len(models))
+        rng, reference = random.Random(f"{model} {options.seed}"), Reference(model, options.backends[0])
+        with ExitStack() as stack:
+            pair = Pair(stack, model, options.backends, options.transport, rng)
+            for seed in range(options.seed, options.seed + count):
+                if time.monotonic() - began > options.seconds:
+                    break
+                program = drawn(model, seed)
+                killing = options.kill if options.kill and seed % options.kill_every == 0 else None
+
+                def interrupt(pair: Pair = pair, side: str | None = killing) -> None:
+                    assert side is not None
+                    pair.kill(side)
+                    pair.start(side)
+
+                outcome = pair.run(program, interrupt if killing else None)
+                found["programs"] += 1
+                found["kills"] += killing is not None
+                for (arrival, tokens, _), came in zip(program, outcome, strict=True):
+                    found["requests"] += 1
+                    if came is None:
+                        found["aborted"] += 1
+                    elif came[1] != reference.tokens(arrival, tokens):
+                        found["wrong"].append([model, seed, repr(arrival), repr(came)])
+                if killing:
+                    pair.until(lambda pair=pair: pair.client.servers == 1 and pair.linked)
+            held = pair.settled()
+            if held:
+                found["held"].append([model, held])
+            for status in pair.client.status():
+                for name in ("arrived", "done_again", "prefilled_here"):
+                    found[name] += status["counts"][name]
+            found["asked_again"] += pair.client.asked_again
+            for role in ("decode", "prefill"):
+                pair.processes[role].terminate()
+            codes = [pair.processes[role].wait(60) for role in ("decode", "prefill")]
+            if any(codes):
+                found["held"].append([model, f"exit codes {codes}"])
+        print(f"{model}: {count} programs, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    found["seconds"] = round(time.monotonic() - began, 1)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 1 where a token was wrong, a request lost, or a page kept."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--transport", default="torch")
+    parser.add_argument("--programs", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no program after so long")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--backends", nargs=2, default=["cpu", "cpu"], metavar=("PREFILL", "DECODE"))
+    parser.add_argument("--kill", choices=("prefill", "decode"))
+    parser.add_argument("--kill-every", type=int, default=2, help="programs from one kill to the next")
+    options = parser.parse_args(arguments)
+    if options.child is not None:
+        child(**options.child)
+    found = prove(options)
+    print(json.dumps(found, indent=1))
+    return 1 if found["wrong"] or found["held"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

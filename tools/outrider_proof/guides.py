@@ -1,0 +1,105 @@
+"""A grammar over token ids, for programs that prove guided requests without a library that compiles grammars."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from outrider.engine.engine import Engine
+    from outrider.model import Decoder
+
+_MODULUS = 3
+
+
+class Residues:
+    """Allows the tokens whose id modulo 3 is the sum of the ids before, plus their number, modulo 3: each token that is taken
+    says what may follow. It never ends.
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        import torch
+
+        from outrider.engine.requests.guidance import words_with
+
+        self._tokens: list[int] = []
+        rows = [words_with(range(residue, vocabulary, _MODULUS), vocabulary) for residue in range(_MODULUS)]
+        self._words = torch.stack(rows)
+
+    @property
+    def over(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def residue(self) -> int:
+        """That of the next token."""
+        return (sum(self._tokens) + len(self._tokens)) % _MODULUS
+
+    def accept(self, token: int) -> bool:
+        """Take a token, if it's allowed."""
+        if token % _MODULUS != self.residue:
+            return False
+        self._tokens.append(token)
+        return True
+
+    def rollback(self, count: int) -> None:
+        """Undo tokens."""
+        del self._tokens[len(self._tokens) - count :]
+
+    def fill(self, words: Tensor, index: int) -> None:
+        """The tokens that may come next."""
+        words[index] = self._words[self.residue]
+
+    @classmethod
+    def greedy(cls, model: Decoder, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+        """The likeliest allowed tokens behind a prompt, by a forward over the whole text for each of them."""
+        import torch
+
+        from outrider.device import AttentionMetadata
+        from outrider.model import ForwardInput, KVCache
+
+        shape, device = model.config, model.device
+        total = len(prompt) + count
+        written: list[int] = []
+        for _ in range(count):
+            tokens = torch.tensor([*prompt, *written], device=device)
+            length = tokens.shape[0]
+            cache = KVCache.allocate(
+                shape.num_layers,
+                shape.num_kv_heads,
+                shape.head_size,
+                pages=2,
+                page_size=total,
+                dtype=model.dtype,
+                device=device,
+            )
+            places = torch.arange(length, device=device)
+            attention = AttentionMetadata(
+                query_start=torch.tensor([0, length], dtype=torch.int32, device=device),
+                seq_lens=torch.tensor([length], dtype=torch.int32, device=device),
+                block_table=torch.tensor([[1]], dtype=torch.int32, device=device),
+                max_query=length,
+                max_kv=length,
+            )
+            hidden = model.forward(ForwardInput(tokens, places, places + total, attention), cache)
+            logits = model.logits(hidden[-1:])[0]
+            wanted = (sum(written) + len(written)) % _MODULUS
+            logits[torch.arange(logits.shape[0], device=device) % _MODULUS != wanted] = -torch.inf
+            written.append(int(logits.argmax()))
+            if written[-1] in shape.eos_token_ids:
+                break
+        return tuple(written)
+
+
+def guide(engine: Engine, request: int) -> None:
+    """Guide a request that has just come to an engine by :class:`Residues`, along the output that it brings."""
+    from outrider.engine.requests.guidance import Guidance
+
+    record = engine._requests[request]
+    vocabulary = engine.model.config.vocab_size
+    record.guidance = Guidance(Residues(vocabulary), vocabulary=vocabulary)
+    for token in record.output:
+        refused = record.guidance.take(token)
+        assert refused is None, refused

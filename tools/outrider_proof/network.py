@@ -1,0 +1,84 @@
+"""Moves of requests between two engines on one backend by the network card: a stream that nothing orders but the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from outrider.engine.engine import Engine
+    from outrider.engine.requests.lent import Expected, Lent
+    from outrider.transports import Transfer
+
+APART = 3
+"""Turns between what one side learns and what the other does. There is one host here where there would be two: what it learns
+for one side would order the other one too. Which side is first changes from move to move.
+"""
+
+
+class Network:
+    """The link between two engines."""
+
+    def __init__(self, first: Engine, second: Engine) -> None:
+        from outrider.transports.local import LocalTransport
+
+        self.engines = first, second
+        transport = LocalTransport()
+        self.links = tuple(
+            transport.open(engine.page_memory, engine.backend, accepts=not side, host="127.0.0.1")
+            for side, engine in enumerate(self.engines)
+        )
+        for link, other in zip(self.links, reversed(self.links), strict=True):
+            link.connect(other.offer())
+        self.numbers = count()
+        self._arrived: tuple[set[bytes], set[bytes]] = set(), set()
+
+    def has_arrived(self, side: int, notice: bytes) -> bool:
+        """Whether the notice has come to that side; asked until it's yes, once."""
+        self._arrived[side].update(self.links[side].notices())
+        if notice not in self._arrived[side]:
+            return False
+        self._arrived[side].remove(notice)
+        return True
+
+    def close(self) -> None:
+        """End the links."""
+        self.links[0].close()
+
+
+class NetworkMove:
+    """One request on its way from the engine of ``side`` to the other one. ``arrive`` is told its id there."""
+
+    def __init__(self, network: Network, side: int, lent: Lent, arrive: Callable[[int], None]) -> None:
+        self._network, self._side = network, side
+        self._lent, self._arrive = lent, arrive
+        self._number = next(network.numbers)
+        self._notice = b"%d" % self._number
+        self._turns = 0
+        self._expected: Expected | None = None
+        self._transfer: Transfer | None = None
+        self._there = self._back = False
+
+    def advance(self) -> bool:
+        """Do what can be done without waiting; whether the request is there, and the pages that it left are free."""
+        giver, taker = self._network.engines[self._side], self._network.engines[1 - self._side]
+        ours, theirs = self._network.links[self._side], self._network.links[1 - self._side]
+        if self._transfer is None:
+            self._expected = self._expected or taker.expect(self._lent.state)
+            if self._expected is None or not self._lent.ready.done() or not self._expected.free.done():
+                return False
+            theirs.expecting(self._notice, self._expected.written)
+            pages = self._expected.pages[: len(self._lent.pages)]
+            self._transfer = ours.write(self._lent.pages, pages, self._notice, read=self._lent.read)
+        assert self._expected is not None
+        self._turns += 1
+        early, late = self._turns > 0, self._turns > APART
+        tells, returns = (late, early) if self._number % 2 else (early, late)
+        if tells and not self._there and self._network.has_arrived(1 - self._side, self._notice):
+            self._arrive(taker.arrived(self._expected, self._lent.relay))
+            self._there = True
+        if returns and not self._back and self._transfer.done():
+            giver.returned(self._lent)
+            self._back = True
+        return self._there and self._back

@@ -1,0 +1,358 @@
+"""The real engine on several simulated ranks: drawn host programs, layouts, proposers and modes, each run watched.
+
+What must hold: tokens are those of one rank, the sanitizer is silent over all ranks, every rank ends, and no page or row is
+lost on any of them. ``inject`` puts a divergence into the last rank: its device's (a tie, one ulp), its host's (slow), its
+memory, all of which the engine must not care about; or into what it's told (an abort that it doesn't hear of, a draft of
+another length, another bucket), which must be found and named.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from outrider.cli.report import Report
+from outrider.device import ConfigError
+from outrider_proof.decode_program import HostProgram, Serving, WrongTokens, draft_length_of
+
+if TYPE_CHECKING:
+    from outrider import Engine
+    from outrider.device import Backend, Fence
+    from outrider.engine.ranks.ranks import Ranks
+    from outrider_proof.rank_exploration import RanksWanted
+    from outrider_sanitizer import Report as Findings
+
+TOLERATED = ("tie", "ulp", "slow", "memory")
+"""What the engine must not care about."""
+NAMED = ("abort", "length", "bucket")
+"""What must be found, and named."""
+MODES = ("staged", "graphs", "fused")
+_LIKES = ("cuda", "rocm", "cuda", "npu")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """How a program is run: ``tensor`` times ``data`` ranks like ``like``; ``mode``: staged, graphs or fused."""
+
+    tensor: int
+    data: int
+    proposer: str
+    mode: str
+    like: str
+
+    @property
+    def ranks(self) -> int:
+        """How many."""
+        return self.tensor * self.data
+
+    def __str__(self) -> str:
+        return f"tensor {self.tensor}, data {self.data}, {self.proposer}, {self.mode}, like {self.like}"
+
+
+def layouts(ranks: int) -> list[tuple[int, int]]:
+    """(tensor, data) that make so many ranks, of which the tiny model's heads can be shared out."""
+    return [(tensor, ranks // tensor) for tensor in (1, 2, 4) if ranks % tensor == 0 and ranks // tensor <= ranks]
+
+
+def drawn_setup(seed: int, wanted: RanksWanted) -> Setup:
+    """The setup of program ``seed``."""
+    from outrider_proof.proposers import MAKERS
+
+    rng = random.Random(f"ranks {seed}")
+    chosen = wanted.layout() if wanted.tensor or wanted.data else rng.choice(layouts(wanted.ranks))
+    mode, like = rng.choice(MODES), rng.choice(_LIKES)
+    proposer = rng.choice(("eagle", "mtp", *sorted(MAKERS)))
+    if like == "npu" and (mode == "fused" or chosen[1] > 1):
+        like = "cuda"  # it rebinds parameters instead of fusing, and plans on the host, which an idle rank can't
+    return Setup(tensor=chosen[0], data=chosen[1], proposer=proposer, mode=mode, like=like)
+
+
+class OneServing(Serving):
+    """Requests that are handed over go back to the same engine, which is that of all ranks."""
+
+    def _move(self, index: int, side: int, request: int) -> None:
+        from outrider.errors import RequestError
+
+        try:
+            handed = self._engines[side].hand_over(request)
+        except RequestError:
+            return  # at its prompt still, or over by now
+        self._moves[index].pop(0)
+        self._place(index, side, self._engines[side].take_over(handed))
+        self.moved += 1
+
+
+@dataclass
+class Outcome:
+    """What came of one program. ``error``, ``text``: of what it failed with; ``named``: the decision that was named."""
+
+    setup: Setup
+    number: int
+    error: str = ""
+    text: str = ""
+    named: str = ""
+    schedule: str = ""
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "setup": str(self.setup),
+            "number": self.number,
+            "error": self.error or None,
+            "message": self.text or None,
+            "named": self.named or None,
+            "schedule": self.schedule or None,
+        } | self.counts
+
+
+class RankExplorer:
+    """Runs programs on ranks; devices are made once for each number of ranks and family."""
+
+    def __init__(self, registry: Any, *, wrap: Callable[[int, Fence], Fence] | None = None) -> None:
+        """``wrap(rank, fence)``: the engines' ``wrap_fence``."""
+        self._registry = registry
+        self.wrap = wrap
+        self._devices: dict[tuple[int, str, str], list[Backend]] = {}
+        self.change: Callable[[int, Engine], None] | None = None
+        """Called with each rank's engine when it was made."""
+        self.report: Findings | None = None
+
+    def devices(self, setup: Setup, inject: str | None = None) -> list[Backend]:
+        """The devices of a setup."""
+        key = (setup.ranks, setup.like, "memory" if inject == "memory" else "")
+        if key not in self._devices:
+            last = ",memory=48MiB" if inject == "memory" else ""
+            self._devices[key] = [
+                self._registry.create(
+                    f"sim:{rank}{f',like={setup.like}' if rank == 0 else ''}{last if rank == setup.ranks - 1 else ''}"
+                )
+                for rank in range(setup.ranks)
+            ]
+        return self._devices[key]
+
+    def run(self, setup: Setup, program: HostProgram, *, inject: str | None = None) -> dict[str, int]:
+        """One program on the schedule that is set; counts of what happened. Raises what was wrong with it."""
+        from outrider.engine.ranks.parallel import ParallelConfig
+        from outrider.engine.ranks.ranks import Ranks
+        from outrider_proof.setups import plain, prompt_and_media
+        from outrider_sanitizer import RaceError, watch_ranks
+        from outrider_sanitizer.races.rank_program import control_of
+
+        backends = self.devices(setup, inject)
+        control = control_of(backends[0])
+        store = control.create_store()
+        wanted = [plain(setup.proposer, _alone(arrival)) for arrival in program.arrivals]
+        counts: dict[str, int] = {}
+        lost: list[str] = []
+
+        def body(rank: int) -> None:
+            ranks = Ranks(backends[rank], ParallelConfig(tensor=setup.tensor, data=setup.data), rank=rank, store=store)
+            last = rank == setup.ranks - 1
+            if last and inject in ("tie", "ulp", "slow"):
+                control_of(backends[rank]).diverge(inject)
+            engine = self._engine(setup, program, backends[rank], ranks)
+            if self.change is not None:
+                self.change(rank, engine)
+            if last and inject in NAMED:
+                _mislead(engine, inject)
+            before = (engine.free_pages, engine.free_rows)
+            if rank:
+                engine.follow()
+            else:
+                counts.update(_serve(engine, setup, program, wanted, prompt_and_media))
+                engine.close()
+            backends[rank].synchronize()
+            if (engine.free_pages, engine.free_rows) != before:
+                lost.append(f"rank {rank}: {before} pages and rows were free, now {(engine.free_pages, engine.free_rows)}")
+            ranks.close()
+
+        # The engine orders whole tensors of rows, never some rows of one against others.
+        with watch_ranks(backends, rows_apart=False) as report:
+            self.report = report
+            problem: Exception | None = None
+            try:
+                control.run_threads(*(_called(body, rank) for rank in range(setup.ranks)))
+            except Exception as error:
+                problem = error
+        if not report.clean:
+            # A race explains a wrong token, not the other way round; what ended the run may explain a call left out.
+            raise RaceError(report) from problem
+        if problem is not None:
+            raise problem
+        if lost:
+            raise WrongTokens("; ".join(lost))
+        return counts
+
+    def _engine(self, setup: Setup, program: HostProgram, backend: Backend, ranks: Ranks) -> Engine:
+        from outrider import Engine
+        from outrider.speculative.proposer import PlainProposer
+        from outrider_proof.proposers import MAKERS, decoder
+        from outrider_proof.setups import CONTEXT
+        from outrider_proof.tiny import plain_config, target
+
+        stream = backend.create_stream("load")
+        with backend.on(stream):
+            model = decoder(target(), backend, ranks.model)
+            proposer = MAKERS[setup.proposer](model, backend) or PlainProposer()
+        stream.synchronize()
+        longest = max(arrival.length + arrival.max_tokens for arrival in program.arrivals) + max(12, proposer.nodes + 2)
+        config = plain_config(
+            max_requests=program.max_requests,
+            page_size=program.page_size,
+            num_pages=1 + -(-longest // program.page_size) + program.spare_pages,
+            prefill_chunk=program.prefill_chunk,
+            max_context=CONTEXT,
+            dtype="float64",
+            overlap=True,
+            mode="fused" if setup.mode == "fused" else "staged",
+            graphs=setup.mode == "graphs",
+            penalties=False,
+            max_logprobs=0,
+        )
+        return Engine(
+            model,
+            backend,
+            proposer=proposer,
+            config=config,
+            ranks=ranks,
+            wrap_fence=None if self.wrap is None else _called(self.wrap, ranks.rank),
+            draft_length=draft_length_of(program, proposer),
+        )
+
+
+def _called(function: Callable[..., Any], rank: int) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        return function(rank, *arguments)
+
+    return call
+
+
+def _alone(arrival: Any) -> Any:
+    from outrider_proof.setups import alone
+
+    return alone(arrival)
+
+
+def _serve(
+    engine: Engine, setup: Setup, program: HostProgram, wanted: Sequence[tuple[int, ...]], prompt: Callable[..., Any]
+) -> dict[str, int]:
+    """The first rank's part: requests to their ends, compared."""
+    serving = OneServing([engine], program, lambda arrival: prompt(setup.proposer, arrival)[0])
+    serving.run()
+    for index, tokens in enumerate(wanted):
+        got = tuple(serving.got[index])
+        if got != (tokens[: len(got)] if serving.ended[index] == "abort" else tokens):
+            raise WrongTokens(f"request {index} got {list(got)}, one rank gives {list(tokens)}")
+    return {
+        "requests": len(wanted),
+        "aborted": sum(reason == "abort" for reason in serving.ended.values()),
+        "moved": serving.moved,
+    }
+
+
+def _mislead(engine: Engine, inject: str) -> None:
+    """Let a rank that follows hear something else than it was told."""
+    course: Any = engine._course
+    honest = course.next
+
+    def other() -> Any:
+        from dataclasses import replace
+
+        record = honest()
+        if inject == "abort":
+            heard = replace(record, commands=tuple(each for each in record.commands if each.name != "abort"))
+        elif record.decisions is None or inject != "length" or not record.decisions.get("drafted"):
+            heard = record
+        else:
+            heard = replace(record, decisions={**record.decisions, "drafted": record.decisions["drafted"] - 1})
+        course._record = heard
+        return heard
+
+    course.next = other
+    if inject == "bucket":
+        runner: Any = engine._step._runner
+        smallest = runner.bucket
+
+        def larger(count: int, drafted: int | None = None, features: Any = None) -> int:
+            size: int = smallest(count, drafted, features)
+            return next((other for other in runner.buckets if other > size), size)
+
+        runner.bucket = larger
+
+
+def explore_engine(wanted: RanksWanted) -> Report:
+    """Programs one after the other, each under a schedule of its own; stops at the first that fails."""
+    from outrider_proof.setups import draw
+    from outrider_sanitizer.races import decision_named
+
+    if wanted.inject is not None and wanted.inject not in (*TOLERATED, *NAMED):
+        raise ConfigError(f"--inject {wanted.inject} on the engine: expected one of {', '.join((*TOLERATED, *NAMED))}")
+    explorer = RankExplorer(wanted.registry)
+    outcomes: list[Outcome] = []
+    began = time.monotonic()
+    failed = False
+    for number in range(wanted.seed, wanted.seed + wanted.iterations):
+        setup, program = drawn_setup(number, wanted), draw(number)
+        outcome = Outcome(setup, number)
+        backends = explorer.devices(setup, wanted.inject)
+        error = _once(explorer, backends[0], outcome, program, wanted)
+        outcomes.append(outcome)
+        if error is not None:
+            outcome.error, outcome.text = type(error).__name__, str(error)
+            if error.__cause__ is not None:
+                outcome.text += f"\nthe run ended with {type(error.__cause__).__name__}: {error.__cause__}"
+            outcome.named = decision_named(explorer.report) if explorer.report is not None else ""
+            failed = True
+            break
+    data = {
+        "program": "ranks",
+        "ranks": wanted.ranks,
+        "inject": wanted.inject,
+        "seed": wanted.seed,
+        "runs": len(outcomes),
+        "failed": failed,
+        "seconds": round(time.monotonic() - began, 1),
+        "outcomes": [outcome.as_dict() for outcome in outcomes],
+    }
+    return Report(data=data, render=lambda console: _render(console, data), exit_code=1 if failed else 0)
+
+
+def _once(
+    explorer: RankExplorer, backend: Backend, outcome: Outcome, program: HostProgram, wanted: RanksWanted
+) -> BaseException | None:
+    """One run, under a drawn schedule or, with something injected, in the order of the program; what it raised."""
+    from outrider_sanitizer.races.rank_program import control_of
+    from outrider_sim.explore import run_once
+    from outrider_sim.strategies import make_strategy
+
+    def run(_: object) -> None:
+        outcome.counts.update(explorer.run(outcome.setup, program, inject=wanted.inject))
+
+    chosen = make_strategy(wanted.strategy if wanted.inject is None else "program", outcome.number, {})
+    error = run_once(backend, run, chosen)  # type: ignore[arg-type]
+    outcome.schedule = "" if error is None else control_of(backend).schedule()
+    return error
+
+
+def _render(console: Console, data: Mapping[str, Any]) -> None:
+    rows = data["outcomes"]
+    table = Table("program", "setup", "requests", "aborted", "handed over", "", box=None, pad_edge=False)
+    for row in rows if len(rows) <= 24 else rows[-24:]:
+        cells = (row["number"], row["setup"], row.get("requests", ""), row.get("aborted", ""), row.get("moved", ""))
+        table.add_row(*map(str, cells), Text(row["error"] or "right", style="bold red" if row["error"] else "green"))
+    console.print(table)
+    if data["failed"]:
+        last = rows[-1]
+        console.print(Text(f"program {last['number']} failed: {last['error']}", style="bold red"))
+        console.print(last["message"], markup=False, highlight=False)
+        if last["named"]:
+            console.print(Text(f"the ranks first differ in the decision {last['named']!r}", style="bold yellow"))
+    console.print(f"{data['runs']} programs on {data['ranks']} ranks in {data['seconds']} s")

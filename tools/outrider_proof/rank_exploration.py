@@ -1,0 +1,234 @@
+"""``outrider explore ranks``: programs of several ranks on simulated devices, and what brings the ranks apart.
+
+Without more it runs the real engine on drawn host programs (:mod:`outrider_proof.rank_engine`). ``--inject`` puts a
+divergence in: by the name of an injection or of a program of the corpus, or ``every``: all of them, one after the other, each
+of which must be found and named at its first different decision, and each corrected program must be silent. With a layout
+(``--tensor``, ``--data``) some go into the engine instead. ``--corrected``: the corrected programs of the corpus alone, under
+drawn schedules, any number of runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from outrider.cli.report import Report
+from outrider.device.errors import ConfigError, OutriderError
+from outrider.registry import Registry
+
+if TYPE_CHECKING:
+    from outrider.device import Backend
+    from outrider_sanitizer import Report as Findings
+    from outrider_sanitizer.races import RankRace
+
+RANKS = "ranks"
+EVERY = "every"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RanksWanted:
+    """What is run, and how often. ``ranks``: of the corpus' programs; ``tensor`` and ``data`` lay out the engine's."""
+
+    registry: Registry
+    iterations: int
+    seed: int
+    ranks: int = 2
+    tensor: int | None = None
+    data: int | None = None
+    inject: str | None = None
+    corrected: bool = False
+    strategy: str = "mixed"
+
+    def layout(self) -> tuple[int, int]:
+        """(tensor-parallel, data-parallel) ranks. Raises :class:`ConfigError` where they don't make ``ranks``."""
+        tensor = self.tensor or (self.ranks // (self.data or 1) if self.data else self.ranks)
+        data = self.data or self.ranks // tensor
+        if tensor * data != self.ranks:
+            raise ConfigError(
+                f"{tensor} tensor-parallel times {data} data-parallel ranks aren't {self.ranks}; give --ranks too"
+            )
+        return tensor, data
+
+
+class Devices:
+    """Simulated hosts, made once for each set of options."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._made: dict[tuple[object, ...], list[Backend]] = {}
+
+    def of(self, race: RankRace, ranks: int) -> list[Backend]:
+        """The devices that a program wants."""
+        key = (ranks, *sorted(race.options.items()))
+        if key not in self._made:
+            self._made[key] = race.devices(self._registry, ranks)
+        return self._made[key]
+
+
+@dataclass(kw_only=True)
+class Row:
+    """What came of one program of the corpus."""
+
+    race: RankRace
+    found: bool = False
+    decision: str = ""
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    text: str = ""
+    error: dict[str, str] | None = None
+    runs: int = 0
+    alarm: str = ""
+
+    @property
+    def right(self) -> bool:
+        """The fault was found and named at its decision, and the corrected program was silent."""
+        return self.found and not self.alarm
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "program": self.race.name,
+            "class": self.race.of,
+            "inject": self.race.inject,
+            "found": self.found,
+            "decision": self.decision,
+            "findings": self.findings,
+            "error": self.error,
+            "corrected_runs": self.runs,
+            "alarm": self.alarm or None,
+        }
+
+
+def explore_ranks(wanted: RanksWanted) -> Report:
+    """See the module. Exit code 0 where everything is as it should be."""
+    if wanted.ranks < 2:
+        raise ConfigError(f"--ranks {wanted.ranks}: ranks come apart where there are two at least")
+    from outrider_proof.rank_engine import NAMED, TOLERATED, explore_engine
+
+    laid_out = wanted.tensor is not None or wanted.data is not None
+    if not wanted.corrected and (wanted.inject is None or (laid_out and wanted.inject in (*TOLERATED, *NAMED))):
+        return explore_engine(wanted)
+    devices = Devices(wanted.registry)
+    chosen = [] if wanted.inject is None else _chosen(wanted.inject)
+    if wanted.inject not in (None, EVERY) and len(chosen) == 1 and not wanted.corrected:
+        return _one(_wrong(devices, chosen[0], wanted), wanted)
+    began = time.monotonic()
+    from outrider_sanitizer.races import RANK_RACES
+
+    rows = [_wrong(devices, race, wanted) for race in chosen] or [Row(race=race) for race in RANK_RACES.values()]
+    for number in range(wanted.iterations):
+        row = rows[number % len(rows)]
+        if not row.alarm:
+            row.alarm = _alarm(devices, row.race, wanted, wanted.seed + number // len(rows))
+            row.runs += 1
+    right = all((row.right or not chosen) and not row.alarm for row in rows)
+    data = {
+        "program": RANKS,
+        "ranks": wanted.ranks,
+        "inject": wanted.inject,
+        "seed": wanted.seed,
+        "runs": sum(row.runs for row in rows),
+        "right": right,
+        "seconds": round(time.monotonic() - began, 1),
+        "programs": [row.as_dict() for row in rows],
+    }
+    return Report(data=data, render=lambda console: _render(console, data, bool(chosen)), exit_code=0 if right else 1)
+
+
+def _chosen(name: str) -> list[RankRace]:
+    from outrider_sanitizer.races import RANK_RACES
+
+    if name == EVERY:
+        return list(RANK_RACES.values())
+    found = [race for race in RANK_RACES.values() if name in (race.inject, race.name)]
+    if not found:
+        known = ", ".join(race.inject for race in RANK_RACES.values())
+        raise ConfigError(f"--inject {name}: expected every, the name of a program of the corpus, or one of {known}")
+    return found
+
+
+def _wrong(devices: Devices, race: RankRace, wanted: RanksWanted) -> Row:
+    """The program with its fault, once, in the order of the program."""
+    from outrider_sanitizer.races import decision_named
+
+    error, report = _run(devices.of(race, _ranks(race, wanted)), race, fixed=False)
+    kinds = {finding.kind for finding in report}
+    named = decision_named(report)
+    return Row(
+        race=race,
+        found=race.kinds <= kinds and named == race.decision,
+        decision=named,
+        findings=[finding.as_dict() for finding in report],
+        text=str(report),
+        error=None if error is None else {"type": type(error).__name__, "message": str(error)},
+    )
+
+
+def _ranks(race: RankRace, wanted: RanksWanted) -> int:
+    return max(wanted.ranks, race.ranks)
+
+
+def _run(backends: Sequence[Backend], race: RankRace, *, fixed: bool) -> tuple[OutriderError | None, Findings]:
+    from outrider_sanitizer import watch_ranks
+    from outrider_sanitizer.races.rank_program import control_of
+
+    control_of(backends[0]).reset()
+    with watch_ranks(backends) as report:
+        try:
+            race.run(backends, fixed=fixed)
+        except OutriderError as error:
+            return error, report
+    return None, report
+
+
+def _alarm(devices: Devices, race: RankRace, wanted: RanksWanted, seed: int) -> str:
+    """The corrected program under one drawn schedule: what was wrong with it; empty: nothing."""
+    from outrider_sanitizer import watch_ranks
+    from outrider_sanitizer.races.rank_program import control_of
+
+    backends = devices.of(race, _ranks(race, wanted))
+
+    def program(_: object) -> None:
+        with watch_ranks(backends) as report:
+            race.run(backends, fixed=True)
+        report.raise_if_any()
+
+    found = control_of(backends[0]).explore(program, strategy=wanted.strategy, iterations=1, seed=seed)
+    return "" if found.failure is None else f"{found.failure.error} (schedule {found.failure.schedule}, seed {seed})"
+
+
+# -- for people ---------------------------------------------------------------------------------------------------------
+
+
+def _one(row: Row, wanted: RanksWanted) -> Report:
+    """One divergence, as a program that fails."""
+
+    def render(console: Console) -> None:
+        console.print(Text(f"{row.race.name} on {_ranks(row.race, wanted)} ranks: {row.race.about}", style="bold"))
+        console.print(row.text, markup=False, highlight=False)
+        if row.error is not None:
+            console.print(Text(f"it ended with {row.error['type']}", style="bold red"))
+            console.print(row.error["message"], markup=False, highlight=False)
+        console.print(f"corrected: outrider explore ranks --inject {row.race.name} --corrected", markup=False)
+
+    data = {"program": RANKS, "ranks": wanted.ranks, "inject": wanted.inject, **row.as_dict()}
+    return Report(data=data, render=render, exit_code=1)
+
+
+def _render(console: Console, data: Mapping[str, Any], injected: bool) -> None:
+    table = Table(
+        "class", "program", "found", "first different decision", "corrected runs", "alarm", box=None, pad_edge=False
+    )
+    for row in data["programs"]:
+        found = "-" if not injected else "yes" if row["found"] else "NO"
+        style = "green" if (row["found"] or not injected) and not row["alarm"] else "bold red"
+        alarm = (row["alarm"] or "").splitlines()[:1]
+        cells = (row["class"], row["program"], found, row["decision"], str(row["corrected_runs"]), *(alarm or [""]))
+        table.add_row(*(Text(cell, style=style) for cell in cells))
+    console.print(table)
+    console.print(f"{data['runs']} runs of corrected programs on {data['ranks']} ranks, {data['seconds']} s")

@@ -1,0 +1,81 @@
+"""What ``outrider explore decode`` serves: the bundled model over text, or a tiny one over text and images."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outrider.cli.models import bundled
+from outrider.registry import Registry
+
+if TYPE_CHECKING:
+    from outrider.device import Backend
+    from outrider.model import Decoder, Media, VisionTower
+    from outrider_proof.decode_program import Arrival
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint in ``directory``, the directory of its EAGLE head, the dtype that it's loaded in, and the tokens that
+    prompts are slices of.
+
+    ``images``: two of three requests have one; positions are then on three axes. ``extra``: tokens that an image adds to a
+    prompt, at most.
+    """
+
+    directory: Path
+    eagle: Path
+    dtype: str
+    text: tuple[int, ...]
+    images: bool = False
+    extra: int = 0
+
+    def load(self, backend: Backend) -> tuple[Decoder, VisionTower | None]:
+        """The model, and the tower that reads images, on a backend."""
+        import torch
+
+        from outrider.model import load_decoder, load_vision
+
+        dtype = getattr(torch, self.dtype)
+        model = load_decoder(self.directory, backend=backend, dtype=dtype)
+        vision = load_vision(self.directory, backend=backend, dtype=dtype) if self.images else None
+        backend.synchronize()
+        return model, vision
+
+    def prompt(self, arrival: Arrival) -> tuple[tuple[int, ...], tuple[Media, ...]]:
+        """The tokens of a request, and its images."""
+        if self.images:
+            from outrider_proof.setups import VISION, prompt_and_media
+
+            return prompt_and_media(VISION, arrival)
+        return self.text[arrival.start : arrival.start + arrival.length], ()
+
+    @functools.cached_property
+    def reference(self) -> tuple[Decoder, VisionTower | None]:
+        """The same on the host, loaded once."""
+        return self.load(Registry().create("cpu"))
+
+
+@functools.cache
+def bundled_text() -> Subject:
+    """The bundled model; its prompts are pieces of the engine's source."""
+    from outrider.engine.engine import Engine
+    from outrider.model import Tokenizer
+
+    tokens = Tokenizer.from_checkpoint(bundled("target")).encode(inspect.getsource(Engine))
+    return Subject(bundled("target"), bundled("eagle"), "float32", tuple(tokens))
+
+
+@functools.cache
+def tiny_images() -> Subject:
+    """A random vision-language model of a few layers, with a random EAGLE head; written once a process."""
+    from outrider_proof.checkpoints import IMAGE, write_eagle
+    from outrider_proof.setups import text, vision_checkpoint
+
+    directory = vision_checkpoint()
+    if not (directory / "eagle").is_dir():
+        write_eagle(directory / "eagle")
+    return Subject(directory, directory / "eagle", "float64", text(), images=True, extra=len(IMAGE) + 1)

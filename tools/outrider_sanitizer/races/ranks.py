@@ -1,0 +1,292 @@
+"""How ranks come apart: each class of fault as small as it can be, and corrected.
+
+In the corrected ones the cause is still there (the tie is broken the other way, the host is slow, the rank is idle); what
+changes is that one rank decides and the others read it, or that what they compute it from is the same on all of them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.device import Reduction
+from outrider_sanitizer.findings import Kind
+from outrider_sanitizer.races.rank_program import Rank, RankRace
+from outrider_sanitizer.races.ranks_device import DEVICE_RACES
+
+_DRAFTED = (2, 1, 0)
+
+
+def _agreed(rank: Rank, value: int, fixed: bool) -> int:
+    """The value, or that of rank 0."""
+    if not fixed:
+        return value
+    record = rank.tensor([value], torch.int32)
+    rank.everyone.broadcast(record, root=0, stream=rank.stream)
+    return int(rank.read(record)[0])
+
+
+# -- A: ranks decide differently, then leave collectives out or make more ---------------------------------------------
+
+
+def accepted_counts(rank: Rank, fixed: bool) -> None:
+    """Two logits tie, and one rank's argmax takes the other: ranks accept different counts, and one drafts again."""
+    if rank.index == 1:
+        rank.diverge("tie")
+    logits = rank.tensor([[0.0, 1.0, 3.0], [0.0, 2.0, 2.0], [3.0, 1.0, 0.0]])
+    rank.everyone.all_reduce(logits, stream=rank.stream)
+    with rank.backend.on(rank.stream):
+        equal = logits.argmax(-1) == torch.tensor(_DRAFTED).to(rank.backend.device)
+        count = equal.int().cumprod(0).sum().to(torch.int32).reshape(1)
+    if fixed:
+        rank.everyone.broadcast(count, root=0, stream=rank.stream)
+    accepted = int(rank.read(count)[0])
+    rank.everyone.decide("accepted", accepted)
+    if accepted < len(_DRAFTED):
+        rank.everyone.all_reduce(rank.filled(1.0, 8), stream=rank.stream)  # the draft's layer
+    rank.everyone.all_gather(rank.filled(0.0, rank.size, 4), rank.filled(1.0), stream=rank.stream)
+
+
+def one_ulp(rank: Rank, fixed: bool) -> None:
+    """Products differ in their last bit, which a threshold turns into another decision."""
+    if rank.index == 1:
+        rank.diverge("ulp")
+    with rank.backend.on(rank.stream):
+        hidden = torch.ones(1, 4).to(rank.backend.device)
+        score = hidden @ torch.full((4, 1), 0.25).to(rank.backend.device)
+        confident = (score > 1.0).int().reshape(1)
+    if fixed:
+        rank.everyone.broadcast(confident, root=0, stream=rank.stream)
+    again = int(rank.read(confident)[0])
+    rank.everyone.decide("draft_again", again)
+    if again:
+        rank.everyone.all_reduce(rank.filled(1.0), stream=rank.stream)
+    rank.everyone.all_reduce(rank.filled(1.0, 16), stream=rank.stream)
+
+
+def slow_host(rank: Rank, fixed: bool) -> None:
+    """Each rank asks whether its results are there; on the rank whose host is late they are."""
+    if rank.index == 1:
+        rank.diverge("slow")
+    landed = rank.backend.create_event("results")
+    results = rank.filled(1.0)
+    rank.everyone.all_reduce(results, stream=rank.stream)
+    rank.stream.record(landed)
+    drain = _agreed(rank, int(landed.query()), fixed)
+    rank.everyone.decide("drain", drain)
+    if not drain:
+        rank.everyone.all_reduce(rank.filled(1.0, 8), stream=rank.stream)
+    rank.everyone.all_reduce(rank.filled(1.0, 2), stream=rank.stream)
+
+
+def smaller_allocation(rank: Rank, fixed: bool) -> None:
+    """One rank has less memory free, so it counts fewer pages and admits fewer requests."""
+    taken = rank.filled(0.0, 1 << 20) if rank.index == 1 else None
+    pages = rank.backend.memory_info().free // (1 << 20)
+    if fixed:
+        least = rank.tensor([pages], torch.int64)
+        rank.everyone.all_reduce(least, reduction=Reduction.MIN, stream=rank.stream)
+        pages = int(rank.read(least)[0])
+    rank.everyone.decide("pages", pages)
+    rank.everyone.all_reduce(rank.filled(1.0, pages % 97 + 1), stream=rank.stream)
+    del taken
+
+
+def abort_on_one_rank(rank: Rank, fixed: bool) -> None:
+    """The client of request 2 has gone; one rank alone has heard of it."""
+    running = (1, 2) if rank.index else (1,)
+    if fixed:
+        told = rank.tensor([1 if 2 in running else 0], torch.int32)
+        rank.everyone.broadcast(told, root=0, stream=rank.stream)
+        running = (1, 2) if rank.read(told)[0] else (1,)
+    rank.everyone.decide("running", running)
+    rank.everyone.all_reduce(rank.filled(1.0, len(running), 8), stream=rank.stream)
+
+
+def draft_near_the_limit(rank: Rank, fixed: bool) -> None:
+    """A rank's host is one iteration behind with its lengths, so it drafts where the other one is at the limit."""
+    length, limit = (14 if rank.index else 15), 16
+    draft = _agreed(rank, int(length + 1 < limit), fixed)
+    rank.everyone.decide("draft", draft)
+    for _ in range(2 * draft):
+        rank.everyone.all_reduce(rank.filled(1.0), stream=rank.stream)
+    rank.everyone.all_gather(rank.filled(0.0, rank.size, 4), rank.filled(1.0), stream=rank.stream)
+
+
+# -- B: an idle rank takes another path ---------------------------------------------------------------------------
+
+
+def idle_rank_drafts_less(rank: Rank, fixed: bool) -> None:
+    """The busy rank drafts in three passes, the idle one makes a single pass that counts for nothing."""
+    busy = rank.index == 0
+    passes = 3 if busy or fixed else 1
+    rank.everyone.decide("draft_passes", passes)
+    for _ in range(passes):
+        rank.everyone.all_reduce(rank.filled(1.0 if busy else 0.0), stream=rank.stream)
+    rank.everyone.all_reduce(rank.filled(1.0, 8), stream=rank.stream)
+
+
+def idle_rank_takes_another_bucket(rank: Rank, fixed: bool) -> None:
+    """A rank picks its bucket by its own count of tokens, not by the largest of all ranks."""
+    tokens = 6 if rank.index == 0 else 1
+    if fixed:
+        most = rank.tensor([tokens], torch.int32)
+        rank.everyone.all_reduce(most, reduction=Reduction.MAX, stream=rank.stream)
+        tokens = int(rank.read(most)[0])
+    bucket = next(size for size in (1, 4, 8) if size >= tokens)
+    rank.everyone.decide("bucket", bucket)
+    gathered = rank.filled(0.0, rank.size, bucket, 4)
+    rank.everyone.all_gather(gathered, rank.filled(1.0, bucket, 4), stream=rank.stream)
+
+
+def vote_over_too_few(rank: Rank, fixed: bool) -> None:
+    """Ranks vote on whether anybody has work, over a group in which each of them is alone."""
+    alone = rank.group(f"attention {rank.index}", rank.index)
+    work = rank.filled(1.0 if rank.index == 0 else 0.0, 1)
+    (rank.everyone if fixed else alone).all_reduce(work, reduction=Reduction.MAX, stream=rank.stream)
+    anybody = int(rank.read(work)[0])
+    rank.everyone.decide("anybody_has_work", anybody)
+    if anybody:
+        rank.everyone.all_reduce(rank.filled(1.0), stream=rank.stream)
+
+
+# -- C: what the host learns of the batch comes too early or too late ----------------------------------------------
+
+
+def counts_read_early(rank: Rank, fixed: bool) -> None:
+    """A rank reads the gathered counts before their copy has landed, and sees those of the step before."""
+    counts = rank.backend.empty_pinned("counts", (rank.size,), torch.int32)
+    counts.tensor.fill_(1)
+    landed = rank.backend.create_event("counts_landed")
+    mine = rank.filled(4.0, 1, dtype=torch.int32)
+    all_counts = rank.filled(0.0, rank.size, 1, dtype=torch.int32)
+    rank.everyone.all_gather(all_counts, mine, stream=rank.stream)
+    rank.backend.copy_async(counts.tensor, all_counts.view(rank.size), stream=rank.stream)
+    rank.stream.record(landed)
+    if fixed or rank.index == 0:
+        landed.synchronize()
+    padded = max(counts.tensor.tolist())
+    rank.everyone.decide("padded_tokens", padded)
+    rank.everyone.all_reduce(rank.filled(1.0, padded, 4), stream=rank.stream)
+
+
+# -- E: tokens between the stages of a pipeline ---------------------------------------------------------------------
+
+
+def width_of_tokens(rank: Rank, fixed: bool) -> None:
+    """The last stage sends the tokens that it sampled, [requests, 1]; the first one waits for as many as there may be."""
+    requests, most = 3, 4
+    width = most if fixed or rank.index == 0 else 1
+    rank.everyone.decide("token_width", width)
+    tokens = rank.filled(7.0, requests, width, dtype=torch.int32)
+    if rank.index == rank.size - 1:
+        rank.everyone.send(tokens, to=0, stream=rank.stream)
+    elif rank.index == 0:
+        rank.everyone.receive(tokens, source=rank.size - 1, stream=rank.stream)
+
+
+_DIFFERENT = frozenset({Kind.DECISION, Kind.COLLECTIVE})
+_LEFT_OUT = frozenset({Kind.DECISION, Kind.COLLECTIVE_MISSING})
+
+RANK_RACES = (
+    RankRace(
+        name="accepted-counts",
+        of="A",
+        about="A tie of logits is broken differently, so ranks accept different counts.",
+        body=accepted_counts,
+        kinds=_DIFFERENT,
+        decision="accepted",
+        inject="tie",
+    ),
+    RankRace(
+        name="one-ulp",
+        of="A",
+        about="Activations differ in the last bit, and a threshold decides.",
+        body=one_ulp,
+        kinds=_DIFFERENT,
+        decision="draft_again",
+        inject="ulp",
+    ),
+    RankRace(
+        name="slow-host",
+        of="A",
+        about="What a rank does depends on how far its device happens to be.",
+        body=slow_host,
+        kinds=_DIFFERENT,
+        decision="drain",
+        inject="slow",
+    ),
+    RankRace(
+        name="smaller-allocation",
+        of="A",
+        about="One rank has less memory, and admits by what it has itself.",
+        body=smaller_allocation,
+        kinds=_DIFFERENT,
+        decision="pages",
+        inject="memory",
+    ),
+    RankRace(
+        name="abort-on-one-rank",
+        of="A",
+        about="One rank alone hears that a client has gone.",
+        body=abort_on_one_rank,
+        kinds=_DIFFERENT,
+        decision="running",
+        inject="abort",
+    ),
+    RankRace(
+        name="draft-near-the-limit",
+        of="A",
+        about="Whether to draft hangs on a length that one host knows late.",
+        body=draft_near_the_limit,
+        kinds=_DIFFERENT,
+        decision="draft",
+        inject="length",
+    ),
+    RankRace(
+        name="idle-rank-drafts-less",
+        of="B",
+        about="An idle rank makes one pass where the others draft in several.",
+        body=idle_rank_drafts_less,
+        kinds=_DIFFERENT,
+        decision="draft_passes",
+        inject="idle",
+    ),
+    RankRace(
+        name="idle-rank-takes-another-bucket",
+        of="B",
+        about="A rank picks its bucket by its own tokens.",
+        body=idle_rank_takes_another_bucket,
+        kinds=_DIFFERENT,
+        decision="bucket",
+        inject="bucket",
+    ),
+    RankRace(
+        name="vote-over-too-few",
+        of="B",
+        about="Ranks vote over a group that doesn't hold all of them.",
+        body=vote_over_too_few,
+        kinds=_LEFT_OUT,
+        decision="anybody_has_work",
+        inject="vote",
+    ),
+    RankRace(
+        name="counts-read-early",
+        of="C",
+        about="A host reads the counts of the batch before they have landed.",
+        body=counts_read_early,
+        kinds=frozenset({Kind.DECISION, Kind.COLLECTIVE, Kind.READ_AFTER_WRITE}),
+        decision="padded_tokens",
+        inject="early",
+        options={"late": "copies"},
+    ),
+    *DEVICE_RACES,
+    RankRace(
+        name="width-of-tokens",
+        of="E",
+        about="Stages of a pipeline differ in the width of the tokens that they pass on.",
+        body=width_of_tokens,
+        kinds=_DIFFERENT,
+        decision="token_width",
+        inject="width",
+    ),
+)

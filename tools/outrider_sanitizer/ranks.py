@@ -1,0 +1,375 @@
+"""What several ranks do together: matching of collectives, order across ranks, and the decisions that ranks take alike.
+
+Each rank's device has a sanitizer of its own; they share one object of this module. A collective is one operation with a half
+on each rank. Halves meet by group and number, in the order in which the hosts issue them, so one run tells for every
+schedule: what differs between the halves is found when the second is issued, and the clocks of the ranks join where a
+rank's half needs another's. Of what the ranks' hosts decided, the first difference is kept: it's where the ranks went
+apart, and what is found later names it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from outrider_sanitizer.clocks import Clock, Point
+from outrider_sanitizer.findings import Finding, Kind, Report, Site
+
+if TYPE_CHECKING:
+    from outrider.device import Collective, Decision, Group
+    from outrider_sanitizer.ordering import Ordering
+
+Key = tuple[str, tuple[int, ...], int]
+"""A group: name, ranks, and which group of that name and those ranks it is."""
+
+_WAYS_APART = "then every rank makes the same calls in the same order, with the same operands"
+
+
+@dataclass(eq=False, slots=True)
+class Half:
+    """One rank's part of a collective. ``clock``: what its stream knew before it, once the stream has come there."""
+
+    index: int
+    rank: int
+    call: Collective
+    in_graph: bool
+    location: str
+    number: int
+    meeting: Meeting
+    before: dict[Key, int]
+    clock: Clock | None = None
+    alone: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Which calls it can meet."""
+        return "message" if self.call.kind in ("send", "receive") else self.call.kind
+
+    @property
+    def needs(self) -> tuple[int, ...]:
+        """Indexes of the ranks whose contribution this half waits for."""
+        if self.alone:
+            return ()
+        if self.call.kind == "broadcast":
+            return () if self.index == self.call.root else (self.call.root or 0,)
+        if self.call.kind == "send":
+            return ()
+        if self.call.kind == "receive":
+            return (self.call.peer or 0,)
+        return self.meeting.members
+
+    @property
+    def ready(self) -> bool:
+        """Whether everything that it waits for has been enqueued."""
+        halves = self.meeting.halves
+        return all(index in halves and halves[index].clock is not None for index in self.needs)
+
+    def clocks(self) -> list[Clock]:
+        """What the ranks that it waits for knew."""
+        return [clock for index in self.needs if (clock := self.meeting.halves[index].clock) is not None]
+
+    def site(self, group: str) -> Site:
+        """As reports name it."""
+        how = " in a graph" if self.in_graph else ""
+        call = replace(self.call, sequence=self.number)  # in a graph it was counted once, and is called again and again
+        return Site(f"{call}{how} of group {group!r}", f"rank {self.rank}", True, -1, self.location, rank=self.rank)
+
+
+@dataclass(eq=False, slots=True)
+class Meeting:
+    """The halves of one collective, by the index of their rank."""
+
+    members: tuple[int, ...]
+    halves: dict[int, Half] = field(default_factory=dict)
+    over: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Decided:
+    """A decision that a rank logged."""
+
+    name: str
+    value: Decision
+    location: str
+    thread: str
+    rank: int
+    number: int
+
+    def site(self, group: str) -> Site:
+        """As reports name it."""
+        return Site(
+            f"decision {self.name} = {self.value!r} of group {group!r}",
+            f"rank {self.rank}",
+            True,
+            self.number,
+            self.location,
+            rank=self.rank,
+        )
+
+    def __str__(self) -> str:
+        where = f" at {self.location}" if self.location else ""
+        return f"{self.name} = {self.value!r} on rank {self.rank}{where}"
+
+
+@dataclass(eq=False, slots=True)
+class _State:
+    """One group. ``apart``: what it does is of no use any more, since its ranks differ."""
+
+    key: Key
+    meetings: dict[tuple[tuple[int, int] | None, int], Meeting] = field(default_factory=dict)
+    counts: dict[tuple[int, tuple[int, int] | None], int] = field(default_factory=dict)
+    decisions: dict[int, list[Decided]] = field(default_factory=dict)
+    last: dict[int, Half] = field(default_factory=dict)
+    points: dict[int, dict[int, tuple[Point, Half]]] = field(default_factory=dict)
+    apart: bool = False
+    differs: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.key[0]
+
+
+class Ranks:
+    """Shared by the sanitizers of the ranks of one program. Not thread-safe: its ``lock`` is held around each call."""
+
+    def __init__(self, *, alone: bool = False) -> None:
+        """``alone``: one rank is watched by itself, so what the others do isn't seen and nothing waits for it."""
+        self.alone = alone
+        self.lock = threading.RLock()
+        self.report = Report()
+        self.orderings: list[Ordering] = []
+        self.broken = False  # the device passed collectives that some rank never made: what comes after isn't ordered
+        self.differing: str = ""  # the first decision in which ranks differ
+        self._numbers = itertools.count(1)
+        self._states: dict[Key, _State] = {}
+        self._keys: WeakKeyDictionary[Group, Key] = WeakKeyDictionary()
+        self._made: dict[tuple[str, tuple[int, ...], int], int] = {}
+        self._progress = 0
+
+    def number(self) -> int:
+        """A number for an actor, unlike those of every other rank."""
+        return next(self._numbers)
+
+    def _state(self, group: Group) -> _State:
+        key = self._keys.get(group)
+        if key is None:
+            of = (group.name, group.ranks, group.rank)
+            count = self._made[of] = self._made.get(of, 0) + 1
+            key = self._keys[group] = (group.name, group.ranks, count)
+        state = self._states.get(key)
+        if state is None:
+            state = self._states[key] = _State(key)
+        return state
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    def issue(self, group: Group, call: Collective, *, in_graph: bool, location: str) -> Half:
+        """The host of a rank has issued a call, or a replay with that call in it: it meets those of the other ranks."""
+        state = self._state(group)
+        channel: tuple[int, int] | None = None
+        if call.peer is not None:
+            channel = (group.rank, call.peer) if call.kind == "send" else (call.peer, group.rank)
+        count = state.counts[group.rank, channel] = state.counts.get((group.rank, channel), 0) + 1
+        meeting = state.meetings.get((channel, count))
+        if meeting is None:
+            meeting = state.meetings[channel, count] = Meeting(channel or tuple(range(group.size)))
+        half = Half(
+            group.rank, group.ranks[group.rank], call, in_graph, location, count, meeting, self._others_before(state, group)
+        )
+        for other in meeting.halves.values():
+            self._compare(state, other, half)
+        meeting.halves[group.rank] = half
+        state.last[group.rank] = half
+        if self.alone:
+            meeting.members = (group.rank,)
+            half.alone = True
+        self._progress += 1
+        return half
+
+    def _others_before(self, state: _State, group: Group) -> dict[Key, int]:
+        """How many calls this rank has made in each group that shares further ranks with this one."""
+        mine = set(state.key[1])
+        rank = group.ranks[group.rank]
+        return {
+            other.key: other.counts.get((other.key[1].index(rank), None), 0)
+            for other in self._states.values()
+            if other is not state and rank in other.key[1] and len(mine.intersection(other.key[1])) > 1
+        }
+
+    def _compare(self, state: _State, one: Half, two: Half) -> None:
+        if state.apart:
+            return
+        facts = (
+            ("kind", one.kind, two.kind),
+            ("reduction", one.call.reduction, two.call.reduction),
+            ("dtype", one.call.dtype, two.call.dtype),
+            ("count", one.call.count, two.call.count),
+            ("root", one.call.root, two.call.root),
+            ("place", "in a graph" if one.in_graph else "eager", "in a graph" if two.in_graph else "eager"),
+        )
+        different = next((f"{name}: {a} and {b}" for name, a, b in facts if a != b), "")
+        if different:
+            state.apart = True
+            self._found(
+                Kind.COLLECTIVE,
+                one.site(state.name),
+                two.site(state.name),
+                f"call number {two.number} of the group differs in {different}",
+                f"let one rank decide which call it is, and the others read that; {_WAYS_APART}",
+            )
+            return
+        for key, count in one.before.items():
+            rank = two.before.get(key, 0 if two.rank in key[1] else count)
+            if rank != count and not (self._states[key].apart or state.apart):
+                state.apart = True
+                self._found(
+                    Kind.COLLECTIVE_ORDER,
+                    one.site(state.name),
+                    two.site(state.name),
+                    f"rank {one.rank} had made {count} calls of group {key[0]!r} before it, rank {two.rank} {rank}: where "
+                    "a device runs one of the two at a time, each rank waits for the other",
+                    f"call groups {state.name!r} and {key[0]!r} in one order on every rank",
+                )
+
+    def arrived(self, group: Group, half: Half, point: Point) -> None:
+        """A stream has come to its half, which is ``point``: it must come after every other call of groups that overlap."""
+        self._progress += 1
+        state = self._state(group)
+        mine = set(state.key[1])
+        for other in self._states.values():
+            if other is not state and len(mine.intersection(other.key[1])) < 2:
+                continue
+            for before, earlier in other.points.get(half.rank, {}).values():
+                if earlier.kind == half.kind == "message":
+                    continue  # each direction between two ranks is a communicator of its own
+                if not before.before(point) and not state.apart:
+                    self._unordered(state, other, (before, earlier), (point, half))
+        state.points.setdefault(half.rank, {})[point.number] = (point, half)
+
+    def _unordered(self, state: _State, other: _State, one: tuple[Point, Half], two: tuple[Point, Half]) -> None:
+        first, then = repr(one[0].actor.name), repr(two[0].actor.name)
+        self._found(
+            Kind.COLLECTIVE_UNORDERED,
+            one[1].site(other.name),
+            two[1].site(state.name),
+            f"nothing orders streams {first} and {then}: ranks may begin the two in different order, and wait for each other",
+            f"record an event on {first} after the first and make {then} wait for it before the second",
+        )
+
+    def passed(self, half: Half, group: Group) -> None:
+        """A stream has joined what it waited for."""
+        self._progress += 1
+        half.meeting.over += 1
+        if half.meeting.over == len(half.meeting.members):
+            meetings = self._state(group).meetings
+            for key in [key for key, meeting in meetings.items() if meeting is half.meeting]:
+                del meetings[key]
+
+    def resume(self) -> None:
+        """Take the steps of every rank that have become possible."""
+        while True:
+            before = self._progress
+            for ordering in self.orderings:
+                ordering.resume_held()
+            if self._progress == before:
+                return
+
+    def passed_without(self) -> None:
+        """The device went on though a collective wasn't whole: it failed there, and what follows means nothing."""
+        self.broken = self.broken or any(
+            len(meeting.halves) < len(meeting.members)
+            for state in self._states.values()
+            for meeting in state.meetings.values()
+        )
+
+    # -- decisions ---------------------------------------------------------------------------------------------------
+
+    def decided(self, group: Group, name: str, value: Decision, location: str) -> None:
+        """A rank's host took a decision: its next one in the group."""
+        state = self._state(group)
+        log = state.decisions.setdefault(group.rank, [])
+        rank = group.ranks[group.rank]
+        mine = Decided(name, value, location, threading.current_thread().name, rank, len(log) + 1)
+        log.append(mine)
+        if state.differs:
+            return
+        for index, others in state.decisions.items():
+            if index == group.rank or len(others) < len(log):
+                continue
+            theirs = others[len(log) - 1]
+            if (theirs.name, theirs.value) != (name, value):
+                self._differ(state, theirs, mine)
+                return
+
+    def _differ(self, state: _State, one: Decided, two: Decided) -> None:
+        state.differs = True
+        agreed = (
+            f"the {one.number - 1} decisions before it are the same on both" if one.number > 1 else "it's their first one"
+        )
+        text = f"the first decision in which ranks differ: {one}, {two}"
+        self.differing = self.differing or text
+        self._found(
+            Kind.DECISION,
+            one.site(state.name),
+            two.site(state.name),
+            f"decision {one.number} of the group: {agreed}",
+            f"decide {one.name!r} on one rank and send it to the others, or compute it from what is the same on every rank",
+            named=False,
+        )
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Report the collectives that some rank never came to."""
+        self.resume()
+        for state in self._states.values():
+            if state.apart:
+                continue
+            waiting = [m for m in state.meetings.values() if m.halves and len(m.halves) < len(m.members)]
+            for meeting in waiting[:1]:
+                state.apart = True
+                half = next(iter(meeting.halves.values()))
+                missing = [index for index in meeting.members if index not in meeting.halves]
+                self._shorter(state, half.index, missing)
+                last = state.last.get(missing[0])
+                who = " and ".join(f"rank {state.key[1][index]}" for index in missing)
+                self._found(
+                    Kind.COLLECTIVE_MISSING,
+                    last.site(state.name) if last is not None else None,
+                    half.site(state.name),
+                    f"{who} never made this call"
+                    + ("; its last one of the group is the first above" if last is not None else ""),
+                    f"make the call on every rank of the group, or on none; {_WAYS_APART}",
+                )
+
+    def _shorter(self, state: _State, present: int, missing: list[int]) -> None:
+        """Where a rank took no such decision at all, that is the first difference."""
+        if state.differs:
+            return
+        mine = state.decisions.get(present, [])
+        for index in missing:
+            theirs = state.decisions.get(index, [])
+            if len(theirs) < len(mine):
+                extra = mine[len(theirs)]
+                rank = state.key[1][index]
+                site = theirs[-1].site(state.name) if theirs else Site("no decision", f"rank {rank}", True, -1, "", rank=rank)
+                state.differs = True
+                self.differing = self.differing or (
+                    f"the first decision in which ranks differ: {extra}, and none on rank {rank}"
+                )
+                self._found(
+                    Kind.DECISION,
+                    site,
+                    extra.site(state.name),
+                    f"rank {rank} never took decision {extra.number} of the group; its last one is the first above",
+                    f"take decision {extra.name!r} on every rank",
+                    named=False,
+                )
+
+    def _found(self, kind: Kind, first: Site | None, second: Site, hint: str, missing: str, *, named: bool = True) -> None:
+        if named and self.differing:
+            hint = f"{hint}; {self.differing}"
+        self.report.add(Finding(kind=kind, first=first, second=second, missing=missing, hint=hint))
