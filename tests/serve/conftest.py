@@ -2,26 +2,30 @@
 
 import functools
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("fastapi", reason="not run: the extra serve isn't installed")
-pytest.importorskip("openai", reason="not run: OpenAI's client isn't installed")
-
 import torch
 
 from outrider import Engine, EngineConfig
 from outrider.model import Tokenizer, load_decoder, load_eagle
 from outrider.speculative.eagle import EagleProposer
 from outrider_cpu.backend import CpuBackend
-from serve.running import running
+
+MISSING = [name for name in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx") if find_spec(name) is None]
+if MISSING:
+    collect_ignore_glob = ["test_*.py"]
 
 BUNDLED = Path(str(files("outrider"))) / "bundled"
 TEMPLATE = (
     "{% if messages[0].content == 'refuse' %}{{ raise_exception('no such talk') }}{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 )
+
+
+def pytest_report_header():
+    return f"tests/serve: not run, {', '.join(MISSING)} not installed" if MISSING else None
 
 
 @functools.cache
@@ -49,6 +53,8 @@ def bundled_target():
 @pytest.fixture(scope="session")
 def server(bundled_target):
     """With a chat template, and vLLM's names of metrics."""
+    from serve.running import running
+
     engine = bundled_engine()
     with running(engine, bundled_target, chat_template=TEMPLATE, metric_names="vllm", max_queued=60) as found:
         yield found

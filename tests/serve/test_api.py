@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from outrider.serve.config import ServeConfig
+from outrider.serve.errors import ApiError
 
 ASKED = {"model": "m", "prompt": "def f():", "max_tokens": 4, "temperature": 0}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -185,7 +186,7 @@ def test_a_full_queue(server, http):
 
     async def flood():
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as many:
-            body = {**ASKED, "n": 32, "temperature": 1, "max_tokens": 2}
+            body = {**ASKED, "n": 32, "temperature": 1, "max_tokens": 6}
             return await asyncio.gather(*(many.post("/v1/completions", json=body) for _ in range(4)))
 
     answers = asyncio.run(flood())
@@ -214,14 +215,24 @@ def test_limits_of_bodies_and_time(server, http, monkeypatch):
 
     refused(http.post("/v1/completions", content=pieces(0), headers=JSON), 413, code="request_too_large")
     refused(http.post("/v1/completions", content=pieces(1), headers=JSON), 408, code="body_timeout")
-    limits(request_timeout_s=0.5)
+    limits(request_timeout_s=0.1)
     body = {**ASKED, "max_tokens": 240, "n": 4, "temperature": 1, "ignore_eos": True}
     refused(http.post("/v1/completions", json=body), 504, code="timeout", kind="server_error")
-    events = [line for line in http.post("/v1/completions", json={**body, "stream": True}).text.split("\n\n") if line]
-    assert json.loads(events[-2][6:])["error"]["code"] == "timeout"
-    assert events[-1] == "data: [DONE]"
     limits(max_prompt=3)
     refused(http.post("/v1/completions", json={**ASKED, "prompt": "a b c d e"}), 400, param="prompt")
+    assert everything_is_back(server)
+
+
+def test_an_error_in_the_middle_of_a_stream_is_an_event(server, http):
+    body = {**ASKED, "max_tokens": 240, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        late = ApiError(504, "late", kind="server_error", code="timeout")
+        server.call(lambda service: [each.fail(late) for each in service._open])
+        events = [line for line in lines if line]
+    assert json.loads(events[-2][6:])["error"]["code"] == "timeout"
+    assert events[-1] == "data: [DONE]"
     assert everything_is_back(server)
 
 

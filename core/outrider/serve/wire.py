@@ -1,6 +1,6 @@
 """Messages between a server and its engine's process, as bytes: a length of four bytes, and JSON.
 
-Both ends are the same program. All the same nothing is unpickled: what clients sent is inside, and records alone are made of it.
+Both ends are the same program. Still nothing is unpickled: what clients sent is inside, and records alone are made of it.
 """
 
 from __future__ import annotations
