@@ -104,7 +104,7 @@ def draw(seed: int) -> HostProgram:
     program = HostProgram.draw(seed, TEXT)
     if seed % 2:
         return program
-    rng, guiding = random.Random(f"crowded {seed}"), random.Random(f"crowded, guided {seed}")
+    rng, guiding = random.Random(f"crowded {seed}"), random.Random(f"crowd, guides {seed}")
     guides = 0.6 if guiding.random() < 0.4 else 0.0
     arrivals = []
     for _ in range(rng.randint(3, 6)):
