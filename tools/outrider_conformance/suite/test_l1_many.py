@@ -15,7 +15,7 @@ _MANY = 300
 _DEEP = 520
 _LONG = 33_000
 """Half of 16 bits, beyond which a difference of counters changes its sign."""
-_SECONDS = 2.0
+_SECONDS = 1.0
 
 
 @promise("Stream.query", "Whether everything enqueued on this stream so far has run.")
@@ -75,7 +75,7 @@ def test_hundreds_of_events_are_all_their_own(lab: Lab) -> None:
 
 @promise("Event.query", "Whether the latest generation has completed.")
 def test_an_old_generation_stays_over(lab: Lab) -> None:
-    """Behind it come more records than half of 16 bits count, or as many as a slow device makes in two seconds."""
+    """Behind it come more records than half of 16 bits count, or as many as a slow device makes in a second."""
     backend = lab.backend
     a, b = lab.streams("a", "b")
     old, other = lab.record(a, "old"), backend.create_event("again and again")
