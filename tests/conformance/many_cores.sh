@@ -67,7 +67,7 @@ for t in r['tests']:
     if t['outcome'] == 'failed': print(t['id'], t['reason'][:800])" >"$out/gpu.log" 2>&1 &
 fi
 if has programs; then
-  if [ "$gpu" -gt 0 ] && [ -z "${BACKEND:-}" ]; then
+  if [ "$gpu" -gt 0 ] && [ -z "${BACKEND:-}${SEED:-}" ]; then
     TRITON_INTERPRET=0 on 0 "$python" tests/conformance/long_programs.py --backend cuda --processes 6 --programs "${PROGRAMS:-10000}" --seconds "$seconds" \
       >"$out/programs-cuda.log" 2>&1 &
   fi
