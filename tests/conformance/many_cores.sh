@@ -8,7 +8,8 @@
 #   gpu        drawn kernels and laws on the GPU, with its own kernels
 #
 # Parts share the cores; each writes DIRECTORY/PART.log. Nothing needs to be installed beside torch, pytest and hypothesis.
-# In the environment: PROGRAMS and SAMPLE for fewer programs and changes, BACKEND and SEED for some programs alone.
+# In the environment: PROGRAMS and SAMPLE for fewer programs and changes, BACKEND and SEED for some programs alone, WITHOUT for
+# mutants that aren't run.
 set -u
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 seconds=${2:-240}
@@ -66,7 +67,7 @@ for t in r['tests']:
     if t['outcome'] == 'failed': print(t['id'], t['reason'][:800])" >"$out/gpu.log" 2>&1 &
 fi
 if has programs; then
-  if [ "$gpu" -gt 0 ] && [ -z "${BACKEND:-}" ]; then
+  if [ "$gpu" -gt 0 ] && [ -z "${BACKEND:-}${SEED:-}" ]; then
     TRITON_INTERPRET=0 on 0 "$python" tests/conformance/long_programs.py --backend cuda --processes 6 --programs "${PROGRAMS:-10000}" --seconds "$seconds" \
       >"$out/programs-cuda.log" 2>&1 &
   fi
@@ -74,7 +75,7 @@ if has programs; then
     ${BACKEND:+--backend "$BACKEND"} ${SEED:+--seed "$SEED"} >"$out/programs.log" 2>&1 &
 fi
 if has matrix; then
-  on 5 "$python" -m conformance.mutants.matrix --seeds 3 --jobs "$left" --seconds "$seconds" --record "$out/matrix.jsonl" \
+  on 5 "$python" -m conformance.mutants.matrix --seeds 3 ${WITHOUT:+--without "$WITHOUT"} --jobs "$left" --seconds "$seconds" --record "$out/matrix.jsonl" \
     >"$out/matrix.log" 2>&1 &
 fi
 if has engine; then

@@ -7,6 +7,7 @@ a device that overlaps would show.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -211,3 +212,20 @@ def expect(found: object, wanted: object, what: str) -> None:
         shown = str(found)
         shown = shown if len(shown) < 200 else shown[:200] + " …"
         raise AssertionError(f"{what}: found {shown}, expected {wanted}")
+
+
+def elsewhere(act: Callable[[], object]) -> None:
+    """Do it in a thread of its own, and wait for that; what it raises is raised here."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="elsewhere")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]

@@ -26,6 +26,7 @@ LEVELS = (0, 1, 2, 3, 4)
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m conformance.mutants.matrix", description=__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="those with TEXT in their class or name")
+    parser.add_argument("--without", metavar="TEXT", help="not those with TEXT in their class or name")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="run the kit with the seeds 0 to N-1")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing new after this long")
@@ -41,6 +42,8 @@ def main() -> int:
 
     table = generated.mutants()
     chosen = {n: m for n, m in table.items() if options.only in f"{m.kind} {n}"}
+    if options.without:
+        chosen = {name: one for name, one in chosen.items() if options.without not in f"{one.kind} {name}"}
     known = read() if options.known else {}
     if options.known:
         # Not those that count the calls of the whole run, nor those that take many programs to show.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
+import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from outrider.device import Backend, ControllableDevice, ExplorationResult
@@ -24,7 +26,8 @@ _SHARES: Mapping[str, int] = MappingProxyType(
     {"order": 50, "copies": 50, "memory": 45, "threads": 55, "graphs": 60, "bound": 40}
 )
 _AT_A_TIME = 50
-_DELAY_MS = 1.0
+_DELAY_MS, _LONGEST_DELAY_MS = 1.0, 8.0
+_ENQUEUED = 10
 _SCHEDULES = 2
 
 
@@ -92,12 +95,12 @@ def convict(
     ``opened`` gives a fresh backend, ``backend`` names it in scripts, ``alive`` is called before each program. Raises
     :class:`Convicted` for the first program that fails, made smaller.
     """
-    pace = pace or Pace(target_ms=_DELAY_MS)
     numbers = itertools.count()
     stages: list[Stage] = []
     caught: list[tuple[Model, int, Exception]] = []
     hung: list[BaseException] = []
-    abilities = Abilities.of(opened())
+    first = opened()
+    abilities, pace = Abilities.of(first), pace or _pace(first)
 
     @seed(start)
     @settings(
@@ -135,6 +138,19 @@ def convict(
     if caught:
         _explain(opened, pace, backend, alive, *caught[0])
     return next(numbers)
+
+
+def _pace(backend: Backend) -> Pace:
+    """Delays behind which a host gets something done: twice what a few operations take it, which depends on its load."""
+    stream = backend.create_stream("pace")
+    with backend.on(stream):
+        x = torch.zeros(1, device=backend.device)
+        began = time.perf_counter()
+        for _ in range(_ENQUEUED):
+            x.fill_(1.0)
+        took = 1e3 * (time.perf_counter() - began)
+    backend.synchronize()
+    return Pace(target_ms=min(_LONGEST_DELAY_MS, max(_DELAY_MS, 2 * took)))
 
 
 def _explain(

@@ -470,3 +470,22 @@ def test_a_fence_is_pending_while_the_work_runs(lab: Lab) -> None:
             expect(lab.peek(x), 1.0, "the write before the signal that is done")
 
     lab.sometimes(program, "a fence was never pending while its stream was busy")
+
+
+@promise("Stream.wait", "Run what is enqueued on this stream from now on after the event's generation that is visible now.")
+def test_a_wait_holds_whoever_has_asked_before(lab: Lab) -> None:
+    """The host has asked whether the generation is over, and was told no; then a stream waits for it."""
+
+    def program(backend: Backend) -> None:
+        a, b = lab.streams("a", "b")
+        x, y = lab.full(a, 0), lab.full(b, 0)
+        lab.later(a, x, 1)
+        event = lab.record(a)
+        for _ in range(2):
+            event.query()
+            a.query()
+        b.wait(event)
+        lab.copy(b, y, x)
+        expect(lab.read(b, y), 1.0, "what was read behind a wait for an event that the host had asked about")
+
+    lab.always(program)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from outrider.device import Backend
@@ -11,6 +13,9 @@ from outrider_conformance.promises import promise
 _MANY = 300
 """Beyond the 256 of a byte, and the places of small tables."""
 _DEEP = 520
+_LONG = 33_000
+"""Half of 16 bits, beyond which a difference of counters changes its sign."""
+_SECONDS = 1.0
 
 
 @promise("Stream.query", "Whether everything enqueued on this stream so far has run.")
@@ -66,6 +71,25 @@ def test_hundreds_of_events_are_all_their_own(lab: Lab) -> None:
         expect(wrong, [], "events whose waiter read too early")
 
     lab.always(program, schedules=2)
+
+
+@promise("Event.query", "Whether the latest generation has completed.")
+def test_an_old_generation_stays_over(lab: Lab) -> None:
+    """Behind it come more records than half of 16 bits count, or as many as a slow device makes in a second."""
+    backend = lab.backend
+    a, b = lab.streams("a", "b")
+    old, other = lab.record(a, "old"), backend.create_event("again and again")
+    x = lab.full(b, 0)
+    until, records = time.monotonic() + _SECONDS, 0
+    while records < _LONG and time.monotonic() < until:
+        a.record(other)
+        records += 1
+    a.synchronize()
+    assert old.query(), f"an event that was over isn't, {records} records later"
+    old.synchronize()
+    b.wait(old)
+    lab.fill(b, x, 1)
+    expect(lab.read(b, x), 1.0, "what was written behind a wait for an old event")
 
 
 @promise("Stream", "dropping the object neither cancels nor waits for its work.")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from torch import Tensor
 
 from outrider.device import Backend, CaptureContext, Stream
-from outrider_conformance.lab import Lab, expect
+from outrider_conformance.lab import Lab, elsewhere, expect
 from outrider_conformance.promises import needs, promise
 
 _MANY = 32
@@ -152,6 +153,36 @@ def test_flags_work_behind_much_that_is_pending(lab: Lab) -> None:
         lab.fill(a, x, 2)
         flag.set(a)
         expect(lab.read(b, y), 2.0, "what was read behind a set that came behind much")
+
+    lab.always(program, schedules=8)
+
+
+@needs("flags")
+@promise("Flag", "``set``, ``wait`` and ``reset`` are device operations in the order of their stream.")
+@pytest.mark.parametrize("verb", ["wait", "set", "reset"])
+def test_flags_work_from_another_thread(lab: Lab, verb: str) -> None:
+    """One of the three is called by a thread that does nothing else."""
+
+    def program(backend: Backend) -> None:
+        a, b = lab.streams("a", "b")
+        x, y = lab.full(a, 0), lab.full(b, 0)
+        flag, done = backend.create_flag("f"), backend.create_event("done")
+
+        def call(name: str, stream: Stream) -> None:
+            if name == verb:
+                elsewhere(lambda: getattr(flag, name)(stream))
+            else:
+                getattr(flag, name)(stream)
+
+        for turn in (1.0, 2.0):
+            call("wait", b)
+            lab.copy(b, y, x)
+            call("reset", b)
+            b.record(done)
+            lab.later(a, x, turn)
+            call("set", a)
+            a.wait(done)
+            expect(lab.read(b, y), turn, "what was read in a round")
 
     lab.always(program, schedules=8)
 
