@@ -25,7 +25,7 @@ MOVING = HostProgram(
     draft_tokens=3,
 )
 """Requests go back and forth, by copies and by the network card: pages find another owner at once."""
-BY_NETWORK = {"pages_read", "pages_free", "pages_written"}
+OF_MOVES = {"handed_over", "pages_read", "pages_free", "pages_written"}
 """Plain decoding shows these too, which is quick; *pages ready* covers the draft's state."""
 PROGRAMS = 4
 """Host programs tried at most: not every batch mix reaches every fence."""
@@ -64,9 +64,9 @@ def test_a_fence_left_out_is_found_and_named(backend, fence, half):
     backend = like_npu() if graphs else backend
     if fence == "pages_read" and half is Drop.RECORD:
         pytest.skip("the first record of a slot is carried out, and no slot is used again before its pages are")
-    speculate = "none" if fence in BY_NETWORK else "eagle"
+    speculate = "none" if fence in OF_MOVES else "eagle"
     explorer = DecodeExplorer(backend, speculate=speculate, graphs=graphs, drop=fence, half=half)
-    implied = first_race(explorer, backend, [MOVING] if fence.startswith("pages_") else None)
+    implied = first_race(explorer, backend, [MOVING] if fence in {*OF_MOVES, "pages_ready"} else None)
     assert implied is not None, f"nobody missed the {half} of {fence}"
     assert implied == (fence,)
 

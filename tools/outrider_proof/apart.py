@@ -150,6 +150,9 @@ class Pair:
         end = time.monotonic() + LIMIT_S
         while not condition():
             self.client.poll(0.05)
+            for role, process in self.processes.items():
+                if process.poll() is not None:
+                    raise RuntimeError(f"the {role} server of {self._model} ended with {process.poll()}; see above")
             if time.monotonic() > end:
                 raise TimeoutError(f"{self._model}: it didn't come within {LIMIT_S:g} s: {self.client.status(1.0)}")
 
