@@ -31,6 +31,7 @@ for transport in "${@:-nixl}"; do
     echo "link, $transport: exit code $?, $((SECONDS - began)) s"
     cat "$out/link-$transport.jsonl"
     tail -c 500 "$out/link-$transport.err"
+    [ "$SECONDS_EACH" = 0 ] && continue
     began=$SECONDS
     timeout -k 5 $((SECONDS_EACH + 90)) "$python" -m outrider_proof.apart --models bundled --backends "$prefill" "$decode" \
         --transport "$transport" --programs 200 --seconds "$SECONDS_EACH" >"$out/apart-$transport.json" 2>"$out/apart-$transport.err"

@@ -310,6 +310,7 @@ def prove(options: argparse.Namespace) -> dict[str, Any]:
                         found["aborted"] += 1
                     elif came[1] != reference.tokens(arrival, tokens):
                         found["wrong"].append([model, seed, repr(arrival), repr(came)])
+                print(f"{model} {seed}: {len(program)} requests, {len(found['wrong'])} wrong", file=sys.stderr, flush=True)
                 if killing:
                     pair.until(lambda pair=pair: pair.client.servers == 1 and pair.linked)
             held = pair.settled()
