@@ -4,13 +4,29 @@ import pytest
 
 from outrider.engine.fences import FENCES
 from outrider.registry import get_backend
-from outrider_proof.decode_program import DecodeExplorer
+from outrider_proof.decode_program import Arrival, DecodeExplorer, HostProgram
 from outrider_proof.fence_log import Drop, Edge, FenceLog
 from outrider_sanitizer import RaceError
 
 BY_POLICY = {"lengths_on_host", "params_free", "params_bound"}
 """Fences that only a device with host lengths in its graphs has."""
 USED = [fence.name for fence in FENCES]
+MOVING = HostProgram(
+    arrivals=(
+        Arrival(0, 9, 14, 0, None, (2, 6, 8, 9)),
+        Arrival(40, 11, 14, 0, None, (1, 4, 6, 8)),
+        Arrival(80, 10, 14, 0, None, (2, 7, 8, 9)),
+        Arrival(120, 7, 14, 1, None, (3, 5, 7, 8)),
+    ),
+    max_requests=4,
+    page_size=4,
+    spare_pages=30,
+    prefill_chunk=16,
+    draft_tokens=3,
+)
+"""Requests go back and forth, by copies and by the network card: pages find another owner at once."""
+OF_MOVES = {"handed_over", "pages_read", "pages_free", "pages_written"}
+"""Plain decoding shows these too, which is quick; *pages ready* covers the draft's state."""
 PROGRAMS = 4
 """Host programs tried at most: not every batch mix reaches every fence."""
 
@@ -24,11 +40,11 @@ def like_npu():
     return get_backend("sim:like=npu")
 
 
-def first_race(explorer, backend):
-    for seed in range(PROGRAMS):
+def first_race(explorer, backend, programs=None):
+    for program in programs or map(explorer.program, range(PROGRAMS)):
         backend.control.reset()
         try:
-            explorer.run(explorer.program(seed), backend)
+            explorer.run(program, backend)
         except RaceError:
             return explorer.implied()
     return None
@@ -46,8 +62,11 @@ def test_with_every_fence_the_sanitizer_is_silent(backend):
 def test_a_fence_left_out_is_found_and_named(backend, fence, half):
     graphs = fence in BY_POLICY
     backend = like_npu() if graphs else backend
-    explorer = DecodeExplorer(backend, speculate="eagle", graphs=graphs, drop=fence, half=half)
-    implied = first_race(explorer, backend)
+    if fence == "pages_read" and half is Drop.RECORD:
+        pytest.skip("the first record of a slot is carried out, and no slot is used again before its pages are")
+    speculate = "none" if fence in OF_MOVES else "eagle"
+    explorer = DecodeExplorer(backend, speculate=speculate, graphs=graphs, drop=fence, half=half)
+    implied = first_race(explorer, backend, [MOVING] if fence in {*OF_MOVES, "pages_ready"} else None)
     assert implied is not None, f"nobody missed the {half} of {fence}"
     assert implied == (fence,)
 

@@ -55,5 +55,5 @@ if __name__ == "__main__":
     other = spawn.Process(target=side, args=(name, taker, False, there, tokens))
     other.start()
     side(name, giver, True, here, tokens)
-    other.join(30)
+    other.join(5)
     sys.exit(other.exitcode)

@@ -150,6 +150,9 @@ class Pair:
         end = time.monotonic() + LIMIT_S
         while not condition():
             self.client.poll(0.05)
+            for role, process in self.processes.items():
+                if process.poll() is not None:
+                    raise RuntimeError(f"the {role} server of {self._model} ended with {process.poll()}; see above")
             if time.monotonic() > end:
                 raise TimeoutError(f"{self._model}: it didn't come within {LIMIT_S:g} s: {self.client.status(1.0)}")
 
@@ -307,6 +310,7 @@ def prove(options: argparse.Namespace) -> dict[str, Any]:
                         found["aborted"] += 1
                     elif came[1] != reference.tokens(arrival, tokens):
                         found["wrong"].append([model, seed, repr(arrival), repr(came)])
+                print(f"{model} {seed}: {len(program)} requests, {len(found['wrong'])} wrong", file=sys.stderr, flush=True)
                 if killing:
                     pair.until(lambda pair=pair: pair.client.servers == 1 and pair.linked)
             held = pair.settled()

@@ -43,6 +43,8 @@ def reason(row: Record) -> str:
         return "results are copied on forward"
     if fence == "published" and consumer == "schedule" and like == "rocm":
         return "the host waits in its place"
+    if fence.startswith("pages_"):
+        return "no request moves by the network card, or none at such a moment"
     if fence == "handed_over" and consumer == "host":
         return "both engines have one backend"
     if mode == "fused":

@@ -26,8 +26,15 @@ _SOON_S = 0.0005
 class Server(ABC):
     """What both have in common. Belongs to the thread that made it, which is its engine's. ``say``: a line for people."""
 
-    def __init__(self, engine: Engine, transport: Transport, hub: Hub, *, say: Say) -> None:
-        self.engine, self._transport, self._hub, self._say = engine, transport, hub, say
+    _role: Role
+
+    def __init__(
+        self, engine: Engine, transport: Transport, *, listen: Address, secret: bytes, silence_s: float, say: Say
+    ) -> None:
+        self.engine, self._transport, self._say = engine, transport, say
+        # What can't register this engine's memory says so now, and not when somebody comes.
+        self._open_link(listen.host).close()
+        self._hub = Hub(self._role, listen=listen, secret=secret, silence_s=silence_s)
         self._fit = codec.fit_of(engine)
         self._links: dict[int, Link] = {}
         """Of engines that haven't sent their offer yet."""
@@ -100,13 +107,12 @@ class Server(ABC):
 
     def _offer(self, event: Event) -> None:
         """An engine has come: say what this one is, and where its pages are."""
-        assert self._hub.address is not None
-        accepts = isinstance(self, PrefillServer)
-        link = self._transport.open(
-            self.engine.page_memory, self.engine.backend, accepts=accepts, host=self._hub.address.host
-        )
-        self._links[event.peer] = link
+        self._links[event.peer] = link = self._open_link(self.address.host)
         self._hub.send(event.peer, Message("engine", {"fit": self._fit}, (link.offer(),)))
+
+    def _open_link(self, host: str) -> Link:
+        accepts = isinstance(self, PrefillServer)
+        return self._transport.open(self.engine.page_memory, self.engine.backend, accepts=accepts, host=host)
 
     def _connect(self, event: Event) -> None:
         """The other engine's answer to that."""
@@ -144,8 +150,6 @@ class Server(ABC):
             f"{'decode' if self._role is Role.PREFILL else 'prefill'}_peers": self._peers,
         }
         self._hub.send(event.peer, Message("status", body))
-
-    _role: Role
 
     @property
     @abstractmethod
@@ -205,7 +209,7 @@ class PrefillServer(Server):
         silence_s: float = 30.0,
         say: Say = lambda line: None,
     ) -> None:
-        super().__init__(engine, transport, Hub(self._role, listen=listen, secret=secret, silence_s=silence_s), say=say)
+        super().__init__(engine, transport, listen=listen, secret=secret, silence_s=silence_s, say=say)
         self.side = PrefillSide(engine)
 
     @property
@@ -271,7 +275,7 @@ class DecodeServer(Server):
         silence_s: float = 30.0,
         say: Say = lambda line: None,
     ) -> None:
-        super().__init__(engine, transport, Hub(self._role, listen=listen, secret=secret, silence_s=silence_s), say=say)
+        super().__init__(engine, transport, listen=listen, secret=secret, silence_s=silence_s, say=say)
         self.side = DecodeSide(engine, alone=alone)
         self._clients: dict[int, dict[int, int]] = {}
         for address in prefill:

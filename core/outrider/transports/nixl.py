@@ -26,12 +26,15 @@ _LOOPBACK, _LOOPBACK_DEVICE = "127.", "lo"
 
 class NixlTransport(Transport):
     """Links of NIXL agents, an agent for each. ``devices``: network devices by UCX's names, separated by commas; none: the
-    loopback device between processes of one host, else what UCX chooses.
+    loopback device between processes of one host, else what UCX chooses. ``errors``: UCX's error handling, ``peer`` or
+    ``none``; with ``none`` UCX may take faster ways on one host, and the death of a peer is told by its connection alone.
     """
 
     name = "nixl"
 
-    def __init__(self, devices: str = "") -> None:
+    def __init__(self, devices: str = "", errors: str = "peer") -> None:
+        if errors not in ("peer", "none"):
+            raise ConfigError(f"nixl's errors is {errors!r}; expected peer or none")
         package = next((name for name in PACKAGES if find_spec(name) is not None), None)
         if package is None:
             raise CapabilityError("the transport nixl needs NIXL: pip install 'outrider[nixl]'")
@@ -40,19 +43,19 @@ class NixlTransport(Transport):
         except ImportError as error:
             raise CapabilityError(f"{package} is installed and can't be imported: {error}") from error
         logging.getLogger("nixl").setLevel(logging.WARNING)
-        self._devices = devices
+        self._devices, self._errors = devices, errors
 
     def open(self, regions: Sequence[Tensor], backend: Backend, *, accepts: bool, host: str) -> NixlLink:
         """Register the regions with an agent of their own."""
         del accepts
         devices = self._devices or (_LOOPBACK_DEVICE if host.startswith(_LOOPBACK) else "")
-        return NixlLink(self._api, regions, backend, devices=devices)
+        return NixlLink(self._api, regions, backend, devices=devices, errors=self._errors)
 
 
 class NixlLink(Link):
     """One agent. Blocks of all regions are known to it by number, region by region."""
 
-    def __init__(self, api: Any, regions: Sequence[Tensor], backend: Backend, *, devices: str) -> None:
+    def __init__(self, api: Any, regions: Sequence[Tensor], backend: Backend, *, devices: str, errors: str) -> None:
         super().__init__(NixlTransport.name, regions, backend)
         on_host = {region.device.type == "cpu" for region in self.regions}
         if len(on_host) != 1 or backend.control is not None:
@@ -64,7 +67,9 @@ class NixlLink(Link):
         self._unfinished: list[_Transfer] = []
         try:
             self._agent = api.nixl_agent(self._name, api.nixl_agent_config(backends=[]))
-            self._agent.create_backend("UCX", {"ucx_devices": devices} if devices else {})
+            self._agent.create_backend(
+                "UCX", {"ucx_error_handling_mode": errors, **({"ucx_devices": devices} if devices else {})}
+            )
             self._registered = self._agent.register_memory(list(self.regions))
             if self._registered is None:
                 raise CapabilityError("nixl registers no such memory")

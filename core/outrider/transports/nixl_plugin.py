@@ -23,7 +23,8 @@ def transport_info() -> TransportInfo:
         reason="" if usable else "NIXL isn't installed",
         advice="" if usable else "pip install 'outrider[nixl]'",
         options={
-            "devices": "network devices by UCX's names, separated by +; default: what UCX chooses, loopback on one host"
+            "devices": "network devices by UCX's names, separated by +; default: what UCX chooses, loopback on one host",
+            "errors": "UCX's error handling, peer or none; default: peer",
         },
     )
 
@@ -33,4 +34,4 @@ def create_transport(options: Mapping[str, str]) -> Transport:
     """Import NIXL and make it."""
     from outrider.transports.nixl import NixlTransport
 
-    return NixlTransport(devices=options.get("devices", "").replace("+", ","))
+    return NixlTransport(devices=options.get("devices", "").replace("+", ","), errors=options.get("errors", "peer"))

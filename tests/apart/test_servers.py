@@ -1,0 +1,199 @@
+"""The servers, their sockets and a client, all in one thread: who may speak, who fits, who goes and comes back."""
+
+import json
+import random
+import socket
+import time
+
+import pytest
+
+from apart.test_sides import NEW, engine, prompts
+from outrider import DecodeClient, SamplingParams
+from outrider.apart.connections import Address, Hub, Role
+from outrider.apart.server import DecodeServer, PrefillServer
+from outrider.apart.wire import Decoder, Message, WireError
+from outrider.device import ConfigError
+from outrider.transports.local import LocalTransport
+from outrider_proof import tiny
+
+ANY = Address("127.0.0.1", 0)
+LIMIT_S = 60
+PARAMS = SamplingParams(max_tokens=NEW)
+
+
+class House:
+    """A prefill server, a decode server, a client."""
+
+    def __init__(self, *, prefill="eagle", decode="eagle", secret=b"", client_secret=None):
+        self.transport, self.said = LocalTransport(), []
+        self._options = {"secret": secret, "say": self.said.append}
+        self._engines = {"prefill": prefill, "decode": decode}
+        self.prefill = self.start_prefill(ANY)
+        self.decode = self.start_decode(ANY)
+        self.client = DecodeClient([self.decode.address], secret=secret if client_secret is None else client_secret)
+        self.outputs = {}
+
+    def start_prefill(self, address):
+        return PrefillServer(engine(self._engines["prefill"], overlap=True), self.transport, listen=address, **self._options)
+
+    def start_decode(self, address):
+        made = engine(self._engines["decode"], overlap=True)
+        return DecodeServer(made, self.transport, listen=address, prefill=[self.prefill.address], **self._options)
+
+    def turn(self):
+        for server in (self.prefill, self.decode):
+            server.turn(0.0)
+        for output in self.client.poll(0.0):
+            self.outputs.setdefault(output.request_id, []).append(output)
+
+    def until(self, condition):
+        end = time.monotonic() + LIMIT_S
+        while not condition():
+            self.turn()
+            assert time.monotonic() < end, "it didn't come"
+
+    def ask(self, given):
+        return [self.client.submit(prompt, PARAMS)[0] for prompt in given]
+
+    def tokens(self, number):
+        return tuple(token for output in self.outputs[number] for token in output.tokens)
+
+    def linked(self):
+        return self.client.servers and self.decode.side.peers and self.prefill.side.peers
+
+    def close(self):
+        self.client.close()
+        self.decode.close()
+        self.prefill.close()
+
+
+@pytest.fixture
+def house():
+    made = House(secret=b"0123456789abcdef")
+    yield made
+    made.close()
+
+
+def test_requests_go_through_all_three(house):
+    house.until(house.linked)
+    given = prompts(1, 5)
+    numbers = house.ask(given)
+    house.until(lambda: not house.client.open_requests)
+    assert [house.tokens(number) for number in numbers] == [tiny.plain(prompt, NEW) for prompt in given]
+    assert house.decode.counts["arrived"] > 0 == house.decode.counts["prefilled_here"]
+    assert json.dumps(house.decode.counts)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_server_ends_in_the_middle_and_comes_back(house, side):
+    house.until(house.linked)
+    given = prompts(2, 6)
+    numbers = house.ask(given)
+    house.until(lambda: house.outputs)
+    ended = getattr(house, side)
+    ended.close()
+    setattr(house, side, getattr(house, f"start_{side}")(ended.address))
+    house.until(lambda: not house.client.open_requests)
+    assert [house.tokens(number) for number in numbers] == [tiny.plain(prompt, NEW) for prompt in given]
+    house.until(house.linked)
+    (number,) = house.ask(prompts(3, 1))
+    house.until(lambda: not house.client.open_requests)
+    assert house.tokens(number) == tiny.plain(prompts(3, 1)[0], NEW)
+
+
+def test_a_client_that_leaves_ends_its_requests(house):
+    house.until(house.linked)
+    house.ask(prompts(4, 4))
+    house.until(lambda: house.decode.side.open_requests == 4)
+    house.client.close()
+    house.client = DecodeClient([])
+    house.until(lambda: not (house.decode.side.open_requests or house.prefill.side.open_jobs))
+
+
+def test_engines_that_do_not_fit_say_what_differs():
+    house = House(decode="mtp")
+    with pytest.raises(ConfigError, match=r"doesn't fit this one's: .*proposer: eagle there, mtp here"):
+        house.until(lambda: False)
+    house.close()
+
+
+def test_who_does_not_know_the_secret_is_not_heard():
+    house = House(secret=b"0123456789abcdef", client_secret=b"another secret...")
+    house.until(lambda: house.decode.side.peers)
+    for _ in range(50):
+        house.turn()
+    assert not house.client.servers
+    house.close()
+
+
+def test_an_address_for_all_needs_a_secret():
+    with pytest.raises(ConfigError, match="--secret-file"):
+        Hub(Role.PREFILL, listen=Address("0.0.0.0", 0))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_no_message_ends_the_connection_and_nothing_else(house, seed):
+    rng = random.Random(seed)
+    frame = Message("hello", {"version": 1, "role": "client", "nonce": "00" * 32}).encode()
+    broken = [
+        rng.randbytes(200),
+        frame[:20] + rng.randbytes(30) + frame[50:],
+        b"ORPD" + b"\xff" * 12,
+        Message("submit", {"id": 1}).encode(),
+        Message("hello", {"version": 99}).encode(),
+        frame + Message("proof", {"proof": [1]}).encode(),
+    ][seed]
+    house.until(house.linked)
+    for server in (house.prefill, house.decode):
+        with socket.create_connection((server.address.host, server.address.port)) as sock:
+            sock.sendall(broken)
+            sock.setblocking(False)
+
+            def closed(sock=sock):
+                try:
+                    return sock.recv(1 << 16) == b""
+                except BlockingIOError:
+                    return False
+                except ConnectionError:
+                    return True
+
+            house.until(closed)
+    (number,) = house.ask(prompts(5, 1))
+    house.until(lambda: not house.client.open_requests)
+    assert house.tokens(number) == tiny.plain(prompts(5, 1)[0], NEW)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message("submit", {"id": 1}),
+        Message("submit", {"id": 1, "state": {"prompt": [1.5]}}),
+        Message("submit", {"id": 1, "state": {}}),
+        Message("abort", {}),
+        Message("abort", {"id": "x"}),
+        Message("ready", {"ticket": 1}),
+        Message("submit", {"id": 1, "state": None}, (b"x",)),
+    ],
+)
+def test_a_client_that_speaks_nonsense_is_dropped_alone(house, message):
+    house.until(house.linked)
+    other = DecodeClient([house.decode.address], secret=b"0123456789abcdef")
+    house.until(lambda: other.poll(0.0) or other.servers)
+    (peer,) = other._peers
+    other._hub._again.clear()
+    other._hub.send(peer, message)
+    house.until(lambda: other.poll(0.0) or not other.servers)
+    other.close()
+    assert house.client.servers == 1
+
+
+def test_frames_in_any_pieces():
+    sent = [Message("a", {"x": [1, 2]}, (b"", b"123")), Message("b", {}, ()), Message("c", {"y": "ü"}, (b"\0" * 999,))]
+    whole = b"".join(message.encode() for message in sent)
+    for size in (1, 7, 100, len(whole)):
+        decoder, got = Decoder(1 << 16), []
+        for start in range(0, len(whole), size):
+            got.extend(decoder.feed(whole[start : start + size]))
+        assert got == sent
+    with pytest.raises(WireError, match="too long"):
+        list(Decoder(100).feed(whole))
