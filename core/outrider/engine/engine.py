@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from outrider.device import Backend, ConfigError, DeviceError, Fence, StepMode
 from outrider.engine.admission import Admission
@@ -22,36 +20,31 @@ from outrider.engine.assembly import (
     build_step,
 )
 from outrider.engine.checks import check_invariance, check_policy, check_tree
-from outrider.engine.config import Choice, EngineConfig
+from outrider.engine.config import EngineConfig
 from outrider.engine.draft_costs import decide, lengths_for
 from outrider.engine.following import follow
 from outrider.engine.graphs import CaptureProgress, EagerRunner
-from outrider.engine.lending import Lending
 from outrider.engine.loading import load_checkpoint
+from outrider.engine.moving import MovingRequests
 from outrider.engine.ranks.course import Course, ToldLength
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.processes import RankProcesses, start_ranks
 from outrider.engine.ranks.ranks import Ranks
-from outrider.engine.ranks.start import check_key, join_engine
+from outrider.engine.ranks.start import join_engine
 from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.requests.cache_events import CacheEvent, CacheEvents
 from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
 from outrider.engine.requests.grammars import Grammars
 from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.guides import Guide
-from outrider.engine.requests.hand_over import HandOver
-from outrider.engine.requests.lent import Expected, Lent
 from outrider.engine.requests.owner import Owner
 from outrider.engine.requests.request import Completion, FinishReason, Request, StepOutput
-from outrider.engine.requests.request_state import RequestState
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.streaming import RequestStream
 from outrider.engine.resolve import resolve
 from outrider.engine.situation import situation_of
 from outrider.engine.stages import Iteration
-from outrider.engine.stats import EngineLoad
 from outrider.engine.stats import EngineStats as EngineStats
-from outrider.engine.streams import Streams
 from outrider.engine.warm_up import warm_up
 from outrider.errors import RequestError
 from outrider.model import LanguageModel, Media, Tokenizer, VisionTower
@@ -61,7 +54,7 @@ from outrider.speculative.proposer import PlainProposer, Proposer
 Progress = Callable[[str, int, int], None]
 
 
-class Engine:
+class Engine(MovingRequests):
     """Runs requests in continuous batches on one backend.
 
     It belongs to the thread that made it, or that called :meth:`adopt` last. A call from another thread or a forked process
@@ -152,7 +145,6 @@ class Engine:
             grammars=self._grammars,
             vision=vision,
         )
-        self._lending: Lending | None = None
         self._processes: RankProcesses | None = None
         self._next_id = 0
 
@@ -235,72 +227,6 @@ class Engine:
             ranks=ranks,
         )
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer. Raises :class:`ConfigError` when the engine was built without one."""
-        if self._tokenizer is None:
-            raise ConfigError("this engine was built without a tokenizer; use Engine.from_checkpoint, or pass token ids")
-        return self._tokenizer
-
-    @property
-    def chosen(self) -> tuple[Choice, ...]:
-        """What of :attr:`config` wasn't given but chosen when the engine was made, and why."""
-        return self.config.chosen
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether the engine was built with a tokenizer."""
-        return self._tokenizer is not None
-
-    @property
-    def stats(self) -> EngineStats:
-        """Counts so far."""
-        loop, scheduler = self._loop, self._scheduler
-        return EngineStats(
-            **loop.counts,
-            blocked_s=self._lifeline.blocked_s,
-            preemptions=scheduler.preemptions,
-            prefix_looked_up=scheduler.prefix_looked_up,
-            prefix_hits=scheduler.prefix_hits,
-        )
-
-    @property
-    def load(self) -> EngineLoad:
-        """What the engine holds at this moment."""
-        pages = self._scheduler.pages
-        running = sum(not request.finished for request in self._scheduler.running)
-        return EngineLoad(running, len(self._requests) - running, pages.count - 1, pages.available, cached_pages=pages.cached)
-
-    @property
-    def longest_request(self) -> int:
-        """Tokens of prompt and output that a request may have together: within the context, and within the cache alone."""
-        return self._admission.longest
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether :meth:`step` has anything to do."""
-        return bool(self._abandoned) or self._loop.has_work
-
-    @property
-    def free_pages(self) -> int:
-        """KV pages that no request holds; some of them may be cached prefixes."""
-        return self._scheduler.pages.available
-
-    @property
-    def streams(self) -> Streams:
-        """The engine's streams, for tools."""
-        return self._parts.streams
-
-    @property
-    def free_rows(self) -> int:
-        """Rows that no request holds."""
-        return self._scheduler.rows.available
-
-    @property
-    def open_requests(self) -> dict[int, tuple[int, ...]]:
-        """The requests that wait or run, by id, with the output that the host knows of; also of an engine that stopped."""
-        return self._loop.open_requests
-
     def compile_guide(self, guide: Guide) -> None:
         """Compile a guide beside the engine, so that a request with it doesn't: any thread may call this, and it blocks.
 
@@ -344,113 +270,6 @@ class Engine:
             self._tell("abort", request_id)
             self._loop.end(request, FinishReason.ABORT)
             self._scheduler.retire()
-
-    def hand_over(self, request_id: int) -> HandOver:
-        """Take a decoding request out, with its caches and its draft state, for another engine's :meth:`take_over`.
-
-        The host waits for the request's own iterations in flight; other requests go on. Tokens that this finds come out of
-        the next :meth:`step`, and are in the hand-over's output too. Raises :class:`RequestError` for a request that has
-        finished, or has no output yet.
-        """
-        with self._use():
-            self._tell("hand_over", request_id)
-            if self._course is not None:
-                self._course.act("go on")
-            request = self._leaving(request_id)
-            with self._lifeline.working("handing a request over"):
-                handed = self._parts.transfer.collect(request)
-                handed = handed if self._course is None else self._course.ranks.keep(handed)
-            del self._requests[request_id]
-            request.finish_reason = FinishReason.HAND_OVER
-            self._loop.outbox.put(StepOutput(request_id, (), FinishReason.HAND_OVER))
-            self._scheduler.retire()
-            return handed
-
-    def take_over(self, handed: HandOver) -> int:
-        """Go on with a request from another engine of the same model and kind of proposer; returns its id here.
-
-        It decodes as soon as it's scheduled, without a prefill. Its completion has the whole output; :meth:`step` yields
-        what is new. From another backend its state is copied at once, and the host waits for that.
-
-        Raises :class:`ConfigError` when the engines don't fit, and :class:`RequestError` for a request that can't be served.
-        """
-        handed.check_fits(self.model.config, self.model.dtype, self.proposer)
-        if self._course is not None or handed.key is not None:
-            check_key(handed, None if self._course is None else self._course.ranks)
-        with self._use():
-            request = self._admission.arrival(self._next_id, handed)
-            if self._course is not None:
-                self._tell("take_over", handed.key)
-                self._course.ranks.forget(handed)
-            request.group = handed.group
-            with self._lifeline.working("taking a request over"):
-                request.arrival = self._parts.transfer.bring_here(handed)
-            self._next_id += 1
-            self._loop.add(request)
-            return request.id
-
-    # -- requests that go elsewhere by the network card, see docs/apart.md -------------------------------------------
-
-    def resume(self, state: RequestState, *, lend: bool = False) -> int:
-        """Queue a request that another engine knows, with the output that it has; returns its id here. Its prompt and output
-        are prefilled. ``lend``: it doesn't decode here; it rests after its next token, until :meth:`lend` takes it out.
-
-        Raises :class:`RequestError` for a request that can't be served.
-        """
-        with self._use():
-            if lend:
-                self._lends()
-            self._tell("resume", state)
-            request = self._admission.resumed(self._next_id, state)
-            request.lends = lend
-            self._next_id += 1
-            self._loop.add(request)
-            return request.id
-
-    def lend(self, request_id: int) -> Lent | None:
-        """Take a decoding request out; its pages stay, for the network card to read, until :meth:`returned`. None where too
-        many are on their way already: try again after a step.
-
-        Never waits for a request that rests; of another one it waits for the iterations in flight, as :meth:`hand_over` does.
-        """
-        with self._use():
-            request = self._leaving(request_id)
-            with self._lifeline.working("lending a request's pages"):
-                return self._lends().lend(request)
-
-    def returned(self, lent: Lent) -> None:
-        """Free the pages of a request that was lent. The caller has seen *pages read*, or nobody began to read."""
-        with self._use():
-            self._lends().returned(lent)
-
-    def expect(self, state: RequestState) -> Expected | None:
-        """Reserve pages for a request that another engine of the same model and kind of proposer lends. None where pages are
-        short: try again after a step. Raises :class:`RequestError` for a request that can't be served.
-        """
-        with self._use():
-            with self._lifeline.working("reserving pages for a request"):
-                expected = self._lends().expect(self._next_id, state)
-            self._next_id += expected is not None
-            return expected
-
-    def arrived(self, expected: Expected, relay: Mapping[str, Tensor]) -> int:
-        """Go on with a request whose pages were written; returns its id. The caller has seen *pages written*. ``relay``: host
-        tensors, as the other engine lent them; :class:`ConfigError` for others.
-        """
-        with self._use():
-            with self._lifeline.working("taking a request over"):
-                self._lends().arrived(expected, relay)
-            return expected.request
-
-    def forsake(self, expected: Expected) -> None:
-        """Free reserved pages. The caller knows that nobody writes them: no transfer began, or it's over, or the link is."""
-        with self._use():
-            self._lends().forsake(expected)
-
-    @property
-    def page_memory(self) -> tuple[Tensor, ...]:
-        """All tensors that have pages, [pages, ...] each, as long as the engine lives: what a link registers."""
-        return self._parts.transfer.memory
 
     def step(self) -> list[StepOutput]:
         """Run one iteration; returns a record for each request that has new tokens.
@@ -558,59 +377,10 @@ class Engine:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _use(self) -> Generator[None]:
-        """Around whatever changes the engine. Raises where this thread may not use it, or it can't go on. Before and after,
-        it ends the requests of streams that were dropped meanwhile.
-        """
-        self._owner.check()
-        self._lifeline.check()
-        if self._course is not None:
-            self._course.check_asked()
-        outermost, self._used = not self._used, True
-        try:
-            if outermost:
-                self._end_abandoned()
-            yield
-            if outermost:
-                self._end_abandoned()
-        finally:
-            self._used = not outermost
-
-    def _lends(self) -> Lending:
-        """Made when it's first asked for: an engine of several ranks has none."""
-        if self._lending is None:
-            self._lending = Lending(self._parts, self._loop, self._admission)
-        return self._lending
-
-    def _leaving(self, request_id: int) -> Request:
-        """A decoding request, none of whose iterations is in flight. Raises :class:`RequestError` where there is none."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._loop.settle(request)
-        if request is None or request.finished:
-            raise RequestError(f"request {request_id} isn't running; it may have finished already")
-        if not request.row or request.needs_prefill or not request.output:
-            raise RequestError(f"request {request_id} is waiting or prefilling; hand it over after its first token")
-        return request
-
-    def _end_abandoned(self) -> None:
-        while self._abandoned:
-            self._forget([self._abandoned.popleft()])
-
-    def _tell(self, name: str, *arguments: object) -> None:
-        """A call changes the engine: the other ranks hear of it."""
-        if self._course is not None:
-            self._course.tell(name, *arguments)
-
     def _queue(self, prompts: Sequence[Sequence[int]], params: object, media: object) -> None:
         """What :meth:`generate` queues, on a rank that follows."""
         for samples in self._admission.batch(self._next_id, prompts, params, media):
             self._submit(samples)
-
-    def _forget(self, requests: Sequence[Request]) -> None:
-        self._tell("forget", [request.id for request in requests])
-        self._loop.forget(requests)
 
     def _forget_ids(self, ids: Sequence[int]) -> None:
         self._loop.forget([self._requests[number] for number in ids if number in self._requests])

@@ -1,0 +1,147 @@
+"""What the parts of the engine's interface share: who may use it when, and what it says of itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+from outrider.device import Backend, ConfigError
+from outrider.engine.admission import Admission
+from outrider.engine.assembly import (
+    EngineParts,
+)
+from outrider.engine.config import Choice, DecidedConfig
+from outrider.engine.loop import Loop
+from outrider.engine.ranks.course import Course
+from outrider.engine.recovery.lifeline import Lifeline
+from outrider.engine.requests.groups import GroupScheduler
+from outrider.engine.requests.owner import Owner
+from outrider.engine.requests.request import Request
+from outrider.engine.requests.scheduler import Scheduler
+from outrider.engine.stats import EngineLoad
+from outrider.engine.stats import EngineStats as EngineStats
+from outrider.engine.streams import Streams
+from outrider.model import LanguageModel, Tokenizer
+from outrider.speculative.proposer import Proposer
+
+
+class EngineBase:
+    """Attributes of an engine, set by :class:`~outrider.engine.engine.Engine`, and what is read of them."""
+
+    backend: Backend
+    model: LanguageModel
+    proposer: Proposer
+    config: DecidedConfig
+    _owner: Owner
+    _used: bool
+    _abandoned: deque[Request]
+    _course: Course | None
+    _tokenizer: Tokenizer | None
+    _parts: EngineParts
+    _loop: Loop
+    _lifeline: Lifeline
+    _scheduler: Scheduler | GroupScheduler
+    _requests: dict[int, Request]
+    _admission: Admission
+    _next_id: int
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer. Raises :class:`ConfigError` when the engine was built without one."""
+        if self._tokenizer is None:
+            raise ConfigError("this engine was built without a tokenizer; use Engine.from_checkpoint, or pass token ids")
+        return self._tokenizer
+
+    @property
+    def chosen(self) -> tuple[Choice, ...]:
+        """What of :attr:`config` wasn't given but chosen when the engine was made, and why."""
+        return self.config.chosen
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the engine was built with a tokenizer."""
+        return self._tokenizer is not None
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts so far."""
+        loop, scheduler = self._loop, self._scheduler
+        return EngineStats(
+            **loop.counts,
+            blocked_s=self._lifeline.blocked_s,
+            preemptions=scheduler.preemptions,
+            prefix_looked_up=scheduler.prefix_looked_up,
+            prefix_hits=scheduler.prefix_hits,
+        )
+
+    @property
+    def load(self) -> EngineLoad:
+        """What the engine holds at this moment."""
+        pages = self._scheduler.pages
+        running = sum(not request.finished for request in self._scheduler.running)
+        return EngineLoad(running, len(self._requests) - running, pages.count - 1, pages.available, cached_pages=pages.cached)
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens of prompt and output that a request may have together: within the context, and within the cache alone."""
+        return self._admission.longest
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether :meth:`step` has anything to do."""
+        return bool(self._abandoned) or self._loop.has_work
+
+    @property
+    def free_pages(self) -> int:
+        """KV pages that no request holds; some of them may be cached prefixes."""
+        return self._scheduler.pages.available
+
+    @property
+    def streams(self) -> Streams:
+        """The engine's streams, for tools."""
+        return self._parts.streams
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that no request holds."""
+        return self._scheduler.rows.available
+
+    @property
+    def open_requests(self) -> dict[int, tuple[int, ...]]:
+        """The requests that wait or run, by id, with the output that the host knows of; also of an engine that stopped."""
+        return self._loop.open_requests
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _use(self) -> Generator[None]:
+        """Around whatever changes the engine. Raises where this thread may not use it, or it can't go on. Before and after,
+        it ends the requests of streams that were dropped meanwhile.
+        """
+        self._owner.check()
+        self._lifeline.check()
+        if self._course is not None:
+            self._course.check_asked()
+        outermost, self._used = not self._used, True
+        try:
+            if outermost:
+                self._end_abandoned()
+            yield
+            if outermost:
+                self._end_abandoned()
+        finally:
+            self._used = not outermost
+
+    def _end_abandoned(self) -> None:
+        while self._abandoned:
+            self._forget([self._abandoned.popleft()])
+
+    def _tell(self, name: str, *arguments: object) -> None:
+        """A call changes the engine: the other ranks hear of it."""
+        if self._course is not None:
+            self._course.tell(name, *arguments)
+
+    def _forget(self, requests: Sequence[Request]) -> None:
+        self._tell("forget", [request.id for request in requests])
+        self._loop.forget(requests)

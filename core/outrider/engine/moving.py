@@ -1,0 +1,145 @@
+"""Requests that move from one engine to another: handed over in one process, or lent by the network card (docs/apart.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from outrider.engine.base import EngineBase
+from outrider.engine.lending import Lending
+from outrider.engine.ranks.start import check_key
+from outrider.engine.requests.hand_over import HandOver
+from outrider.engine.requests.lent import Expected, Lent
+from outrider.engine.requests.request import FinishReason, Request, StepOutput
+from outrider.engine.requests.request_state import RequestState
+from outrider.engine.stats import EngineStats as EngineStats
+from outrider.errors import RequestError
+
+
+class MovingRequests(EngineBase):
+    """The part of the engine's interface by which requests leave it, and come to it, in the middle of their output."""
+
+    _lending: Lending | None = None
+
+    def hand_over(self, request_id: int) -> HandOver:
+        """Take a decoding request out, with its caches and its draft state, for another engine's :meth:`take_over`.
+
+        The host waits for the request's own iterations in flight; other requests go on. Tokens that this finds come out of
+        the next :meth:`step`, and are in the hand-over's output too. Raises :class:`RequestError` for a request that has
+        finished, or has no output yet.
+        """
+        with self._use():
+            self._tell("hand_over", request_id)
+            if self._course is not None:
+                self._course.act("go on")
+            request = self._leaving(request_id)
+            with self._lifeline.working("handing a request over"):
+                handed = self._parts.transfer.collect(request)
+                handed = handed if self._course is None else self._course.ranks.keep(handed)
+            del self._requests[request_id]
+            request.finish_reason = FinishReason.HAND_OVER
+            self._loop.outbox.put(StepOutput(request_id, (), FinishReason.HAND_OVER))
+            self._scheduler.retire()
+            return handed
+
+    def take_over(self, handed: HandOver) -> int:
+        """Go on with a request from another engine of the same model and kind of proposer; returns its id here.
+
+        It decodes as soon as it's scheduled, without a prefill. Its completion has the whole output; :meth:`step` yields
+        what is new. From another backend its state is copied at once, and the host waits for that.
+
+        Raises :class:`ConfigError` when the engines don't fit, and :class:`RequestError` for a request that can't be served.
+        """
+        handed.check_fits(self.model.config, self.model.dtype, self.proposer)
+        if self._course is not None or handed.key is not None:
+            check_key(handed, None if self._course is None else self._course.ranks)
+        with self._use():
+            request = self._admission.arrival(self._next_id, handed)
+            if self._course is not None:
+                self._tell("take_over", handed.key)
+                self._course.ranks.forget(handed)
+            request.group = handed.group
+            with self._lifeline.working("taking a request over"):
+                request.arrival = self._parts.transfer.bring_here(handed)
+            self._next_id += 1
+            self._loop.add(request)
+            return request.id
+
+    def resume(self, state: RequestState, *, lend: bool = False) -> int:
+        """Queue a request that another engine knows, with the output that it has; returns its id here. Its prompt and output
+        are prefilled. ``lend``: it doesn't decode here; it rests after its next token, until :meth:`lend` takes it out.
+
+        Raises :class:`RequestError` for a request that can't be served.
+        """
+        with self._use():
+            if lend:
+                self._lends()
+            self._tell("resume", state)
+            request = self._admission.resumed(self._next_id, state)
+            request.lends = lend
+            self._next_id += 1
+            self._loop.add(request)
+            return request.id
+
+    def lend(self, request_id: int) -> Lent | None:
+        """Take a decoding request out; its pages stay, for the network card to read, until :meth:`returned`. None where too
+        many are on their way already: try again after a step.
+
+        Never waits for a request that rests; of another one it waits for the iterations in flight, as :meth:`hand_over` does.
+        """
+        with self._use():
+            request = self._leaving(request_id)
+            with self._lifeline.working("lending a request's pages"):
+                return self._lends().lend(request)
+
+    def returned(self, lent: Lent) -> None:
+        """Free the pages of a request that was lent. The caller has seen *pages read*, or nobody began to read."""
+        with self._use():
+            self._lends().returned(lent)
+
+    def expect(self, state: RequestState) -> Expected | None:
+        """Reserve pages for a request that another engine of the same model and kind of proposer lends. None where pages are
+        short: try again after a step. Raises :class:`RequestError` for a request that can't be served.
+        """
+        with self._use():
+            with self._lifeline.working("reserving pages for a request"):
+                expected = self._lends().expect(self._next_id, state)
+            self._next_id += expected is not None
+            return expected
+
+    def arrived(self, expected: Expected, relay: Mapping[str, Tensor]) -> int:
+        """Go on with a request whose pages were written; returns its id. The caller has seen *pages written*. ``relay``: host
+        tensors, as the other engine lent them; :class:`ConfigError` for others.
+        """
+        with self._use():
+            with self._lifeline.working("taking a request over"):
+                self._lends().arrived(expected, relay)
+            return expected.request
+
+    def forsake(self, expected: Expected) -> None:
+        """Free reserved pages. The caller knows that nobody writes them: no transfer began, or it's over, or the link is."""
+        with self._use():
+            self._lends().forsake(expected)
+
+    @property
+    def page_memory(self) -> tuple[Tensor, ...]:
+        """All tensors that have pages, [pages, ...] each, as long as the engine lives: what a link registers."""
+        return self._parts.transfer.memory
+
+    def _lends(self) -> Lending:
+        """Made when it's first asked for: an engine of several ranks has none."""
+        if self._lending is None:
+            self._lending = Lending(self._parts, self._loop, self._admission)
+        return self._lending
+
+    def _leaving(self, request_id: int) -> Request:
+        """A decoding request, none of whose iterations is in flight. Raises :class:`RequestError` where there is none."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._loop.settle(request)
+        if request is None or request.finished:
+            raise RequestError(f"request {request_id} isn't running; it may have finished already")
+        if not request.row or request.needs_prefill or not request.output:
+            raise RequestError(f"request {request_id} is waiting or prefilling; hand it over after its first token")
+        return request
