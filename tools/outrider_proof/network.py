@@ -50,7 +50,7 @@ class Network:
 
 
 class NetworkMove:
-    """One request on its way from the engine of ``side`` to the other one. ``arrive`` is told where it is, and its id there."""
+    """One request on its way from the engine of ``side`` to the other one. ``arrive`` is told where it is, with its id."""
 
     def __init__(self, network: Network, side: int, lent: Lent, arrive: Callable[[int, int], None]) -> None:
         self._network, self._side = network, side
