@@ -9,7 +9,16 @@ import outrider
 import outrider.device
 import outrider.device.errors
 
-TOP = {"AsyncEngine", "Engine", "EngineConfig", "OutriderError", "SamplingParams", "StepOutput", "get_backend"}
+TOP = {
+    "AsyncEngine",
+    "DecodeClient",
+    "Engine",
+    "EngineConfig",
+    "OutriderError",
+    "SamplingParams",
+    "StepOutput",
+    "get_backend",
+}
 SEAM = """
 Access ActiveCapture AmbiguousBackend AttentionMetadata AttentionShape Backend BackendError BackendHooks BackendInfo
 BackendLoadError BackendNotFound BookkeepingKernels Capabilities CapabilityError CaptureContext CaptureError

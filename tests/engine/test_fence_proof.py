@@ -4,27 +4,13 @@ import pytest
 
 from outrider.engine.fences import FENCES
 from outrider.registry import get_backend
-from outrider_proof.decode_program import Arrival, DecodeExplorer, HostProgram
+from outrider_proof.decode_program import MOVING, DecodeExplorer
 from outrider_proof.fence_log import Drop, Edge, FenceLog
 from outrider_sanitizer import RaceError
 
 BY_POLICY = {"lengths_on_host", "params_free", "params_bound"}
 """Fences that only a device with host lengths in its graphs has."""
 USED = [fence.name for fence in FENCES]
-MOVING = HostProgram(
-    arrivals=(
-        Arrival(0, 9, 14, 0, None, (2, 6, 8, 9)),
-        Arrival(40, 11, 14, 0, None, (1, 4, 6, 8)),
-        Arrival(80, 10, 14, 0, None, (2, 7, 8, 9)),
-        Arrival(120, 7, 14, 1, None, (3, 5, 7, 8)),
-    ),
-    max_requests=4,
-    page_size=4,
-    spare_pages=30,
-    prefill_chunk=16,
-    draft_tokens=3,
-)
-"""Requests go back and forth, by copies and by the network card: pages find another owner at once."""
 OF_MOVES = {"handed_over", "pages_read", "pages_free", "pages_written"}
 """Plain decoding shows these too, which is quick; *pages ready* covers the draft's state."""
 PROGRAMS = 4

@@ -15,6 +15,8 @@ APART = 3
 """Turns between what one side learns and what the other does. There is one host here where there would be two: what it learns
 for one side would order the other one too. Which side is first changes from move to move.
 """
+PATIENCE = 12
+"""Turns that a request waits for pages."""
 
 
 class Network:
@@ -48,9 +50,9 @@ class Network:
 
 
 class NetworkMove:
-    """One request on its way from the engine of ``side`` to the other one. ``arrive`` is told its id there."""
+    """One request on its way from the engine of ``side`` to the other one. ``arrive`` is told where it is, with its id."""
 
-    def __init__(self, network: Network, side: int, lent: Lent, arrive: Callable[[int], None]) -> None:
+    def __init__(self, network: Network, side: int, lent: Lent, arrive: Callable[[int, int], None]) -> None:
         self._network, self._side = network, side
         self._lent, self._arrive = lent, arrive
         self._number = next(network.numbers)
@@ -60,23 +62,33 @@ class NetworkMove:
         self._transfer: Transfer | None = None
         self._there = self._back = False
 
+    def _go_back(self, giver: Engine) -> bool:
+        """No pages came: perhaps the other side's requests wait for those that this one has. It begins again where it was."""
+        giver.returned(self._lent)
+        self._arrive(self._side, giver.resume(self._lent.state))
+        return True
+
     def advance(self) -> bool:
         """Do what can be done without waiting; whether the request is there, and the pages that it left are free."""
         giver, taker = self._network.engines[self._side], self._network.engines[1 - self._side]
         ours, theirs = self._network.links[self._side], self._network.links[1 - self._side]
         if self._transfer is None:
             self._expected = self._expected or taker.expect(self._lent.state)
-            if self._expected is None or not self._lent.ready.done() or not self._expected.free.done():
+            if self._expected is None:
+                self._turns += 1
+                return self._turns > PATIENCE and self._go_back(giver)
+            if not self._lent.ready.done() or not self._expected.free.done():
                 return False
             theirs.expecting(self._notice, self._expected.written)
             pages = self._expected.pages[: len(self._lent.pages)]
+            self._turns = 0
             self._transfer = ours.write(self._lent.pages, pages, self._notice, read=self._lent.read)
         assert self._expected is not None
         self._turns += 1
         early, late = self._turns > 0, self._turns > APART
         tells, returns = (late, early) if self._number % 2 else (early, late)
         if tells and not self._there and self._network.has_arrived(1 - self._side, self._notice):
-            self._arrive(taker.arrived(self._expected, self._lent.relay))
+            self._arrive(1 - self._side, taker.arrived(self._expected, self._lent.relay))
             self._there = True
         if returns and not self._back and self._transfer.done():
             giver.returned(self._lent)
