@@ -4,6 +4,7 @@ from collections import Counter
 from contextlib import contextmanager
 
 import pytest
+import torch
 from tests.engine.conftest import Tiny
 
 from outrider import Engine, SamplingParams
@@ -124,6 +125,22 @@ def test_nothing_is_compiled_after_the_start_for_trees(bundle, tiny_tokens):
     engine = engine_with(bundle, kernels, tree=True)
     serve(engine, tiny_tokens)
     assert kernels.compiled() == engine.warm_up.compiled
+
+
+def test_the_scope_is_left_on_the_engines_own_device():
+    """Kernels are loaded onto the current device when the scope is left; an engine's needn't be the thread's first."""
+    first, second = (Tiny(get_backend(name)) for name in ("sim:0", "sim:1"))
+    left = []
+
+    class Loading(KernelSet):
+        @contextmanager
+        def every_variant(self):
+            yield
+            left.append(torch.empty(0, device="sim").device.index)
+
+    with first.backend.on(first.backend.create_stream("somebody's")):
+        engine_with(second, Loading())
+    assert left == [1]
 
 
 def test_without_every_variant_something_is(bundle, tiny_tokens):

@@ -118,7 +118,8 @@ class Engine(MovingRequests):
             trial = build_step(parts, stages, iteration, eager, StepMode.STAGED, prefill)
             throwaway = build_loop(parts, trial, watchdog, LengthSchedule(parts.lengths))
             room = min(self.max_context, throwaway.scheduler.pages.available * config.page_size - parts.spare)
-            with variants:
+            # On the engine's device, which needn't be the thread's current one: leaving the scope loads what was compiled.
+            with backend.on(parts.streams.forward), variants:
                 self.warm_up = warm_up(throwaway, backend, model, proposer, config, room=room)
         with backend.guard("capturing the engine's graphs"):
             runner = build_runner(parts, stages, iteration, capture_progress)

@@ -59,7 +59,8 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels, CollectiveKer
 
         A call inside also runs each other variant that such operands could take with another number of tokens, requests or
         cached tokens, so that none is compiled later. What the call returns and writes is what it does outside. An engine
-        runs requests of its own in the scope before it serves any.
+        runs requests of its own in the scope before it serves any. It enters and leaves the scope with its device being the
+        current one, since what was compiled is loaded there.
         """
         return None
 
