@@ -127,10 +127,11 @@ def test_nothing_is_compiled_after_the_start_for_trees(bundle, tiny_tokens):
     assert kernels.compiled() == engine.warm_up.compiled
 
 
-def test_the_scope_is_left_on_the_engines_own_device():
+def test_the_scope_is_left_on_the_engines_own_device(monkeypatch):
     """Kernels are loaded onto the current device when the scope is left; an engine's needn't be the thread's first."""
     first, second = (Tiny(get_backend(name)) for name in ("sim:0", "sim:1"))
     left = []
+    monkeypatch.setattr("outrider.engine.engine.warm_up", lambda *given, **named: None)  # it takes long, and isn't the point
 
     class Loading(KernelSet):
         @contextmanager
