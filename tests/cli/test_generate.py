@@ -220,7 +220,7 @@ SPOILT = {
     "unknown architecture": (lambda t, _: edit(t / "config.json", model_type="mamba9", architectures=["Mamba9"]), "mamba9"),
     "no config": (lambda t, _: (t / "config.json").unlink(), "config.json"),
     "config isn't JSON": (lambda t, _: (t / "config.json").write_text("{"), "config.json"),
-    "no tokenizer": (lambda t, _: (t / "tokenizer.json").unlink(), "tokenizer.json"),
+    "broken tokenizer": (lambda t, _: (t / "tokenizer.json").write_text("{}"), "tokenizer.json"),
     "no weights": (lambda t, _: (t / "model.safetensors").unlink(), "target"),
 }
 

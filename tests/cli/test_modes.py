@@ -31,10 +31,10 @@ def test_a_request_that_ends_with_an_error_is_exit_1(outrider, monkeypatch):
     redeem = Results.redeem
 
     def bad(self, ticket, copied):
-        outcome = redeem(self, ticket, copied)
+        outcomes = redeem(self, ticket, copied)
         if ticket.batch.decode:
-            outcome.bad[ticket.batch.decode[0].id] = ("target.logits holds NaN at index 3",)
-        return outcome
+            outcomes[0].bad[ticket.batch.decode[0].id] = ("target.logits holds NaN at index 3",)
+        return outcomes
 
     monkeypatch.setattr(Results, "redeem", bad)
     result = outrider("generate", "--prompt", "def read(", "--max-tokens", "12", "--json")
