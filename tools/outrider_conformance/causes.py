@@ -66,7 +66,7 @@ CAUSES: Mapping[str, str] = MappingProxyType(
         "Graph": "a replay that runs out of the stream's order, allocates anew, or shares scratch memory with another one",
         "Graph.update_params": "a rebind that changes replays which are queued already, or none at all",
         "GraphPool": "memory of a pool that two graphs use at a time",
-        "Group": "a collective that isn't in the stream's order, that mixes up ranks, roots or groups, or drops a peer's error",
+        "Group": "a collective that isn't in the stream's order, mixes up ranks, roots or groups, or drops a peer's error",
         "KernelSet": "a kernel that handles padding, strides, sizes of the last block or this dtype otherwise than the "
         "reference",
         "KernelSet.sample": "the order of temperature, top-k, top-p and the draw, or how the random numbers are used",
