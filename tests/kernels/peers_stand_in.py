@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +14,8 @@ from kernels.devices import SMALL
 from outrider_cpu.backend import CpuBackend
 from outrider_cuda.collectives import CudaGroup
 from outrider_triton.kernelset import TritonKernels
+
+SYMMETRIC = "torch._C._distributed_c10d._SymmetricMemory"
 
 
 class _Handle:
@@ -47,7 +51,8 @@ def stood_in(place):
     folder.mkdir(exist_ok=True)
     made = []
 
-    def empty(shape, *, dtype, device):
+    def empty(shape, strides, dtype, device, group_name):
+        assert math.prod(shape) == 0 or strides[-1] == 1
         made.append(folder / f"{place.rank}-{len(made)}")
         return _mapped(made[-1], shape, dtype)
 
@@ -66,9 +71,10 @@ def stood_in(place):
         StandIn(place),
         mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)),
         mock.patch("torch.cuda.synchronize"),
-        mock.patch("torch.distributed._symmetric_memory.empty", empty),
-        mock.patch("torch.distributed._symmetric_memory.rendezvous", rendezvous),
-        mock.patch("torch._C._distributed_c10d._SymmetricMemory.set_group_info"),
+        mock.patch("torch.cuda.device", return_value=nullcontext()),
+        mock.patch(f"{SYMMETRIC}.empty_strided_p2p", empty),
+        mock.patch(f"{SYMMETRIC}.rendezvous", rendezvous),
+        mock.patch(f"{SYMMETRIC}.set_group_info"),
         mock.patch("outrider_cuda.collectives.CudaGroup._sum_in_one_shot", one_shot),
         folder,
     )
@@ -91,11 +97,9 @@ def fall_back(place, *, folder):
         for patch in patches:
             stack.enter_context(patch)
         if place.rank == 1:
-            stack.enter_context(mock.patch("torch.distributed._symmetric_memory.rendezvous", broken))
+            stack.enter_context(mock.patch(f"{SYMMETRIC}.rendezvous", broken))
         else:
-            stack.enter_context(
-                mock.patch("torch.distributed._symmetric_memory.rendezvous", lambda memory, name: _Own(memory))
-            )
+            stack.enter_context(mock.patch(f"{SYMMETRIC}.rendezvous", lambda memory, name: _Own(memory)))
         group = backend.create_group("pair", ranks=(0, 1), rank=place.rank, store=place.store, timeout_s=1.0)
         x = torch.full((4,), place.rank + 1.0)
         group.all_reduce(x, stream=backend.create_stream("main"))

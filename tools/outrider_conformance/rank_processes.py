@@ -80,10 +80,10 @@ class RankProcesses:
     def run(self, task: str, work: Mapping[str, Any] | None = None, *, limit_s: float) -> list[Any]:
         """Each rank's value. Raises :class:`RanksFailed` where a rank has none, after ``limit_s`` seconds at most."""
         answers = self.answers(task, work, limit_s=limit_s)
-        for rank, answer in enumerate(answers):
-            if answer.error:
-                self.end()
-                raise RanksFailed(f"rank {rank} of {self.size}: {answer.error}")
+        wrong = [(rank, answer) for rank, answer in enumerate(answers) if answer.error]
+        if wrong:  # all of them: that a rank waited in vain may come of what another one says
+            self.end()
+            raise RanksFailed("; ".join(f"rank {rank} of {self.size}: {answer.error}" for rank, answer in wrong))
         return [answer.value for answer in answers]
 
     def answers(self, task: str, work: Mapping[str, Any] | None = None, *, limit_s: float) -> list[Answer]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import warnings
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -124,6 +125,10 @@ class CudaGroup(TorchGroup):
     def _all_say(self, what: str, *, said: bool) -> bool:
         """Whether every rank says yes, known to all of them."""
         self._meeting.set(f"{what}/{self.rank}", str(int(said)))
+        keys = [f"{what}/{rank}" for rank in range(self.size)]
+        # A rank that waited in vain for one that failed at once comes later by as much as the limit, maybe several times.
+        patience = timedelta(seconds=3 * self.timeout_s + 5)
+        self._run(lambda: self._meeting.wait(keys, patience))
         return all([self._meeting.get(f"{what}/{rank}") == b"1" for rank in range(self.size)])  # noqa: C419  (ask all)
 
     def _try_peers(self) -> bool:
@@ -135,9 +140,10 @@ class CudaGroup(TorchGroup):
         try:
             self._register()
             buffers = self._peer_buffers("probe", (self.size,), torch.int32)
-            for buffer in buffers:
-                buffer[self.rank].fill_(self.rank + 1)
-            torch.cuda.synchronize(self.backend.device)
+            with torch.cuda.device(self.backend.device):
+                for buffer in buffers:
+                    buffer[self.rank].fill_(self.rank + 1)
+                torch.cuda.synchronize(self.backend.device)
             self._meet("written")
             worked = buffers[self.rank].tolist() == list(range(1, self.size + 1))
             reason = reason if worked else "what another GPU wrote isn't there"
@@ -170,19 +176,22 @@ class CudaGroup(TorchGroup):
             _SymmetricMemory.set_group_info(self._symmetric, self.rank, self.size, meeting)
 
     def _peer_buffers(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        from torch.distributed import _symmetric_memory as symmetric
+        from torch._C._distributed_c10d import _SymmetricMemory as symmetric
 
         del name  # the ranks make the same buffers in the same order
-        meet: Any = symmetric.rendezvous
+        device = self.backend.device
+        strides = torch.empty(shape, device="meta").stride()
 
         def make() -> tuple[Any, Tensor]:
-            memory = symmetric.empty(shape, dtype=dtype, device=self.backend.device)
-            return meet(memory, self._symmetric), memory
+            # Not torch's `empty`: that takes a memory pool of whichever device is current when it's first called.
+            memory = symmetric.empty_strided_p2p(shape, strides, dtype, device, None)
+            return symmetric.rendezvous(memory, self._symmetric), memory
 
-        handle, memory = self._run(make)
-        self._kept.append((handle, memory))
-        memory.zero_()
-        torch.cuda.synchronize(self.backend.device)
+        with torch.cuda.device(device):
+            handle, memory = self._run(make)
+            self._kept.append((handle, memory))
+            memory.zero_()
+            torch.cuda.synchronize(device)
         self._meet(f"made {len(self._kept)}")
         return tuple(handle.get_buffer(rank, shape, dtype) for rank in range(self.size))
 
