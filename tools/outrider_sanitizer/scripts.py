@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from outrider.cli.report import exit_code
@@ -38,13 +38,7 @@ def run_script(path: Path, argv: Sequence[str], first: Backend, attach: Attach) 
     errors aren't raised. The scopes that ``attach`` entered are left by then. KeyboardInterrupt passes.
     """
     with with_new_backends(first, attach), as_main(path, argv):
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        except SystemExit as error:
-            return exit_code(error), None if error.code is None or isinstance(error.code, int) else str(error.code)
-        except Exception as error:
-            return 1, f"{type(error).__name__}: {error}"
-    return 0, None
+        return _run_path(path)
 
 
 def run_rank_scripts(
@@ -61,14 +55,10 @@ def run_rank_scripts(
         raise CapabilityError(f"{backends[0].label} decides its schedules itself; ranks are threads of a simulated device")
     results: list[tuple[int, str | None]] = [(1, "it never ended")] * len(backends)
     environment, modules = RankEnvironment(), _Main()
-    code = compile(path.read_bytes(), str(path), "exec")
 
     def body(rank: int) -> None:
         environment.begin(rank, len(backends), argv)
-        main = ModuleType("__main__")
-        main.__file__ = str(path)
-        modules.restore(main)
-        results[rank] = _run_code(code, main)
+        results[rank] = _run_path(path)
 
     with ExitStack() as stack:
         for backend in backends:
@@ -78,9 +68,9 @@ def run_rank_scripts(
     return results
 
 
-def _run_code(code: CodeType, main: ModuleType) -> tuple[int, str | None]:
+def _run_path(path: Path) -> tuple[int, str | None]:
     try:
-        exec(code, main.__dict__)
+        runpy.run_path(str(path), run_name="__main__")
     except SystemExit as error:
         return exit_code(error), None if error.code is None or isinstance(error.code, int) else str(error.code)
     except Exception as error:

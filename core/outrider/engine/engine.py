@@ -28,9 +28,10 @@ from outrider.engine.following import follow
 from outrider.engine.graphs import CaptureProgress, EagerRunner
 from outrider.engine.lending import Lending
 from outrider.engine.loading import load_checkpoint
+from outrider.engine.ranks.commands import Abort, AddRequest, Command, Forget, GiveOver, Queue, Resume, TakeOver
 from outrider.engine.ranks.course import Course, ToldLength
 from outrider.engine.ranks.parallel import ParallelConfig
-from outrider.engine.ranks.processes import RankProcesses, start_ranks
+from outrider.engine.ranks.processes import Loading, RankProcesses, start_ranks
 from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.ranks.start import check_key, join_engine
 from outrider.engine.recovery.watchdog import Watchdog
@@ -189,14 +190,14 @@ class Engine:
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
         if parallel is not None and parallel.world > 1:
-            arguments: dict[str, Any] = {
-                "draft_dir": draft_dir,
-                "speculate": speculate,
-                "config": config,
-                "through_transformers": through_transformers,
-                "trust_remote_code": trust_remote_code,
-            }
-            processes = start_ranks(backend, parallel, model_dir, arguments, given=ranks, builders=builders)
+            loading = Loading(
+                draft_dir=None if draft_dir is None else Path(draft_dir).resolve(),
+                speculate=speculate,
+                config=config,
+                through_transformers=through_transformers,
+                trust_remote_code=trust_remote_code,
+            )
+            processes = start_ranks(backend, parallel, model_dir, loading, given=ranks, builders=builders)
             try:
                 made = cls.from_checkpoint(
                     model_dir,
@@ -204,7 +205,7 @@ class Engine:
                     progress=progress,
                     capture_progress=capture_progress,
                     ranks=processes.ranks,
-                    **arguments,
+                    **loading.arguments(),
                 )
             except BaseException:
                 processes.close()
@@ -330,7 +331,7 @@ class Engine:
         """
         with self._use():
             samples = self._admission.requests(self._next_id, tokens, params, priority=priority, media=media)
-            self._tell("add_request", tokens, params, priority, media)
+            self._tell(AddRequest, tuple(tokens), params, priority, tuple(media))
             return self._submit(samples)
 
     def abort(self, request_id: int) -> None:
@@ -341,7 +342,7 @@ class Engine:
             request = self._requests.get(request_id)
             if request is None:
                 raise RequestError(f"request {request_id} isn't waiting or running; it may have finished already")
-            self._tell("abort", request_id)
+            self._tell(Abort, request_id)
             self._loop.end(request, FinishReason.ABORT)
             self._scheduler.retire()
 
@@ -353,7 +354,7 @@ class Engine:
         finished, or has no output yet.
         """
         with self._use():
-            self._tell("hand_over", request_id)
+            self._tell(GiveOver, request_id)
             if self._course is not None:
                 self._course.act("go on")
             request = self._leaving(request_id)
@@ -380,7 +381,7 @@ class Engine:
         with self._use():
             request = self._admission.arrival(self._next_id, handed)
             if self._course is not None:
-                self._tell("take_over", handed.key)
+                self._tell(TakeOver, handed.key)
                 self._course.ranks.forget(handed)
             request.group = handed.group
             with self._lifeline.working("taking a request over"):
@@ -400,7 +401,7 @@ class Engine:
         with self._use():
             if lend:
                 self._lends()
-            self._tell("resume", state)
+            self._tell(Resume, state)
             request = self._admission.resumed(self._next_id, state)
             request.lends = lend
             self._next_id += 1
@@ -474,7 +475,7 @@ class Engine:
         """
         with self._use():
             batch = self._admission.batch(self._next_id, prompts, params, media)
-            self._tell("queue", prompts, params, media)
+            self._tell(Queue, tuple(map(tuple, prompts)), params, None if media is None else tuple(map(tuple, media)))
             return self._generate(batch)
 
     def stream(
@@ -491,7 +492,7 @@ class Engine:
             raise RequestError(f"n is {params.n}; a stream is one sample: use add_request and step, or generate")
         with self._use():
             (request,) = self._admission.requests(self._next_id, tokens, params, media=media)
-            self._tell("add_request", tokens, params, 0, media)
+            self._tell(AddRequest, tuple(tokens), params, 0, tuple(media))
             outputs = self._loop.outbox.open(request.id)
             self._submit([request])
         return RequestStream(request, outputs, advance=self._iterate, close=self._close_stream)
@@ -511,17 +512,14 @@ class Engine:
             raise ConfigError("this engine leads its ranks, or is alone: it has nothing to follow")
         self._owner.check()
         handed_over = self._course.ranks.handed_over
-        calls: dict[str, Callable[..., object]] = {
-            "add_request": lambda tokens, params, priority, media: self.add_request(
-                tokens, params, priority=priority, media=media
-            ),
-            "queue": self._queue,
-            "abort": self.abort,
-            "forget": self._forget_ids,
-            "hand_over": self.hand_over,
-            "resume": self.resume,
-            "call": lambda function, *arguments: function(self, *arguments),
-            "take_over": lambda key: self.take_over(handed_over[key]),
+        calls: dict[type, Callable[[Any], object]] = {
+            AddRequest: lambda told: self.add_request(told.tokens, told.params, priority=told.priority, media=told.media),
+            Queue: lambda told: self._queue(told.prompts, told.params, told.media),
+            Abort: lambda told: self.abort(told.request),
+            Forget: lambda told: self._forget_ids(told.requests),
+            GiveOver: lambda told: self.hand_over(told.request),
+            Resume: lambda told: self.resume(told.state),
+            TakeOver: lambda told: self.take_over(handed_over[told.key]),
         }
         follow(self._course, calls, self._loop)
 
@@ -598,10 +596,10 @@ class Engine:
         while self._abandoned:
             self._forget([self._abandoned.popleft()])
 
-    def _tell(self, name: str, *arguments: object) -> None:
+    def _tell(self, command: Callable[..., Command], *arguments: object) -> None:
         """A call changes the engine: the other ranks hear of it."""
         if self._course is not None:
-            self._course.tell(name, *arguments)
+            self._course.tell(command(*arguments))
 
     def _queue(self, prompts: Sequence[Sequence[int]], params: object, media: object) -> None:
         """What :meth:`generate` queues, on a rank that follows."""
@@ -609,7 +607,7 @@ class Engine:
             self._submit(samples)
 
     def _forget(self, requests: Sequence[Request]) -> None:
-        self._tell("forget", [request.id for request in requests])
+        self._tell(Forget, [request.id for request in requests])
         self._loop.forget(requests)
 
     def _forget_ids(self, ids: Sequence[int]) -> None:
