@@ -31,7 +31,7 @@ from outrider.engine.loading import load_checkpoint
 from outrider.engine.ranks.commands import Abort, AddRequest, Command, Forget, GiveOver, Queue, Resume, TakeOver
 from outrider.engine.ranks.course import Course, ToldLength
 from outrider.engine.ranks.parallel import ParallelConfig
-from outrider.engine.ranks.processes import Loading, RankProcesses, start_ranks
+from outrider.engine.ranks.processes import Loading, RankProcesses, check_one_rank, start_ranks
 from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.ranks.start import check_key, join_engine
 from outrider.engine.recovery.watchdog import Watchdog
@@ -86,11 +86,13 @@ class Engine:
         capture_progress: CaptureProgress | None = None,
         draft_length: DraftLengthPolicy | None = None,
         ranks: Ranks | None = None,
+        parallel: ParallelConfig | None = None,
     ) -> None:
         """``draft_length``: decides how many tokens each iteration drafts, in place of what the config says. ``ranks``: those
         that run the engine together; each makes its own over its part of the model, in the same order, and all but the first
-        then call :meth:`follow`.
+        then call :meth:`follow`. ``parallel``: refused for several ranks, which :meth:`from_checkpoint` starts.
         """
+        check_one_rank(parallel)
         self._owner, self._used = Owner(), False
         self._abandoned: deque[Request] = deque()
         self.backend = backend

@@ -93,6 +93,15 @@ class RankProcesses:
                 child.stdin.close()
 
 
+def check_one_rank(parallel: ParallelConfig | None) -> None:
+    """Raise :class:`ConfigError` for several ranks, where a model is there already."""
+    if parallel is not None and parallel.world > 1:
+        raise ConfigError(
+            f"parallel is {parallel}, and the model is loaded here already, whole; other ranks read their own parts: use "
+            "Engine.from_checkpoint(..., parallel=...), or make an engine on each rank and give it ranks="
+        )
+
+
 def start_ranks(
     backend: Backend,
     parallel: ParallelConfig,
