@@ -26,7 +26,7 @@ from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.requests.request_state import RequestState
 from outrider.model import Media, MediaGrid
 
-TEXT = st.text(min_size=1, max_size=8)
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=8)
 TOKENS = st.lists(st.integers(0, 2**40), max_size=5).map(tuple)
 PENALTIES = st.floats(-2, 2) | st.integers(-2, 2)
 GUIDE = {
