@@ -42,7 +42,7 @@ class StandIn(CpuBackend):
         self.place = place
 
     def _create_group(self, name, ranks, rank, store, timeout_s):
-        return CudaGroup(self, name, ranks, rank, store, timeout_s)
+        return CudaGroup(self, name, ranks, rank, store, timeout_s, peers=True)
 
 
 def stood_in(place):

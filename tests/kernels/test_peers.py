@@ -5,7 +5,10 @@ import uuid
 
 import pytest
 
+from outrider.device import ConfigError
 from outrider_conformance.rank_processes import RankProcesses
+from outrider_cuda import plugin
+from outrider_cuda.backend import CAPABILITIES
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
@@ -35,3 +38,16 @@ def test_where_memory_of_the_peers_fails_the_library_carries_everything(two):
         assert "goes by NCCL alone, which takes longer for small tensors" in said[0]
         assert f"can't be used on rank {rank}" in said[0]
     assert "no such thing" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"peers": "maybe"}, "peers='maybe': expected one of off, on"), ({"speed": "1"}, "no option 'speed'")],
+)
+def test_other_options_are_refused(options, match):
+    with pytest.raises(ConfigError, match=match):
+        plugin.create_backend(0, options)
+
+
+def test_nobody_gets_memory_of_the_peers_who_did_not_ask():
+    assert not CAPABILITIES.peer_memory

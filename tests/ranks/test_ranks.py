@@ -122,6 +122,12 @@ def test_impossible_layouts_are_refused(fields):
         ParallelConfig(**fields)
 
 
+def test_a_model_that_is_there_whole_is_not_spread():
+    backend = CpuBackend()
+    with pytest.raises(ConfigError, match="parallel is tensor 2, data 1, and the model is loaded here already"):
+        Engine(proposers.decoder(tiny.target(), backend, None), backend, parallel=TENSOR)
+
+
 # -- one authority -----------------------------------------------------------------------------------------------------
 
 

@@ -94,14 +94,11 @@ class Residues:
 
 
 def guide(engine: Engine, request: int) -> None:
-    """Guide a request that has just come to an engine by :class:`Residues`, along the output that it brings; on every rank
-    of the engine.
+    """Guide a request that has just come to an engine by :class:`Residues`, along the output that it brings.
+
+    Other ranks don't hear of it: an engine of several is refused.
     """
-    engine._tell("call", _guide, request)
-    _guide(engine, request)
-
-
-def _guide(engine: Engine, request: int) -> None:
+    assert engine._course is None, "a guide is put into one engine's record of the request, which other ranks never hear of"
     from outrider.engine.requests.guidance import Guidance
 
     record = engine._requests[request]

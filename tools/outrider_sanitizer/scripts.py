@@ -8,8 +8,10 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import module_from_spec
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from outrider.cli.report import exit_code
@@ -38,13 +40,7 @@ def run_script(path: Path, argv: Sequence[str], first: Backend, attach: Attach) 
     errors aren't raised. The scopes that ``attach`` entered are left by then. KeyboardInterrupt passes.
     """
     with with_new_backends(first, attach), as_main(path, argv):
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        except SystemExit as error:
-            return exit_code(error), None if error.code is None or isinstance(error.code, int) else str(error.code)
-        except Exception as error:
-            return 1, f"{type(error).__name__}: {error}"
-    return 0, None
+        return _ended(lambda: runpy.run_path(str(path), run_name="__main__"))
 
 
 def run_rank_scripts(
@@ -61,14 +57,15 @@ def run_rank_scripts(
         raise CapabilityError(f"{backends[0].label} decides its schedules itself; ranks are threads of a simulated device")
     results: list[tuple[int, str | None]] = [(1, "it never ended")] * len(backends)
     environment, modules = RankEnvironment(), _Main()
-    code = compile(path.read_bytes(), str(path), "exec")
 
     def body(rank: int) -> None:
         environment.begin(rank, len(backends), argv)
-        main = ModuleType("__main__")
+        # Not runpy: it puts sys.argv[0] back at the end, and fails where a script has emptied its arguments.
+        script = _Script("__main__", str(path))
+        main = module_from_spec(ModuleSpec("__main__", script, origin=str(path)))
         main.__file__ = str(path)
         modules.restore(main)
-        results[rank] = _run_code(code, main)
+        results[rank] = _ended(partial(script.exec_module, main))
 
     with ExitStack() as stack:
         for backend in backends:
@@ -78,14 +75,21 @@ def run_rank_scripts(
     return results
 
 
-def _run_code(code: CodeType, main: ModuleType) -> tuple[int, str | None]:
+def _ended(run: Callable[[], object]) -> tuple[int, str | None]:
     try:
-        exec(code, main.__dict__)
+        run()
     except SystemExit as error:
         return exit_code(error), None if error.code is None or isinstance(error.code, int) else str(error.code)
     except Exception as error:
         return 1, f"{type(error).__name__}: {error}"
     return 0, None
+
+
+class _Script(SourceFileLoader):
+    """Runs a script's file, and leaves no bytecode beside it."""
+
+    def set_data(self, path: str, data: object, *, _mode: int = 0o666) -> None:
+        """Nothing is written."""
 
 
 class _Main:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,6 @@ CAPABILITIES = Capabilities(
     forks_in_capture=True,
     collectives=True,
     captures_collectives=True,
-    peer_memory=True,
     perturbs_timing=True,
     memory_limit=True,
     dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
@@ -48,13 +48,15 @@ class CudaBackend(TorchDeviceBackend):
     is_accelerator = True
     sticky_faults = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
 
-    def __init__(self, ordinal: int) -> None:
-        super().__init__("cuda", "cuda", ordinal, capabilities=CAPABILITIES, kernels=tuned_kernels, speculative_sync=CudaSync)
+    def __init__(self, ordinal: int, *, peers: bool = False) -> None:
+        """``peers``: groups use memory of the peers for small tensors; see docs/ranks.md for what is known of it."""
+        capabilities = replace(CAPABILITIES, peer_memory=peers)
+        super().__init__("cuda", "cuda", ordinal, capabilities=capabilities, kernels=tuned_kernels, speculative_sync=CudaSync)
 
     def _create_group(self, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float) -> Group:
         from outrider_cuda.collectives import CudaGroup
 
-        return CudaGroup(self, name, ranks, rank, store, timeout_s)
+        return CudaGroup(self, name, ranks, rank, store, timeout_s, peers=self.capabilities.peer_memory)
 
     def _new_graph(self) -> Any:
         return torch.cuda.CUDAGraph()

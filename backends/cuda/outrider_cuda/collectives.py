@@ -1,7 +1,8 @@
-"""Groups of NVIDIA GPUs: NCCL, and for small tensors memory of the peers, where the GPUs of one host reach it.
+"""Groups of NVIDIA GPUs: NCCL. Small tensors go over memory of the peers where that was asked for (``cuda:peers=on``) and
+the GPUs of one host reach it. On devices it has failed so far, see docs/ranks.md.
 
 Three ways, by bytes of one rank: kernels that write into the peers' memory (:mod:`outrider_triton.peers`), torch's one-shot
-all-reduce over symmetric memory, and NCCL. Each was measured fastest where it's taken (`outrider bench collectives`).
+all-reduce over symmetric memory, and NCCL. `outrider bench collectives` measures them.
 NVLink multicast stays unused: it isn't everywhere.
 """
 
@@ -47,7 +48,10 @@ class CudaGroup(TorchGroup):
         rank: int,
         store: Store,
         timeout_s: float,
+        *,
+        peers: bool = False,
     ) -> None:
+        """``peers``: small tensors go over memory of the peers where all ranks reach it; else everything goes by NCCL."""
         super().__init__(backend, name, ranks, rank, store, timeout_s)
         self._reachable = False
         self._kept: list[Any] = []
@@ -58,7 +62,7 @@ class CudaGroup(TorchGroup):
         self._exchange: PeerExchange | None = None
         if hasattr(self._native, "eager_connect_single_device"):
             self._run(lambda: self._native.eager_connect_single_device(backend.device))
-        if self.size > 1 and self._reach_peers():
+        if peers and self.size > 1 and self._reach_peers():
             self._reachable = self._try_peers()
         if self._reachable:
             pdl = torch.cuda.get_device_capability(backend.device)[0] >= 9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from outrider.device.errors import BackendLoadError, ConfigError
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     from outrider.device.backend import Backend
 
 DESCRIPTION = "NVIDIA GPUs through torch's CUDA module"
+OPTIONS: Mapping[str, str] = MappingProxyType(
+    {"peers": "small tensors go over memory of the peers: off (default) or on, which has failed on devices so far"}
+)
+_SWITCH = {"off": False, "on": True}
 CI = CiDeclaration(
     runner_labels=("self-hosted", "gpu"),
     torch="https://download.pytorch.org/whl/cu130",
@@ -35,6 +40,7 @@ def backend_info() -> BackendInfo:
             reason=reason,
             advice=advice,
             device_count=count,
+            options=OPTIONS,
             cache_variables=("TRITON_CACHE_DIR",),
             sanitizer_variables={"TORCH_CUDA_SANITIZER": "1"},
             ci=CI,
@@ -58,12 +64,15 @@ def backend_info() -> BackendInfo:
 
 @hookimpl
 def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
-    """GPU ``ordinal``, without options."""
-    if options:
-        raise ConfigError(f"backend 'cuda' takes no options of its own, got {sorted(options)}")
+    """GPU ``ordinal``; options in :data:`OPTIONS`."""
+    for key, value in options.items():
+        if key not in OPTIONS:
+            raise ConfigError(f"backend 'cuda' has no option {key!r}; known: {', '.join(OPTIONS)}")
+        if value not in _SWITCH:
+            raise ConfigError(f"option {key}={value!r}: expected one of {', '.join(_SWITCH)}")
     info = backend_info()
     if not info.usable:
         raise BackendLoadError(f"backend 'cuda' can't run here: {info.reason}; {info.advice}")
     from outrider_cuda.backend import CudaBackend
 
-    return CudaBackend(ordinal)
+    return CudaBackend(ordinal, peers=_SWITCH[options.get("peers", "off")])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 from outrider.device import Backend, ConfigError
@@ -13,6 +13,7 @@ from outrider.engine.assembly import (
 )
 from outrider.engine.config import Choice, DecidedConfig
 from outrider.engine.loop import Loop
+from outrider.engine.ranks.commands import Command, Forget
 from outrider.engine.ranks.course import Course
 from outrider.engine.recovery.lifeline import Lifeline
 from outrider.engine.requests.groups import GroupScheduler
@@ -137,11 +138,11 @@ class EngineBase:
         while self._abandoned:
             self._forget([self._abandoned.popleft()])
 
-    def _tell(self, name: str, *arguments: object) -> None:
+    def _tell(self, command: Callable[..., Command], *arguments: object) -> None:
         """A call changes the engine: the other ranks hear of it."""
         if self._course is not None:
-            self._course.tell(name, *arguments)
+            self._course.tell(command(*arguments))
 
     def _forget(self, requests: Sequence[Request]) -> None:
-        self._tell("forget", [request.id for request in requests])
+        self._tell(Forget, [request.id for request in requests])
         self._loop.forget(requests)

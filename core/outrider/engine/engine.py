@@ -26,9 +26,10 @@ from outrider.engine.following import follow
 from outrider.engine.graphs import CaptureProgress, EagerRunner
 from outrider.engine.loading import load_checkpoint
 from outrider.engine.moving import MovingRequests
+from outrider.engine.ranks.commands import Abort, AddRequest, Forget, GiveOver, Queue, Resume, TakeOver
 from outrider.engine.ranks.course import Course, ToldLength
 from outrider.engine.ranks.parallel import ParallelConfig
-from outrider.engine.ranks.processes import RankProcesses, start_ranks
+from outrider.engine.ranks.processes import Loading, RankProcesses, check_one_rank, start_ranks
 from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.ranks.start import join_engine
 from outrider.engine.recovery.watchdog import Watchdog
@@ -78,11 +79,13 @@ class Engine(MovingRequests):
         capture_progress: CaptureProgress | None = None,
         draft_length: DraftLengthPolicy | None = None,
         ranks: Ranks | None = None,
+        parallel: ParallelConfig | None = None,
     ) -> None:
         """``draft_length``: decides how many tokens each iteration drafts, in place of what the config says. ``ranks``: those
         that run the engine together; each makes its own over its part of the model, in the same order, and all but the first
-        then call :meth:`follow`.
+        then call :meth:`follow`. ``parallel``: refused for several ranks, which :meth:`from_checkpoint` starts.
         """
+        check_one_rank(parallel)
         self._owner, self._used = Owner(), False
         self._abandoned: deque[Request] = deque()
         self.backend = backend
@@ -182,14 +185,14 @@ class Engine(MovingRequests):
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
         if parallel is not None and parallel.world > 1:
-            arguments: dict[str, Any] = {
-                "draft_dir": draft_dir,
-                "speculate": speculate,
-                "config": config,
-                "through_transformers": through_transformers,
-                "trust_remote_code": trust_remote_code,
-            }
-            processes = start_ranks(backend, parallel, model_dir, arguments, given=ranks, builders=builders)
+            loading = Loading(
+                draft_dir=None if draft_dir is None else Path(draft_dir).resolve(),
+                speculate=speculate,
+                config=config,
+                through_transformers=through_transformers,
+                trust_remote_code=trust_remote_code,
+            )
+            processes = start_ranks(backend, parallel, model_dir, loading, given=ranks, builders=builders)
             try:
                 made = cls.from_checkpoint(
                     model_dir,
@@ -197,7 +200,7 @@ class Engine(MovingRequests):
                     progress=progress,
                     capture_progress=capture_progress,
                     ranks=processes.ranks,
-                    **arguments,
+                    **loading.arguments(),
                 )
             except BaseException:
                 processes.close()
@@ -257,7 +260,7 @@ class Engine(MovingRequests):
         """
         with self._use():
             samples = self._admission.requests(self._next_id, tokens, params, priority=priority, media=media)
-            self._tell("add_request", tokens, params, priority, media)
+            self._tell(AddRequest, tuple(tokens), params, priority, tuple(media))
             return self._submit(samples)
 
     def abort(self, request_id: int) -> None:
@@ -268,7 +271,7 @@ class Engine(MovingRequests):
             request = self._requests.get(request_id)
             if request is None:
                 raise RequestError(f"request {request_id} isn't waiting or running; it may have finished already")
-            self._tell("abort", request_id)
+            self._tell(Abort, request_id)
             self._loop.end(request, FinishReason.ABORT)
             self._scheduler.retire()
 
@@ -294,7 +297,7 @@ class Engine(MovingRequests):
         """
         with self._use():
             batch = self._admission.batch(self._next_id, prompts, params, media)
-            self._tell("queue", prompts, params, media)
+            self._tell(Queue, tuple(map(tuple, prompts)), params, None if media is None else tuple(map(tuple, media)))
             return self._generate(batch)
 
     def stream(
@@ -311,7 +314,7 @@ class Engine(MovingRequests):
             raise RequestError(f"n is {params.n}; a stream is one sample: use add_request and step, or generate")
         with self._use():
             (request,) = self._admission.requests(self._next_id, tokens, params, media=media)
-            self._tell("add_request", tokens, params, 0, media)
+            self._tell(AddRequest, tuple(tokens), params, 0, tuple(media))
             outputs = self._loop.outbox.open(request.id)
             self._submit([request])
         return RequestStream(request, outputs, advance=self._iterate, close=self._close_stream)
@@ -331,17 +334,14 @@ class Engine(MovingRequests):
             raise ConfigError("this engine leads its ranks, or is alone: it has nothing to follow")
         self._owner.check()
         handed_over = self._course.ranks.handed_over
-        calls: dict[str, Callable[..., object]] = {
-            "add_request": lambda tokens, params, priority, media: self.add_request(
-                tokens, params, priority=priority, media=media
-            ),
-            "queue": self._queue,
-            "abort": self.abort,
-            "forget": self._forget_ids,
-            "hand_over": self.hand_over,
-            "resume": self.resume,
-            "call": lambda function, *arguments: function(self, *arguments),
-            "take_over": lambda key: self.take_over(handed_over[key]),
+        calls: dict[type, Callable[[Any], object]] = {
+            AddRequest: lambda told: self.add_request(told.tokens, told.params, priority=told.priority, media=told.media),
+            Queue: lambda told: self._queue(told.prompts, told.params, told.media),
+            Abort: lambda told: self.abort(told.request),
+            Forget: lambda told: self._forget_ids(told.requests),
+            GiveOver: lambda told: self.hand_over(told.request),
+            Resume: lambda told: self.resume(told.state),
+            TakeOver: lambda told: self.take_over(handed_over[told.key]),
         }
         follow(self._course, calls, self._loop)
 

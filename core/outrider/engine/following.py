@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 from outrider.engine.loop import Loop
 from outrider.engine.ranks.course import Course
 from outrider.errors import RequestError
 
-Calls = Mapping[str, Callable[..., object]]
-"""What an engine does for each command, by its name."""
+Calls = Mapping[type, Callable[[Any], object]]
+"""What an engine does for each command, by its class."""
 
 
 def follow(course: Course, calls: Calls, loop: Loop) -> None:
@@ -18,10 +19,10 @@ def follow(course: Course, calls: Calls, loop: Loop) -> None:
     try:
         while True:
             record = course.next()
-            for command in record.commands:
+            for command in course.commands:
                 # What is refused is refused on every rank, and the first one's caller is told.
                 with suppress(RequestError):
-                    calls[command.name](*command.arguments)
+                    calls[type(command)](command)
             if record.act == "iterate":
                 loop.iterate()
             elif record.act == "drain":

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from outrider.engine.base import EngineBase
 from outrider.engine.lending import Lending
+from outrider.engine.ranks.commands import GiveOver, Resume, TakeOver
 from outrider.engine.ranks.start import check_key
 from outrider.engine.requests.hand_over import HandOver
 from outrider.engine.requests.lent import Expected, Lent
@@ -30,7 +31,7 @@ class MovingRequests(EngineBase):
         finished, or has no output yet.
         """
         with self._use():
-            self._tell("hand_over", request_id)
+            self._tell(GiveOver, request_id)
             if self._course is not None:
                 self._course.act("go on")
             request = self._leaving(request_id)
@@ -57,7 +58,7 @@ class MovingRequests(EngineBase):
         with self._use():
             request = self._admission.arrival(self._next_id, handed)
             if self._course is not None:
-                self._tell("take_over", handed.key)
+                self._tell(TakeOver, handed.key)
                 self._course.ranks.forget(handed)
             request.group = handed.group
             with self._lifeline.working("taking a request over"):
@@ -75,7 +76,7 @@ class MovingRequests(EngineBase):
         with self._use():
             if lend:
                 self._lends()
-            self._tell("resume", state)
+            self._tell(Resume, state)
             request = self._admission.resumed(self._next_id, state)
             request.lends = lend
             self._next_id += 1

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.engine import Choice, Ebnf, Guide, JsonObject, JsonSchema, Regex
+from outrider.engine.requests.guides import GUIDES
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.stats import EngineLoad, EngineStats
@@ -36,7 +36,6 @@ from outrider.serve.messages import (
 )
 
 _LENGTH = struct.Struct("!I")
-_GUIDES: tuple[type[Guide], ...] = (JsonSchema, JsonObject, Regex, Ebnf, Choice)
 
 
 class Frames:
@@ -135,7 +134,7 @@ def _params_of_wire(fields: dict[str, Any]) -> SamplingParams:
     guide = fields.pop("guide")
     if guide is not None:
         name, given = guide
-        guide = next(kind for kind in _GUIDES if kind.__name__ == name)(**given)
+        guide = next(kind for kind in GUIDES if kind.__name__ == name)(**given)
     return SamplingParams(**fields, guide=guide)
 
 

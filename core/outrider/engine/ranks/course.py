@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 from outrider.device import ConfigError
+from outrider.engine.ranks.codec import decode, encode
+from outrider.engine.ranks.commands import Command
 from outrider.engine.ranks.ranks import Ranks
-from outrider.engine.ranks.records import Command, Decisions, RanksDiffer, Record
+from outrider.engine.ranks.records import Act, Decisions, RanksDiffer, Record
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.draft_length import DraftLengthPolicy
 
@@ -20,7 +22,7 @@ class Course:
         self.ranks = ranks
         self.leads = ranks.leads
         self._log = ranks.new_log()
-        self._commands: list[Command] = []
+        self._commands: list[str] = []
         self._record: Record | None = None
         self.over = False
         """Whether the last record was published."""
@@ -30,15 +32,18 @@ class Course:
         if not self.leads and self._record is None:
             raise ConfigError("this engine follows that of rank 0, which takes all calls; call follow() here")
 
-    def tell(self, name: str, *arguments: Any) -> None:
-        """Leading: a call changes the engine; the others hear of it with the next act. Following: nothing."""
-        if self.leads:
-            self._commands.append(Command(name, arguments))
+    def tell(self, command: Command) -> None:
+        """Leading: a call changes the engine; the others hear of it with the next act. Following: nothing.
 
-    def act(self, name: str, decisions: Decisions | None = None, argument: Any = None) -> None:
+        Raises :class:`~outrider.engine.ranks.codec.RecordError` for what can't be told.
+        """
+        if self.leads:
+            self._commands.append(encode(command, Command))
+
+    def act(self, name: Act, decisions: Decisions | None = None) -> None:
         """What happens now: published where this rank leads; checked against what was published where it follows."""
         if self.leads and not self.over:
-            self._log.publish(Record(tuple(self._commands), name, decisions, argument))
+            self._log.publish(Record(tuple(self._commands), name, decisions))
             self._commands.clear()
         for what, value in (decisions or {}).items():
             self.ranks.decide(what, value)
@@ -58,10 +63,17 @@ class Course:
         return self._record
 
     @property
+    def commands(self) -> Iterator[Command]:
+        """Following: those of the record."""
+        for text in () if self._record is None else self._record.commands:
+            yield decode(text, Command)
+
+    @property
     def drafted(self) -> int | None:
         """Following: tokens that the iteration drafts, as the first rank decided."""
         decisions = None if self._record is None else self._record.decisions
-        return None if decisions is None else decisions["drafted"]
+        drafted = None if decisions is None else decisions.get("drafted")
+        return drafted if isinstance(drafted, int) else None
 
     def _check(self, theirs: Decisions | None, ours: Decisions | None) -> None:
         for name, value in (theirs or {}).items():

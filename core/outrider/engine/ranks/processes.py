@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from outrider.device import Backend, ConfigError
+from outrider.engine.config import DecidedConfig, EngineConfig
+from outrider.engine.ranks.codec import encode
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.ranks import Ranks
 
@@ -19,8 +20,23 @@ _END_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Loading:
+    """Arguments of :meth:`Engine.from_checkpoint` that all ranks have alike."""
+
+    draft_dir: Path | None
+    speculate: str
+    config: EngineConfig | DecidedConfig | None
+    through_transformers: bool
+    trust_remote_code: bool
+
+    def arguments(self) -> dict[str, Any]:
+        """By name."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What a child process is to do: be ``rank`` on a backend called ``backend``, with an engine of these ``arguments``.
+    """What a child process is to do: be ``rank`` on a backend called ``backend``, with an engine of a checkpoint.
 
     ``numbered``: the backend's devices have numbers, and each rank takes its own.
     """
@@ -31,14 +47,13 @@ class Work:
     backend: str
     numbered: bool
     model_dir: Path
-    arguments: dict[str, Any]
+    loading: Loading
 
 
 class RankProcesses:
     """Processes that follow the engine of this one. They end with it, and with :meth:`close`."""
 
-    def __init__(self, backend: Backend, parallel: ParallelConfig, model_dir: Path, arguments: dict[str, Any]) -> None:
-        """``arguments``: those of :meth:`Engine.from_checkpoint` that all ranks have alike."""
+    def __init__(self, backend: Backend, parallel: ParallelConfig, model_dir: Path, loading: Loading) -> None:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._children: list[subprocess.Popen[bytes]] = []
         try:
@@ -55,11 +70,11 @@ class RankProcesses:
                     backend=backend.name,
                     numbered=index is not None,
                     model_dir=Path(model_dir).resolve(),
-                    arguments=arguments,
+                    loading=loading,
                 )
                 assert child.stdin is not None
                 # It stays open: a child ends when it's closed, however this process ends.
-                pickle.dump(work, child.stdin)
+                child.stdin.write(encode(work, Work).encode() + b"\n")
                 child.stdin.flush()
             self.ranks = Ranks(backend, parallel, rank=0, store=store)
         except BaseException:
@@ -78,11 +93,20 @@ class RankProcesses:
                 child.stdin.close()
 
 
+def check_one_rank(parallel: ParallelConfig | None) -> None:
+    """Raise :class:`ConfigError` for several ranks, where a model is there already."""
+    if parallel is not None and parallel.world > 1:
+        raise ConfigError(
+            f"parallel is {parallel}, and the model is loaded here already, whole; other ranks read their own parts: use "
+            "Engine.from_checkpoint(..., parallel=...), or make an engine on each rank and give it ranks="
+        )
+
+
 def start_ranks(
     backend: Backend,
     parallel: ParallelConfig,
     model_dir: Path,
-    arguments: dict[str, Any],
+    loading: Loading,
     *,
     given: Ranks | None,
     builders: object,
@@ -96,4 +120,4 @@ def start_ranks(
         )
     if backend.device.index:
         raise ConfigError(f"{backend.label} isn't the first device, and ranks take the devices in order; give the first one")
-    return RankProcesses(backend, parallel, model_dir, arguments)
+    return RankProcesses(backend, parallel, model_dir, loading)

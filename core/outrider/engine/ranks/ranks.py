@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from outrider.device import Backend, CollectiveError, Decision, DeviceStuck, Group, OutriderError
+from outrider.engine.ranks.codec import decode, encode
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.records import RanksDiffer, RanksFailed, RecordLog, came
 from outrider.engine.ranks.room import Room
@@ -20,10 +20,17 @@ from outrider.model import ModelRanks
 
 _START_S = 600.0
 """Seconds that ranks wait for each other while they start: one may read its weights from a slower disk."""
-_FAILED = "failed"
 _LIBRARY_S = 120.0
 _HEAR_S = 1.0
 """So long a rank that lost the others waits to hear who failed before it says so itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """What a rank says where all meet: ``what`` they meet for, and its value as text. ``what`` None: why it failed."""
+
+    what: str | None
+    said: str
 
 
 class Ranks:
@@ -51,7 +58,7 @@ class Ranks:
         self._engines = itertools.count()
         self._meetings = 0
         self._leaving = itertools.count()
-        self.meet("the start", str(config))  # a group waits no longer than an iteration may
+        self.meet("the start", str(config), str)  # a group waits no longer than an iteration may
         self.tensor, self.data = self._group("tensor", tensor), self._group("data", data)
         self.model = ModelRanks(config.shards(rank), tensor=self.tensor, data=self.data)
         self.handed_over: dict[str, HandOver] = {}
@@ -85,30 +92,34 @@ class Ranks:
         """The log of the next engine; every rank makes its engines in the same order."""
         return RecordLog(self.store, f"{self.name}/engine/{next(self._engines)}")
 
-    def meet(self, what: str, value: Any) -> list[Any]:
-        """Every rank's ``value``, in order of ranks; all of them call it, in the same order. For starts alone: it's slow."""
+    def meet(self, what: str, value: Any, kind: Any) -> list[Any]:
+        """Every rank's ``value``, of type ``kind``, in order of ranks; all of them call it, in the same order. For starts
+        alone: it's slow.
+        """
         number = self._meetings
         self._meetings += 1
-        self._say(number, what, value)
+        self._say(number, _Word(what, encode(value, kind)))
         found = []
         for rank in range(self.config.world):
             key = self._meeting(number, rank)
             if not came(self.store, key, _START_S):
                 raise RanksFailed(f"rank {rank} didn't come to {what!r} within {_START_S:g} s")
-            theirs, given = pickle.loads(self.store.get(key))
-            if theirs == _FAILED:
-                raise RanksFailed(given)
-            if theirs != what:
-                raise RanksDiffer(f"rank {self.rank} is at {what!r}, and rank {rank} at {theirs!r}; start all of them alike")
-            found.append(given)
+            word: _Word = decode(self.store.get(key), _Word)
+            if word.what is None:
+                raise RanksFailed(word.said)
+            if word.what != what:
+                raise RanksDiffer(
+                    f"rank {self.rank} is at {what!r}, and rank {rank} at {word.what!r}; start all of them alike"
+                )
+            found.append(decode(word.said, kind))
         return found
 
-    def _say(self, number: int, what: str, value: Any) -> None:
-        self.store.set(self._meeting(number, self.rank), pickle.dumps((what, value)))  # type: ignore[arg-type]
+    def _say(self, number: int, word: _Word) -> None:
+        self.store.set(self._meeting(number, self.rank), encode(word, _Word))
 
     def check_same(self, what: str, values: Mapping[str, object]) -> None:
         """Raise :class:`RanksDiffer` unless all ranks have the same ``values``; names the first one that differs."""
-        theirs = self.meet(what, {name: repr(value) for name, value in values.items()})
+        theirs = self.meet(what, {name: repr(value) for name, value in values.items()}, Mapping[str, str])
         for rank, given in enumerate(theirs):
             for name, value in theirs[0].items():
                 if given.get(name) != value:
@@ -140,7 +151,7 @@ class Ranks:
                 self.room.hear(_HEAR_S)
         said = f"rank {self.rank} failed: {type(error).__name__}: {error} ({self.progress})"
         first = self.room.fail(said)
-        self._say(self._meetings, _FAILED, first)  # whoever waits for this rank needn't any more
+        self._say(self._meetings, _Word(None, first))  # whoever waits for this rank needn't any more
         self.close()
         return first
 

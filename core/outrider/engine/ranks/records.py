@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Literal, TypeAlias
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from outrider.device import DeviceError
+from outrider.device import Decision, DeviceError
+from outrider.engine.ranks.codec import decode, encode
 
 _POLL_S = 300.0
 _KEPT = 256
 """Records that stay in the store behind the newest: no rank is further behind, as each iteration has collectives."""
 
-Decisions = Mapping[str, Any]
+Decisions: TypeAlias = Mapping[str, Decision]
+Act: TypeAlias = Literal["iterate", "drain", "go on", "end"]
 
 
 class RanksFailed(DeviceError):
@@ -32,32 +33,24 @@ class RanksDiffer(RanksFailed):
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """A call that changes the engine, as its first rank took it: the name of a method, and what it was given."""
-
-    name: str
-    arguments: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Record:
-    """What ranks do next: first ``commands``, then ``act``: iterate, drain, settle or stop.
+    """What ranks do next: first ``commands``, then ``act``: iterate, drain, go on, or end.
 
-    ``decisions``: what was decided for the iteration, by name. Ranks that follow take the length of the draft from here, and
-    check the rest against what they come to themselves. ``argument`` is that of ``act``.
+    ``commands``: calls that change the engine (:mod:`outrider.engine.ranks.commands`), each as text, as it was when the call
+    came. ``decisions``: what was decided for the iteration, by name. Ranks that follow take the length of the draft from
+    here, and check the rest against what they come to themselves.
     """
 
-    commands: tuple[Command, ...]
-    act: str
+    commands: tuple[str, ...]
+    act: Act
     decisions: Decisions | None = None
-    argument: Any = None
 
 
 class RecordLog:
     """Numbered records in a store. One rank writes, the others read each of them once, in order.
 
-    Records are pickled: whoever can write to the store can run code in every rank, as with torch's own collectives of
-    objects. So a store listens where the ranks are, and nowhere else.
+    They are text (:mod:`outrider.engine.ranks.codec`). Still, whoever can write to the store decides what the ranks compute:
+    it listens where the ranks are, and nowhere else.
     """
 
     def __init__(self, store: Store, name: str) -> None:
@@ -67,19 +60,21 @@ class RecordLog:
 
     def publish(self, record: Record) -> None:
         """Write the next record."""
-        self._store.set(self._key(self._next), pickle.dumps(record))  # type: ignore[arg-type]
+        self._store.set(self._key(self._next), encode(record, Record))
         self._next += 1
         if self._next > _KEPT:
             self._store.delete_key(self._key(self._next - _KEPT - 1))
 
     def next(self) -> Record:
-        """Wait for the next record, for as long as it takes; whoever watches the ranks ends the wait."""
+        """Wait for the next record, for as long as it takes; whoever watches the ranks ends the wait.
+
+        Raises :class:`~outrider.engine.ranks.codec.RecordError` for one that this rank doesn't understand.
+        """
         key = self._key(self._next)
         while not came(self._store, key, _POLL_S):
             pass
         self._next += 1
-        record = pickle.loads(self._store.get(key))
-        assert isinstance(record, Record)
+        record: Record = decode(self._store.get(key), Record)
         return record
 
     def _key(self, number: int) -> str:

@@ -14,7 +14,7 @@ from outrider.speculative.proposer import Proposer
 
 def alike(ranks: Ranks, config: DecidedConfig) -> DecidedConfig:
     """The config of the first rank, with as many pages and as long a context as every rank has room for."""
-    all_of_them: list[DecidedConfig] = ranks.meet("the engine's config", config)
+    all_of_them: list[DecidedConfig] = ranks.meet("the engine's config", config, DecidedConfig)
     first = all_of_them[0]
     pages, context = (min(getattr(each, name) for each in all_of_them) for name in ("num_pages", "max_context"))
     chosen = first.chosen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from outrider.device.errors import ConfigError
 from outrider.engine.requests.patterns import written
@@ -101,6 +101,10 @@ class Choice(Guide):
     def grammar(self) -> str:
         """The same as a grammar."""
         return "root ::= " + " | ".join(json.dumps(option, ensure_ascii=False) for option in self.options)
+
+
+GUIDES: Final[tuple[type[Guide], ...]] = (JsonSchema, JsonObject, Regex, Ebnf, Choice)
+"""All of them."""
 
 
 def _text(what: str, given: object) -> str:

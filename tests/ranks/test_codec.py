@@ -1,0 +1,234 @@
+"""What ranks tell each other, as text: it comes back as it was, and nothing else is taken."""
+
+import json
+import math
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider import SamplingParams
+from outrider.device import DeviceError
+from outrider.engine.config import Choice as Chosen
+from outrider.engine.config import DecidedConfig, EngineConfig
+from outrider.engine.ranks import commands
+from outrider.engine.ranks.codec import RecordError, decode, encode
+from outrider.engine.ranks.commands import Command
+from outrider.engine.ranks.parallel import ParallelConfig
+from outrider.engine.ranks.processes import Loading, Work
+from outrider.engine.ranks.records import Record
+from outrider.engine.requests.guides import GUIDES, Choice, Ebnf, JsonObject, JsonSchema, Regex
+from outrider.engine.requests.logprobs import TokenLogprobs
+from outrider.engine.requests.request_state import RequestState
+from outrider.model import Media, MediaGrid
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=8)
+TOKENS = st.lists(st.integers(0, 2**40), max_size=5).map(tuple)
+PENALTIES = st.floats(-2, 2) | st.integers(-2, 2)
+GUIDE = {
+    JsonSchema: st.sampled_from(['{"type": "integer"}', {"enum": ["a", "é", 1]}]).map(JsonSchema),
+    JsonObject: st.just(JsonObject()),
+    Regex: st.sampled_from(["a+", "[0-9]{2}", "é|\\d"]).map(Regex),
+    Ebnf: st.tuples(TEXT, TEXT).map(lambda each: Ebnf(*each)),
+    Choice: st.lists(TEXT, min_size=1, max_size=3).map(Choice),
+}
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(9, 2**31 - 1),
+    temperature=st.floats(2**-32, 2**32, exclude_min=True),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    stop_token_ids=st.lists(st.integers(0, 99), max_size=3),
+    ignore_eos=st.booleans(),
+    top_k=st.integers(0, 9),
+    top_p=st.floats(2**-32, 1) | st.just(1),
+    min_p=st.just(0.0) | st.floats(2**-32, 1),
+    presence_penalty=PENALTIES,
+    frequency_penalty=PENALTIES,
+    logit_bias=st.dictionaries(st.integers(0, 99), st.floats(-(2.0**64), 2.0**64) | st.just(-math.inf), max_size=4),
+    min_tokens=st.integers(0, 9),
+    stop=st.lists(TEXT, max_size=2),
+    logprobs=st.none() | st.integers(0, 9),
+    n=st.integers(1, 9),
+    guide=st.none() | st.one_of(*GUIDE.values()),
+)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool])
+MEDIA = st.builds(
+    Media,
+    st.builds(MediaGrid, kind=st.sampled_from(["image", "video"]), frames=st.just(1), rows=st.just(2), columns=st.just(2)),
+    st.tuples(st.integers(0, 3), st.integers(0, 3), DTYPES).map(
+        lambda each: (torch.arange(each[0] * each[1]).view(each[0], each[1]) - 2).to(each[2]).T
+    ),
+    st.binary(max_size=9),
+)
+LOGPROBS = st.builds(
+    TokenLogprobs, st.integers(0, 9), st.floats(), st.lists(st.tuples(st.integers(0, 9), st.floats()), max_size=2).map(tuple)
+)
+MEDIA_TUPLE = st.lists(MEDIA, max_size=2).map(tuple)
+STATE = st.builds(
+    RequestState,
+    prompt=TOKENS,
+    params=PARAMS,
+    output=TOKENS,
+    priority=st.integers(),
+    media=MEDIA_TUPLE,
+    logprobs=st.lists(LOGPROBS, max_size=2).map(tuple),
+)
+COMMANDS = {
+    commands.AddRequest: st.builds(commands.AddRequest, TOKENS, st.none() | PARAMS, st.integers(), MEDIA_TUPLE),
+    commands.Queue: st.builds(
+        commands.Queue,
+        st.lists(TOKENS, max_size=3).map(tuple),
+        st.none() | PARAMS | st.lists(st.none() | PARAMS, max_size=2).map(tuple),
+        st.none() | st.lists(MEDIA_TUPLE, max_size=2).map(tuple),
+    ),
+    commands.Abort: st.builds(commands.Abort, st.integers()),
+    commands.Forget: st.builds(commands.Forget, TOKENS),
+    commands.GiveOver: st.builds(commands.GiveOver, st.integers()),
+    commands.TakeOver: st.builds(commands.TakeOver, st.text()),
+    commands.Resume: st.builds(commands.Resume, STATE),
+}
+
+
+def exact(value):
+    """What tells any two values apart: NaN is itself, 1 isn't 1.0, and 0.0 isn't -0.0."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.tolist()
+    if isinstance(value, tuple):
+        return tuple(map(exact, value))
+    if hasattr(value, "__dataclass_fields__"):
+        return type(value), tuple(exact(getattr(value, each.name)) for each in fields(value))
+    return type(value), repr(value)
+
+
+def test_every_command_and_guide_is_drawn():
+    assert set(COMMANDS) == set(get_args(Command))
+    assert set(GUIDE) == set(GUIDES)
+
+
+@given(st.one_of(*COMMANDS.values()))
+def test_a_command_comes_back_as_it_was(command):
+    text = encode(command, Command)
+    json.loads(text, parse_constant=pytest.fail)
+    assert exact(decode(text, Command)) == exact(command)
+
+
+@given(
+    st.none()
+    | st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.lists(st.integers(), max_size=3).map(tuple)),
+    st.lists(st.text(), max_size=2).map(tuple),
+)
+def test_a_record_comes_back_as_it_was(decisions, told):
+    record = Record(told, "iterate", decisions)
+    assert decode(encode(record, Record), Record) == record
+
+
+def test_configs_come_back_with_their_class():
+    made = DecidedConfig(
+        max_requests=2,
+        page_size=4,
+        num_pages=9,
+        max_context=16,
+        prefill_chunk=4,
+        dtype="float32",
+        overlap=True,
+        mode="fused",
+        graphs=False,
+        buckets=(1, 2),
+        chosen=(Chosen("buckets", (1, 2), "so"), Chosen("kv_memory", math.inf, "so"), Chosen("mode", None, "")),
+    )
+    assert exact(decode(encode(made, DecidedConfig), DecidedConfig)) == exact(made)
+    for config in (None, EngineConfig(kv_memory=0.1), made):
+        loading = Loading(
+            draft_dir=Path("a"), speculate="none", config=config, through_transformers=False, trust_remote_code=False
+        )
+        work = Work(
+            rank=1,
+            parallel=ParallelConfig(tensor=2),
+            port=1,
+            backend="b",
+            numbered=False,
+            model_dir=Path("/m"),
+            loading=loading,
+        )
+        assert exact(decode(encode(work, Work), Work)) == exact(work)
+
+
+def changed(text, change):
+    """The text of a command with one thing changed."""
+    read = json.loads(text)
+    change(read["record"]["AddRequest"])
+    return json.dumps(read)
+
+
+ADD = encode(commands.AddRequest((1, 2), SamplingParams(guide=Regex("a")), 0, ()), Command)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "expected JSON"),
+        ("nonsense", "expected JSON"),
+        (b"\x80\x04N.", "expected JSON"),
+        ("[" * 100_000, "expected JSON"),
+        ("[]", "no version 1"),
+        (ADD.replace('"version":1', '"version":2'), "no version 1"),
+        (ADD.replace('"version":1', '"version":true'), "no version 1"),
+        (ADD.replace('"version":1', '"version":1,"version":1'), "a key is there twice"),
+        (ADD.replace('"version":1', '"version":1,"extra":1'), "has the keys"),
+        (ADD.replace("AddRequest", "Abort"), "Abort has unknown fields"),
+        (ADD.replace("AddRequest", "system"), "expected one of AddRequest"),
+        (ADD.replace('"temperature":0.0', '"temperature":NaN'), "NaN isn't JSON"),
+        (ADD.replace('"temperature":0.0', '"temperature":1e999'), r"params\.temperature"),
+        (ADD.replace('"temperature":0.0', '"temperature":{"float":"1"}'), r"params\.temperature"),
+        (changed(ADD, lambda given: given.update(tokens=[1, "2"])), r"tokens\[1\] of a record is '2'; expected int"),
+        (changed(ADD, lambda given: given.update(tokens=[True])), r"tokens\[0\] of a record is True"),
+        (changed(ADD, lambda given: given.update(tokens="12")), "tokens of a record"),
+        (changed(ADD, lambda given: given.update(priority=1.5)), "priority of a record is 1.5"),
+        (changed(ADD, lambda given: given.pop("priority")), "AddRequest has missing fields: .'priority'"),
+        (changed(ADD, lambda given: given["params"].update(run="this")), "SamplingParams has unknown fields: .'run'"),
+        (changed(ADD, lambda given: given["params"].update(top_p=7)), "isn't a SamplingParams: top_p is 7"),
+        (changed(ADD, lambda given: given["params"].update(guide={"Regex": {"pattern": "("}})), "isn't a Regex"),
+        (changed(ADD, lambda given: given["params"].update(guide={"SamplingParams": {}})), "expected one of JsonSchema"),
+    ],
+)
+def test_other_text_is_refused(text, match):
+    with pytest.raises(RecordError, match=match) as raised:
+        decode(text, Command)
+    assert isinstance(raised.value, DeviceError)
+    assert raised.value.device_lost
+
+
+@pytest.mark.parametrize(("pixels", "match"), [("%", "base64"), ("AAAA", "can't be read"), (5, "expected Tensor")])
+def test_bytes_that_are_no_tensor_are_refused(pixels, match):
+    media = Media(MediaGrid(kind="image", frames=1, rows=1, columns=1), torch.zeros(1), b"")
+    text = encode(commands.AddRequest((1,), None, 0, (media,)), Command)
+    with pytest.raises(RecordError, match=match):
+        decode(changed(text, lambda given: given["media"][0].update(pixels=pixels)), Command)
+
+
+@pytest.mark.parametrize(
+    "value", [print, commands.Abort("1"), commands.Abort(None), commands.AddRequest((1.5,), None, 0, ())]
+)
+def test_what_is_no_command_is_not_written(value):
+    with pytest.raises(RecordError, match="can't tell each other; expected"):
+        encode(value, Command)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda one: (
+            st.lists(one) | st.dictionaries(st.sampled_from(["version", "record", "AddRequest", "params", "float"]), one)
+        ),
+    )
+)
+def test_any_json_is_a_command_or_refused(value):
+    try:
+        decode(json.dumps({"version": 1, "record": value}), Command)
+    except RecordError:
+        return
+    pytest.fail("nothing of this is a command")
