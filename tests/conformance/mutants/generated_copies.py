@@ -162,7 +162,9 @@ def overtakes(self, original, destination, source):
 
 
 def engine(stream):
-    return type(stream.worker)("copies")
+    from outrider_threads.worker import Failures
+
+    return type(stream.worker)("copies", Failures())
 
 
 COPIES = {

@@ -103,10 +103,9 @@ def _snapshot(source):
 
 
 def holds_nothing(base):
-    def keep_alive(self, objects, *, until):
-        reach()
+    from outrider.device.memory import KeepAlive
 
-    base.backend.keep_alive = keep_alive
+    patch(KeepAlive, "hold", lambda original: lambda self, objects, until: reach())
 
 
 def freed_early(base):

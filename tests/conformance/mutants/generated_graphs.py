@@ -318,36 +318,41 @@ def swallowed(verb):
 
 
 def sticky_error(base):
-    from outrider_threads.worker import Worker
+    from outrider_threads.worker import Failures
 
     def take(self):
-        errors = self._state.errors[:]
-        if errors:
+        if self._errors:
             reach()
-        return errors
+        return self._errors[0] if self._errors else None
 
-    Worker.take_errors = take
+    Failures.take = take
 
 
 def untyped_error(base):
-    def synchronize(self):
-        self.worker.mark().wait()
-        errors = self.worker.take_errors()
-        if errors:
-            reach()
-            raise RuntimeError(str(errors[0]))
-
-    base.stream._synchronize = synchronize
-
-
-def wrong_stream(base):
     def make(original):
         def synchronize(self):
-            self.worker.mark().wait()
+            from outrider.device import DeviceError
+
+            try:
+                original(self)
+            except DeviceError as error:
+                reach()
+                raise RuntimeError(str(error)) from None
+
+        return synchronize
+
+    patch(base.stream, "_synchronize", make)
+
+
+def other_errors_early(base):
+    """An error belongs to the device, but a wait that doesn't cover what failed has nothing to say of it."""
+
+    def make(original):
+        def synchronize(self):
             for stream in self.backend.streams:
-                if stream is not self and stream.worker._state.errors:
+                if stream is not self and not stream.worker.idle:
                     reach()
-                    original(stream)
+                    stream.worker.mark().wait()
             original(self)
 
         return synchronize
@@ -356,17 +361,24 @@ def wrong_stream(base):
 
 
 def dead_after_error(base):
-    def make(original):
+    from outrider_threads.worker import Failures
+
+    dead = []
+
+    def add(original):
+        return lambda self, error: (dead.append(True), original(self, error))[1]
+
+    def put(original):
         def put(self, task):
-            if self.worker._state.errors or getattr(self, "dead", False):
-                self.dead = True
+            if dead:
                 reach()
                 return
             original(self, task)
 
         return put
 
-    patch(base.stream, "put", make)
+    patch(Failures, "add", add)
+    patch(base.stream, "put", put)
 
 
 # -- fences ------------------------------------------------------------------------------------------------------------

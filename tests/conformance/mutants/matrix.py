@@ -101,9 +101,14 @@ def _entry(outcome):
 
 
 def _word(entry):
-    if entry["level"] is not None:
+    if convicts(entry):
         return "killed"
     return "SURVIVES" if entry["reached"] else "UNREACHED"
+
+
+def convicts(entry) -> bool:
+    """Whether a test failed by the fault: what fails before the fault took effect may fail for how the fault was put in."""
+    return entry["level"] is not None and entry["reached"]
 
 
 def _tests(one, known):
@@ -122,7 +127,7 @@ def read() -> dict[str, str]:
 
 def killed(found) -> int:
     """In how many seeds."""
-    return sum(entry["level"] is not None for entry in found.values())
+    return sum(map(convicts, found.values()))
 
 
 def render(outcomes, table, seeds) -> str:
@@ -146,10 +151,8 @@ def render(outcomes, table, seeds) -> str:
     ]
     for kind, count in sorted(kinds.items()):
         mine = {name: found for name, found in outcomes.items() if table[name].kind == kind}
-        first = Counter(
-            min((e["level"] for e in found.values() if e["level"] is not None), default=None) for found in mine.values()
-        )
-        by_seed = [[found[str(s)]["level"] is not None for found in mine.values() if str(s) in found] for s in range(seeds)]
+        first = Counter(min((e["level"] for e in found.values() if convicts(e)), default=None) for found in mine.values())
+        by_seed = [[convicts(found[str(s)]) for found in mine.values() if str(s) in found] for s in range(seeds)]
         share = sum(map(sum, by_seed)) / max(sum(map(len, mine.values())), 1)
         per = " | ".join(str(first[level] or "") for level in LEVELS)
         lines.append(
@@ -159,14 +162,14 @@ def render(outcomes, table, seeds) -> str:
     words = "Survivors, in some seed or all:" if lived else "There are no survivors."
     lines += ["", f"Columns L0 to L4: the first level that convicts. {words}", *([""] if lived or legal else [])]
     for name in lived:
-        seen = [seed for seed, entry in sorted(outcomes[name].items()) if entry["level"] is None]
+        seen = [seed for seed, entry in sorted(outcomes[name].items()) if not convicts(entry)]
         lines.append(f"- {name}, seeds {', '.join(seen)}: {table[name].survives or 'not explained'}")
     lines += [f"- {name} isn't counted; {table[name].survives}" for name in legal]
     lines += ["", "| class | rule | fault | in | level | convicted by |", "|---|---|---|---|---|---|"]
     for name, found in outcomes.items():
         one = table[name]
-        by = next((f"`{e['by']}`".replace("|", " ") for e in found.values() if e["by"]), "survives")
-        level = min((e["level"] for e in found.values() if e["level"] is not None), default=None)
+        by = next((f"`{e['by']}`".replace("|", " ") for e in found.values() if convicts(e)), "survives")
+        level = min((e["level"] for e in found.values() if convicts(e)), default=None)
         lines.append(
             f"| {one.kind} | `{one.rule}` | {one.fault} | {one.base} | {'' if level is None else f'L{level}'} | {by} |"
         )

@@ -54,6 +54,10 @@ class Emulated:
     def sim(self):
         return torch_npu.registered.dispatcher.current
 
+    def as_current(self):
+        """What the simulator's control asks of its backend: there is one device here."""
+        return torch_npu.registered.dispatcher.using(self.sim)
+
     @property
     def capabilities(self):
         return replace(super().capabilities, reports_accesses=True, row_exact_accesses=True)

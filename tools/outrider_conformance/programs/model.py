@@ -4,18 +4,21 @@ Every step becomes *nodes*, one for each thing that a stream or the host does, w
 then. Edges come from the seam's sentences and from nothing else: the order of a stream, a wait for a generation, the host
 that waits for one, a launch after what the host did before. Two accesses of one memory, one of them a write, must be ordered
 by edges; a step that isn't is refused with :class:`Unordered`, so a program that the model takes has one outcome for each
-read. Only a racy download may meet writes that nothing orders it with: it has several outcomes, any of them for each element.
+read. Only a racy download may meet writes that nothing orders it with: it has several outcomes, any of them for each element,
+and so has all that is made from what it read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from outrider_conformance.programs import language as lang
+from outrider_conformance.programs.flows import Flows
 from outrider_conformance.programs.language import Path, Program, Span, Step
 from outrider_conformance.programs.nodes import (
     LAUNCH,
@@ -23,6 +26,7 @@ from outrider_conformance.programs.nodes import (
     Cell,
     Effect,
     Expectation,
+    Glance,
     Key,
     Node,
     Senseless,
@@ -43,7 +47,9 @@ class Model:
         for kind, memories in (("buffer", program.buffers), ("slot", program.slots)):
             for index, memory in enumerate(memories):
                 cells[kind, index] = Cell(lang.pattern(index, memory.count, lang.dtype_of(memory)))
-        self.state = State([zero] * count, [None] * count, [None] * program.events, cells, host=program.streams)
+        self.state = State(
+            [zero] * count, [None] * count, [None] * program.events, cells, Flows({}, {}), host=program.streams
+        )
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
@@ -99,37 +105,45 @@ class Model:
 
     def _write(self, node: Node, effects: Sequence[Effect]) -> None:
         for effect in effects:
-            cells = self.state.cells
+            cells, flows = self.state.cells, self.state.flows
             source = cells[effect.source] if effect.source is not None else None
-            made = effect.make(source.data[effect.span.view] if source and source.data is not None and effect.span else None)
             before = cells[effect.target]
             assert before.data is not None
-            glanced = any(before.writer is glance for glance, *_ in self.state.glances)
-            if (source is not None and source.others) or (glanced and effect.to.count < len(before.data)):
+            glanced = any(before.data is glance.version for glance in self.state.glances)
+            # A read that is known to be open shows more if the host sees it as it is.
+            if (source is not None and self._others(source)) or (glanced and effect.to.count < len(before.data)):
                 raise Senseless("several outcomes are for the host alone, and replaced as a whole")
+            read = source.data if source is not None else None
+            made = effect.make(read[effect.span.view] if read is not None and effect.span else None)
             node.effect = replace(effect, seen=source)
             if effect.source is not None:
                 self._read(node, effect.source)
-            data = before.data.clone()
-            data[effect.to.view] = made
+            data = _patched(before.data, effect.to, made)
             cells[effect.target] = Cell(data, node, before=before, peeks=before.peeks)
+            flows.join(before.data, data, partial(_around, effect, made), itself=False)
+            if read is not None:
+                flows.join(read, data, partial(_within, effect, data), itself=False)
             self._widen(node, effect.target)
 
-    def _widen(self, node: Node, key: Key) -> None:
-        """Racy downloads that this write may overtake can find it too."""
-        for glance, slot, to, source, span in self.state.glances:
-            cell = self.state.cells[slot]
-            if source == key and cell.writer is glance and not self.covers(node.clock, glance):
-                self._allow(slot, to, key, span)
+    def _others(self, cell: Cell) -> tuple[Tensor, ...]:
+        """What it may hold beside its contents."""
+        return self.state.flows.others(cell.data) if cell.data is not None else ()
 
-    def _allow(self, slot: Key, to: Span, source: Key, span: Span) -> None:
-        cells = self.state.cells
-        cell, now = cells[slot], cells[source]
-        assert cell.data is not None
-        assert now.data is not None
-        other = cell.data.clone()
-        other[to.view] = now.data[span.view]
-        cells[slot] = replace(cell, others=(*cell.others, other))
+    def _widen(self, node: Node, key: Key) -> None:
+        """Racy downloads that this write may overtake can find it too, and whoever read what they left."""
+        for glance in self.state.glances:
+            if glance.source == key and not self.covers(node.clock, glance.node):
+                self._allow(node, glance, self.state.cells[key])
+
+    def _allow(self, node: Node, glance: Glance, found: Cell) -> None:
+        """A racy download may have found this. ``node`` is why: reads that were over before it didn't."""
+        assert found.data is not None
+        effect = Effect(glance.source, glance.to, _same, glance.source, glance.span)
+        opened = self.state.flows.join(found.data, glance.version, partial(_within, effect, glance.version), itself=True)
+        for path, seen in self.state.expectations.items() if opened else ():
+            if seen.cell.data in opened and not self.covers(node.clock, seen.reader):
+                allowed = (seen.allowed[0], *self._others(seen.cell))
+                self.state.expectations[path] = replace(seen, allowed=allowed)
 
     def work(self, stream: int, path: Path, verb: str, effects: Sequence[Effect], *more: Key) -> Node:
         """One operation of a stream: its accesses must be ordered. ``more`` are things that it writes beside memory."""
@@ -165,7 +179,7 @@ class Model:
         cell = self.state.cells[key]
         reader = reader or self._node(self.state.host, path, "read")
         assert cell.data is not None
-        self.state.expectations[path] = Expectation(reader, key, (cell.data, *cell.others), cell, certain)
+        self.state.expectations[path] = Expectation(reader, key, (cell.data, *self._others(cell)), cell, certain)
 
     def _slow(self, step: lang.Slow, path: Path) -> None:
         self._node(step.stream, path, "Backend.delay")
@@ -217,11 +231,12 @@ class Model:
         now = self.state.cells[source]
         self._write(node, [effect])
         self.state.cells[source] = replace(now, peeks=(*now.peeks, node))
+        version = self.state.cells[slot].data
+        assert version is not None
+        glance = Glance(node, version, step.slot, source, step.source)
         for cell in chain[1:]:
-            kept, self.state.cells[source] = self.state.cells[source], cell
-            self._allow(slot, step.slot, source, step.source)
-            self.state.cells[source] = kept
-        self.state.glances = (*self.state.glances, (node, slot, step.slot, source, step.source))
+            self._allow(node, glance, cell)
+        self.state.glances = (*self.state.glances, glance)
 
     def _send(self, step: lang.Send, path: Path) -> None:
         dtype = lang.dtype_of(self.program.buffers[step.to.of])
@@ -427,6 +442,23 @@ def judge(program: Program) -> Model:
 def _same(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return tensor
+
+
+def _patched(tensor: Tensor, to: Span, made: Tensor) -> Tensor:
+    tensor = tensor.clone()
+    tensor[to.view] = made
+    return tensor
+
+
+def _around(effect: Effect, made: Tensor, before: Tensor) -> Tensor:
+    """What a write leaves, if there was ``before``."""
+    return _patched(before, effect.to, made)
+
+
+def _within(effect: Effect, after: Tensor, source: Tensor) -> Tensor:
+    """What a write leaves, if it read ``source``; elsewhere what is there ``after``."""
+    assert effect.span is not None
+    return _patched(after, effect.to, effect.make(source[effect.span.view]))
 
 
 def _mixed(tensor: Tensor | None, add: int) -> Tensor:

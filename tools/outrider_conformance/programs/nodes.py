@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.language import Path, Span
+
+if TYPE_CHECKING:
+    from outrider_conformance.programs.flows import Flows
 
 Key = tuple[str, int]
 """``("buffer", 2)``: memory, or something else that is read and written: a graph, its host parameter, a flag."""
@@ -59,15 +63,12 @@ class Effect:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cell:
-    """One memory now: its contents, who wrote it last and who has read it since; ``others`` are further contents that are
-    allowed. ``before`` is what it was before that write.
-    """
+    """One memory now: its contents, who wrote it last and who has read it since. ``before`` is what it was before that."""
 
     data: Tensor | None
     writer: Node | None = None
     readers: tuple[Node, ...] = ()
     peeks: tuple[Node, ...] = ()
-    others: tuple[Tensor, ...] = ()
     before: Cell | None = None
 
 
@@ -82,6 +83,17 @@ class Expectation:
     certain: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Glance:
+    """A racy download: ``node`` made ``version`` of its slot, with ``span`` of ``source`` in its ``to``."""
+
+    node: Node
+    version: Tensor
+    to: Span
+    source: Key
+    span: Span
+
+
 @dataclass(slots=True)
 class State:
     """All that changes; lists are replaced or copied, contents never written in place."""
@@ -90,9 +102,10 @@ class State:
     lasts: list[Node | None]
     events: list[Node | None]
     cells: dict[Key, Cell]
+    flows: Flows
     graphs: dict[int, lang.Capture] = field(default_factory=dict)
     params: dict[int, int] = field(default_factory=dict)
-    glances: tuple[tuple[Node, Key, Span, Key, Span], ...] = ()
+    glances: tuple[Glance, ...] = ()
     host: int = 0
     expectations: dict[Path, Expectation] = field(default_factory=dict)
 
@@ -104,6 +117,7 @@ class State:
             lasts=list(self.lasts),
             events=list(self.events),
             cells=dict(self.cells),
+            flows=self.flows.copy(),
             graphs=dict(self.graphs),
             params=dict(self.params),
             expectations=dict(self.expectations),

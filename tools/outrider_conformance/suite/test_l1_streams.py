@@ -6,10 +6,12 @@ import threading
 import time
 from contextlib import ExitStack
 
+import pytest
 import torch
 
 from outrider.device import Backend, CapabilityError, Stream
-from outrider_conformance.lab import Lab, Seen, expect
+from outrider_conformance.faults import WAITS
+from outrider_conformance.lab import Lab, Seen, elsewhere, expect
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.verdict import not_applicable
 
@@ -341,3 +343,32 @@ def test_any_thread_may_query(lab: Lab) -> None:
     lab.sometimes(program, "a stream with pending work is always empty for a thread that enqueued none of it")
     stream.synchronize()
     assert asked(), "a stream that is synchronised isn't empty for another thread"
+
+
+@promise("Backend.on", "Place the calling thread's torch work on ``stream``")
+@pytest.mark.parametrize("way", ["stream.synchronize", "event.synchronize", "backend.synchronize", "synchronize_within"])
+def test_the_host_waits_alike_in_every_scope(lab: Lab, way: str) -> None:
+    """Inside the scope of each of four streams it waits for what is named, whatever stream the scope is of."""
+
+    def program(backend: Backend) -> None:
+        streams = lab.streams("a", "b", "c", "d")
+        x = lab.full(streams[0], 0)
+        for turn, scope in enumerate(streams, 1):
+            lab.later(streams[0], x, turn)
+            event = lab.record(streams[0])
+            with backend.on(scope):
+                WAITS[way](backend, streams[0], event)
+            expect(lab.peek(x), float(turn), f"what the host read after waiting in the scope of {scope.name!r}")
+
+    lab.always(program)
+
+
+@promise("Backend.synchronize", "Block the calling thread until every stream is empty.")
+def test_the_device_synchronizes_streams_of_other_threads(lab: Lab) -> None:
+    """Made by one thread, used and waited for by another."""
+    made: list[Stream] = []
+    elsewhere(lambda: made.extend(lab.streams("made elsewhere")))
+    x = lab.full(made[0], 0)
+    lab.later(made[0], x, 1)
+    lab.backend.synchronize()
+    expect(lab.peek(x), 1.0, "a late write of a stream that another thread made")

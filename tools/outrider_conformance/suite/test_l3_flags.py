@@ -10,6 +10,7 @@ from outrider_conformance.lab import Lab, elsewhere, expect
 from outrider_conformance.promises import needs, promise
 
 _MANY = 32
+_SEVERAL = 7
 
 
 @needs("flags")
@@ -116,6 +117,30 @@ def test_two_flags_are_two(lab: Lab) -> None:
         lab.later(a, x, 1)
         second.set(a)
         expect(lab.read(b, y), 1.0, "what was read behind the right flag")
+
+    lab.always(program)
+
+
+@needs("flags")
+@promise("Flag", "``set``, ``wait`` and ``reset`` are device operations in the order of their stream.")
+def test_each_of_several_flags_is_its_own(lab: Lab) -> None:
+    """Seven streams wait, each for a flag; the flags are raised in turn, each behind a write of its own."""
+
+    def program(backend: Backend) -> None:
+        setter, *waiters = lab.streams("setter", *(f"waiter {n}" for n in range(_SEVERAL)))
+        x, passed = lab.full(setter, -1), backend.create_event("passed")
+        found = [lab.full(waiter, -1) for waiter in waiters]
+        flags = [backend.create_flag(f"f{n}") for n in range(_SEVERAL)]
+        for flag, waiter, tensor in zip(flags, waiters, found, strict=True):
+            flag.wait(waiter)
+            lab.copy(waiter, tensor, x)
+        for number, (flag, waiter) in enumerate(zip(flags, waiters, strict=True)):
+            lab.later(setter, x, number)
+            flag.set(setter)
+            waiter.record(passed)
+            setter.wait(passed)
+        setter.synchronize()
+        expect([lab.peek(tensor) for tensor in found], [float(n) for n in range(_SEVERAL)], "what was read behind each flag")
 
     lab.always(program)
 
