@@ -132,12 +132,12 @@ class Recorder(Ordering):
             Listener(conflict=lambda old, new, how, shadow: self.found.add((point_name(old[0]), point_name(new))))
         )
         self.hosts: dict[int, Actor] = {}
-        self.now = 0
+        self.acting = 0
 
     def thread(self) -> Actor:
-        if self.now not in self.hosts:
-            self.hosts[self.now] = Actor(self._number(), f"thread {self.now}", host=True)
-        return self.hosts[self.now]
+        if self.acting not in self.hosts:
+            self.hosts[self.acting] = Actor(self._number(), f"thread {self.acting}", host=True)
+        return self.hosts[self.acting]
 
 
 def run(program: Any) -> tuple[Recorder, Oracle]:
@@ -158,7 +158,7 @@ def run(program: Any) -> tuple[Recorder, Oracle]:
         graphs.append(graph)
     token = object()
     for at, (what, thread, *rest) in enumerate(instructions):
-        detector.now = thread
+        detector.acting = thread
         host = f"host{thread}"
         if what in ("op", "record", "wait", "replay"):
             stream = f"s{rest[0]}"
@@ -191,7 +191,7 @@ def run(program: Any) -> tuple[Recorder, Oracle]:
                 detector_name(detector, f"{host}:{at}.{number}")
         elif what == "handover":
             detector.host_released(token)
-            detector.now = 1 - thread
+            detector.acting = 1 - thread
             detector.host_acquired(token)
             oracle.node(f"host{1 - thread}", [oracle.node(host, [])])
             token = object()
