@@ -18,6 +18,13 @@ def test_nothing_is_told_of_the_engine_as_it_is():
     assert 0 < outcome.counts["ran_ahead"] < outcome.counts["launches"]
 
 
+@pytest.mark.parametrize("number", [16, 32])
+def test_results_taken_in_to_preempt_are_no_lapse(number):
+    outcome = once(STAGED, draw(number))
+    assert outcome.error == "", outcome.text
+    assert outcome.counts["preempted"] > 0
+
+
 @pytest.fixture
 def changed(monkeypatch):
     """What the program shows with one attribute changed."""

@@ -116,7 +116,7 @@ class _Watched:
         self._around(loop.scheduler, "next_batch", self._next_batch)
         self._around(loop.scheduler, "_release", self._release)
         self._around(loop.step, "launch", self._launch)
-        for name in ("drain", "settle", "_undo"):
+        for name in ("_drain", "settle", "_undo"):
             self._around(loop, name, self._settled)
 
     def _around(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
