@@ -322,10 +322,16 @@ class Machine(Failing):
         self._block(lambda: not any(stream.queue for stream in self.streams), "the device", None)
 
     def query(self, done: Callable[[], bool], target: Any) -> bool:
-        """Ask without blocking; a point at which the strategy may let the device go on first."""
+        """Ask without blocking; a point at which the strategy may let the device go on first.
+
+        Whoever asks again and again gets a yes in the end, under every strategy.
+        """
         self.scheduler.queries = True
         self.point(Action("query", target))
         answer = done()
+        if not answer and self.lost is None:
+            self.scheduler.refuse()
+            answer = done()
         if self.lost is not None:
             raise self.lost_again()
         if answer:
