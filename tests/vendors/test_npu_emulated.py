@@ -65,10 +65,10 @@ def test_drawn_programs(plugin, only):
     assert cases(plugin, [MATRIX], only) > 1
 
 
-@pytest.mark.parametrize("level", ["L3", pytest.param("L4", marks=pytest.mark.slow)])
-def test_the_conformance_suite(tmp_path, level):
+@pytest.mark.parametrize(("level", "programs"), [("L3", 30), pytest.param("L4", None, marks=pytest.mark.slow)])
+def test_the_conformance_suite(tmp_path, level, programs):
     """On the plugin as it's found by its entry point."""
-    report = conform("npu", level, tmp_path, "emulation")
+    report = conform("npu", level, tmp_path, "emulation", programs=programs)
     assert report["reached"] == level, [test for test in report["tests"] if test["outcome"] == "failed"]
     assert report["tier"]["kind"] == "simulated"
     assert report["capabilities"]["updates_graph_params"]
