@@ -45,6 +45,14 @@ GOOD_PLUGIN = """
 Install = Callable[..., Path]
 
 
+LONG_AND_LATE = ("tests/vendors/test_npu_emulated.py", "tests/vendors/test_rocm.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that are long and would come last come first: otherwise one worker is still at them when the other is done."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG_AND_LATE))
+
+
 def pytest_collection_finish() -> None:
     """What collecting has imported stays: no later collection of garbage looks through it again."""
     gc.collect()
