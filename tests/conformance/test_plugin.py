@@ -39,12 +39,15 @@ SICK = """
 
 @pytest.fixture
 def sick(install, monkeypatch):
-    """``sick("...")``: a distribution whose backend's class has that body; visible to child processes too."""
+    """``sick("...")``: a distribution whose backend's class has that body; visible to child processes too.
+
+    Beside it lies a plugin of pytest that would end the run, were it loaded because it's installed.
+    """
 
     def make(body):
         body = textwrap.indent(textwrap.dedent(body).strip(), " " * 12).strip()
-        site = install("sick", SICK.format(body=body))
-        monkeypatch.setenv("PYTHONPATH", str(site), prepend=":")
+        for site in (install("sick", SICK.format(body=body)), install("intruder", "raise SystemExit(9)", group="pytest11")):
+            monkeypatch.setenv("PYTHONPATH", str(site), prepend=":")
 
     return make
 

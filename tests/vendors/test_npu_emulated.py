@@ -31,8 +31,9 @@ MATRIX = HERE / "on_npu" / "case_matrix.py"
 
 def cases(plugin, files, only=""):
     """Run case files through a plugin of Outrider on the emulation of its vendor's package."""
-    command = ["-m", "pytest", "-p", PLUGINS[plugin], "-p", "no:cacheprovider", "-n", "0", "-q", "--tb=short"]
-    done = child(*command, *map(str, files), *(["-k", only] if only else []), PROVED_PLUGIN=plugin)
+    command = ["-m", "pytest", "-p", PLUGINS[plugin], "-p", "no:cacheprovider", "-q", "--tb=short"]
+    alone = {"PROVED_PLUGIN": plugin, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = child(*command, *map(str, files), *(["-k", only] if only else []), **alone)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     summary = done.stdout.strip().splitlines()[-1]
     print(summary)
