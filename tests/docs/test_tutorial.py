@@ -93,7 +93,9 @@ def first_hour(section):
     return section[0] in "1234"
 
 
-def test_following_it_gives_level_2(tmp_path):
+def test_following_it_gives_level_2(tmp_path, monkeypatch):
+    """With few random programs; `make test-slow` runs them all."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--programs=12")
     bench = Workbench(tmp_path)
     output = follow(bench, first_hour)
     assert "toy:0 passes up to L2" in output
