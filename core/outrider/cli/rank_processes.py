@@ -55,13 +55,17 @@ _POLL_S = 0.05
 _GRACE_S = 1.5
 """So long ranks have to end by themselves once one has failed."""
 _STORE_S = 30.0
+_SILENCE_S = 5.5
+"""Longer than a rank may be silent, for :class:`Watch` tells of it then."""
 _UNSAID = 70
 """Exit code of a rank that leaves it to others to say what happened."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a process is among the ranks, as torchrun's environment says: ``local`` is its number on this host."""
+    """Where a process is among the ranks, as torchrun's environment says: ``local`` is its number on this host. ``agent``:
+    torchrun itself started it, for the ``attempt``-th time: it can start ranks again, which meet in the same store.
+    """
 
     rank: int
     world: int
@@ -70,6 +74,8 @@ class Place:
     port: int
     store_is_elsewhere: bool
     pipe: int | None
+    agent: bool
+    attempt: int
 
     @classmethod
     def find(cls) -> Place | None:
@@ -86,6 +92,8 @@ class Place:
                 port=int(found["MASTER_PORT"]),
                 store_is_elsewhere=found.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
                 pipe=int(found["OUTRIDER_RANK_PIPE"]) if "OUTRIDER_RANK_PIPE" in found else None,
+                agent="TORCHELASTIC_RUN_ID" in found,
+                attempt=int(found.get("TORCHELASTIC_RESTART_COUNT", "0")),
             )
         except (KeyError, ValueError) as error:
             raise ConfigError(
@@ -138,7 +146,8 @@ class Joined:
             return self.ranks
         from datetime import timedelta
 
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        # torch's stubs don't list what torch.distributed takes from its extension
+        from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
         from outrider.engine.ranks.parallel import ParallelConfig
         from outrider.engine.ranks.ranks import Ranks
@@ -154,15 +163,20 @@ class Joined:
         if place.pipe is not None:
             end_with(place.pipe)
 
-        def connect(*, serves: bool) -> TCPStore:
-            return TCPStore(
+        def connect(*, serves: bool) -> Store:
+            store = TCPStore(
                 place.address, place.port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=_STORE_S)
             )
+            # What ranks said that were started before lies there still.
+            return PrefixStore(f"outrider/attempt {place.attempt}", store) if place.attempt else store
 
         store = connect(serves=place.rank == 0 and not place.store_is_elsewhere)
         self._room = Room(connect(serves=False), "outrider")
         self.ranks = ranks = Ranks(backend, parallel, rank=place.rank, store=store)
-        self._watch = Watch(ranks, self._room, speaks=place.pipe is None and place.rank == 0)
+        if place.pipe is None:  # nobody sees the others end: their silence tells
+            ranks.hears_s = _SILENCE_S
+        starter = os.getppid() if place.agent else None
+        self._watch = Watch(ranks, self._room, speaks=place.pipe is None and place.rank == 0, starter=starter)
         self._watch.start()
         return ranks
 
@@ -281,7 +295,8 @@ class _Processes:
         if rank is not None and code is not None and code < 0:
             last = self._room.last_beat(rank).partition(" ")[2]
             self._room.fail(f"rank {rank} was ended by {signal.Signals(-code).name}; {last or 'it had not begun'}")
-        until = time.monotonic() + _GRACE_S
+        hangs = (self._room.failure or "").startswith("rank 0 hangs")  # nothing comes from it
+        until = time.monotonic() + _GRACE_S * (not hangs)
         while self._started[0].poll() is None and (time.monotonic() < until or self._room.spoken):
             time.sleep(_POLL_S)
         first = self._started[0].poll()

@@ -101,7 +101,7 @@ class Loop:
         with self.lifeline.working("running an iteration"):
             batch = self._next_batch()
             if self.course is not None:
-                self.course.act("iterate", {**decisions_of(batch), **self.step.shape(batch)})
+                self.course.act("iterate", decisions_of(batch), then=lambda: self.step.shape(batch))
             if batch is not None:
                 try:
                     self._in_flight.append(self._launch(batch))

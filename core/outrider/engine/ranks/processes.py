@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, fields
@@ -77,9 +78,19 @@ class RankProcesses:
                 child.stdin.write(encode(work, Work).encode() + b"\n")
                 child.stdin.flush()
             self.ranks = Ranks(backend, parallel, rank=0, store=store)
+            self.ranks.who_ended = self._who_ended
         except BaseException:
             self.close()
             raise
+
+    def _who_ended(self) -> str | None:
+        for rank, child in enumerate(self._children, start=1):
+            code = child.poll()
+            if code is not None and code < 0:
+                return f"rank {rank} was ended by {signal.Signals(-code).name}"
+            if code:
+                return f"rank {rank} ended with exit code {code}"
+        return None
 
     def close(self) -> None:
         """Wait until they have ended, as they do behind the engine's end; those that don't are ended. Allowed twice."""
