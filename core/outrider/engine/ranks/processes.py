@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
 
 from outrider.device import Backend, ConfigError
 from outrider.engine.config import DecidedConfig, EngineConfig

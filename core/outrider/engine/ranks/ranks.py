@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
 
 from outrider.device import Backend, CollectiveError, Decision, DeviceStuck, Group, OutriderError
 from outrider.engine.ranks.codec import decode, encode
