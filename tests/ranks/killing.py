@@ -18,8 +18,16 @@ import time
 from pathlib import Path
 
 LIMIT_S = 10.0
+CROWDED = 2.0
+"""From so many processes that want each core on, all of this takes longer in proportion."""
 TIMES = 50
 HOW = ("kill", "stop", "memory")
+
+
+def limit_s() -> float:
+    """The time that ranks have to end, on a machine that does other things too."""
+    crowd = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return LIMIT_S * max(1.0, crowd / CROWDED)
 
 
 def children(parent: int) -> list[int]:
@@ -86,7 +94,7 @@ def lose(how: str, victim: int, draw: random.Random) -> tuple[float, str]:
     assert f"rank {victim} " in errors[0], errors[0]
     assert "last decided" in errors[0], errors[0]
     assert "last called" in errors[0], errors[0]
-    assert seconds < LIMIT_S, f"{seconds:.1f} s: {errors[0]}"
+    assert seconds < limit_s(), f"{seconds:.1f} s: {errors[0]}"
     return seconds, errors[0]
 
 
@@ -107,7 +115,7 @@ def main() -> int:
             wrong += 1
             print(f"{number}: WRONG: {error}", flush=True)
         else:
-            print(f"{number}: rank {victim}, {how}: {seconds:.1f} s: {said[:200]}", flush=True)
+            print(f"{number}: rank {victim}, {how}: {seconds:.1f} of {limit_s():.0f} s: {said[:200]}", flush=True)
     print(f"{times} losses, {wrong} wrong", flush=True)
     return 1 if wrong else 0
 

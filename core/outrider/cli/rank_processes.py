@@ -190,15 +190,21 @@ class Joined:
                 raise Unsaid(1) from error
             return
         self._watch.stop()
+        from outrider.engine.ranks.records import RanksFailed
+        from outrider.engine.ranks.watch import first_is_lost
+
         speaks = error is not None and self.place.rank == 0 and not _of_the_ranks(error)
+        first = ""
         with suppress(Exception):  # whoever hears of it may be gone
             if error is None:
                 self._room.beat(self.ranks.rank, self._room.ENDED)
             elif speaks:
                 self._room.speaks()
             else:
-                self.ranks.fail(error)
+                first = self.ranks.fail(error)
         self.ranks.close()
+        if self.place.agent and first_is_lost(first):
+            raise RanksFailed(first) from error
         if error is None or speaks or (self.place.pipe is None and self.place.rank == 0):
             return
         if _of_the_ranks(error) or self.place.pipe is None:

@@ -15,7 +15,7 @@ from outrider.device import Backend, CollectiveError, Decision, DeviceStuck, Gro
 from outrider.engine.ranks.codec import decode, encode
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.records import RanksDiffer, RanksFailed, RecordLog, came
-from outrider.engine.ranks.room import Room
+from outrider.engine.ranks.room import GONE, Room
 from outrider.engine.requests.hand_over import HandOver
 from outrider.model import ModelRanks
 
@@ -155,8 +155,11 @@ class Ranks:
         if isinstance(error, CollectiveError | DeviceStuck):
             self._hear()
         said = f"rank {self.rank} failed: {type(error).__name__}: {error} ({self.progress})"
-        first = self.room.fail(said)
-        self._say(self._meetings, _Word(None, first))  # whoever waits for this rank needn't any more
+        try:
+            first = self.room.fail(said)
+            self._say(self._meetings, _Word(None, first))  # whoever waits for this rank needn't any more
+        except RuntimeError:  # what a store raises
+            first = f"{GONE}: {self.progress}"
         self.close()
         return first
 

@@ -6,6 +6,8 @@ from datetime import timedelta
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
 
+GONE = "the process where the ranks meet has ended"
+
 
 class Room:
     """What ranks say of themselves: signs of life, and who failed first. All of it is text."""

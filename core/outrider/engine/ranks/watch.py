@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from outrider.device import DeviceError
 from outrider.engine.ranks.ranks import Ranks
-from outrider.engine.ranks.room import Room
+from outrider.engine.ranks.room import GONE, Room
 
 _BEAT_S = 0.4
 _SILENT_S = 4.0
@@ -53,7 +53,7 @@ class Watch:
                 self._room.beat(self._ranks.rank, f"{beats} {self._ranks.progress}")
                 failure = self._room.failure or self._orphaned() or self._silent()
             except (RuntimeError, DeviceError) as error:
-                failure = f"the process where the ranks meet has ended: {error}"
+                failure = f"{GONE}: {error}; {self._ranks.progress}"
             if failure is not None and not self._over.wait(_GRACE_S):
                 self._end(failure)
 
@@ -77,10 +77,15 @@ class Watch:
         return None
 
     def _end(self, failure: str) -> None:
-        if self._speaks:
+        if self._speaks or (self._starter is not None and first_is_lost(failure)):
             sys.stderr.write(f"outrider: {failure}\n")
             sys.stderr.flush()
         os._exit(1)
+
+
+def first_is_lost(failure: str) -> bool:
+    """Whether the first rank can't tell people of a failure: it's lost, or so is the process where ranks leave word."""
+    return failure.startswith(("rank 0 hangs", "rank 0 lost", GONE))
 
 
 def end_with(descriptor: int, end: Callable[[int], None] = os._exit) -> None:
