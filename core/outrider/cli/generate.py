@@ -204,7 +204,7 @@ def generate(
             engine.follow()
             if compare:
                 start(speculation.without(), max_requests=1, running=replace(running, draft_length=None)).follow()
-            return Report(data={}, render=lambda console: None)
+            return Report.told_elsewhere()
         with closing(engine):
             question = Question.ask(engine, text, speculation.model, image or ())
             if n > 1:

@@ -19,7 +19,7 @@ from outrider._renamed import Renamed, adopt_overrides
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
 
     from outrider.device.backend import Backend
     from outrider.device.collectives import Collective, Decision, Group

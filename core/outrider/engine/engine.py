@@ -35,7 +35,7 @@ from outrider.engine.ranks.start import join_engine
 from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.requests.cache_events import CacheEvent, CacheEvents
 from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
-from outrider.engine.requests.grammars import Grammars
+from outrider.engine.requests.grammars import COMPILE_SECONDS, Grammars
 from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.guides import Guide
 from outrider.engine.requests.owner import Owner
@@ -45,7 +45,7 @@ from outrider.engine.requests.streaming import RequestStream
 from outrider.engine.resolve import resolve
 from outrider.engine.situation import situation_of
 from outrider.engine.stages import Iteration
-from outrider.engine.stats import EngineStats as EngineStats
+from outrider.engine.stats import EngineStats as EngineStats  # for who imports it from here
 from outrider.engine.warm_up import warm_up
 from outrider.errors import RequestError
 from outrider.model import LanguageModel, Media, Tokenizer, VisionTower
@@ -138,7 +138,12 @@ class Engine(MovingRequests):
         if course is not None:  # everything is compiled: from here on a rank that doesn't come is lost
             watchdog.limit_s = min(watchdog.limit_s or course.ranks.config.timeout_s, course.ranks.config.timeout_s)
         self._lifeline, self._scheduler, self._requests = loop.lifeline, loop.scheduler, loop.requests
-        self._grammars = Grammars(tokenizer, vocabulary=model.config.vocab_size, ends=model.config.eos_token_ids)
+        self._grammars = Grammars(
+            tokenizer,
+            vocabulary=model.config.vocab_size,
+            ends=model.config.eos_token_ids,
+            seconds=COMPILE_SECONDS if course is None else course.compile_seconds(COMPILE_SECONDS),
+        )
         self._admission = Admission(
             config=config,
             model=model.config,

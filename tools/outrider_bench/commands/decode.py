@@ -205,7 +205,7 @@ def decode(
     if engine.follows:
         with joined:
             engine.follow()
-        return Report(data={}, render=lambda console: None)
+        return Report.told_elsewhere()
     with joined, closing(engine):
         started = [f"{each}" for each in (engine.warm_up, engine.captured, engine.draft_length) if each is not None]
         known = sum(engine.model.kernels.compiled().values())

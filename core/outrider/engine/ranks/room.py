@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
+
+GONE = "the process where the ranks meet has ended"
 
 
 class Room:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from outrider.device import DeviceError
 from outrider.engine.ranks.ranks import Ranks
-from outrider.engine.ranks.room import Room
+from outrider.engine.ranks.room import GONE, Room
 
 _BEAT_S = 0.4
 _SILENT_S = 4.0
@@ -23,13 +23,15 @@ class Watch:
     """Says of this rank how far it is, hears how far the others are, and ends the process where one of them is lost.
 
     ``room``: of a connection of its own, since another thread of this rank may wait in the store. ``speaks``: this process
-    tells people why it ends; elsewhere that's for whoever started the ranks.
+    tells people why it ends; elsewhere that's for whoever started the ranks. ``starter``: the process that started this one
+    and must live as long; None: it may end.
     """
 
-    def __init__(self, ranks: Ranks, room: Room, *, speaks: bool) -> None:
+    def __init__(self, ranks: Ranks, room: Room, *, speaks: bool, starter: int | None = None) -> None:
         self._ranks = ranks
         self._room = room
         self._speaks = speaks
+        self._starter = starter
         self._seen: dict[int, tuple[str, float]] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outrider-ranks", daemon=True)
@@ -49,11 +51,16 @@ class Watch:
             beats += 1
             try:
                 self._room.beat(self._ranks.rank, f"{beats} {self._ranks.progress}")
-                failure = self._room.failure or self._silent()
+                failure = self._room.failure or self._orphaned() or self._silent()
             except (RuntimeError, DeviceError) as error:
-                failure = f"the process where the ranks meet has ended: {error}"
+                failure = f"{GONE}: {error}; {self._ranks.progress}"
             if failure is not None and not self._over.wait(_GRACE_S):
                 self._end(failure)
+
+    def _orphaned(self) -> str | None:
+        if self._starter is None or os.getppid() == self._starter:
+            return None
+        return self._room.fail(f"rank {self._ranks.rank} lost the process that started it; {self._ranks.progress}")
 
     def _silent(self) -> str | None:
         now = time.monotonic()
@@ -70,10 +77,15 @@ class Watch:
         return None
 
     def _end(self, failure: str) -> None:
-        if self._speaks:
+        if self._speaks or (self._starter is not None and first_is_lost(failure)):
             sys.stderr.write(f"outrider: {failure}\n")
             sys.stderr.flush()
         os._exit(1)
+
+
+def first_is_lost(failure: str) -> bool:
+    """Whether the first rank can't tell people of a failure: it's lost, or so is the process where ranks leave word."""
+    return failure.startswith(("rank 0 hangs", "rank 0 lost", GONE))
 
 
 def end_with(descriptor: int, end: Callable[[int], None] = os._exit) -> None:
