@@ -104,10 +104,10 @@ def test_a_server_ends_in_the_middle_and_comes_back(house, side):
 def test_a_client_that_leaves_ends_its_requests(house):
     house.until(house.linked)
     house.ask(prompts(4, 4))
-    house.until(lambda: house.decode.side.open_requests == 4)
+    house.until(lambda: house.decode.side.open == 4)
     house.client.close()
     house.client = DecodeClient([])
-    house.until(lambda: not (house.decode.side.open_requests or house.prefill.side.open_jobs))
+    house.until(lambda: not (house.decode.side.open or house.prefill.side.open))
 
 
 def test_engines_that_do_not_fit_say_what_differs():

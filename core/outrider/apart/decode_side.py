@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import count
@@ -10,6 +11,7 @@ from itertools import count
 from torch import Tensor
 
 from outrider.apart import codec
+from outrider.apart.compiling import Compilers
 from outrider.apart.prefill_side import Send, notice_of
 from outrider.apart.wire import Message, WireError
 from outrider.device import ConfigError, DeviceError
@@ -34,6 +36,7 @@ class Alone(StrEnum):
 
 
 class _Stage(StrEnum):
+    COMPILING = "compiling its guide"
     QUEUED = "queued"
     PREFILLING = "prefilling"
     WANTS_PAGES = "wants pages"
@@ -57,6 +60,7 @@ class _Entry:
     state: RequestState
     emit: Emit
     stage: _Stage = _Stage.QUEUED
+    compiled: Future[None] | None = None
     peer: _Peer | None = None
     ticket: int = 0
     pages: int = 0
@@ -68,14 +72,16 @@ class _Entry:
 class DecodeSide:
     """The engine of a decode server, and its prefill peers.
 
-    A request's steps: a peer prefills it, and tells its first token, which goes out at once; pages are reserved here, *pages
-    free*, and the peer is told where to write; *pages written*, and it decodes. When a peer goes away, those of its requests
-    that don't decode yet begin again with the output that they have, elsewhere or here. One thread, the engine's.
+    A request's steps: its guide is compiled; a peer prefills it, and tells its first token, which goes out at once; pages are
+    reserved here, *pages free*, and the peer is told where to write; *pages written*, and it decodes. When a peer goes away,
+    those of its requests that don't decode yet begin again with the output that they have, elsewhere or here. One thread, the
+    engine's.
     """
 
     def __init__(self, engine: Engine, *, alone: Alone = Alone.PREFILL) -> None:
         self.engine = engine
         self._alone = alone
+        self._compilers = Compilers(engine)
         self._peers: dict[int, _Peer] = {}
         self.broken: set[int] = set()
         """Peers whose links are down: their connections are to be ended."""
@@ -85,7 +91,7 @@ class DecodeSide:
         self.counts = {"requests": 0, "arrived": 0, "prefilled_here": 0, "done_again": 0, "finished_there": 0}
 
     @property
-    def open_requests(self) -> int:
+    def open(self) -> int:
         """Requests that haven't ended."""
         return len(self._entries)
 
@@ -97,18 +103,22 @@ class DecodeSide:
     @property
     def has_work(self) -> bool:
         """Whether :meth:`turn` may find something to do without a message."""
-        waits = (_Stage.WANTS_PAGES, _Stage.WAITS_FOR_PAGES, _Stage.WRITING)
+        waits = (_Stage.COMPILING, _Stage.WANTS_PAGES, _Stage.WAITS_FOR_PAGES, _Stage.WRITING)
         return self.engine.has_unfinished or any(entry.stage in waits for entry in self._entries.values())
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, state: RequestState, emit: Emit) -> int:
         """Begin a request, or go on with one that has output already; returns its number. Raises :class:`RequestError` for
-        one that can't be served.
+        one that can't be served; for a guide that can't be compiled, an output says so.
         """
         entry = _Entry(next(self._numbers), state, emit)
         self.counts["requests"] += 1
-        self._begin(entry)
+        entry.compiled = self._compilers.begin(state.params)
+        if entry.compiled is None:
+            self._begin(entry)
+        else:
+            entry.stage = _Stage.COMPILING
         self._entries[entry.number] = entry
         return entry.number
 
@@ -149,6 +159,7 @@ class DecodeSide:
 
     def leave_all(self) -> None:
         """End every request, and let every peer go."""
+        self._compilers.close()
         for number in list(self._entries):
             self.abort(number)
         for peer in list(self._peers):
@@ -199,6 +210,8 @@ class DecodeSide:
             except DeviceError as error:
                 if error.device_lost:
                     raise
+        for entry in [each for each in self._entries.values() if each.stage is _Stage.COMPILING]:
+            busy |= self._compiled(entry)
         for peer in list(self._peers.values()):
             busy |= self._notices(peer)
             for entry in list(peer.entries.values()):
@@ -206,6 +219,21 @@ class DecodeSide:
         return busy
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _compiled(self, entry: _Entry) -> bool:
+        """Begin a request whose guide is ready; whether it was."""
+        assert entry.compiled is not None
+        if not entry.compiled.done():
+            return False
+        error, entry.compiled = entry.compiled.exception(), None
+        if error is None:
+            entry.stage = _Stage.QUEUED
+            self._begin_or_fail(entry)
+        elif isinstance(error, RequestError | ConfigError):
+            self._fail(entry, str(error))
+        else:
+            raise error
+        return True
 
     def _begin(self, entry: _Entry) -> None:
         """To the prefill server that has least to do; where there is none, as :class:`Alone` says."""

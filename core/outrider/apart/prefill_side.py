@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.apart import codec
+from outrider.apart.compiling import Compilers
 from outrider.apart.wire import Message, WireError
 from outrider.device import ConfigError, DeviceError
 from outrider.engine.engine import Engine
 from outrider.engine.requests.lent import Lent
 from outrider.engine.requests.request import FinishReason, StepOutput
+from outrider.engine.requests.request_state import RequestState
 from outrider.errors import RequestError
 from outrider.transports import Link, LinkDown, Transfer
 
@@ -37,7 +40,7 @@ class _Job:
 
     peer: _Peer
     ticket: int
-    request: int | None
+    request: int | None = None
     first: StepOutput | None = None
     lent: Lent | None = None
     told: bool = False
@@ -48,9 +51,9 @@ class _Job:
 class PrefillSide:
     """The engine of a prefill server, and its decode peers.
 
-    A request goes through these steps: prefill; its first token is there and it's lent; *pages ready*, and the peer is told;
-    the peer says where to; the write is over, *pages read*, and the pages are free. Nothing waits: :meth:`turn` does what can
-    be done now. One thread, the engine's.
+    A request goes through these steps: its guide is compiled; prefill; its first token is there and it's lent; *pages ready*,
+    and the peer is told; the peer says where to; the write is over, *pages read*, and the pages are free. Nothing waits:
+    :meth:`turn` does what can be done now. One thread, the engine's.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -58,13 +61,15 @@ class PrefillSide:
         self._peers: dict[int, _Peer] = {}
         self.broken: set[int] = set()
         """Peers whose links are down: their connections are to be ended."""
+        self._compilers = Compilers(engine)
+        self._compiling: dict[_Job, tuple[RequestState, Future[None]]] = {}
         self._by_request: dict[int, _Job] = {}
         self._leaving: list[_Job] = []
         """Those that wait for something: a slot, *pages ready*, or the end of a write."""
         self.counts = {"requests": 0, "finished_here": 0, "pages_written": 0, "writes": 0, "failed": 0, "lost_with_peers": 0}
 
     @property
-    def open_jobs(self) -> int:
+    def open(self) -> int:
         """Requests that this side knows of."""
         return sum(len(peer.jobs) for peer in self._peers.values())
 
@@ -76,7 +81,7 @@ class PrefillSide:
     @property
     def has_work(self) -> bool:
         """Whether :meth:`turn` may find something to do without a message."""
-        return bool(self._leaving) or self.engine.has_unfinished
+        return bool(self._leaving or self._compiling) or self.engine.has_unfinished
 
     def joined(self, peer: int, send: Send, link: Link) -> None:
         """A decode server, whose pages ``link`` reaches."""
@@ -95,6 +100,7 @@ class PrefillSide:
 
     def leave_all(self) -> None:
         """Every peer is gone, as far as this side is concerned."""
+        self._compilers.close()
         for peer in list(self._peers):
             self.left(peer)
 
@@ -129,6 +135,11 @@ class PrefillSide:
                 if error.device_lost:
                     raise
                 self._spoilt(error)
+        for job, (state, compiled) in list(self._compiling.items()):
+            if compiled.done():
+                busy = True
+                del self._compiling[job]
+                self._admit(job, state, compiled.exception())
         for job in list(self._leaving):
             busy |= self._advance(job)
         return busy
@@ -139,13 +150,32 @@ class PrefillSide:
         if ticket in peer.jobs:
             raise WireError(f"ticket {ticket} is in use")
         self.counts["requests"] += 1
+        peer.jobs[ticket] = job = _Job(peer, ticket)
         try:
-            request = self.engine.resume(codec.state_from(message.body["state"], message.blobs), lend=True)
-        except (RequestError, ConfigError) as error:
-            peer.send(Message("failed", {"ticket": ticket, "error": str(error), "request": True}))
+            state = codec.state_from(message.body["state"], message.blobs)
+        except RequestError as error:
+            self._refuse(job, error)
             return
-        job = _Job(peer, ticket, request)
-        peer.jobs[ticket] = self._by_request[request] = job
+        compiled = self._compilers.begin(state.params)
+        if compiled is None:
+            self._admit(job, state, None)
+        else:
+            self._compiling[job] = state, compiled
+
+    def _admit(self, job: _Job, state: RequestState, error: BaseException | None) -> None:
+        """Queue a request whose guide is ready; ``error``: why it isn't."""
+        try:
+            if error is not None:
+                raise error
+            job.request = self.engine.resume(state, lend=True)
+        except (RequestError, ConfigError) as refused:
+            self._refuse(job, refused)
+            return
+        self._by_request[job.request] = job
+
+    def _refuse(self, job: _Job, error: Exception) -> None:
+        self._end(job)
+        job.peer.send(Message("failed", {"ticket": job.ticket, "error": str(error), "request": True}))
 
     def _take(self, output: StepOutput) -> None:
         job = self._by_request.get(output.request_id)
@@ -240,6 +270,7 @@ class PrefillSide:
 
     def _end(self, job: _Job) -> None:
         job.peer.jobs.pop(job.ticket, None)
+        self._compiling.pop(job, None)
         if job in self._leaving:
             self._leaving.remove(job)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from outrider.apart import codec
 from outrider.apart.connections import Address, Event, Hub, Role, body_of
 from outrider.apart.decode_side import Alone, DecodeSide
-from outrider.apart.prefill_side import PrefillSide
+from outrider.apart.prefill_side import PrefillSide, Send
 from outrider.apart.wire import Message, WireError
 from outrider.device import ConfigError
 from outrider.engine.engine import Engine
@@ -23,10 +24,45 @@ _SOON_S = 0.0005
 """How long a loop waits for messages: with nothing to do, and where something is about to be over."""
 
 
+class Side(Protocol):
+    """What a server's side does for it, whichever one it is."""
+
+    broken: set[int]
+    counts: dict[str, int]
+
+    @property
+    def open(self) -> int:
+        """Requests that it knows of."""
+
+    @property
+    def peers(self) -> int:
+        """How many are linked to it."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether :meth:`turn` may find something to do without a message."""
+
+    def turn(self) -> bool:
+        """One iteration of the engine, and whatever else can be done now. Whether anything happened."""
+
+    def joined(self, peer: int, send: Send, link: Link) -> None:
+        """A peer is here."""
+
+    def left(self, peer: int) -> None:
+        """A peer is gone."""
+
+    def leave_all(self) -> None:
+        """The server ends."""
+
+    def receive(self, peer: int, message: Message) -> None:
+        """A message of a peer. Raises :class:`WireError`."""
+
+
 class Server(ABC):
     """What both have in common. Belongs to the thread that made it, which is its engine's. ``say``: a line for people."""
 
     _role: Role
+    side: Side
 
     def __init__(
         self, engine: Engine, transport: Transport, *, listen: Address, secret: bytes, silence_s: float, say: Say
@@ -46,6 +82,11 @@ class Server(ABC):
         assert self._hub.address is not None
         return self._hub.address
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """What has happened so far."""
+        return dict(self.side.counts)
+
     def end(self, within_s: float) -> None:
         """Take nothing new, and let :meth:`run` return when all requests have ended, or after so many seconds. May be called
         from a signal handler.
@@ -61,18 +102,18 @@ class Server(ABC):
                     if not refused:
                         self._hub.refuse_new()
                         refused = True
-                    if not self._open or time.monotonic() > self._ending:
-                        return not self._open
+                    if not self.side.open or time.monotonic() > self._ending:
+                        return not self.side.open
                 self.turn()
         finally:
             self.close()
 
     def turn(self, idle_s: float = _IDLE_S) -> None:
         """Read messages, and let the engine do one iteration."""
-        busy = self._side_turn()
-        for peer in list(self._broken):
+        busy = self.side.turn()
+        for peer in list(self.side.broken):
             self._hub.drop(peer, "its link is down")
-        for event in self._hub.poll(0.0 if busy else _SOON_S if self._has_work else idle_s):
+        for event in self._hub.poll(0.0 if busy else _SOON_S if self.side.has_work else idle_s):
             self._handle(event)
 
     def close(self) -> None:
@@ -80,7 +121,7 @@ class Server(ABC):
         for link in self._links.values():
             link.close()
         self._links.clear()
-        self._leave_all()
+        self.side.leave_all()
         self._hub.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -101,7 +142,7 @@ class Server(ABC):
                 self._connect(event)
             else:
                 assert event.message is not None
-                self._message(event.peer, event.message)
+                self.side.receive(event.peer, event.message)
         except (WireError, LinkDown) as error:
             self._hub.drop(event.peer, str(error))
 
@@ -133,7 +174,7 @@ class Server(ABC):
         except (WireError, LinkDown):
             link.close()
             raise
-        self._joined(event.peer, lambda out: self._hub.send(event.peer, out), link)
+        self.side.joined(event.peer, lambda out: self._hub.send(event.peer, out), link)
         self._say(f"{event.role} {event.peer} is here, by {self._transport.name}")
 
     def _status(self, event: Event) -> None:
@@ -141,51 +182,20 @@ class Server(ABC):
         body = {
             "role": self._role,
             "counts": self.counts,
-            "open": self._open,
+            "open": self.side.open,
             "free_pages": engine.free_pages,
             "pages": engine.page_memory[0].shape[0] - 1,
             "free_rows": engine.free_rows,
             "rows": engine.config.max_requests,
             "iterations": engine.stats.iterations,
-            f"{'decode' if self._role is Role.PREFILL else 'prefill'}_peers": self._peers,
+            f"{'decode' if self._role is Role.PREFILL else 'prefill'}_peers": self.side.peers,
         }
         self._hub.send(event.peer, Message("status", body))
 
-    @property
-    @abstractmethod
-    def _open(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def _peers(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def _has_work(self) -> bool: ...
-
-    @property
-    @abstractmethod
-    def _broken(self) -> set[int]: ...
-
-    @property
-    @abstractmethod
-    def counts(self) -> dict[str, int]:
-        """What has happened so far."""
-
-    @abstractmethod
-    def _side_turn(self) -> bool: ...
-
-    @abstractmethod
-    def _joined(self, peer: int, send: Callable[[Message], None], link: Link) -> None: ...
-
-    @abstractmethod
-    def _left(self, event: Event) -> None: ...
-
-    @abstractmethod
-    def _leave_all(self) -> None: ...
-
-    @abstractmethod
-    def _message(self, peer: int, message: Message) -> None: ...
+    def _left(self, event: Event) -> None:
+        """Somebody is gone. A client holds nothing of the side's."""
+        if event.role is not Role.CLIENT:
+            self.side.left(event.peer)
 
     @abstractmethod
     def _client(self, event: Event) -> None: ...
@@ -198,6 +208,7 @@ class PrefillServer(Server):
     """Prefills for any number of decode servers, which come to it."""
 
     _role = Role.PREFILL
+    side: PrefillSide
 
     def __init__(
         self,
@@ -211,42 +222,6 @@ class PrefillServer(Server):
     ) -> None:
         super().__init__(engine, transport, listen=listen, secret=secret, silence_s=silence_s, say=say)
         self.side = PrefillSide(engine)
-
-    @property
-    def _open(self) -> int:
-        return self.side.open_jobs
-
-    @property
-    def _peers(self) -> int:
-        return self.side.peers
-
-    @property
-    def _has_work(self) -> bool:
-        return self.side.has_work
-
-    @property
-    def _broken(self) -> set[int]:
-        return self.side.broken
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Those of its side."""
-        return dict(self.side.counts)
-
-    def _side_turn(self) -> bool:
-        return self.side.turn()
-
-    def _joined(self, peer: int, send: Callable[[Message], None], link: Link) -> None:
-        self.side.joined(peer, send, link)
-
-    def _left(self, event: Event) -> None:
-        self.side.left(event.peer)
-
-    def _leave_all(self) -> None:
-        self.side.leave_all()
-
-    def _message(self, peer: int, message: Message) -> None:
-        self.side.receive(peer, message)
 
     def _client(self, event: Event) -> None:
         if event.kind == "message" and event.message is not None:
@@ -262,6 +237,7 @@ class DecodeServer(Server):
     """Serves clients, and has their prompts prefilled by ``prefill``. ``alone``: what it does while none of them is there."""
 
     _role = Role.DECODE
+    side: DecodeSide
 
     def __init__(
         self,
@@ -281,44 +257,10 @@ class DecodeServer(Server):
         for address in prefill:
             self._hub.reach(address)
 
-    @property
-    def _open(self) -> int:
-        return self.side.open_requests
-
-    @property
-    def _peers(self) -> int:
-        return self.side.peers
-
-    @property
-    def _has_work(self) -> bool:
-        return self.side.has_work
-
-    @property
-    def _broken(self) -> set[int]:
-        return self.side.broken
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Those of its side."""
-        return dict(self.side.counts)
-
-    def _side_turn(self) -> bool:
-        return self.side.turn()
-
-    def _joined(self, peer: int, send: Callable[[Message], None], link: Link) -> None:
-        self.side.joined(peer, send, link)
-
     def _left(self, event: Event) -> None:
-        if event.role is not Role.CLIENT:
-            self.side.left(event.peer)
+        super()._left(event)
         for number in self._clients.pop(event.peer, {}).values():
             self.side.abort(number)
-
-    def _leave_all(self) -> None:
-        self.side.leave_all()
-
-    def _message(self, peer: int, message: Message) -> None:
-        self.side.receive(peer, message)
 
     def _client(self, event: Event) -> None:
         if event.kind == "joined":
