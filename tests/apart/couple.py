@@ -4,6 +4,7 @@ import time
 from collections import deque
 
 from outrider.apart.decode_side import DecodeSide
+from outrider.apart.landing import OneLanding
 from outrider.apart.prefill_side import PrefillSide
 from outrider.apart.wire import Decoder
 
@@ -30,8 +31,8 @@ class Couple:
         ]
         for link, other in zip(links, reversed([link.offer() for link in links]), strict=True):
             link.connect(other)
-        self.prefill.joined(PEER, lambda message: self.to_decode.append(message.encode()), links[0])
-        self.decode.joined(PEER, lambda message: self.to_prefill.append(message.encode()), links[1])
+        self.prefill.joined(PEER, lambda message: self.to_decode.append(message.encode()), [links[0]])
+        self.decode.joined(PEER, lambda message: self.to_prefill.append(message.encode()), OneLanding(links[1]))
 
     def submit(self, state):
         got, key = [], len(self.outputs)

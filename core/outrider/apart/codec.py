@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -157,7 +157,9 @@ def tensor_from(given: Any, blobs: Sequence[bytes]) -> Tensor:
 
 def fit_of(engine: Engine) -> dict[str, Any]:
     """What two engines must have in common to go on with each other's requests, as text by name."""
-    config, proposer = engine.model.config, engine.proposer
+    config, proposer, ranks = engine.model.config, engine.proposer, engine.model.ranks
+    if ranks is not None:  # a rank has its own part of each MLP
+        config = replace(config, intermediate_size=config.intermediate_size * ranks.shards.mlp.size)
     shapes = [[list(cache.shape[1:]), str(cache.dtype)] for cache in proposer.caches]
     relay = {spec.name: [list(spec.shape), str(spec.dtype)] for spec in proposer.relay}
     of_model = {f"model.{each.name}": repr(getattr(config, each.name)) for each in fields(config)}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider.apart import codec
 from outrider.apart.compiling import Compilers
+from outrider.apart.landing import Landing
 from outrider.apart.prefill_side import Send, notice_of
 from outrider.apart.wire import Message, WireError
 from outrider.device import ConfigError, DeviceError
@@ -20,7 +21,7 @@ from outrider.engine.requests.lent import Expected
 from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.engine.requests.request_state import RequestState
 from outrider.errors import RequestError
-from outrider.transports import Link, LinkDown
+from outrider.transports import LinkDown
 
 Emit = Callable[[StepOutput], None]
 """Takes the outputs of a request; the last one has a finish reason."""
@@ -50,7 +51,7 @@ class _Stage(StrEnum):
 class _Peer:
     number: int
     send: Send
-    link: Link
+    landing: Landing
     entries: dict[int, _Entry] = field(default_factory=dict)
 
 
@@ -138,9 +139,9 @@ class DecodeSide:
 
     # -- peers -------------------------------------------------------------------------------------------------------
 
-    def joined(self, peer: int, send: Send, link: Link) -> None:
-        """A prefill server, which reaches this engine's pages by ``link``. Queued requests go to it."""
-        self._peers[peer] = _Peer(peer, send, link)
+    def joined(self, peer: int, send: Send, landing: Landing) -> None:
+        """A prefill server, which reaches this engine's pages by ``landing``. Queued requests go to it."""
+        self._peers[peer] = _Peer(peer, send, landing)
         for entry in [each for each in self._entries.values() if each.stage is _Stage.QUEUED]:
             self._begin_or_fail(entry)
 
@@ -150,7 +151,7 @@ class DecodeSide:
         gone = self._peers.pop(peer, None)
         if gone is None:
             return
-        gone.link.close()
+        gone.landing.close()
         for entry in list(gone.entries.values()):
             self._free(entry)
             gone.entries.pop(entry.ticket, None)
@@ -214,8 +215,11 @@ class DecodeSide:
             busy |= self._compiled(entry)
         for peer in list(self._peers.values()):
             busy |= self._notices(peer)
-            for entry in list(peer.entries.values()):
-                busy |= self._advance(peer, entry)
+            try:
+                for entry in list(peer.entries.values()):
+                    busy |= self._advance(peer, entry)
+            except LinkDown:
+                self.broken.add(peer.number)
         return busy
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -292,20 +296,20 @@ class DecodeSide:
                 self._cancel_failed(peer, entry, f"the prefill server has {entry.pages} pages of it, more than it can have")
                 return True
             entry.stage = _Stage.WAITS_FOR_PAGES
+            peer.landing.expecting(notice_of(entry.ticket), entry.expected)
         if entry.stage is not _Stage.WAITS_FOR_PAGES:
             return False
         assert entry.expected is not None
-        if not entry.expected.free.done():
+        if not peer.landing.free(entry.expected):
             return False
-        peer.link.expecting(notice_of(entry.ticket), entry.expected.written)
         entry.stage = _Stage.WRITING
         pages = list(entry.expected.pages[: entry.pages])
-        peer.send(Message("write", {"ticket": entry.ticket, "pages": pages}))
+        peer.send(Message("write", {"ticket": entry.ticket, "pages": pages, "group": entry.expected.group}))
         return True
 
     def _notices(self, peer: _Peer) -> bool:
         try:
-            notices = peer.link.notices()
+            notices = peer.landing.notices()
         except LinkDown:
             self.broken.add(peer.number)
             return False
@@ -342,6 +346,8 @@ class DecodeSide:
 
     def _free(self, entry: _Entry) -> None:
         if entry.expected is not None:
+            if entry.peer is not None:
+                entry.peer.landing.forget(notice_of(entry.ticket), entry.expected)
             self.engine.forsake(entry.expected)
             entry.expected = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +30,7 @@ def notice_of(ticket: int) -> bytes:
 class _Peer:
     number: int
     send: Send
-    link: Link
+    links: tuple[Link, ...]
     jobs: dict[int, _Job] = field(default_factory=dict)
 
 
@@ -83,9 +83,9 @@ class PrefillSide:
         """Whether :meth:`turn` may find something to do without a message."""
         return bool(self._leaving or self._compiling) or self.engine.has_unfinished
 
-    def joined(self, peer: int, send: Send, link: Link) -> None:
-        """A decode server, whose pages ``link`` reaches."""
-        self._peers[peer] = _Peer(peer, send, link)
+    def joined(self, peer: int, send: Send, links: Sequence[Link]) -> None:
+        """A decode server; each of ``links`` reaches the pages of one of its data-parallel groups."""
+        self._peers[peer] = _Peer(peer, send, tuple(links))
 
     def left(self, peer: int) -> None:
         """A decode server is gone: its requests end here, and no page is free before the link is closed."""
@@ -93,7 +93,8 @@ class PrefillSide:
         gone = self._peers.pop(peer, None)
         if gone is None:
             return
-        gone.link.close()
+        for link in gone.links:
+            link.close()
         for job in list(gone.jobs.values()):
             self.counts["lost_with_peers"] += 1
             self._drop(job)
@@ -114,7 +115,7 @@ class PrefillSide:
             if message.kind == "prefill":
                 self._prefill(known, ticket, message)
             elif message.kind == "write":
-                self._write(known, ticket, message.body["pages"])
+                self._write(known, ticket, message.body["pages"], codec.whole(message.body["group"]))
             elif message.kind == "cancel":
                 self._cancel(known, ticket)
             else:
@@ -234,14 +235,16 @@ class PrefillSide:
         }
         job.peer.send(Message("ready", body, tuple(blobs)))
 
-    def _write(self, peer: _Peer, ticket: int, pages: Any) -> None:
+    def _write(self, peer: _Peer, ticket: int, pages: Any, group: int) -> None:
         job = peer.jobs.get(ticket)
         if job is None or job.lent is None or not job.told or job.transfer is not None:
             raise WireError(f"ticket {ticket} has no pages to write")
         if not isinstance(pages, list) or len(pages) != len(job.lent.pages):
             raise WireError(f"ticket {ticket} has {len(job.lent.pages)} pages, and the peer has other ones for them")
+        if not 0 <= group < len(peer.links):
+            raise WireError(f"ticket {ticket} is to go to group {group}, and the peer has {len(peer.links)}")
         try:
-            job.transfer = peer.link.write(job.lent.pages, pages, notice_of(ticket), read=job.lent.read)
+            job.transfer = peer.links[group].write(job.lent.pages, pages, notice_of(ticket), read=job.lent.read)
         except ConfigError as error:
             raise WireError(str(error)) from None
         except LinkDown:

@@ -10,7 +10,8 @@ from typing import Protocol
 from outrider.apart import codec
 from outrider.apart.connections import Address, Event, Hub, Role, body_of
 from outrider.apart.decode_side import Alone, DecodeSide
-from outrider.apart.prefill_side import PrefillSide, Send
+from outrider.apart.landing import Landing, OneLanding, RankLandings
+from outrider.apart.prefill_side import PrefillSide
 from outrider.apart.wire import Message, WireError
 from outrider.device import ConfigError
 from outrider.engine.engine import Engine
@@ -19,6 +20,7 @@ from outrider.errors import RequestError
 from outrider.transports import Link, LinkDown, Transport
 
 Say = Callable[[str], None]
+_MOST_RANKS = 1024
 _IDLE_S = 0.5
 _SOON_S = 0.0005
 """How long a loop waits for messages: with nothing to do, and where something is about to be over."""
@@ -45,9 +47,6 @@ class Side(Protocol):
     def turn(self) -> bool:
         """One iteration of the engine, and whatever else can be done now. Whether anything happened."""
 
-    def joined(self, peer: int, send: Send, link: Link) -> None:
-        """A peer is here."""
-
     def left(self, peer: int) -> None:
         """A peer is gone."""
 
@@ -69,11 +68,11 @@ class Server(ABC):
     ) -> None:
         self.engine, self._transport, self._say = engine, transport, say
         # What can't register this engine's memory says so now, and not when somebody comes.
-        self._open_link(listen.host).close()
+        self._try_link(listen.host)
         self._hub = Hub(self._role, listen=listen, secret=secret, silence_s=silence_s)
         self._fit = codec.fit_of(engine)
-        self._links: dict[int, Link] = {}
-        """Of engines that haven't sent their offer yet."""
+        self._meeting: dict[int, Landing | None] = {}
+        """Engines that haven't said what they are, each with what was opened for it here."""
         self._ending: float | None = None
 
     @property
@@ -118,9 +117,10 @@ class Server(ABC):
 
     def close(self) -> None:
         """End all connections, and wait until no byte is written any more."""
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
+        for landing in self._meeting.values():
+            if landing is not None:
+                landing.close()
+        self._meeting.clear()
         self.side.leave_all()
         self._hub.close()
 
@@ -129,53 +129,42 @@ class Server(ABC):
     def _handle(self, event: Event) -> None:
         try:
             if event.kind == "left":
-                link = self._links.pop(event.peer, None)
-                if link is not None:
-                    link.close()
+                landing = self._meeting.pop(event.peer, None)
+                if landing is not None:
+                    landing.close()
                 self._say(f"{event.role} {event.peer} is gone: {event.why}")
                 self._left(event)
             elif event.role is Role.CLIENT:
                 self._client(event)
             elif event.kind == "joined":
-                self._offer(event)
-            elif event.peer in self._links:
-                self._connect(event)
+                self._meeting[event.peer] = self._begin(event.peer)
+            elif event.peer in self._meeting:
+                self._meet(event.peer, event.message, self._meeting.pop(event.peer))
+                self._say(f"{event.role} {event.peer} is here, by {self._transport.name}")
             else:
                 assert event.message is not None
                 self.side.receive(event.peer, event.message)
         except (WireError, LinkDown) as error:
             self._hub.drop(event.peer, str(error))
 
-    def _offer(self, event: Event) -> None:
-        """An engine has come: say what this one is, and where its pages are."""
-        self._links[event.peer] = link = self._open_link(self.address.host)
-        self._hub.send(event.peer, Message("engine", {"fit": self._fit}, (link.offer(),)))
-
-    def _open_link(self, host: str) -> Link:
-        accepts = isinstance(self, PrefillServer)
+    def _open_link(self, host: str, *, accepts: bool) -> Link:
         return self._transport.open(self.engine.page_memory, self.engine.backend, accepts=accepts, host=host)
 
-    def _connect(self, event: Event) -> None:
-        """The other engine's answer to that."""
-        message, link = event.message, self._links.pop(event.peer)
+    def _engine_of(self, message: Message | None) -> tuple[bytes, ...]:
+        """The offers of the other engine, which fits. Raises :class:`ConfigError` for one that doesn't."""
         assert message is not None
-        try:
-            if message.kind == "refused":
-                raise ConfigError(str(message.body.get("error")))
-            if message.kind != "engine" or len(message.blobs) != 1:
-                raise WireError(f"expected what engine it has, it says {message.kind!r}")
-            codec.check_fit(self._fit, message.body.get("fit"))
-            link.connect(message.blobs[0])
-        except ConfigError as error:
-            link.close()
-            self._hub.send(event.peer, Message("refused", {"error": str(error)}))
-            self._does_not_fit(event.peer, error)
-            return
-        except (WireError, LinkDown):
-            link.close()
-            raise
-        self.side.joined(event.peer, lambda out: self._hub.send(event.peer, out), link)
-        self._say(f"{event.role} {event.peer} is here, by {self._transport.name}")
+        theirs = message.body.get("fit")
+        if message.kind == "refused":
+            codec.check_fit(self._fit, theirs)  # says it from this side
+            raise ConfigError(str(message.body.get("error")))
+        if message.kind != "engine" or not 0 < len(message.blobs) <= _MOST_RANKS:
+            raise WireError(f"expected what engine it has, it says {message.kind!r}")
+        codec.check_fit(self._fit, theirs)
+        return message.blobs
+
+    def _send_engine(self, peer: int, offers: Sequence[bytes]) -> None:
+        """Say what this side's engine is, and where its pages are."""
+        self._hub.send(peer, Message("engine", {"fit": self._fit}, tuple(offers)))
 
     def _status(self, event: Event) -> None:
         engine = self.engine
@@ -184,9 +173,9 @@ class Server(ABC):
             "counts": self.counts,
             "open": self.side.open,
             "free_pages": engine.free_pages,
-            "pages": engine.page_memory[0].shape[0] - 1,
+            "pages": (engine.page_memory[0].shape[0] - 1) * engine.groups,
             "free_rows": engine.free_rows,
-            "rows": engine.config.max_requests,
+            "rows": engine.config.max_requests * engine.groups,
             "iterations": engine.stats.iterations,
             f"{'decode' if self._role is Role.PREFILL else 'prefill'}_peers": self.side.peers,
         }
@@ -201,7 +190,15 @@ class Server(ABC):
     def _client(self, event: Event) -> None: ...
 
     @abstractmethod
-    def _does_not_fit(self, peer: int, error: ConfigError) -> None: ...
+    def _try_link(self, host: str) -> None: ...
+
+    @abstractmethod
+    def _begin(self, peer: int) -> Landing | None:
+        """An engine has come."""
+
+    @abstractmethod
+    def _meet(self, peer: int, message: Message | None, landing: Landing | None) -> None:
+        """It says what it is. Raises :class:`WireError`, :class:`LinkDown`, and where nothing can be done any more."""
 
 
 class PrefillServer(Server):
@@ -229,8 +226,29 @@ class PrefillServer(Server):
                 raise WireError(f"a prefill server takes no {event.message.kind!r} of a client; ask a decode server")
             self._status(event)
 
-    def _does_not_fit(self, peer: int, error: ConfigError) -> None:
-        self._say(f"decode server {peer} was refused: {error}")
+    def _try_link(self, host: str) -> None:
+        self._open_link(host, accepts=True).close()
+
+    def _begin(self, peer: int) -> None:
+        del peer  # the other side says first how many ranks it has
+
+    def _meet(self, peer: int, message: Message | None, landing: Landing | None) -> None:
+        del landing
+        links: list[Link] = []
+        try:
+            for offer in self._engine_of(message):
+                links.append(self._open_link(self.address.host, accepts=True))
+                links[-1].connect(offer)
+        except (ConfigError, WireError, LinkDown) as error:
+            for link in links:
+                link.close()
+            if not isinstance(error, ConfigError):
+                raise
+            self._hub.send(peer, Message("refused", {"error": str(error), "fit": self._fit}))
+            self._say(f"decode server {peer} was refused: {error}")
+            return
+        self._send_engine(peer, [link.offer() for link in links])
+        self.side.joined(peer, lambda out: self._hub.send(peer, out), links)
 
 
 class DecodeServer(Server):
@@ -251,6 +269,7 @@ class DecodeServer(Server):
         silence_s: float = 30.0,
         say: Say = lambda line: None,
     ) -> None:
+        self._ranks = RankLandings(engine) if engine.groups > 1 else None
         super().__init__(engine, transport, listen=listen, secret=secret, silence_s=silence_s, say=say)
         self.side = DecodeSide(engine, alone=alone)
         self._clients: dict[int, dict[int, int]] = {}
@@ -300,6 +319,26 @@ class DecodeServer(Server):
             requests.pop(name, None)
             emit(StepOutput(0, (), FinishReason.ERROR, error=str(error)))
 
-    def _does_not_fit(self, peer: int, error: ConfigError) -> None:
-        del peer
-        raise error
+    def _try_link(self, host: str) -> None:
+        self._landing(host).close()
+
+    def _landing(self, host: str) -> Landing:
+        link = self._open_link(host, accepts=False)
+        return OneLanding(link) if self._ranks is None else self._ranks.make(link, host)
+
+    def _begin(self, peer: int) -> Landing:
+        landing = self._landing(self.address.host)
+        self._send_engine(peer, landing.offers())
+        return landing
+
+    def _meet(self, peer: int, message: Message | None, landing: Landing | None) -> None:
+        assert landing is not None
+        try:
+            offers = self._engine_of(message)
+            if len(offers) != len(landing.offers()):
+                raise WireError(f"it has {len(offers)} links for {len(landing.offers())} groups here")
+            landing.connect(offers)
+        except BaseException:
+            landing.close()
+            raise
+        self.side.joined(peer, lambda out: self._hub.send(peer, out), landing)
