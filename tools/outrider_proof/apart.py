@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from outrider.apart.connections import Address
 from outrider.apart.landing import RankPages
 from outrider.apart.server import DecodeServer, PrefillServer
 from outrider.cli.models import bundled
+from outrider.engine import Choice, Ebnf, JsonSchema, Regex
 from outrider.registry import get_backend
 from outrider.registry.children import end_with_parent, started
 from outrider.registry.transports import get_transport
@@ -48,6 +49,13 @@ if TYPE_CHECKING:
 MODELS = ("eagle", "mtp", "eagle-tree", "none", setups.VISION, "draft-model", "bundled")
 LIMIT_S = 120.0
 _TOKENS = 48
+_GUIDES = (
+    Regex("(ab|cd){2,40}x?"),
+    Choice(["yes", "no, never"]),
+    Ebnf('root ::= "(" root ")" | "x"'),
+    JsonSchema({"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}, "required": ["s"]}),
+)
+"""Of requests to the bundled model, which has a tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +211,7 @@ class Pair:
             while waiting and arrivals[waiting[0]][0].step <= step:
                 index = waiting.pop(0)
                 arrival, tokens, media = arrivals[index]
-                (number,) = self.client.submit(tokens, SamplingParams(max_tokens=arrival.max_tokens), media=media)
+                (number,) = self.client.submit(tokens, params_of(arrival), media=media)
                 number_of[number], got[index] = index, []
             for number, index in number_of.items():
                 after = arrivals[index][0].abort_after
@@ -279,11 +287,18 @@ def drawn(model: str, seed: int) -> list[tuple[Arrival, tuple[int, ...], tuple[M
         for _ in range(rng.randint(2, 8)):
             length, start = rng.randint(1, 90), rng.randrange(len(words()) - 100)
             abort = rng.randint(0, 6) if rng.random() < 0.1 else None
-            arrival = Arrival(start, length, rng.randint(1, _TOKENS), rng.randint(0, 4), abort)
+            arrival = Arrival(start, length, rng.randint(1, _TOKENS), rng.randint(0, 4), abort, guided=rng.random() < 0.4)
             found.append((arrival, words()[start : start + length], ()))
         return found
-    arrivals = setups.draw(seed).arrivals
+    # The guides of drawn programs are put into an engine's record of the request, and can't travel.
+    arrivals = [replace(arrival, guided=False) for arrival in setups.draw(seed).arrivals]
     return [(arrival, *setups.prompt_and_media(model, arrival)) for arrival in arrivals]
+
+
+def params_of(arrival: Arrival) -> SamplingParams:
+    """What a request asks for."""
+    guide = _GUIDES[arrival.start % len(_GUIDES)] if arrival.guided else None
+    return SamplingParams(max_tokens=arrival.max_tokens, guide=guide)
 
 
 class Reference:
@@ -302,7 +317,7 @@ class Reference:
         if self._engine is None:
             config = plain_config(dtype="float32", page_size=16, max_requests=1, max_context=256)
             self._engine = Engine.from_checkpoint(bundled("target"), get_backend(self._backend), config=config)
-        return self._engine.generate([tokens], SamplingParams(max_tokens=arrival.max_tokens))[0].token_ids
+        return self._engine.generate([tokens], params_of(arrival))[0].token_ids
 
 
 def prove(options: argparse.Namespace) -> dict[str, Any]:
