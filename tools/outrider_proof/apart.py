@@ -395,6 +395,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.child is not None:
         child(*options.child)
+        return 0
     found = prove(options)
     print(json.dumps(found, indent=1))
     return 1 if found["wrong"] or found["held"] else 0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from outrider.cli.decode_ranks import DecodeRanks
 from outrider.cli.engine_options import DecodeOptions, EngineOptions, with_options
 from outrider.cli.inputs import read_bounded
 from outrider.cli.report import JsonOption, Report
@@ -114,6 +115,15 @@ def decode_server(
     secret_file: SecretOption = None,
     drain_seconds: DrainOption = 30.0,
     silence_seconds: SilenceOption = 30.0,
+    data_parallel: Annotated[
+        int,
+        typer.Option(
+            "--data-parallel",
+            metavar="M",
+            min=1,
+            help="M devices of this host, each with requests of its own; all share each layer's MLP.",
+        ),
+    ] = 1,
     options: DecodeOptions,
     json_output: JsonOption = False,
 ) -> Report:
@@ -131,21 +141,21 @@ def decode_server(
     address, secret, peers = Address.parse(listen), place.secret(), [Address.parse(each) for each in prefill]
     start = _loader(options, say=not json_output)
     moves = get_transport(transport)
-    engine = start()
-    server = DecodeServer(
-        engine,
-        moves,
-        listen=address,
-        prefill=peers,
-        alone=Alone(alone),
-        secret=secret,
-        silence_s=silence_seconds,
-        say=_say,
-    )
-    return _serve(server, place)
+    with DecodeRanks(start, transport, data_parallel) as ranks:
+        server = DecodeServer(
+            ranks.engine(),
+            moves,
+            listen=address,
+            prefill=peers,
+            alone=Alone(alone),
+            secret=secret,
+            silence_s=silence_seconds,
+            say=_say,
+        )
+        return _serve(server, place)
 
 
-def _loader(options: EngineOptions, *, say: bool) -> Callable[[], Engine]:
+def _loader(options: EngineOptions, *, say: bool) -> Callable[..., Engine]:
     from outrider.cli.torch_probe import require_torch
 
     require_torch()
