@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from outrider.model import Media
 
 MODELS = ("eagle", "mtp", "eagle-tree", "none", setups.VISION, "draft-model", "bundled")
-LIMIT_S = 120.0
+LIMIT_S = 600.0
 _TOKENS = 48
 _GUIDES = (
     Regex("(ab|cd){2,40}x?"),
