@@ -4,6 +4,7 @@ import time
 from collections import deque
 
 from outrider.apart.decode_side import DecodeSide
+from outrider.apart.landing import OneLanding, RankLandings
 from outrider.apart.prefill_side import PrefillSide
 from outrider.apart.wire import Decoder
 
@@ -23,15 +24,16 @@ class Couple:
     def connect(self):
         """As after a start of either side."""
         self.to_prefill, self.to_decode = deque(), deque()
-        engines = self.prefill.engine, self.decode.engine
-        links = [
-            self.transport.open(engine.page_memory, engine.backend, accepts=not side, host="127.0.0.1")
-            for side, engine in enumerate(engines)
-        ]
-        for link, other in zip(links, reversed([link.offer() for link in links]), strict=True):
-            link.connect(other)
-        self.prefill.joined(PEER, lambda message: self.to_decode.append(message.encode()), links[0])
-        self.decode.joined(PEER, lambda message: self.to_prefill.append(message.encode()), links[1])
+        giver, taker = self.prefill.engine, self.decode.engine
+        there = self.transport.open(taker.page_memory, taker.backend, accepts=False, host="127.0.0.1")
+        landing = OneLanding(there) if taker.groups == 1 else RankLandings(taker).make(there, "127.0.0.1")
+        offers = landing.offers()
+        links = [self.transport.open(giver.page_memory, giver.backend, accepts=True, host="127.0.0.1") for _ in offers]
+        for link, offer in zip(links, offers, strict=True):
+            link.connect(offer)
+        landing.connect([link.offer() for link in links])
+        self.prefill.joined(PEER, lambda message: self.to_decode.append(message.encode()), links)
+        self.decode.joined(PEER, lambda message: self.to_prefill.append(message.encode()), landing)
 
     def submit(self, state):
         got, key = [], len(self.outputs)

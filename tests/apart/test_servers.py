@@ -11,7 +11,7 @@ from apart.test_sides import NEW, engine, prompts
 from outrider import DecodeClient, SamplingParams
 from outrider.apart.connections import Address, Hub, Role
 from outrider.apart.server import DecodeServer, PrefillServer
-from outrider.apart.wire import Decoder, Message, WireError
+from outrider.apart.wire import VERSION, Decoder, Message, WireError
 from outrider.device import ConfigError
 from outrider.transports.local import LocalTransport
 from outrider_proof import tiny
@@ -104,10 +104,10 @@ def test_a_server_ends_in_the_middle_and_comes_back(house, side):
 def test_a_client_that_leaves_ends_its_requests(house):
     house.until(house.linked)
     house.ask(prompts(4, 4))
-    house.until(lambda: house.decode.side.open_requests == 4)
+    house.until(lambda: house.decode.side.open == 4)
     house.client.close()
     house.client = DecodeClient([])
-    house.until(lambda: not (house.decode.side.open_requests or house.prefill.side.open_jobs))
+    house.until(lambda: not (house.decode.side.open or house.prefill.side.open))
 
 
 def test_engines_that_do_not_fit_say_what_differs():
@@ -134,7 +134,7 @@ def test_an_address_for_all_needs_a_secret():
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_no_message_ends_the_connection_and_nothing_else(house, seed):
     rng = random.Random(seed)
-    frame = Message("hello", {"version": 1, "role": "client", "nonce": "00" * 32}).encode()
+    frame = Message("hello", {"version": VERSION, "role": "client", "nonce": "00" * 32}).encode()
     broken = [
         rng.randbytes(200),
         frame[:20] + rng.randbytes(30) + frame[50:],

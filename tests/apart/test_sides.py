@@ -1,12 +1,20 @@
 """Prefill and decode apart, in one thread: the same tokens as one engine, whatever happens on the way."""
 
+import json
 import random
+import threading
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from apart.couple import Couple
+from apart.couple import LIMIT_S, Couple
 from outrider import Engine, SamplingParams
+from outrider.apart import codec
 from outrider.apart.decode_side import Alone
+from outrider.apart.wire import WireError
+from outrider.cli.models import bundled
+from outrider.engine import Choice, Ebnf, JsonObject, JsonSchema, Regex
 from outrider.engine.requests.request_state import RequestState
 from outrider.errors import RequestError
 from outrider.registry.transports import get_transport
@@ -17,6 +25,14 @@ from speculative.test_proposers import PROPOSERS
 
 CHOSEN = {"none": lambda: None} | PROPOSERS
 NEW = 12
+TEXT = st.text('ab é"x😀', min_size=1, max_size=6)
+GUIDE = st.one_of(
+    st.builds(JsonObject),
+    st.builds(Ebnf, TEXT, root=TEXT),
+    st.builds(Choice, st.lists(TEXT, min_size=1, max_size=3)),
+    st.builds(Regex, st.sampled_from(["[a-z]{3}", "é|\\d", "(a|b)*"])),
+    TEXT.map(lambda text: JsonSchema({"type": "object", "properties": {text: {"const": text}}})),
+)
 
 
 def engine(name, **fields):
@@ -127,7 +143,7 @@ def test_aborts_at_any_moment_free_everything():
         sides.decode.abort(number)
         sides.decode.abort(number)
     sides.rest()
-    sides.run(lambda: not (sides.prefill.open_jobs or sides.turn()))
+    sides.run(lambda: not (sides.prefill.open or sides.turn()))
     assert free(sides) == before
     sides.close()
 
@@ -178,3 +194,113 @@ def test_a_decode_side_short_of_pages_takes_them_one_by_one():
     sides.run()
     check(sides, given, before)
     sides.close()
+
+
+GUIDES = {
+    "schema": JsonSchema({"type": "object", "properties": {"n": {"enum": ["a", "bb"]}}, "required": ["n"]}),
+    "regex": Regex("(ab|cd){2,4}x"),
+    "grammar": Ebnf('root ::= "(" root ")" | "x"'),
+    "choice": Choice(["yes", "no, never"]),
+    "object": JsonObject(),
+    "none": None,
+}
+
+
+@pytest.fixture(scope="module")
+def guided():
+    """Two engines with a tokenizer, and what one of them gives alone."""
+    config = plain_config(dtype="float32", max_context=96, max_requests=3, overlap=True)
+    made = [
+        Engine.from_checkpoint(bundled("target"), tiny.BACKEND, draft_dir=bundled("eagle"), speculate="eagle", config=config)
+        for _ in range(2)
+    ]
+    prompt = tuple(made[0].tokenizer.encode("def main("))
+    params = {name: SamplingParams(max_tokens=24, guide=guide) for name, guide in GUIDES.items()}
+    found = made[0].generate([prompt] * len(params), list(params.values()))
+    wanted = {name: each.token_ids for name, each in zip(params, found, strict=True)}
+    return made, prompt, params, wanted
+
+
+def test_guides_go_along(guided):
+    (giver, taker), prompt, params, wanted = guided
+    sides = Couple(giver, taker, LocalTransport())
+    keys = {name: sides.submit(RequestState(prompt=prompt, params=each))[0] for name, each in params.items()}
+    sides.run()
+    assert {name: sides.tokens(key) for name, key in keys.items()} == wanted
+    assert sides.decode.counts["arrived"] == len(GUIDES)
+    sides.close()
+
+
+def test_a_guided_request_goes_on_with_the_output_that_it_has(guided):
+    (giver, taker), prompt, params, wanted = guided
+    sides = Couple(giver, taker, LocalTransport())
+    key, _ = sides.submit(RequestState(prompt=prompt, params=params["schema"], output=wanted["schema"][:3]))
+    sides.run()
+    assert wanted["schema"][:3] + sides.tokens(key) == wanted["schema"]
+    sides.close()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_guide_that_does_not_compile_ends_its_request_alone(guided, side):
+    (giver, taker), prompt, params, wanted = guided
+    sides = Couple(giver, taker, LocalTransport())
+    if side == "prefill":  # as if this side's library took it
+        sides.decode._compilers.begin = lambda params: None
+    before = free(sides)
+    bad, _ = sides.submit(RequestState(prompt=prompt, params=SamplingParams(guide=Ebnf('start ::= "a"'))))
+    good, _ = sides.submit(RequestState(prompt=prompt, params=params["regex"]))
+    _, gone = sides.submit(RequestState(prompt=prompt, params=SamplingParams(guide=Regex("[a-z]{3,9}"))))
+    sides.decode.abort(gone)
+    sides.run(lambda: {bad, good} <= sides.ended.keys())
+    assert sides.ended[bad].finish_reason == "error"
+    assert "root" in sides.ended[bad].error
+    assert sides.tokens(good) == wanted["regex"]
+    sides.rest()
+    assert free(sides) == before
+    sides.close()
+
+
+def test_requests_do_not_wait_for_a_guide(guided, monkeypatch):
+    (giver, taker), prompt, params, wanted = guided
+    sides, gate = Couple(giver, taker, LocalTransport()), threading.Event()
+    monkeypatch.setattr(taker, "compile_guide", lambda guide: gate.wait(LIMIT_S))
+    slow, _ = sides.submit(RequestState(prompt=prompt, params=params["choice"]))
+    other, _ = sides.submit(RequestState(prompt=prompt, params=params["none"]))
+    sides.run(lambda: other in sides.ended)
+    assert not sides.outputs[slow]
+    gate.set()
+    sides.run()
+    assert sides.tokens(slow) == wanted["choice"]
+    sides.close()
+
+
+@given(guide=GUIDE, reordered=st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_any_guide_travels(guide, reordered):
+    state = RequestState(prompt=(1,), params=SamplingParams(guide=guide))
+    body, blobs = codec.state_to(state)
+    read = json.loads(json.dumps(body))
+    assert codec.state_from(read, blobs) == state
+    if reordered:
+        (name,) = read["params"]["guide"]
+        read["params"]["guide"][name]["unknown"] = 1
+        with pytest.raises(WireError, match="doesn't know"):
+            codec.state_from(read, blobs)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"Guide": {}},
+        {"Regex": {}},
+        {"Regex": {"pattern": 1}},
+        {"Regex": 3},
+        {"JsonObject": {}, "Regex": {"pattern": "a"}},
+    ],
+)
+def test_a_guide_that_is_none_is_refused(given):
+    body, blobs = codec.state_to(RequestState(prompt=(1,), params=SamplingParams()))
+    body["params"]["guide"] = given
+    with pytest.raises((WireError, RequestError)):
+        codec.state_from(body, blobs)

@@ -2,10 +2,12 @@
 
     python -m outrider_proof.apart --transport nixl --programs 200
     python -m outrider_proof.apart --kill decode --programs 40
+    python -m outrider_proof.apart --data 2 --models mtp "ngram, images" --transport nixl
     python -m outrider_proof.apart --models bundled --backends cuda:0 cuda:1 --transport nixl --programs 200
 
 Every model has a pair of servers, whose engines have drawn sizes. A program is a batch mix of requests; some are aborted.
-With ``--kill`` a server is killed (SIGKILL) in the middle of every few programs, and started again on its port.
+With ``--kill`` a server is killed (SIGKILL) in the middle of every few programs, and started again on its port. With
+``--data`` the decode server's engine has so many data-parallel ranks, a process each.
 """
 
 from __future__ import annotations
@@ -20,15 +22,17 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from outrider import SamplingParams
 from outrider.apart.client import DecodeClient
 from outrider.apart.connections import Address
+from outrider.apart.landing import RankPages
 from outrider.apart.server import DecodeServer, PrefillServer
 from outrider.cli.models import bundled
+from outrider.engine import Choice, Ebnf, JsonSchema, Regex
 from outrider.registry import get_backend
 from outrider.registry.children import end_with_parent, started
 from outrider.registry.transports import get_transport
@@ -39,11 +43,19 @@ from outrider_proof.tiny import plain_config
 if TYPE_CHECKING:
     from outrider.device import Backend
     from outrider.engine.engine import Engine
+    from outrider.engine.ranks.ranks import Ranks
     from outrider.model import Media
 
 MODELS = ("eagle", "mtp", "eagle-tree", "none", setups.VISION, "draft-model", "bundled")
-LIMIT_S = 120.0
+LIMIT_S = 600.0
 _TOKENS = 48
+_GUIDES = (
+    Regex("(ab|cd){2,40}x?"),
+    Choice(["yes", "no, never"]),
+    Ebnf('root ::= "(" root ")" | "x"'),
+    JsonSchema({"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}, "required": ["s"]}),
+)
+"""Of requests to the bundled model, which has a tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +73,14 @@ class Sizes:
         return cls(page_size, rng.randint(2, 6), rng.choice((0, 8, 40)), rng.choice((5, 16, 64)))
 
 
-def make_engine(model: str, backend: Backend, sizes: Sizes) -> Engine:
-    """An engine of a model of :data:`MODELS`."""
+def make_engine(model: str, backend: Backend, sizes: Sizes, ranks: Ranks | None = None) -> Engine:
+    """An engine of a model of :data:`MODELS`; the part of it that one of several ``ranks`` has."""
     from outrider.engine.engine import Engine
 
     if model == "bundled":
         config = plain_config(dtype="float32", page_size=16, max_requests=8, max_context=256, overlap=True, num_pages=8 * 18)
         return Engine.from_checkpoint(
-            bundled("target"), backend, draft_dir=bundled("eagle"), speculate="eagle", config=config
+            bundled("target"), backend, draft_dir=bundled("eagle"), speculate="eagle", config=config, ranks=ranks
         )
     program = HostProgram(
         arrivals=(Arrival(0, 40, setups.LONGEST, 0, None),),
@@ -78,17 +90,48 @@ def make_engine(model: str, backend: Backend, sizes: Sizes) -> Engine:
         prefill_chunk=sizes.prefill_chunk,
         draft_tokens=3,
     )
-    return setups.Models(model, backend).engine(program)
+    return setups.Models(model, backend, ranks).engine(program)
 
 
-def child(role: str, model: str, backend: str, transport: str, listen: str, prefill: str, sizes: Sequence[int]) -> None:
-    """A server, until it's killed or told to end."""
+def child(
+    role: str,
+    model: str,
+    backend: str,
+    transport: str,
+    listen: str,
+    prefill: str,
+    sizes: Sequence[int],
+    data: int = 1,
+    rank: int = 0,
+    port: int = 0,
+) -> None:
+    """A server, until it's killed or told to end. ``rank``, ``port``: another rank than the first, and where they meet."""
     import torch
 
     end_with_parent()
     torch.set_num_threads(1)
-    engine = make_engine(model, get_backend(backend), Sizes(*sizes))
-    moves = get_transport(transport)
+    moves, device = get_transport(transport), get_backend(backend)
+    if data > 1:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        from outrider.engine.ranks.parallel import ParallelConfig
+        from outrider.engine.ranks.ranks import Ranks
+
+        store = TCPStore("127.0.0.1", port, is_master=not rank, wait_for_workers=False)
+        if not rank:
+            for other in range(1, data):
+                given = [role, model, backend, transport, listen, prefill, list(sizes), data, other, store.port]
+                subprocess.Popen([sys.executable, "-m", "outrider_proof.apart", "--child", json.dumps(given)])
+        # A process may wait for a core for long.
+        ranks = Ranks(device, ParallelConfig(data=data, timeout_s=LIMIT_S), rank=rank, store=store)
+        engine = make_engine(model, device, Sizes(*sizes), ranks)
+    else:
+        engine = make_engine(model, device, Sizes(*sizes))
+    if rank:
+        pages = RankPages(engine, moves, rank=rank)
+        engine.follow(pages.answer)
+        pages.close()
+        return
     address = Address.parse(listen)
 
     def say(line: str) -> None:
@@ -101,14 +144,20 @@ def child(role: str, model: str, backend: str, transport: str, listen: str, pref
         server = DecodeServer(engine, moves, listen=address, prefill=[Address.parse(prefill)], say=say)
     signal.signal(signal.SIGTERM, lambda *_: server.end(30.0))
     say(f"listening on {server.address}")
-    sys.exit(0 if server.run() else 1)
+    try:
+        well = server.run()
+    finally:
+        engine.close()
+    sys.exit(0 if well else 1)
 
 
 class Pair:
     """Two servers of one model, and a client."""
 
-    def __init__(self, stack: ExitStack, model: str, backends: Sequence[str], transport: str, rng: random.Random) -> None:
-        self._stack, self._model, self._transport = stack, model, transport
+    def __init__(
+        self, stack: ExitStack, model: str, backends: Sequence[str], transport: str, rng: random.Random, data: int = 1
+    ) -> None:
+        self._stack, self._model, self._transport, self._data = stack, model, transport, data
         self._backends = dict(zip(("prefill", "decode"), backends, strict=True))
         page_size = rng.choice((2, 4, 16))
         self._sizes = {role: Sizes.draw(rng, page_size) for role in ("prefill", "decode")}
@@ -128,15 +177,8 @@ class Pair:
         """Start a server, on the port that it had before."""
         sizes = self._sizes[role]
         listed = [sizes.page_size, sizes.max_requests, sizes.spare_pages, sizes.prefill_chunk]
-        given = {
-            "role": role,
-            "model": self._model,
-            "backend": self._backends[role],
-            "transport": self._transport,
-            "listen": self._addresses[role],
-            "prefill": self._addresses["prefill"],
-            "sizes": listed,
-        }
+        given = [role, self._model, self._backends[role], self._transport, self._addresses[role], self._addresses["prefill"]]
+        given += [listed, self._data if role == "decode" else 1]
         command = [sys.executable, "-m", "outrider_proof.apart", "--child", json.dumps(given)]
         self.processes[role] = self._stack.enter_context(started(command, stdout=subprocess.DEVNULL))
 
@@ -169,7 +211,7 @@ class Pair:
             while waiting and arrivals[waiting[0]][0].step <= step:
                 index = waiting.pop(0)
                 arrival, tokens, media = arrivals[index]
-                (number,) = self.client.submit(tokens, SamplingParams(max_tokens=arrival.max_tokens), media=media)
+                (number,) = self.client.submit(tokens, params_of(arrival), media=media)
                 number_of[number], got[index] = index, []
             for number, index in number_of.items():
                 after = arrivals[index][0].abort_after
@@ -245,11 +287,18 @@ def drawn(model: str, seed: int) -> list[tuple[Arrival, tuple[int, ...], tuple[M
         for _ in range(rng.randint(2, 8)):
             length, start = rng.randint(1, 90), rng.randrange(len(words()) - 100)
             abort = rng.randint(0, 6) if rng.random() < 0.1 else None
-            arrival = Arrival(start, length, rng.randint(1, _TOKENS), rng.randint(0, 4), abort)
+            arrival = Arrival(start, length, rng.randint(1, _TOKENS), rng.randint(0, 4), abort, guided=rng.random() < 0.4)
             found.append((arrival, words()[start : start + length], ()))
         return found
-    arrivals = setups.draw(seed).arrivals
+    # The guides of drawn programs are put into an engine's record of the request, and can't travel.
+    arrivals = [replace(arrival, guided=False) for arrival in setups.draw(seed).arrivals]
     return [(arrival, *setups.prompt_and_media(model, arrival)) for arrival in arrivals]
+
+
+def params_of(arrival: Arrival) -> SamplingParams:
+    """What a request asks for."""
+    guide = _GUIDES[arrival.start % len(_GUIDES)] if arrival.guided else None
+    return SamplingParams(max_tokens=arrival.max_tokens, guide=guide)
 
 
 class Reference:
@@ -268,7 +317,7 @@ class Reference:
         if self._engine is None:
             config = plain_config(dtype="float32", page_size=16, max_requests=1, max_context=256)
             self._engine = Engine.from_checkpoint(bundled("target"), get_backend(self._backend), config=config)
-        return self._engine.generate([tokens], SamplingParams(max_tokens=arrival.max_tokens))[0].token_ids
+        return self._engine.generate([tokens], params_of(arrival))[0].token_ids
 
 
 def prove(options: argparse.Namespace) -> dict[str, Any]:
@@ -289,7 +338,7 @@ def prove(options: argparse.Namespace) -> dict[str, Any]:
         count = options.programs // len(models) + (place < options.programs % len(models))
         rng, reference = random.Random(f"{model} {options.seed}"), Reference(model, options.backends[0])
         with ExitStack() as stack:
-            pair = Pair(stack, model, options.backends, options.transport, rng)
+            pair = Pair(stack, model, options.backends, options.transport, rng, options.data)
             for seed in range(options.seed, options.seed + count):
                 if time.monotonic() - began > options.seconds:
                     break
@@ -340,11 +389,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--backends", nargs=2, default=["cpu", "cpu"], metavar=("PREFILL", "DECODE"))
+    parser.add_argument("--data", type=int, default=1, help="data-parallel ranks of the decode server's engine")
     parser.add_argument("--kill", choices=("prefill", "decode"))
     parser.add_argument("--kill-every", type=int, default=2, help="programs from one kill to the next")
     options = parser.parse_args(arguments)
     if options.child is not None:
-        child(**options.child)
+        child(*options.child)
+        return 0
     found = prove(options)
     print(json.dumps(found, indent=1))
     return 1 if found["wrong"] or found["held"] else 0

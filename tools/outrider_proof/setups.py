@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from outrider.device import Backend, Fence
+    from outrider.engine.ranks.ranks import Ranks
     from outrider.engine.requests.request import Request
     from outrider.model import Media, VisionTower
     from outrider.speculative.proposer import Proposer
@@ -143,19 +144,20 @@ def simulated(like: str, emulations: Path | None) -> Any:
 
 
 class Models:
-    """The models of a proposer on one backend, loaded once."""
+    """The models of a proposer on one backend, loaded once; of one of several ranks, its part of them."""
 
-    def __init__(self, proposer: str, backend: Backend) -> None:
-        self.proposer, self.backend = proposer, backend
+    def __init__(self, proposer: str, backend: Backend, ranks: Ranks | None = None) -> None:
+        self.proposer, self.backend, self.ranks = proposer, backend, ranks
+        part = None if ranks is None else ranks.model
         self.vision: VisionTower | None = None
         stream = backend.create_stream("load")
         with backend.on(stream):
             if proposer == VISION:
                 directory = vision_checkpoint()
-                self.target = load_decoder(directory, backend=backend, dtype=torch.float64)
+                self.target = load_decoder(directory, backend=backend, dtype=torch.float64, ranks=part)
                 self.vision = load_vision(directory, backend=backend, dtype=torch.float64)
             else:
-                self.target = decoder(tiny.target(), backend)
+                self.target = decoder(tiny.target(), backend, part)
         stream.synchronize()
         backend.synchronize()
 
@@ -203,6 +205,7 @@ class Models:
             wrap_fence=wrap,
             vision=self.vision,
             draft_length=draft_length_of(program, proposer),
+            ranks=self.ranks,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from torch import Tensor
 from outrider.apart.wire import WireError
 from outrider.device import ConfigError
 from outrider.engine.engine import Engine
+from outrider.engine.requests.guides import GUIDES, Guide
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.engine.requests.request_state import RequestState
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.errors import RequestError
+from outrider.errors import RequestError, shown
 from outrider.model import Media
 from outrider.model.media import digest_of
 from outrider.model.mrope import MediaGrid
@@ -37,6 +38,7 @@ _DTYPES = {
 _COUNTS = {each.name for each in fields(StepOutput) if each.type == "int" and each.name != "request_id"}
 """Fields of an output that are numbers."""
 _PLAIN = (bool, int, float, str, type(None))
+_GUIDES = {kind.__name__: kind for kind in GUIDES}
 
 
 def state_to(state: RequestState) -> tuple[dict[str, Any], list[bytes]]:
@@ -155,7 +157,9 @@ def tensor_from(given: Any, blobs: Sequence[bytes]) -> Tensor:
 
 def fit_of(engine: Engine) -> dict[str, Any]:
     """What two engines must have in common to go on with each other's requests, as text by name."""
-    config, proposer = engine.model.config, engine.proposer
+    config, proposer, ranks = engine.model.config, engine.proposer, engine.model.ranks
+    if ranks is not None:  # a rank has its own part of each MLP
+        config = replace(config, intermediate_size=config.intermediate_size * ranks.shards.mlp.size)
     shapes = [[list(cache.shape[1:]), str(cache.dtype)] for cache in proposer.caches]
     relay = {spec.name: [list(spec.shape), str(spec.dtype)] for spec in proposer.relay}
     of_model = {f"model.{each.name}": repr(getattr(config, each.name)) for each in fields(config)}
@@ -182,7 +186,9 @@ def _params_to(params: SamplingParams) -> dict[str, Any]:
     found = {}
     for each in fields(params):
         value = getattr(params, each.name)
-        if not _travels(value):
+        if isinstance(value, Guide) and type(value).__name__ in _GUIDES:
+            value = {type(value).__name__: {of.name: getattr(value, of.name) for of in fields(value)}}
+        elif not _travels(value):
             raise RequestError(f"a request with {each.name} can't go to another process")
         found[each.name] = value
     return found
@@ -199,9 +205,22 @@ def _params_from(given: Any) -> SamplingParams:
     if not isinstance(given, dict) or not set(given) <= known:
         raise WireError("the request has sampling parameters that this version doesn't know; run one version on both sides")
     try:
-        return SamplingParams(**{name: _frozen(value) for name, value in given.items()})
+        return SamplingParams(**{name: _guide_or(value) for name, value in given.items()})
     except ConfigError as error:
         raise RequestError(str(error)) from None
+
+
+def _guide_or(value: Any) -> Any:
+    """What a guide consists of goes through its own checks again; other values as they are."""
+    if not isinstance(value, dict):
+        return _frozen(value)
+    ((name, parts),) = value.items()
+    kind = _GUIDES.get(name)
+    if kind is None or set(parts) != {each.name for each in fields(kind)}:
+        raise WireError(
+            f"the request has a guide {shown(name)} that this version doesn't know; run one version on both sides"
+        )
+    return kind(**{part: _frozen(given) for part, given in parts.items()})
 
 
 def _frozen(value: Any) -> Any:

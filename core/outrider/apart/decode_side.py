@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import count
@@ -10,6 +11,8 @@ from itertools import count
 from torch import Tensor
 
 from outrider.apart import codec
+from outrider.apart.compiling import Compilers
+from outrider.apart.landing import Landing
 from outrider.apart.prefill_side import Send, notice_of
 from outrider.apart.wire import Message, WireError
 from outrider.device import ConfigError, DeviceError
@@ -18,7 +21,7 @@ from outrider.engine.requests.lent import Expected
 from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.engine.requests.request_state import RequestState
 from outrider.errors import RequestError
-from outrider.transports import Link, LinkDown
+from outrider.transports import LinkDown
 
 Emit = Callable[[StepOutput], None]
 """Takes the outputs of a request; the last one has a finish reason."""
@@ -34,6 +37,7 @@ class Alone(StrEnum):
 
 
 class _Stage(StrEnum):
+    COMPILING = "compiling its guide"
     QUEUED = "queued"
     PREFILLING = "prefilling"
     WANTS_PAGES = "wants pages"
@@ -47,7 +51,7 @@ class _Stage(StrEnum):
 class _Peer:
     number: int
     send: Send
-    link: Link
+    landing: Landing
     entries: dict[int, _Entry] = field(default_factory=dict)
 
 
@@ -57,6 +61,7 @@ class _Entry:
     state: RequestState
     emit: Emit
     stage: _Stage = _Stage.QUEUED
+    compiled: Future[None] | None = None
     peer: _Peer | None = None
     ticket: int = 0
     pages: int = 0
@@ -68,14 +73,16 @@ class _Entry:
 class DecodeSide:
     """The engine of a decode server, and its prefill peers.
 
-    A request's steps: a peer prefills it, and tells its first token, which goes out at once; pages are reserved here, *pages
-    free*, and the peer is told where to write; *pages written*, and it decodes. When a peer goes away, those of its requests
-    that don't decode yet begin again with the output that they have, elsewhere or here. One thread, the engine's.
+    A request's steps: its guide is compiled; a peer prefills it, and tells its first token, which goes out at once; pages are
+    reserved here, *pages free*, and the peer is told where to write; *pages written*, and it decodes. When a peer goes away,
+    those of its requests that don't decode yet begin again with the output that they have, elsewhere or here. One thread, the
+    engine's.
     """
 
     def __init__(self, engine: Engine, *, alone: Alone = Alone.PREFILL) -> None:
         self.engine = engine
         self._alone = alone
+        self._compilers = Compilers(engine)
         self._peers: dict[int, _Peer] = {}
         self.broken: set[int] = set()
         """Peers whose links are down: their connections are to be ended."""
@@ -85,7 +92,7 @@ class DecodeSide:
         self.counts = {"requests": 0, "arrived": 0, "prefilled_here": 0, "done_again": 0, "finished_there": 0}
 
     @property
-    def open_requests(self) -> int:
+    def open(self) -> int:
         """Requests that haven't ended."""
         return len(self._entries)
 
@@ -97,18 +104,22 @@ class DecodeSide:
     @property
     def has_work(self) -> bool:
         """Whether :meth:`turn` may find something to do without a message."""
-        waits = (_Stage.WANTS_PAGES, _Stage.WAITS_FOR_PAGES, _Stage.WRITING)
+        waits = (_Stage.COMPILING, _Stage.WANTS_PAGES, _Stage.WAITS_FOR_PAGES, _Stage.WRITING)
         return self.engine.has_unfinished or any(entry.stage in waits for entry in self._entries.values())
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, state: RequestState, emit: Emit) -> int:
         """Begin a request, or go on with one that has output already; returns its number. Raises :class:`RequestError` for
-        one that can't be served.
+        one that can't be served; for a guide that can't be compiled, an output says so.
         """
         entry = _Entry(next(self._numbers), state, emit)
         self.counts["requests"] += 1
-        self._begin(entry)
+        entry.compiled = self._compilers.begin(state.params)
+        if entry.compiled is None:
+            self._begin(entry)
+        else:
+            entry.stage = _Stage.COMPILING
         self._entries[entry.number] = entry
         return entry.number
 
@@ -128,9 +139,9 @@ class DecodeSide:
 
     # -- peers -------------------------------------------------------------------------------------------------------
 
-    def joined(self, peer: int, send: Send, link: Link) -> None:
-        """A prefill server, which reaches this engine's pages by ``link``. Queued requests go to it."""
-        self._peers[peer] = _Peer(peer, send, link)
+    def joined(self, peer: int, send: Send, landing: Landing) -> None:
+        """A prefill server, which reaches this engine's pages by ``landing``. Queued requests go to it."""
+        self._peers[peer] = _Peer(peer, send, landing)
         for entry in [each for each in self._entries.values() if each.stage is _Stage.QUEUED]:
             self._begin_or_fail(entry)
 
@@ -140,7 +151,7 @@ class DecodeSide:
         gone = self._peers.pop(peer, None)
         if gone is None:
             return
-        gone.link.close()
+        gone.landing.close()
         for entry in list(gone.entries.values()):
             self._free(entry)
             gone.entries.pop(entry.ticket, None)
@@ -149,6 +160,7 @@ class DecodeSide:
 
     def leave_all(self) -> None:
         """End every request, and let every peer go."""
+        self._compilers.close()
         for number in list(self._entries):
             self.abort(number)
         for peer in list(self._peers):
@@ -199,13 +211,33 @@ class DecodeSide:
             except DeviceError as error:
                 if error.device_lost:
                     raise
+        for entry in [each for each in self._entries.values() if each.stage is _Stage.COMPILING]:
+            busy |= self._compiled(entry)
         for peer in list(self._peers.values()):
             busy |= self._notices(peer)
-            for entry in list(peer.entries.values()):
-                busy |= self._advance(peer, entry)
+            try:
+                for entry in list(peer.entries.values()):
+                    busy |= self._advance(peer, entry)
+            except LinkDown:
+                self.broken.add(peer.number)
         return busy
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _compiled(self, entry: _Entry) -> bool:
+        """Begin a request whose guide is ready; whether it was."""
+        assert entry.compiled is not None
+        if not entry.compiled.done():
+            return False
+        error, entry.compiled = entry.compiled.exception(), None
+        if error is None:
+            entry.stage = _Stage.QUEUED
+            self._begin_or_fail(entry)
+        elif isinstance(error, RequestError | ConfigError):
+            self._fail(entry, str(error))
+        else:
+            raise error
+        return True
 
     def _begin(self, entry: _Entry) -> None:
         """To the prefill server that has least to do; where there is none, as :class:`Alone` says."""
@@ -264,20 +296,20 @@ class DecodeSide:
                 self._cancel_failed(peer, entry, f"the prefill server has {entry.pages} pages of it, more than it can have")
                 return True
             entry.stage = _Stage.WAITS_FOR_PAGES
+            peer.landing.expecting(notice_of(entry.ticket), entry.expected)
         if entry.stage is not _Stage.WAITS_FOR_PAGES:
             return False
         assert entry.expected is not None
-        if not entry.expected.free.done():
+        if not peer.landing.free(entry.expected):
             return False
-        peer.link.expecting(notice_of(entry.ticket), entry.expected.written)
         entry.stage = _Stage.WRITING
         pages = list(entry.expected.pages[: entry.pages])
-        peer.send(Message("write", {"ticket": entry.ticket, "pages": pages}))
+        peer.send(Message("write", {"ticket": entry.ticket, "pages": pages, "group": entry.expected.group}))
         return True
 
     def _notices(self, peer: _Peer) -> bool:
         try:
-            notices = peer.link.notices()
+            notices = peer.landing.notices()
         except LinkDown:
             self.broken.add(peer.number)
             return False
@@ -314,6 +346,8 @@ class DecodeSide:
 
     def _free(self, entry: _Entry) -> None:
         if entry.expected is not None:
+            if entry.peer is not None:
+                entry.peer.landing.forget(notice_of(entry.ticket), entry.expected)
             self.engine.forsake(entry.expected)
             entry.expected = None
 

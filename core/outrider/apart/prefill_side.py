@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.apart import codec
+from outrider.apart.compiling import Compilers
 from outrider.apart.wire import Message, WireError
 from outrider.device import ConfigError, DeviceError
 from outrider.engine.engine import Engine
 from outrider.engine.requests.lent import Lent
 from outrider.engine.requests.request import FinishReason, StepOutput
+from outrider.engine.requests.request_state import RequestState
 from outrider.errors import RequestError
 from outrider.transports import Link, LinkDown, Transfer
 
@@ -27,7 +30,7 @@ def notice_of(ticket: int) -> bytes:
 class _Peer:
     number: int
     send: Send
-    link: Link
+    links: tuple[Link, ...]
     jobs: dict[int, _Job] = field(default_factory=dict)
 
 
@@ -37,7 +40,7 @@ class _Job:
 
     peer: _Peer
     ticket: int
-    request: int | None
+    request: int | None = None
     first: StepOutput | None = None
     lent: Lent | None = None
     told: bool = False
@@ -48,9 +51,9 @@ class _Job:
 class PrefillSide:
     """The engine of a prefill server, and its decode peers.
 
-    A request goes through these steps: prefill; its first token is there and it's lent; *pages ready*, and the peer is told;
-    the peer says where to; the write is over, *pages read*, and the pages are free. Nothing waits: :meth:`turn` does what can
-    be done now. One thread, the engine's.
+    A request goes through these steps: its guide is compiled; prefill; its first token is there and it's lent; *pages ready*,
+    and the peer is told; the peer says where to; the write is over, *pages read*, and the pages are free. Nothing waits:
+    :meth:`turn` does what can be done now. One thread, the engine's.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -58,13 +61,15 @@ class PrefillSide:
         self._peers: dict[int, _Peer] = {}
         self.broken: set[int] = set()
         """Peers whose links are down: their connections are to be ended."""
+        self._compilers = Compilers(engine)
+        self._compiling: dict[_Job, tuple[RequestState, Future[None]]] = {}
         self._by_request: dict[int, _Job] = {}
         self._leaving: list[_Job] = []
         """Those that wait for something: a slot, *pages ready*, or the end of a write."""
         self.counts = {"requests": 0, "finished_here": 0, "pages_written": 0, "writes": 0, "failed": 0, "lost_with_peers": 0}
 
     @property
-    def open_jobs(self) -> int:
+    def open(self) -> int:
         """Requests that this side knows of."""
         return sum(len(peer.jobs) for peer in self._peers.values())
 
@@ -76,11 +81,11 @@ class PrefillSide:
     @property
     def has_work(self) -> bool:
         """Whether :meth:`turn` may find something to do without a message."""
-        return bool(self._leaving) or self.engine.has_unfinished
+        return bool(self._leaving or self._compiling) or self.engine.has_unfinished
 
-    def joined(self, peer: int, send: Send, link: Link) -> None:
-        """A decode server, whose pages ``link`` reaches."""
-        self._peers[peer] = _Peer(peer, send, link)
+    def joined(self, peer: int, send: Send, links: Sequence[Link]) -> None:
+        """A decode server; each of ``links`` reaches the pages of one of its data-parallel groups."""
+        self._peers[peer] = _Peer(peer, send, tuple(links))
 
     def left(self, peer: int) -> None:
         """A decode server is gone: its requests end here, and no page is free before the link is closed."""
@@ -88,13 +93,15 @@ class PrefillSide:
         gone = self._peers.pop(peer, None)
         if gone is None:
             return
-        gone.link.close()
+        for link in gone.links:
+            link.close()
         for job in list(gone.jobs.values()):
             self.counts["lost_with_peers"] += 1
             self._drop(job)
 
     def leave_all(self) -> None:
         """Every peer is gone, as far as this side is concerned."""
+        self._compilers.close()
         for peer in list(self._peers):
             self.left(peer)
 
@@ -108,7 +115,7 @@ class PrefillSide:
             if message.kind == "prefill":
                 self._prefill(known, ticket, message)
             elif message.kind == "write":
-                self._write(known, ticket, message.body["pages"])
+                self._write(known, ticket, message.body["pages"], codec.whole(message.body["group"]))
             elif message.kind == "cancel":
                 self._cancel(known, ticket)
             else:
@@ -129,6 +136,11 @@ class PrefillSide:
                 if error.device_lost:
                     raise
                 self._spoilt(error)
+        for job, (state, compiled) in list(self._compiling.items()):
+            if compiled.done():
+                busy = True
+                del self._compiling[job]
+                self._admit(job, state, compiled.exception())
         for job in list(self._leaving):
             busy |= self._advance(job)
         return busy
@@ -139,13 +151,32 @@ class PrefillSide:
         if ticket in peer.jobs:
             raise WireError(f"ticket {ticket} is in use")
         self.counts["requests"] += 1
+        peer.jobs[ticket] = job = _Job(peer, ticket)
         try:
-            request = self.engine.resume(codec.state_from(message.body["state"], message.blobs), lend=True)
-        except (RequestError, ConfigError) as error:
-            peer.send(Message("failed", {"ticket": ticket, "error": str(error), "request": True}))
+            state = codec.state_from(message.body["state"], message.blobs)
+        except RequestError as error:
+            self._refuse(job, error)
             return
-        job = _Job(peer, ticket, request)
-        peer.jobs[ticket] = self._by_request[request] = job
+        compiled = self._compilers.begin(state.params)
+        if compiled is None:
+            self._admit(job, state, None)
+        else:
+            self._compiling[job] = state, compiled
+
+    def _admit(self, job: _Job, state: RequestState, error: BaseException | None) -> None:
+        """Queue a request whose guide is ready; ``error``: why it isn't."""
+        try:
+            if error is not None:
+                raise error
+            job.request = self.engine.resume(state, lend=True)
+        except (RequestError, ConfigError) as refused:
+            self._refuse(job, refused)
+            return
+        self._by_request[job.request] = job
+
+    def _refuse(self, job: _Job, error: Exception) -> None:
+        self._end(job)
+        job.peer.send(Message("failed", {"ticket": job.ticket, "error": str(error), "request": True}))
 
     def _take(self, output: StepOutput) -> None:
         job = self._by_request.get(output.request_id)
@@ -204,14 +235,16 @@ class PrefillSide:
         }
         job.peer.send(Message("ready", body, tuple(blobs)))
 
-    def _write(self, peer: _Peer, ticket: int, pages: Any) -> None:
+    def _write(self, peer: _Peer, ticket: int, pages: Any, group: int) -> None:
         job = peer.jobs.get(ticket)
         if job is None or job.lent is None or not job.told or job.transfer is not None:
             raise WireError(f"ticket {ticket} has no pages to write")
         if not isinstance(pages, list) or len(pages) != len(job.lent.pages):
             raise WireError(f"ticket {ticket} has {len(job.lent.pages)} pages, and the peer has other ones for them")
+        if not 0 <= group < len(peer.links):
+            raise WireError(f"ticket {ticket} is to go to group {group}, and the peer has {len(peer.links)}")
         try:
-            job.transfer = peer.link.write(job.lent.pages, pages, notice_of(ticket), read=job.lent.read)
+            job.transfer = peer.links[group].write(job.lent.pages, pages, notice_of(ticket), read=job.lent.read)
         except ConfigError as error:
             raise WireError(str(error)) from None
         except LinkDown:
@@ -240,6 +273,7 @@ class PrefillSide:
 
     def _end(self, job: _Job) -> None:
         job.peer.jobs.pop(job.ticket, None)
+        self._compiling.pop(job, None)
         if job in self._leaving:
             self._leaving.remove(job)
 

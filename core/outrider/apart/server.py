@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from outrider.apart import codec
 from outrider.apart.connections import Address, Event, Hub, Role, body_of
 from outrider.apart.decode_side import Alone, DecodeSide
+from outrider.apart.landing import Landing, OneLanding, RankLandings
 from outrider.apart.prefill_side import PrefillSide
 from outrider.apart.wire import Message, WireError
 from outrider.device import ConfigError
@@ -18,26 +20,59 @@ from outrider.errors import RequestError
 from outrider.transports import Link, LinkDown, Transport
 
 Say = Callable[[str], None]
+_MOST_RANKS = 1024
 _IDLE_S = 0.5
 _SOON_S = 0.0005
 """How long a loop waits for messages: with nothing to do, and where something is about to be over."""
+
+
+class Side(Protocol):
+    """What a server's side does for it, whichever one it is."""
+
+    broken: set[int]
+    counts: dict[str, int]
+
+    @property
+    def open(self) -> int:
+        """Requests that it knows of."""
+
+    @property
+    def peers(self) -> int:
+        """How many are linked to it."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether :meth:`turn` may find something to do without a message."""
+
+    def turn(self) -> bool:
+        """One iteration of the engine, and whatever else can be done now. Whether anything happened."""
+
+    def left(self, peer: int) -> None:
+        """A peer is gone."""
+
+    def leave_all(self) -> None:
+        """The server ends."""
+
+    def receive(self, peer: int, message: Message) -> None:
+        """A message of a peer. Raises :class:`WireError`."""
 
 
 class Server(ABC):
     """What both have in common. Belongs to the thread that made it, which is its engine's. ``say``: a line for people."""
 
     _role: Role
+    side: Side
 
     def __init__(
         self, engine: Engine, transport: Transport, *, listen: Address, secret: bytes, silence_s: float, say: Say
     ) -> None:
         self.engine, self._transport, self._say = engine, transport, say
         # What can't register this engine's memory says so now, and not when somebody comes.
-        self._open_link(listen.host).close()
+        self._try_link(listen.host)
         self._hub = Hub(self._role, listen=listen, secret=secret, silence_s=silence_s)
         self._fit = codec.fit_of(engine)
-        self._links: dict[int, Link] = {}
-        """Of engines that haven't sent their offer yet."""
+        self._meeting: dict[int, Landing | None] = {}
+        """Engines that haven't said what they are, each with what was opened for it here."""
         self._ending: float | None = None
 
     @property
@@ -45,6 +80,11 @@ class Server(ABC):
         """Where it listens."""
         assert self._hub.address is not None
         return self._hub.address
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What has happened so far."""
+        return dict(self.side.counts)
 
     def end(self, within_s: float) -> None:
         """Take nothing new, and let :meth:`run` return when all requests have ended, or after so many seconds. May be called
@@ -61,26 +101,27 @@ class Server(ABC):
                     if not refused:
                         self._hub.refuse_new()
                         refused = True
-                    if not self._open or time.monotonic() > self._ending:
-                        return not self._open
+                    if not self.side.open or time.monotonic() > self._ending:
+                        return not self.side.open
                 self.turn()
         finally:
             self.close()
 
     def turn(self, idle_s: float = _IDLE_S) -> None:
         """Read messages, and let the engine do one iteration."""
-        busy = self._side_turn()
-        for peer in list(self._broken):
+        busy = self.side.turn()
+        for peer in list(self.side.broken):
             self._hub.drop(peer, "its link is down")
-        for event in self._hub.poll(0.0 if busy else _SOON_S if self._has_work else idle_s):
+        for event in self._hub.poll(0.0 if busy else _SOON_S if self.side.has_work else idle_s):
             self._handle(event)
 
     def close(self) -> None:
         """End all connections, and wait until no byte is written any more."""
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
-        self._leave_all()
+        for landing in self._meeting.values():
+            if landing is not None:
+                landing.close()
+        self._meeting.clear()
+        self.side.leave_all()
         self._hub.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -88,116 +129,83 @@ class Server(ABC):
     def _handle(self, event: Event) -> None:
         try:
             if event.kind == "left":
-                link = self._links.pop(event.peer, None)
-                if link is not None:
-                    link.close()
+                landing = self._meeting.pop(event.peer, None)
+                if landing is not None:
+                    landing.close()
                 self._say(f"{event.role} {event.peer} is gone: {event.why}")
                 self._left(event)
             elif event.role is Role.CLIENT:
                 self._client(event)
             elif event.kind == "joined":
-                self._offer(event)
-            elif event.peer in self._links:
-                self._connect(event)
+                self._meeting[event.peer] = self._begin(event.peer)
+            elif event.peer in self._meeting:
+                self._meet(event.peer, event.message, self._meeting.pop(event.peer))
+                self._say(f"{event.role} {event.peer} is here, by {self._transport.name}")
             else:
                 assert event.message is not None
-                self._message(event.peer, event.message)
+                self.side.receive(event.peer, event.message)
         except (WireError, LinkDown) as error:
             self._hub.drop(event.peer, str(error))
 
-    def _offer(self, event: Event) -> None:
-        """An engine has come: say what this one is, and where its pages are."""
-        self._links[event.peer] = link = self._open_link(self.address.host)
-        self._hub.send(event.peer, Message("engine", {"fit": self._fit}, (link.offer(),)))
-
-    def _open_link(self, host: str) -> Link:
-        accepts = isinstance(self, PrefillServer)
+    def _open_link(self, host: str, *, accepts: bool) -> Link:
         return self._transport.open(self.engine.page_memory, self.engine.backend, accepts=accepts, host=host)
 
-    def _connect(self, event: Event) -> None:
-        """The other engine's answer to that."""
-        message, link = event.message, self._links.pop(event.peer)
+    def _engine_of(self, message: Message | None) -> tuple[bytes, ...]:
+        """The offers of the other engine, which fits. Raises :class:`ConfigError` for one that doesn't."""
         assert message is not None
-        try:
-            if message.kind == "refused":
-                raise ConfigError(str(message.body.get("error")))
-            if message.kind != "engine" or len(message.blobs) != 1:
-                raise WireError(f"expected what engine it has, it says {message.kind!r}")
-            codec.check_fit(self._fit, message.body.get("fit"))
-            link.connect(message.blobs[0])
-        except ConfigError as error:
-            link.close()
-            self._hub.send(event.peer, Message("refused", {"error": str(error)}))
-            self._does_not_fit(event.peer, error)
-            return
-        except (WireError, LinkDown):
-            link.close()
-            raise
-        self._joined(event.peer, lambda out: self._hub.send(event.peer, out), link)
-        self._say(f"{event.role} {event.peer} is here, by {self._transport.name}")
+        theirs = message.body.get("fit")
+        if message.kind == "refused":
+            codec.check_fit(self._fit, theirs)  # says it from this side
+            raise ConfigError(str(message.body.get("error")))
+        if message.kind != "engine" or not 0 < len(message.blobs) <= _MOST_RANKS:
+            raise WireError(f"expected what engine it has, it says {message.kind!r}")
+        codec.check_fit(self._fit, theirs)
+        return message.blobs
+
+    def _send_engine(self, peer: int, offers: Sequence[bytes]) -> None:
+        """Say what this side's engine is, and where its pages are."""
+        self._hub.send(peer, Message("engine", {"fit": self._fit}, tuple(offers)))
 
     def _status(self, event: Event) -> None:
         engine = self.engine
         body = {
             "role": self._role,
             "counts": self.counts,
-            "open": self._open,
+            "open": self.side.open,
             "free_pages": engine.free_pages,
-            "pages": engine.page_memory[0].shape[0] - 1,
+            "pages": (engine.page_memory[0].shape[0] - 1) * engine.groups,
             "free_rows": engine.free_rows,
-            "rows": engine.config.max_requests,
+            "rows": engine.config.max_requests * engine.groups,
             "iterations": engine.stats.iterations,
-            f"{'decode' if self._role is Role.PREFILL else 'prefill'}_peers": self._peers,
+            f"{'decode' if self._role is Role.PREFILL else 'prefill'}_peers": self.side.peers,
         }
         self._hub.send(event.peer, Message("status", body))
 
-    @property
-    @abstractmethod
-    def _open(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def _peers(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def _has_work(self) -> bool: ...
-
-    @property
-    @abstractmethod
-    def _broken(self) -> set[int]: ...
-
-    @property
-    @abstractmethod
-    def counts(self) -> dict[str, int]:
-        """What has happened so far."""
-
-    @abstractmethod
-    def _side_turn(self) -> bool: ...
-
-    @abstractmethod
-    def _joined(self, peer: int, send: Callable[[Message], None], link: Link) -> None: ...
-
-    @abstractmethod
-    def _left(self, event: Event) -> None: ...
-
-    @abstractmethod
-    def _leave_all(self) -> None: ...
-
-    @abstractmethod
-    def _message(self, peer: int, message: Message) -> None: ...
+    def _left(self, event: Event) -> None:
+        """Somebody is gone. A client holds nothing of the side's."""
+        if event.role is not Role.CLIENT:
+            self.side.left(event.peer)
 
     @abstractmethod
     def _client(self, event: Event) -> None: ...
 
     @abstractmethod
-    def _does_not_fit(self, peer: int, error: ConfigError) -> None: ...
+    def _try_link(self, host: str) -> None: ...
+
+    @abstractmethod
+    def _begin(self, peer: int) -> Landing | None:
+        """An engine has come."""
+
+    @abstractmethod
+    def _meet(self, peer: int, message: Message | None, landing: Landing | None) -> None:
+        """It says what it is. Raises :class:`WireError`, :class:`LinkDown`, and where nothing can be done any more."""
 
 
 class PrefillServer(Server):
     """Prefills for any number of decode servers, which come to it."""
 
     _role = Role.PREFILL
+    side: PrefillSide
 
     def __init__(
         self,
@@ -212,56 +220,42 @@ class PrefillServer(Server):
         super().__init__(engine, transport, listen=listen, secret=secret, silence_s=silence_s, say=say)
         self.side = PrefillSide(engine)
 
-    @property
-    def _open(self) -> int:
-        return self.side.open_jobs
-
-    @property
-    def _peers(self) -> int:
-        return self.side.peers
-
-    @property
-    def _has_work(self) -> bool:
-        return self.side.has_work
-
-    @property
-    def _broken(self) -> set[int]:
-        return self.side.broken
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Those of its side."""
-        return dict(self.side.counts)
-
-    def _side_turn(self) -> bool:
-        return self.side.turn()
-
-    def _joined(self, peer: int, send: Callable[[Message], None], link: Link) -> None:
-        self.side.joined(peer, send, link)
-
-    def _left(self, event: Event) -> None:
-        self.side.left(event.peer)
-
-    def _leave_all(self) -> None:
-        self.side.leave_all()
-
-    def _message(self, peer: int, message: Message) -> None:
-        self.side.receive(peer, message)
-
     def _client(self, event: Event) -> None:
         if event.kind == "message" and event.message is not None:
             if event.message.kind != "status":
                 raise WireError(f"a prefill server takes no {event.message.kind!r} of a client; ask a decode server")
             self._status(event)
 
-    def _does_not_fit(self, peer: int, error: ConfigError) -> None:
-        self._say(f"decode server {peer} was refused: {error}")
+    def _try_link(self, host: str) -> None:
+        self._open_link(host, accepts=True).close()
+
+    def _begin(self, peer: int) -> None:
+        del peer  # the other side says first how many ranks it has
+
+    def _meet(self, peer: int, message: Message | None, landing: Landing | None) -> None:
+        del landing
+        links: list[Link] = []
+        try:
+            for offer in self._engine_of(message):
+                links.append(self._open_link(self.address.host, accepts=True))
+                links[-1].connect(offer)
+        except (ConfigError, WireError, LinkDown) as error:
+            for link in links:
+                link.close()
+            if not isinstance(error, ConfigError):
+                raise
+            self._hub.send(peer, Message("refused", {"error": str(error), "fit": self._fit}))
+            self._say(f"decode server {peer} was refused: {error}")
+            return
+        self._send_engine(peer, [link.offer() for link in links])
+        self.side.joined(peer, lambda out: self._hub.send(peer, out), links)
 
 
 class DecodeServer(Server):
     """Serves clients, and has their prompts prefilled by ``prefill``. ``alone``: what it does while none of them is there."""
 
     _role = Role.DECODE
+    side: DecodeSide
 
     def __init__(
         self,
@@ -275,50 +269,17 @@ class DecodeServer(Server):
         silence_s: float = 30.0,
         say: Say = lambda line: None,
     ) -> None:
+        self._ranks = RankLandings(engine) if engine.groups > 1 else None
         super().__init__(engine, transport, listen=listen, secret=secret, silence_s=silence_s, say=say)
         self.side = DecodeSide(engine, alone=alone)
         self._clients: dict[int, dict[int, int]] = {}
         for address in prefill:
             self._hub.reach(address)
 
-    @property
-    def _open(self) -> int:
-        return self.side.open_requests
-
-    @property
-    def _peers(self) -> int:
-        return self.side.peers
-
-    @property
-    def _has_work(self) -> bool:
-        return self.side.has_work
-
-    @property
-    def _broken(self) -> set[int]:
-        return self.side.broken
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Those of its side."""
-        return dict(self.side.counts)
-
-    def _side_turn(self) -> bool:
-        return self.side.turn()
-
-    def _joined(self, peer: int, send: Callable[[Message], None], link: Link) -> None:
-        self.side.joined(peer, send, link)
-
     def _left(self, event: Event) -> None:
-        if event.role is not Role.CLIENT:
-            self.side.left(event.peer)
+        super()._left(event)
         for number in self._clients.pop(event.peer, {}).values():
             self.side.abort(number)
-
-    def _leave_all(self) -> None:
-        self.side.leave_all()
-
-    def _message(self, peer: int, message: Message) -> None:
-        self.side.receive(peer, message)
 
     def _client(self, event: Event) -> None:
         if event.kind == "joined":
@@ -358,6 +319,26 @@ class DecodeServer(Server):
             requests.pop(name, None)
             emit(StepOutput(0, (), FinishReason.ERROR, error=str(error)))
 
-    def _does_not_fit(self, peer: int, error: ConfigError) -> None:
-        del peer
-        raise error
+    def _try_link(self, host: str) -> None:
+        self._landing(host).close()
+
+    def _landing(self, host: str) -> Landing:
+        link = self._open_link(host, accepts=False)
+        return OneLanding(link) if self._ranks is None else self._ranks.make(link, host)
+
+    def _begin(self, peer: int) -> Landing:
+        landing = self._landing(self.address.host)
+        self._send_engine(peer, landing.offers())
+        return landing
+
+    def _meet(self, peer: int, message: Message | None, landing: Landing | None) -> None:
+        assert landing is not None
+        try:
+            offers = self._engine_of(message)
+            if len(offers) != len(landing.offers()):
+                raise WireError(f"it has {len(offers)} links for {len(landing.offers())} groups here")
+            landing.connect(offers)
+        except BaseException:
+            landing.close()
+            raise
+        self.side.joined(peer, lambda out: self._hub.send(peer, out), landing)

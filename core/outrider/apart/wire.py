@@ -14,7 +14,7 @@ from typing import Any
 
 from outrider.device import OutriderError
 
-VERSION = 1
+VERSION = 2
 """Of the messages. It rises when a message that was right could be misunderstood."""
 _MAGIC = b"ORPD"
 _FRAME = struct.Struct("<4sIQ")

@@ -7,38 +7,16 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from outrider.cli.decode_ranks import DecodeRanks
+from outrider.cli.engine_options import DecodeOptions, EngineOptions, with_options
 from outrider.cli.inputs import read_bounded
-from outrider.cli.models import (
-    DraftLengthOption,
-    DraftNodesOption,
-    DraftOption,
-    DraftTokensOption,
-    DraftTopkOption,
-    DtypeOption,
-    GraphsOption,
-    KvMemoryOption,
-    MaxContextOption,
-    MaxRequestsOption,
-    ModelOption,
-    ModeOption,
-    OverlapOption,
-    PageSizeOption,
-    PrefillChunkOption,
-    Running,
-    Sizes,
-    SpeculateOption,
-    Speculation,
-    TuneOption,
-    load,
-)
-from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.cli.report import JsonOption, Report
 from outrider.device.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -91,29 +69,15 @@ class _Place:
         return found
 
 
+@with_options
 def prefill_server(
+    *,
     listen: ListenOption = "127.0.0.1:9500",
     transport: TransportOption = "torch",
     secret_file: SecretOption = None,
     drain_seconds: DrainOption = 30.0,
     silence_seconds: SilenceOption = 30.0,
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    backend: BackendOption = None,
-    speculate: SpeculateOption = None,
-    draft_tokens: DraftTokensOption = 4,
-    draft_topk: DraftTopkOption = 1,
-    draft_nodes: DraftNodesOption = None,
-    dtype: DtypeOption = None,
-    mode: ModeOption = None,
-    graphs: GraphsOption = None,
-    overlap: OverlapOption = None,
-    max_context: MaxContextOption = None,
-    kv_memory: KvMemoryOption = None,
-    page_size: PageSizeOption = None,
-    max_requests: MaxRequestsOption = None,
-    prefill_chunk: PrefillChunkOption = None,
-    tune_seconds: TuneOption = 0.0,
+    options: EngineOptions,
     json_output: JsonOption = False,
 ) -> Report:
     """Prefill prompts for decode servers, which connect to it. Ends at SIGTERM, when running requests have ended."""
@@ -125,30 +89,16 @@ def prefill_server(
         listen=listen, transport=transport, secret_file=secret_file, drain_s=drain_seconds, silence_s=silence_seconds
     )
     address, secret = Address.parse(listen), place.secret()
-    start = _loader(
-        backend,
-        Speculation.choose(
-            speculate, model=model, draft=draft, draft_tokens=draft_tokens, draft_topk=draft_topk, draft_nodes=draft_nodes
-        ),
-        Running(mode=mode, graphs=graphs, overlap=overlap),
-        Sizes(
-            max_context=max_context,
-            kv_memory=kv_memory,
-            page_size=page_size,
-            max_requests=max_requests,
-            prefill_chunk=prefill_chunk,
-        ),
-        dtype=dtype,
-        tune_seconds=tune_seconds,
-        say=not json_output,
-    )
+    start = _loader(options, say=not json_output)
     moves = get_transport(transport)
     engine = start()
     server = PrefillServer(engine, moves, listen=address, secret=secret, silence_s=silence_seconds, say=_say)
     return _serve(server, place)
 
 
+@with_options
 def decode_server(
+    *,
     prefill: Annotated[
         list[str], typer.Option("--prefill", metavar="HOST:PORT", help="A prefill server; give the option once for each.")
     ],
@@ -165,24 +115,16 @@ def decode_server(
     secret_file: SecretOption = None,
     drain_seconds: DrainOption = 30.0,
     silence_seconds: SilenceOption = 30.0,
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    backend: BackendOption = None,
-    speculate: SpeculateOption = None,
-    draft_tokens: DraftTokensOption = 4,
-    draft_topk: DraftTopkOption = 1,
-    draft_nodes: DraftNodesOption = None,
-    draft_length: DraftLengthOption = None,
-    dtype: DtypeOption = None,
-    mode: ModeOption = None,
-    graphs: GraphsOption = None,
-    overlap: OverlapOption = None,
-    max_context: MaxContextOption = None,
-    kv_memory: KvMemoryOption = None,
-    page_size: PageSizeOption = None,
-    max_requests: MaxRequestsOption = None,
-    prefill_chunk: PrefillChunkOption = None,
-    tune_seconds: TuneOption = 0.0,
+    data_parallel: Annotated[
+        int,
+        typer.Option(
+            "--data-parallel",
+            metavar="M",
+            min=1,
+            help="M devices of this host, each with requests of its own; all share each layer's MLP.",
+        ),
+    ] = 1,
+    options: DecodeOptions,
     json_output: JsonOption = False,
 ) -> Report:
     """Decode for clients; prefill servers prefill the prompts. Ends at SIGTERM, when running requests have ended."""
@@ -197,62 +139,27 @@ def decode_server(
         listen=listen, transport=transport, secret_file=secret_file, drain_s=drain_seconds, silence_s=silence_seconds
     )
     address, secret, peers = Address.parse(listen), place.secret(), [Address.parse(each) for each in prefill]
-    start = _loader(
-        backend,
-        Speculation.choose(
-            speculate, model=model, draft=draft, draft_tokens=draft_tokens, draft_topk=draft_topk, draft_nodes=draft_nodes
-        ),
-        Running(mode=mode, graphs=graphs, overlap=overlap, draft_length=draft_length),
-        Sizes(
-            max_context=max_context,
-            kv_memory=kv_memory,
-            page_size=page_size,
-            max_requests=max_requests,
-            prefill_chunk=prefill_chunk,
-        ),
-        dtype=dtype,
-        tune_seconds=tune_seconds,
-        say=not json_output,
-    )
+    start = _loader(options, say=not json_output)
     moves = get_transport(transport)
-    engine = start()
-    server = DecodeServer(
-        engine,
-        moves,
-        listen=address,
-        prefill=peers,
-        alone=Alone(alone),
-        secret=secret,
-        silence_s=silence_seconds,
-        say=_say,
-    )
-    return _serve(server, place)
+    with DecodeRanks(start, transport, data_parallel) as ranks:
+        server = DecodeServer(
+            ranks.engine(),
+            moves,
+            listen=address,
+            prefill=peers,
+            alone=Alone(alone),
+            secret=secret,
+            silence_s=silence_seconds,
+            say=_say,
+        )
+        return _serve(server, place)
 
 
-def _loader(
-    backend: str | None,
-    speculation: Speculation,
-    running: Running,
-    sizes: Sizes,
-    *,
-    dtype: str | None,
-    tune_seconds: float,
-    say: bool,
-) -> Callable[[], Engine]:
+def _loader(options: EngineOptions, *, say: bool) -> Callable[..., Engine]:
     from outrider.cli.torch_probe import require_torch
 
     require_torch()
-    return partial(
-        load,
-        backend,
-        speculation,
-        max_requests=_REQUESTS,
-        dtype=dtype,
-        running=running,
-        sizes=sizes,
-        tune_seconds=tune_seconds,
-        say=say,
-    )
+    return options.loader(options.speculation(), max_requests=_REQUESTS, say=say)
 
 
 def _serve(server: Server, place: _Place) -> Report:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from outrider.cli.answer import Answer
+from outrider.cli.chat_options import ChatOption, ChatTemplateOption, MessagesOption, Talk
+from outrider.cli.engine_options import AnyModelOptions, with_options
 from outrider.cli.guide_options import (
     ChoiceOption,
     GrammarOption,
@@ -24,57 +26,22 @@ from outrider.cli.guide_options import (
 )
 from outrider.cli.images import ImageOption, Question
 from outrider.cli.inputs import check_utf8, read_bounded
-from outrider.cli.models import (
-    DoorOption,
-    DraftLengthOption,
-    DraftNodesOption,
-    DraftOption,
-    DraftTokensOption,
-    DraftTopkOption,
-    DtypeOption,
-    GraphsOption,
-    KvMemoryOption,
-    MaxContextOption,
-    MaxRequestsOption,
-    ModelOption,
-    ModeOption,
-    OverlapOption,
-    PageSizeOption,
-    PrefillChunkOption,
-    Running,
-    Sizes,
-    SpeculateOption,
-    Speculation,
-    TrustOption,
-    TuneOption,
-    launched,
-    load,
-)
+from outrider.cli.models import launched
 from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, spread
-from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
-from outrider.cli.sampling_options import (
-    FrequencyPenaltyOption,
-    LogprobsOption,
-    MinPOption,
-    PresencePenaltyOption,
-    RepetitionPenaltyOption,
-    SamplesOption,
-    StopOption,
-    TopKOption,
-    TopPOption,
-    logprob_data,
-)
+from outrider.cli.report import Interrupted, JsonOption, Report
+from outrider.cli.sampling_options import LogprobsOption, SamplesOption, SamplingOptions, logprob_data
 from outrider.device.errors import ConfigError
 from outrider.errors import RequestError, shown
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
-    from outrider.engine.requests.logprobs import TokenLogprobs
-    from outrider.engine.requests.request import Completion, SamplingParams, StepOutput
+    from outrider.engine.requests.request import Completion, SamplingParams
 
 
+@with_options
 def generate(
     context: typer.Context,
+    *,
     prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", metavar="F", help="A file with the text; - is standard input.")
@@ -83,17 +50,12 @@ def generate(
         str | None,
         typer.Option("--token-ids", metavar="I,J,…", help="The prompt as token ids, instead of a text."),
     ] = None,
+    chat: ChatOption = False,
+    messages: MessagesOption = None,
+    chat_template: ChatTemplateOption = None,
     image: ImageOption = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Maximum number of new tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(metavar="T", help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(metavar="S", help="Seed of the draws; unused at temperature 0.")] = 0,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 1.0,
-    min_p: MinPOption = 0.0,
-    repetition_penalty: RepetitionPenaltyOption = 1.0,
-    presence_penalty: PresencePenaltyOption = 0.0,
-    frequency_penalty: FrequencyPenaltyOption = 0.0,
-    stop: StopOption = None,
+    sampling: SamplingOptions,
     logprobs: LogprobsOption = None,
     n: SamplesOption = 1,
     json_schema: JsonSchemaOption = None,
@@ -101,28 +63,9 @@ def generate(
     regex: RegexOption = None,
     grammar: GrammarOption = None,
     choice: ChoiceOption = None,
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    backend: BackendOption = None,
-    speculate: SpeculateOption = None,
-    draft_tokens: DraftTokensOption = 4,
-    draft_topk: DraftTopkOption = 1,
-    draft_nodes: DraftNodesOption = None,
-    through_transformers: DoorOption = False,
-    trust_remote_code: TrustOption = False,
-    dtype: DtypeOption = None,
-    mode: ModeOption = None,
-    graphs: GraphsOption = None,
-    overlap: OverlapOption = None,
-    draft_length: DraftLengthOption = None,
-    max_context: MaxContextOption = None,
-    kv_memory: KvMemoryOption = None,
-    page_size: PageSizeOption = None,
-    max_requests: MaxRequestsOption = None,
-    prefill_chunk: PrefillChunkOption = None,
+    options: AnyModelOptions,
     tensor_parallel: TensorParallelOption = 1,
     data_parallel: DataParallelOption = 1,
-    tune_seconds: TuneOption = 0.0,
     compare: Annotated[
         bool,
         typer.Option(
@@ -136,80 +79,48 @@ def generate(
     """Continue a prompt. Text is printed as it is generated; without --model by the bundled model."""
     from outrider.cli.torch_probe import require_torch
 
-    text = _prompt(prompt, prompt_file) if token_ids is None else _token_ids(token_ids, prompt, prompt_file)
-    if compare and temperature != 0:
-        raise ConfigError(f"--compare compares greedy decoding, the temperature is {temperature}; leave --temperature out")
+    talk = Talk.asked(chat, messages, chat_template)
+    text = _given(prompt, prompt_file, token_ids, talk)
+    if compare and sampling.temperature != 0:
+        raise ConfigError(
+            f"--compare compares greedy decoding, the temperature is {sampling.temperature}; leave --temperature out"
+        )
     if compare and n > 1:
         raise ConfigError(f"--compare compares one output with another, --n is {n}; leave --n out")
-    for item in stop or ():
-        check_utf8("--stop", item)
     guide = chosen_guide(json_schema, json_object, regex, grammar, choice)
     require_torch()
     spread_out = spread(context.obj, tensor_parallel, data_parallel, json_output=json_output)
     if spread_out is not None:
         return spread_out
     from outrider.engine.config import Choice
-    from outrider.engine.requests.request import SamplingParams
 
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        stop=tuple(stop or ()),
-        logprobs=logprobs,
-        n=n,
-        guide=guide,
-    )
-    speculation = Speculation.choose(
-        speculate,
-        model=model,
-        draft=draft,
-        draft_tokens=draft_tokens,
-        draft_topk=draft_topk,
-        draft_nodes=draft_nodes,
-        through_transformers=through_transformers,
-        trust_remote_code=trust_remote_code,
-    )
+    params = sampling.params(max_tokens=max_tokens, logprobs=logprobs, n=n, guide=guide)
+    speculation, dtype, running = options.speculation(), options.dtype, options.running()
     beside: list[Choice] = []
     if compare and dtype is None:
         dtype = "float32"
         beside.append(Choice("dtype", dtype, "--compare compares tokens, and coarser rounding makes others"))
-    if max_requests is None:
+    if options.max_requests is None:
         beside.append(Choice("max_requests", n, "the samples of this command"))
-    running = Running(mode=mode, graphs=graphs, overlap=overlap, draft_length=draft_length)
-    start = partial(
-        load,
-        backend,
-        dtype=dtype,
-        sizes=Sizes(
-            max_context=max_context,
-            kv_memory=kv_memory,
-            page_size=page_size,
-            max_requests=max_requests,
-            prefill_chunk=prefill_chunk,
-        ),
-    )
+    template = None if talk is None else talk.template(speculation.model)
     with Joined(tensor_parallel, data_parallel) as joined:
-        start = partial(start, joined=joined)
-        engine = start(
-            speculation, max_requests=n, running=running, tune_seconds=tune_seconds, say=not json_output, beside=beside
+        engine = options.loader(speculation, max_requests=n, dtype=dtype, say=not json_output, beside=beside, joined=joined)()
+        plain_running = replace(running, draft_length=None)
+        load_plain = options.loader(
+            speculation.without(), max_requests=1, dtype=dtype, running=plain_running, tune_seconds=0.0, joined=joined
         )
         if engine.follows:
             engine.follow()
             if compare:
-                start(speculation.without(), max_requests=1, running=replace(running, draft_length=None)).follow()
+                load_plain().follow()
             return Report.told_elsewhere()
         with closing(engine):
+            if talk is not None and template is not None:
+                text = talk.tokens(template, text, images=len(image or ()))
             question = Question.ask(engine, text, speculation.model, image or ())
             if n > 1:
                 return _samples(engine, question, params, {"speculate": speculation.kind, **launched(engine, beside)})
-            run = _Run(question)
+            run = Answer(question)
             try:
                 run.stream(engine, params, None if json_output else sys.stdout.write)
             except KeyboardInterrupt:
@@ -217,8 +128,8 @@ def generate(
         data: dict[str, object] = {**run.data(engine), "speculate": speculation.kind, **launched(engine, beside)}
         if run.error is not None or not compare:
             return Report(data=data, render=lambda console: _summary(console, data), exit_code=1 if run.error else 0)
-        plain = _Run(question)
-        plain_engine = start(speculation.without(), max_requests=1, running=replace(running, draft_length=None))
+        plain = Answer(question)
+        plain_engine = load_plain()
         with closing(plain_engine):
             plain.stream(plain_engine, params, None)
         same = plain.tokens == run.tokens
@@ -266,89 +177,6 @@ def _shown(difference: object, dtype: object) -> str:
         f"{where}, where the logits of both are within {difference['gap']:.3g} of the largest "
         f"({difference['gap_roundings']:.1f} roundings of {dtype})"
     )
-
-
-@dataclass(slots=True)
-class _Run:
-    """One generation, and what came out of it until now."""
-
-    question: Question
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: str | None = None
-    error: str | None = None
-    iterations: int = 0
-    acceptance_length: float = 0.0
-    seconds: float = 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        return len(self.tokens) / self.seconds if self.seconds else 0.0
-
-    def stream(self, engine: Engine, params: SamplingParams, write: Callable[[str], object] | None) -> None:
-        """Generate, giving text to ``write`` as soon as it's certain."""
-        decoder = engine.tokenizer.stream() if engine.has_tokenizer else None
-        before = engine.stats
-        started = time.perf_counter()
-        try:
-            # Closed here, not by the garbage collector: an interrupted stream must end its request now.
-            question = self.question
-            outputs = cast("Generator[StepOutput]", engine.stream(question.tokens, params, media=question.media))
-            with closing(outputs):
-                for output in outputs:
-                    self.tokens.extend(output.tokens)
-                    self.logprobs.extend(output.logprobs)
-                    # With stop strings the engine decides where the text ends.
-                    if output.text is not None:
-                        self._say(output.text, write)
-                    elif decoder is not None:
-                        self._say("".join(decoder.push(token) for token in output.tokens), write)
-                    elif write is not None:
-                        self._write_ids(output.tokens, write)
-                    if output.finish_reason is not None:
-                        self.finish_reason = str(output.finish_reason)
-                    self.error = self.error or output.error
-            if not params.stop and decoder is not None:
-                self._say(decoder.flush(), write)
-        finally:
-            self.seconds = time.perf_counter() - started
-            after = engine.stats
-            self.iterations = after.request_iterations - before.request_iterations
-            verified = after.verified_tokens - before.verified_tokens
-            self.acceptance_length = verified / self.iterations if self.iterations else 0.0
-            if write is not None and self.tokens:
-                write("\n")
-                sys.stdout.flush()
-
-    def _write_ids(self, tokens: Sequence[int], write: Callable[[str], object]) -> None:
-        """Token ids as they come, where the checkpoint has no tokenizer; ``tokens`` are the last of them."""
-        begin = "" if len(tokens) == len(self.tokens) else ","
-        if tokens:
-            write(begin + ",".join(map(str, tokens)))
-            sys.stdout.flush()
-
-    def _say(self, piece: str, write: Callable[[str], object] | None) -> None:
-        self.text += piece
-        if write is not None and piece:
-            write(piece)
-            sys.stdout.flush()
-
-    def data(self, engine: Engine) -> dict[str, object]:
-        """What scripts get."""
-        return {
-            "text": self.text,
-            "token_ids": self.tokens,
-            **({"logprobs": logprob_data(self.logprobs)} if self.logprobs else {}),
-            "finish_reason": self.finish_reason,
-            **({"error": self.error} if self.error else {}),
-            "acceptance_length": self.acceptance_length,
-            "iterations": self.iterations,
-            "backend": engine.backend.name,
-            "device": str(engine.backend.device),
-            "tokens_per_s": self.tokens_per_s,
-            "seconds": self.seconds,
-        }
 
 
 def _samples(engine: Engine, question: Question, params: SamplingParams, how: Mapping[str, object]) -> Report:
@@ -404,6 +232,17 @@ def _summary(console: Console, data: dict[str, object]) -> None:
     )
     if "error" in data:
         console.print(f"error: {data['error']}; the text before it is right", style="bold red", markup=False)
+
+
+def _given(prompt: str | None, prompt_file: Path | None, token_ids: str | None, talk: Talk | None) -> str | list[int]:
+    """The text or the tokens to continue; nothing where a conversation comes from a file."""
+    if talk is None or talk.messages is None:
+        if talk is not None and token_ids is not None:
+            raise RequestError("--chat was given with --token-ids; a template is filled in with text: give --prompt instead")
+        return _prompt(prompt, prompt_file) if token_ids is None else _token_ids(token_ids, prompt, prompt_file)
+    if prompt is not None or prompt_file is not None or token_ids is not None:
+        raise RequestError("--messages is a prompt, and so are --prompt, --prompt-file and --token-ids; give one of them")
+    return ""
 
 
 def _token_ids(given: str, prompt: str | None, prompt_file: Path | None) -> list[int]:

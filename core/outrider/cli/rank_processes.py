@@ -119,15 +119,17 @@ class Place:
 
 
 class Joined:
-    """The ranks that a command runs on, as a scope; ``ranks`` None: it's alone."""
+    """The ranks that a command runs on, as a scope; ``ranks`` None: it's alone. ``place``: this process's, where the
+    environment doesn't say it.
+    """
 
-    def __init__(self, tensor: int, data: int) -> None:
+    def __init__(self, tensor: int, data: int, place: Place | None = None) -> None:
         self._tensor = tensor
         self._data = data
         self._watch: Watch | None = None
         self._room: Any = None
         self.ranks: Ranks | None = None
-        self.place = Place.find() if tensor * data > 1 else None
+        self.place = place or (Place.find() if tensor * data > 1 else None)
 
     @property
     def leads(self) -> bool:

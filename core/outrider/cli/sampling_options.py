@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.inputs import check_utf8
+
 if TYPE_CHECKING:
     from outrider.engine.requests.logprobs import TokenLogprobs
+    from outrider.engine.requests.request import SamplingParams
 
 _PANEL = "Sampling"
 
+TemperatureOption = Annotated[float, typer.Option("--temperature", metavar="T", help="0 is greedy.")]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="S", help="Seed of the draws; unused at temperature 0.")]
 TopKOption = Annotated[
     int, typer.Option("--top-k", metavar="K", rich_help_panel=_PANEL, help="Draw from the K likeliest tokens; 0: all.")
 ]
@@ -50,6 +56,40 @@ LogprobsOption = Annotated[
 SamplesOption = Annotated[
     int, typer.Option("--n", metavar="N", rich_help_panel=_PANEL, help="Number of samples, each with a seed of its own.")
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are drawn, and where a text ends."""
+
+    temperature: TemperatureOption = 0.0
+    seed: SeedOption = 0
+    top_k: TopKOption = 0
+    top_p: TopPOption = 1.0
+    min_p: MinPOption = 0.0
+    repetition_penalty: RepetitionPenaltyOption = 1.0
+    presence_penalty: PresencePenaltyOption = 0.0
+    frequency_penalty: FrequencyPenaltyOption = 0.0
+    stop: StopOption = None
+
+    def params(self, **others: Any) -> SamplingParams:
+        """The engine's record of them and ``others``. Raises :class:`RequestError` for a value that can't be."""
+        from outrider.engine.requests.request import SamplingParams
+
+        for text in self.stop or ():
+            check_utf8("--stop", text)
+        return SamplingParams(
+            temperature=self.temperature,
+            seed=self.seed,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            stop=tuple(self.stop or ()),
+            **others,
+        )
 
 
 def logprob_data(logprobs: Sequence[TokenLogprobs]) -> list[dict[str, object]]:

@@ -16,6 +16,8 @@ from typing import Any
 
 _REPEAT_S = 2.0
 """A signal that follows within this time is the same request: ``timeout`` sends it to the process and to its group."""
+_TWICE_S = 0.3
+"""The same for an interrupt that doesn't end the command: people press Ctrl-C again after a second."""
 _AGAIN_S = 0.02
 """So long after it was lost, the request is made again."""
 _PATIENCE_S = 8.0
@@ -45,8 +47,11 @@ class Stop:
         self.done = False
         self.last_words: Callable[[int], None] | None = None
         """Says in the command's own form that the signal with this number ended it, where nothing else could."""
+        self.handled_at = float("-inf")
+        """When a signal was handled last, by ``time.monotonic``."""
         self._ready = False
-        self._last = float("-inf")
+        self._instead: Callable[[], bool] | None = None
+        self._taken_at = float("-inf")
         self._hook = sys.unraisablehook
 
     def ready(self) -> None:
@@ -61,12 +66,33 @@ class Stop:
         if self.done:
             _after(_LAST_S, lambda: os._exit(128 + number))
             return
-        last, self._last = self._last, time.monotonic()
-        if self._last - last <= _REPEAT_S:
+        last, self.handled_at = self.handled_at, time.monotonic()
+        if number == signal.SIGINT and self._instead is not None:
+            if self.handled_at - self._taken_at <= _TWICE_S:
+                return
+            self._taken_at = self.handled_at
+            if self._instead():
+                return
+        elif self.handled_at - last <= _REPEAT_S and self.handled_at - self._taken_at > _REPEAT_S:
             return
         self.signal = number
         if self._ready:
             self._raise()
+
+    @classmethod
+    def of_process(cls) -> Stop | None:
+        """The one that handles SIGINT here; None where the signal is ignored, or handled otherwise."""
+        handler = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+        return handler if isinstance(handler, cls) else None
+
+    @contextmanager
+    def interrupts(self, instead: Callable[[], bool]) -> Generator[None]:
+        """In this scope SIGINT calls ``instead``, and ends the command only if that returns False. It may raise."""
+        self._instead = instead
+        try:
+            yield
+        finally:
+            self._instead = None
 
     def unraisable(self, found: Any) -> None:
         """Instead of ``sys.unraisablehook``. Python drops what is raised in a destructor, or where a module's lock is given
@@ -94,8 +120,9 @@ def _watch(stop: Stop, numbers: Collection[int]) -> None:
         while number := next(iter(os.read(read, 1)), 0):
             if number not in numbers:
                 continue
+            came = time.monotonic()
             time.sleep(_PATIENCE_S)
-            if stop.signal is None and not stop.done:
+            if stop.signal is None and not stop.done and stop.handled_at < came - _AGAIN_S:
                 if stop.last_words is not None:
                     stop.last_words(number)
                 os._exit(128 + number)

@@ -91,6 +91,11 @@ class EngineBase:
         return bool(self._abandoned) or self._loop.has_work
 
     @property
+    def groups(self) -> int:
+        """Data-parallel groups of ranks, each with requests, rows and pages of its own; 1 without."""
+        return 1 if self._course is None else self._course.ranks.config.data
+
+    @property
     def free_pages(self) -> int:
         """KV pages that no request holds; some of them may be cached prefixes."""
         return self._scheduler.pages.available

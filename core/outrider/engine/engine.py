@@ -22,11 +22,23 @@ from outrider.engine.assembly import (
 from outrider.engine.checks import check_invariance, check_policy, check_tree
 from outrider.engine.config import EngineConfig
 from outrider.engine.draft_costs import decide, lengths_for
-from outrider.engine.following import follow
+from outrider.engine.following import Answer, answering, follow
 from outrider.engine.graphs import CaptureProgress, EagerRunner
 from outrider.engine.loading import load_checkpoint
 from outrider.engine.moving import MovingRequests
-from outrider.engine.ranks.commands import Abort, AddRequest, Forget, GiveOver, Queue, Resume, TakeOver
+from outrider.engine.ranks.commands import (
+    Abort,
+    AddRequest,
+    Arrive,
+    Ask,
+    Expect,
+    Forget,
+    Forsake,
+    GiveOver,
+    Queue,
+    Resume,
+    TakeOver,
+)
 from outrider.engine.ranks.course import Course, ToldLength
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.processes import Loading, RankProcesses, check_one_rank, start_ranks
@@ -36,7 +48,6 @@ from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.requests.cache_events import CacheEvent, CacheEvents
 from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
 from outrider.engine.requests.grammars import COMPILE_SECONDS, Grammars
-from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.guides import Guide
 from outrider.engine.requests.owner import Owner
 from outrider.engine.requests.request import Completion, FinishReason, Request, StepOutput
@@ -329,8 +340,9 @@ class Engine(MovingRequests):
         with self._use():
             self._loop.drain()
 
-    def follow(self) -> None:
+    def follow(self, answer: Answer | None = None) -> None:
         """Do what the first rank's engine does, until that is closed; for the other ranks, whose engines take no calls.
+        ``answer``: answers what the first one's :meth:`ask_ranks` asks, between two iterations.
 
         Raises :class:`DeviceError` where a rank failed, and :class:`~outrider.engine.ranks.records.RanksDiffer` where this
         one comes to another decision than the first.
@@ -347,7 +359,12 @@ class Engine(MovingRequests):
             GiveOver: lambda told: self.hand_over(told.request),
             Resume: lambda told: self.resume(told.state),
             TakeOver: lambda told: self.take_over(handed_over[told.key]),
+            Expect: self._follow_expect,
+            Arrive: self._follow_arrive,
+            Forsake: lambda told: self.forsake(self.expected[told.request]),
         }
+        if answer is not None:
+            calls[Ask] = answering(self._course, answer)
         follow(self._course, calls, self._loop)
 
     @property
@@ -398,10 +415,7 @@ class Engine(MovingRequests):
     def _submit(self, samples: Sequence[Request]) -> int:
         """Queue the samples of one prompt, which have been checked; returns the first one's id."""
         first = samples[0]
-        if isinstance(self._scheduler, GroupScheduler):
-            group = self._scheduler.least_busy(list(self._requests.values()))
-            for request in samples:
-                request.group = group
+        self._choose_group(samples)
         self._next_id = samples[-1].id + 1
         self._requests.update({request.id: request for request in samples})
         self._scheduler.add(first)

@@ -6,13 +6,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from outrider.engine.loop import Loop
-from outrider.engine.ranks.commands import GiveOver, Resume
+from outrider.engine.ranks.commands import Ask, GiveOver, Resume
 from outrider.engine.ranks.course import Course
 from outrider.engine.ranks.records import RanksDiffer
 from outrider.errors import RequestError
 
 Calls = Mapping[type, Callable[[Any], object]]
 """What an engine does for each command, by its class."""
+
+
+Answer = Callable[[str], str]
+"""Answers what the first rank asks those beside the engines of the others."""
+
+
+def answering(course: Course, answer: Answer) -> Callable[[Ask], None]:
+    """What a rank does when it's asked."""
+    return lambda told: course.answer(told.number, answer(told.said))
 
 
 def follow(course: Course, calls: Calls, loop: Loop) -> None:

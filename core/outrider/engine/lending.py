@@ -26,19 +26,31 @@ class Lending:
 
     def __init__(self, parts: EngineParts, loop: Loop, admission: Admission) -> None:
         self._parts, self._loop, self._admission = parts, loop, admission
-        scheduler = loop.scheduler
-        if not isinstance(scheduler, Scheduler) or loop.course is not None:
-            raise ConfigError("an engine of several ranks can't lend requests or borrow them; use hand_over, in one process")
-        self._scheduler = scheduler
-        self._pages = scheduler.pages
+        ranks = None if loop.course is None else loop.course.ranks
+        if ranks is not None and ranks.config.tensor > 1:
+            raise ConfigError(
+                f"the engine's heads are shared out among {ranks.config.tensor} ranks, which have a part of every page each: "
+                "it can't lend requests or borrow them; use data-parallel ranks, or hand_over in one process"
+            )
+        self._scheduler = loop.scheduler
+        self._group = 0 if ranks is None else ranks.data_rank
         transfers = len(parts.fences.pages_ready) + 1
         self._leaving = FreeList("slot for a request that leaves", transfers)
         self._coming = FreeList("slot for a request that comes", transfers)
         self._lent: dict[Lent, list[int]] = {}
         self._expected: dict[Expected, Request] = {}
+        self.expected: dict[int, Expected] = {}
+        """Requests whose pages aren't written, by id."""
+
+    def lends(self) -> Scheduler:
+        """The scheduler of an engine whose pages are all here. Raises :class:`ConfigError` for one of several ranks."""
+        if not isinstance(self._scheduler, Scheduler):
+            raise ConfigError("an engine of data-parallel ranks takes requests, and lends none; prefill on one rank")
+        return self._scheduler
 
     def lend(self, request: Request) -> Lent | None:
         """Take out a request of which nothing is in flight. None where too many are on their way."""
+        scheduler = self.lends()
         if not self._leaving.available:
             return None
         slot = self._leaving.take()
@@ -62,8 +74,8 @@ class Lending:
         del self._loop.requests[request.id]
         request.finish_reason = FinishReason.HAND_OVER
         self._loop.outbox.put(StepOutput(request.id, (), FinishReason.HAND_OVER))
-        held = self._scheduler.lend(request)
-        filled = tuple(held[: -(-(state.length + 1) // self._pages.page_size)])
+        held = scheduler.lend(request)
+        filled = tuple(held[: -(-(state.length + 1) // scheduler.pages.page_size)])
         lent = Lent(state=state, pages=filled, relay=relay, ready=ready, read=read, slot=slot)
         self._lent[lent] = held
         return lent
@@ -72,36 +84,45 @@ class Lending:
         """Give the pages back. The caller knows that nobody reads them any more. Allowed once."""
         if lent not in self._lent:
             raise RequestError("these pages were given back before, or belong to another engine")
-        self._pages.give_back(self._lent.pop(lent))
+        self.lends().pages.give_back(self._lent.pop(lent))
         self._leaving.give_back(lent.slot)
 
-    def expect(self, request_id: int, state: RequestState) -> Expected | None:
-        """Reserve pages. None where they, or slots, are short."""
+    def expect(self, request_id: int, state: RequestState, group: int | None = None) -> Expected | None:
+        """Reserve pages, in ``group`` if it's given. None where they, or slots, are short."""
         if not self._coming.available:
             return None
         if not state.output:
             raise RequestError("a request that comes from another engine has a token of output at least; this one has none")
         state = self._admission.checked(state)
         request = self._admission.arrival(request_id, state)
-        if not self._scheduler.reserve(request):
+        if not self._reserve(request, group):
             return None
         slot = self._coming.take()
         fences = self._parts.fences
         free, written = fences.pages_free[slot - 1], fences.pages_written[slot - 1]
-        filled = tuple(request.pages[: -(-(state.length + 1) // self._pages.page_size)])
-        expected = Expected(request=request_id, pages=filled, free=free, written=written, slot=slot)
+        filled = tuple(request.pages[: -(-(state.length + 1) // self._scheduler.pages.page_size)])
+        expected = Expected(request=request_id, pages=filled, free=free, written=written, slot=slot, group=request.group)
         self._expected[expected] = request
-        self._parts.transfer.await_pages(free)
+        self.expected[request_id] = expected
+        if self.has_pages(expected):
+            self._parts.transfer.await_pages(free)
         return expected
+
+    def has_pages(self, expected: Expected) -> bool:
+        """Whether its pages are this rank's."""
+        return expected.group == self._group
 
     def arrived(self, expected: Expected, relay: Mapping[str, Tensor]) -> None:
         """Queue the request, whose pages are filled; it decodes as soon as it's scheduled."""
         request = self._taken(expected)
         try:
-            self._check(relay)
-            pinned = self._parts.transfer.pinned_relay(relay)
+            pinned: Mapping[str, Tensor] = {}
+            if self.has_pages(expected):
+                self.check(relay)
+                pinned = self._parts.transfer.pinned_relay(relay)
         except BaseException:
             self._expected[expected] = request
+            self.expected[request.id] = expected
             raise
         request.arrival = Arrived(len(request.context), request.output[-1], pinned)
         self._coming.give_back(expected.slot)
@@ -112,13 +133,26 @@ class Lending:
         self._scheduler.free_reserved(self._taken(expected))
         self._coming.give_back(expected.slot)
 
+    def _reserve(self, request: Request, group: int | None) -> bool:
+        scheduler = self._scheduler
+        if isinstance(scheduler, Scheduler):
+            return scheduler.reserve(request)
+        known = [*self._loop.requests.values(), *self._expected.values()]
+        for chosen in scheduler.by_load(known) if group is None else (group,):
+            request.group = chosen
+            if scheduler.reserve(request):
+                return True
+        return False
+
     def _taken(self, expected: Expected) -> Request:
         request = self._expected.pop(expected, None)
         if request is None:
             raise RequestError("this request has arrived or was given up before, or belongs to another engine")
+        del self.expected[expected.request]
         return request
 
-    def _check(self, relay: Mapping[str, Tensor]) -> None:
+    def check(self, relay: Mapping[str, Tensor]) -> None:
+        """Raise :class:`ConfigError` unless this engine's proposer relays the like."""
         ours = {spec.name: ((1, *spec.shape), spec.dtype) for spec in self._parts.proposer.relay}
         theirs = {name: (tuple(value.shape), value.dtype) for name, value in relay.items()}
         if ours != theirs:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from outrider.device import ConfigError
 from outrider.engine.base import EngineBase
 from outrider.engine.lending import Lending
-from outrider.engine.ranks.commands import GiveOver, Resume, TakeOver
+from outrider.engine.ranks.commands import Arrive, Expect, Forsake, GiveOver, Resume, TakeOver
+from outrider.engine.ranks.records import RanksDiffer
 from outrider.engine.ranks.start import check_key
+from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.hand_over import HandOver
 from outrider.engine.requests.lent import Expected, Lent
 from outrider.engine.requests.request import FinishReason, Request, StepOutput
@@ -74,10 +77,11 @@ class MovingRequests(EngineBase):
         """
         with self._use():
             if lend:
-                self._lends()
+                self._lends().lends()
             self._tell(Resume, state)
             request = self._admission.resumed(self._next_id, state)
             request.lends = lend
+            self._choose_group([request])
             self._next_id += 1
             self._loop.add(request)
             return request.id
@@ -101,12 +105,11 @@ class MovingRequests(EngineBase):
     def expect(self, state: RequestState) -> Expected | None:
         """Reserve pages for a request that another engine of the same model and kind of proposer lends. None where pages are
         short: try again after a step. Raises :class:`RequestError` for a request that can't be served.
+
+        With data-parallel ranks, one group's pages: they're on its ranks, which hear of it with the next act.
         """
         with self._use():
-            with self._lifeline.working("reserving pages for a request"):
-                expected = self._lends().expect(self._next_id, state)
-            self._next_id += expected is not None
-            return expected
+            return self._expect(state, None)
 
     def arrived(self, expected: Expected, relay: Mapping[str, Tensor]) -> int:
         """Go on with a request whose pages were written; returns its id. The caller has seen *pages written*. ``relay``: host
@@ -114,21 +117,63 @@ class MovingRequests(EngineBase):
         """
         with self._use():
             with self._lifeline.working("taking a request over"):
-                self._lends().arrived(expected, relay)
+                lending = self._lends()
+                lending.check(relay)
+                lending.arrived(expected, relay)
+            self._tell(Arrive, expected.request, {} if lending.has_pages(expected) else dict(relay))
             return expected.request
 
     def forsake(self, expected: Expected) -> None:
         """Free reserved pages. The caller knows that nobody writes them: no transfer began, or it's over, or the link is."""
         with self._use():
             self._lends().forsake(expected)
+            self._tell(Forsake, expected.request)
+
+    @property
+    def expected(self) -> Mapping[int, Expected]:
+        """Requests whose pages aren't written yet, by id; on every rank."""
+        return self._lends().expected
+
+    def ask_ranks(self, said: str) -> tuple[str, ...]:
+        """Have the other ranks answer, each by the ``answer`` that its :meth:`Engine.follow` was given; in order of ranks.
+        They do behind all that was asked of this engine before. Waits for them.
+        """
+        with self._use():
+            if self._course is None:
+                raise ConfigError("this engine is alone: it has no other ranks to ask")
+            with self._lifeline.working("asking the other ranks"):
+                return self._course.ask(said)
 
     @property
     def page_memory(self) -> tuple[Tensor, ...]:
         """All tensors that have pages, [pages, ...] each, as long as the engine lives: what a link registers."""
         return self._parts.transfer.memory
 
+    def _expect(self, state: RequestState, group: int | None) -> Expected | None:
+        with self._lifeline.working("reserving pages for a request"):
+            expected = self._lends().expect(self._next_id, state, group)
+        if expected is not None:
+            self._next_id += 1
+            self._tell(Expect, state, expected.group)
+        return expected
+
+    def _follow_expect(self, told: Expect) -> None:
+        if self._expect(told.state, told.group) is None:
+            raise RanksDiffer(f"group {told.group} has no pages here for a request that the first rank expects in it")
+
+    def _follow_arrive(self, told: Arrive) -> None:
+        with self._lifeline.working("taking a request over"):
+            self._lends().arrived(self.expected[told.request], told.relay)
+
+    def _choose_group(self, requests: Sequence[Request]) -> None:
+        """Put the samples of a prompt into the group that has least to do, where there are several."""
+        if isinstance(self._scheduler, GroupScheduler):
+            group = self._scheduler.least_busy(self._requests.values())
+            for request in requests:
+                request.group = group
+
     def _lends(self) -> Lending:
-        """Made when it's first asked for: an engine of several ranks has none."""
+        """Made when it's first asked for: some engines have none."""
         if self._lending is None:
             self._lending = Lending(self._parts, self._loop, self._admission)
         return self._lending

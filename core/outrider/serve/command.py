@@ -13,35 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.chat_options import ChatTemplateOption, read_template
+from outrider.cli.engine_options import AnyModelOptions, with_options
 from outrider.cli.environment import api_keys_from_environment
 from outrider.cli.inputs import read_bounded
-from outrider.cli.models import (
-    DoorOption,
-    DraftLengthOption,
-    DraftNodesOption,
-    DraftOption,
-    DraftTokensOption,
-    DraftTopkOption,
-    DtypeOption,
-    GraphsOption,
-    KvMemoryOption,
-    MaxContextOption,
-    MaxRequestsOption,
-    ModelOption,
-    ModeOption,
-    OverlapOption,
-    PageSizeOption,
-    PrefillChunkOption,
-    Running,
-    Sizes,
-    SpeculateOption,
-    Speculation,
-    TrustOption,
-    TuneOption,
-    load,
-)
 from outrider.cli.rank_processes import DataParallelOption, TensorParallelOption
-from outrider.cli.report import BackendOption
 from outrider.device.errors import ConfigError
 from outrider.serve.extra import require_kv_events, require_serve
 
@@ -54,7 +30,9 @@ _LIMITS = "Limits"
 _MOST_BYTES = 1 << 20
 
 
+@with_options
 def serve(
+    *,
     host: Annotated[
         str, typer.Option("--host", metavar="ADDRESS", rich_help_panel=_SERVER, help="Where to listen; 0.0.0.0: everywhere.")
     ] = "127.0.0.1",
@@ -85,12 +63,7 @@ def serve(
             "--allow-origin", metavar="URL", rich_help_panel=_SERVER, help="Origin of web pages that may call the server."
         ),
     ] = None,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(
-            "--chat-template", metavar="F", rich_help_panel=_SERVER, help="A Jinja template in place of the checkpoint's."
-        ),
-    ] = None,
+    chat_template: ChatTemplateOption = None,
     response_template: Annotated[
         Path | None,
         typer.Option(
@@ -175,26 +148,7 @@ def serve(
     ] = 30.0,
     tensor_parallel: TensorParallelOption = 1,
     data_parallel: DataParallelOption = 1,
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    backend: BackendOption = None,
-    speculate: SpeculateOption = None,
-    draft_tokens: DraftTokensOption = 4,
-    draft_topk: DraftTopkOption = 1,
-    draft_nodes: DraftNodesOption = None,
-    through_transformers: DoorOption = False,
-    trust_remote_code: TrustOption = False,
-    dtype: DtypeOption = None,
-    mode: ModeOption = None,
-    graphs: GraphsOption = None,
-    overlap: OverlapOption = None,
-    draft_length: DraftLengthOption = None,
-    max_context: MaxContextOption = None,
-    kv_memory: KvMemoryOption = None,
-    page_size: PageSizeOption = None,
-    max_requests: MaxRequestsOption = None,
-    prefill_chunk: PrefillChunkOption = None,
-    tune_seconds: TuneOption = 0.0,
+    options: AnyModelOptions,
 ) -> None:
     """Serve a model as OpenAI's API does; without --model the bundled one. Needs the extra: pip install 'outrider[serve]'."""
     require_serve()
@@ -203,20 +157,11 @@ def serve(
     require_torch()
     from outrider.serve.config import ServeConfig
 
-    speculation = Speculation.choose(
-        speculate,
-        model=model,
-        draft=draft,
-        draft_tokens=draft_tokens,
-        draft_topk=draft_topk,
-        draft_nodes=draft_nodes,
-        through_transformers=through_transformers,
-        trust_remote_code=trust_remote_code,
-    )
+    speculation = options.speculation()
     if log_format not in ("json", "text"):
         raise ConfigError(f"--log-format is {log_format!r}; expected json or text")
     config = ServeConfig(
-        names=tuple(name or ("outrider-bundled" if model is None else model.resolve().name,)),
+        names=tuple(name or ("outrider-bundled" if options.model is None else options.model.resolve().name,)),
         max_queued=max_queued,
         max_prompt=max_prompt,
         max_body_bytes=max_body << 20,
@@ -226,26 +171,10 @@ def serve(
         allow_origins=tuple(allow_origin or ()),
         metric_names=metrics_names,
     )
-    make: Any = functools.partial(
-        load,
-        backend,
-        speculation,
-        max_requests=None,
-        dtype=dtype,
-        running=Running(mode=mode, graphs=graphs, overlap=overlap, draft_length=draft_length),
-        sizes=Sizes(
-            max_context=max_context,
-            kv_memory=kv_memory,
-            page_size=page_size,
-            max_requests=max_requests,
-            prefill_chunk=prefill_chunk,
-        ),
-        tune_seconds=tune_seconds,
-        say=True,
-    )
+    make: Any = options.loader(speculation, max_requests=None, say=True)
     if kv_events is not None or kv_events_replay is not None:
         make = _with_kv_events(make, kv_events, kv_events_replay)
-    template = None if chat_template is None else _text(chat_template, "a chat template")
+    template = None if chat_template is None else read_template(chat_template)
     answers = _answers(response_template, tool_format)
     from outrider.serve.engine_ranks import engine_process
     from outrider.serve.logs import log_to_stderr

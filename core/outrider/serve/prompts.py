@@ -16,11 +16,11 @@ from typing import Any
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError, RequestError, one_line
 from outrider.model import Media, MediaProcessor, Tokenizer
+from outrider.model.chat_template import ChatTemplate
 from outrider.serve.errors import ApiError, bad_request
 from outrider.serve.fields import ChatRequest, Message, Part
 from outrider.serve.messages import EngineInfo
 
-_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _MOST_IMAGES = 64
 
 
@@ -51,9 +51,8 @@ class Prompter:
         self.tokenizer = Tokenizer.from_checkpoint(model_dir)
         self._info = info
         self._processor = None if info.image_token is None else _processor(model_dir)
-        self._chat = _chat_tokenizer(model_dir) if chat_template is not None or _has_template(model_dir) else None
-        self._template = chat_template or getattr(self._chat, "chat_template", None)
-        own = getattr(self._chat, "response_template", None)
+        self._chat = ChatTemplate.from_checkpoint(model_dir, source=chat_template)
+        own = None if self._chat is None else self._chat.response_template
         self.response_template: Mapping[str, Any] | None = response_template or own
         if self.response_template is not None:
             _check_response_template(self.response_template)
@@ -61,7 +60,7 @@ class Prompter:
     @property
     def chats(self) -> bool:
         """Whether there is a chat template."""
-        return self._template is not None
+        return self._chat is not None
 
     def completion(self, given: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
         """The prompts of ``POST /v1/completions``. Raises :class:`ApiError`."""
@@ -92,7 +91,7 @@ class Prompter:
 
     def chat(self, asked: ChatRequest) -> Prompt:
         """The prompt of a conversation. Raises :class:`ApiError`."""
-        if self._template is None or self._chat is None:
+        if self._chat is None:
             raise bad_request(
                 "this model has no chat template, so it can't be chatted with; use /v1/completions, or start the server with "
                 "--chat-template FILE",
@@ -105,33 +104,22 @@ class Prompter:
         variables = dict(asked.chat_template_kwargs or {})
         if asked.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", asked.reasoning_effort)
+        reserved = {"tools", "chat_template", "conversation", "documents", "tokenize", "padding", "truncation", "max_length"}
         options = {"continue_final_message": False, "add_generation_prompt": True}
         for name in options:
             if isinstance(variables.get(name), bool):
                 options[name] = variables.pop(name)
-        given = {"tools": tools or None, "chat_template": self._template, **options}
-        reserved = {"tools", "chat_template", "conversation", "documents", "tokenize", "padding", "truncation", "max_length"}
-        taken = sorted(reserved.intersection(variables) | {name for name in variables if name.startswith("return_")})
+        taken = {name for name in variables if name in reserved | options.keys() or name.startswith("return_")}
         if taken:
-            raise bad_request(f"chat_template_kwargs has {taken[0]!r}, which isn't a template's", "chat_template_kwargs")
+            raise bad_request(f"chat_template_kwargs has {min(taken)!r}, which isn't a template's", "chat_template_kwargs")
         try:
-            tokens = self._chat.apply_chat_template(
-                messages,
-                tokenize=True,
-                return_dict=False,
-                # What a user writes is text, even if it's spelled like a control token.
-                sanitize_control_tokens=True,
-                **given,
-                **variables,
-            )
-            text = self._chat.apply_chat_template(messages, tokenize=False, **given, **variables) if tools else ""
-        except Exception as error:  # templates raise what they like
-            raise bad_request(f"the chat template refused the messages: {one_line(str(error))}", "messages") from error
-        if images and list(tokens).count(self._info.image_token) != len(images):
+            tokens = self._chat.tokens(messages, tools=tools, variables=variables, **options)
+            text = self._chat.text(messages, tools=tools, variables=variables, **options) if tools else ""
+        except RequestError as error:
+            raise bad_request(str(error), "messages") from error
+        if images and tokens.count(self._info.image_token) != len(images):
             raise bad_request("the chat template gave the images no place each; is it that of a vision model?", "messages")
-        if not tokens:
-            raise bad_request("the chat template made nothing of the messages", "messages")
-        return Prompt([int(token) for token in tokens], images, text)
+        return Prompt(tokens, images, text)
 
     def _message(self, index: int, message: Message, images: list[Media]) -> dict[str, Any]:
         """A message as templates know them; its images are appended to ``images``."""
@@ -140,7 +128,7 @@ class Prompter:
             if getattr(message, name) is not None:
                 raise bad_request(f"{where}.{name} isn't served", f"{where}.{name}")
         made = message.model_dump(exclude_none=True, exclude={"content", "tool_calls"})
-        if message.role == "developer" and "developer" not in str(self._template):
+        if message.role == "developer" and self._chat is not None and "developer" not in self._chat.source:
             made["role"] = "system"
         if isinstance(message.content, list):
             made["content"] = self._content(where, message.content, images)
@@ -229,28 +217,6 @@ def _arguments(text: str) -> Any:
     except ValueError:
         return text
     return found if isinstance(found, dict) else text
-
-
-def _has_template(model_dir: Path) -> bool:
-    if any((model_dir / name).is_file() for name in _TEMPLATES):
-        return True
-    config = model_dir / "tokenizer_config.json"
-    try:
-        return config.is_file() and "chat_template" in json.loads(config.read_text(encoding="utf-8"))
-    except ValueError:
-        return False
-
-
-def _chat_tokenizer(model_dir: Path) -> Any:
-    """Transformers' tokenizer, which knows how to fill in a chat template. No code of the checkpoint is run."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=False, local_files_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"{model_dir}: its tokenizer can't be read for chats: {type(error).__name__}: {one_line(str(error))}"
-        ) from error
 
 
 def _check_response_template(template: Mapping[str, Any]) -> None:

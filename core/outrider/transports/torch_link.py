@@ -86,9 +86,11 @@ class TorchLink(Link):
         self._threads: list[threading.Thread] = []
         self._store: Any = None
         self._listener: socket.socket | None = None
+        self._address: dict[str, Any] = {}
         self._stream = None if self._on_host else backend.create_stream("network")
         if rank == 0:
             self._listener = socket.create_server((host, 0))
+            self._address = {"host": host, "port": self._listener.getsockname()[1]}
 
     def notices(self) -> list[bytes]:
         """What the receiving thread has put into memory."""
@@ -122,9 +124,7 @@ class TorchLink(Link):
             raise LinkDown(f"this link is down: {self._down}")
 
     def _offer(self) -> bytes:
-        if self._listener is None:
-            return b"{}"
-        return json.dumps({"host": self._host, "port": self._listener.getsockname()[1]}).encode()
+        return json.dumps(self._address).encode()
 
     def _connect(self, address: bytes) -> None:
         host, port = self._host, 0

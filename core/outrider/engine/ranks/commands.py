@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from torch import Tensor
 
 from outrider.engine.requests.request_state import RequestState
 from outrider.engine.requests.sampling import SamplingParams
@@ -64,4 +67,35 @@ class Resume:
     state: RequestState
 
 
-Command: TypeAlias = AddRequest | Queue | Abort | Forget | GiveOver | TakeOver | Resume
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """Reserve pages in a data-parallel group for a request that another engine lends."""
+
+    state: RequestState
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrive:
+    """The pages of an expected request are written. ``relay``: for the rank that has them, where it's another."""
+
+    request: int
+    relay: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Forsake:
+    """Free the pages of an expected request."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is beside the engine of each rank is asked something; ``number`` of the question."""
+
+    number: int
+    said: str
+
+
+Command: TypeAlias = AddRequest | Queue | Abort | Forget | GiveOver | TakeOver | Resume | Expect | Arrive | Forsake | Ask

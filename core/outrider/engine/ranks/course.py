@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from outrider.device import ConfigError
 from outrider.engine.ranks.codec import decode, encode
-from outrider.engine.ranks.commands import Command
+from outrider.engine.ranks.commands import Ask, Command
 from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.ranks.records import Act, Decisions, RanksDiffer, Record
 from outrider.engine.requests.batch import Batch
@@ -24,6 +24,7 @@ class Course:
         self._log = ranks.new_log()
         self._commands: list[str] = []
         self._record: Record | None = None
+        self._asked = 0
         self.over = False
         """Whether the last record was published."""
 
@@ -63,6 +64,17 @@ class Course:
             following = then()
             self._decide(following)
             self._check(following)
+
+    def ask(self, said: str) -> tuple[str, ...]:
+        """Leading: have what is beside the engine of each other rank answer, and wait for that; in order of ranks."""
+        number, self._asked = self._asked, self._asked + 1
+        self.tell(Ask(number, said))
+        self.act("go on")
+        return tuple(self._log.answer_of(number, rank) for rank in range(1, self.ranks.config.world))
+
+    def answer(self, number: int, said: str) -> None:
+        """Following: answer a question of the record."""
+        self._log.answer(number, self.ranks.rank, said)
 
     def end(self) -> None:
         """Leading: let the others end. Allowed twice."""

@@ -13,6 +13,7 @@ from outrider.device import Decision, DeviceError
 from outrider.engine.ranks.codec import decode, encode
 
 _POLL_S = 300.0
+_ANSWER_S = 120.0
 _KEPT = 256
 """Records that stay in the store behind the newest: no rank is further behind, as each iteration has collectives."""
 
@@ -77,8 +78,24 @@ class RecordLog:
         record: Record = decode(self._store.get(key), Record)
         return record
 
+    def answer(self, number: int, rank: int, said: str) -> None:
+        """Answer a question that came in a record."""
+        self._store.set(self._answer(number, rank), said)
+
+    def answer_of(self, number: int, rank: int) -> str:
+        """Wait for a rank's answer. Raises :class:`RanksFailed` where none comes."""
+        key = self._answer(number, rank)
+        if not came(self._store, key, _ANSWER_S):
+            raise RanksFailed(f"rank {rank} didn't answer within {_ANSWER_S:g} s")
+        said: bytes = self._store.get(key)
+        self._store.delete_key(key)
+        return said.decode()
+
     def _key(self, number: int) -> str:
         return f"{self._name}/record/{number}"
+
+    def _answer(self, number: int, rank: int) -> str:
+        return f"{self._name}/answer/{number}/{rank}"
 
 
 def came(store: Store, key: str, seconds: float) -> bool:

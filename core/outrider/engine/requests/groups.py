@@ -4,7 +4,7 @@ iteration, since they share MLPs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from outrider.engine.requests.batch import Batch, PrefillChunk, Together
@@ -84,12 +84,24 @@ class GroupScheduler:
         """Requests that hold a row, group by group."""
         return tuple(request for scheduler in self._schedulers for request in scheduler.running)
 
-    def least_busy(self, requests: Sequence[Request]) -> int:
+    def least_busy(self, requests: Iterable[Request]) -> int:
         """The group with the fewest of these ``requests``, the first among equals."""
+        return self.by_load(requests)[0]
+
+    def by_load(self, requests: Iterable[Request]) -> list[int]:
+        """The groups, those with fewer of these ``requests`` first."""
         busy = [0] * len(self._schedulers)
         for request in requests:
             busy[request.group] += 1
-        return busy.index(min(busy))
+        return sorted(range(len(busy)), key=busy.__getitem__)
+
+    def reserve(self, request: Request) -> bool:
+        """See :meth:`Scheduler.reserve`; in the request's group."""
+        return self._of(request).reserve(request)
+
+    def free_reserved(self, request: Request) -> None:
+        """See :meth:`Scheduler.free_reserved`."""
+        self._of(request).free_reserved(request)
 
     def add(self, request: Request) -> None:
         """Queue a request in its group."""

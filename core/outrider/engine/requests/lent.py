@@ -35,6 +35,9 @@ class Expected:
     ``pages``: as many as the sender has, or more: the first ones are filled. The network card may write them once ``free`` is
     done: *pages free*. ``written``: to be given to the link that tells of their arrival: *pages written*. ``request`` and
     ``slot`` are the engine's own.
+
+    Where data-parallel ranks run the engine, the pages and both fences are those of the ranks of ``group``, and mean nothing
+    elsewhere.
     """
 
     request: int
@@ -42,6 +45,7 @@ class Expected:
     free: Fence = field(repr=False)
     written: Fence = field(repr=False)
     slot: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

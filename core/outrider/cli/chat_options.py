@@ -1,0 +1,125 @@
+"""Options of commands that chat, and a conversation as they take it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.inputs import read_bounded
+from outrider.errors import RequestError, shown
+
+if TYPE_CHECKING:
+    from outrider.model.chat_template import ChatTemplate
+
+_MOST_BYTES = 1 << 20
+_MOST_MESSAGES = 10_000
+
+ChatOption = Annotated[
+    bool,
+    typer.Option("--chat", help="The prompt is a message to the model, put into words by the checkpoint's chat template."),
+]
+MessagesOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--messages",
+        metavar="F",
+        help='A conversation to answer, as JSON: [{"role": "user", "content": "…"}, …]; - is standard input.',
+    ),
+]
+ChatTemplateOption = Annotated[
+    Path | None, typer.Option("--chat-template", metavar="F", help="A Jinja template in place of the checkpoint's.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """That a prompt is a conversation. ``messages``: those of a file; None: one message, the prompt. ``source``: a template
+    in place of the checkpoint's.
+    """
+
+    messages: tuple[Mapping[str, Any], ...] | None
+    source: str | None
+
+    @classmethod
+    def asked(cls, chat: bool, messages: Path | None, template: Path | None) -> Talk | None:
+        """What the options ask for; None where no conversation is meant. Raises :class:`RequestError` for a bad file."""
+        if not chat and messages is None:
+            if template is not None:
+                raise RequestError("--chat-template was given without --chat or --messages; give one of them too")
+            return None
+        return cls(
+            None if messages is None else read_messages(messages), None if template is None else read_template(template)
+        )
+
+    def template(self, model: Path) -> ChatTemplate:
+        """The template for ``model``. Raises :class:`RequestError` where there is none."""
+        return find_template(model, self.source)
+
+    def tokens(self, template: ChatTemplate, prompt: str | Sequence[int], *, images: int) -> list[int]:
+        """Tokens of the conversation, with places for ``images``, which belong to the prompt's message."""
+        messages = self.messages
+        if messages is None:
+            content: Any = prompt
+            if images:
+                content = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": prompt}]
+            messages = ({"role": "user", "content": content},)
+        return template.tokens(messages)
+
+
+def find_template(model: Path, source: str | None) -> ChatTemplate:
+    """The chat template of a checkpoint, or ``source`` in its place.
+
+    Raises :class:`RequestError` that says what to do where there is no template or no tokenizer.
+    """
+    from outrider.model.chat_template import ChatTemplate
+    from outrider.model.tokenizer import has_tokenizer
+
+    if not has_tokenizer(model):
+        raise RequestError(f"{model} has no tokenizer, so it can't chat; outrider generate --token-ids takes token ids")
+    found = ChatTemplate.from_checkpoint(model, source=source)
+    if found is None:
+        raise RequestError(
+            f"{model} has no chat template: it continues texts, and wasn't made to answer messages; give it a template with "
+            "--chat-template FILE, choose a checkpoint that was trained to chat, or use outrider generate --prompt TEXT"
+        )
+    return found
+
+
+def read_template(path: Path) -> str:
+    """A Jinja template from a file. Raises :class:`RequestError` for what isn't text."""
+    return _text(path, "a chat template", _MOST_BYTES)
+
+
+def read_messages(path: Path) -> tuple[Mapping[str, Any], ...]:
+    """The messages of a JSON file. Raises :class:`RequestError` that says which of them isn't one."""
+    try:
+        found = json.loads(_text(path, "messages as JSON"))
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{path}: not JSON: {error}") from None
+    if not isinstance(found, list) or not 0 < len(found) <= _MOST_MESSAGES:
+        raise RequestError(
+            f"{path}: has {shown(found)}; expected a list of 1 to {_MOST_MESSAGES} messages: "
+            '[{"role": "user", "content": "…"}]'
+        )
+    for index, message in enumerate(found):
+        where = f"{path}: message {index}"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RequestError(f"{where} is {shown(message)}; expected an object with a role and its content")
+        content = message.get("content")
+        if content is None and message["role"] == "assistant":
+            continue  # it may call tools instead
+        if not isinstance(content, str | list) or not content:
+            raise RequestError(f"{where}, of the role {shown(message['role'])}: content is {shown(content)}; expected a text")
+    return tuple(found)
+
+
+def _text(path: Path, what: str, *most: int) -> str:
+    try:
+        return read_bounded(path, what, *most).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None

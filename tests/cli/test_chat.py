@@ -1,0 +1,172 @@
+"""``outrider chat``, and ``outrider generate --chat``: messages through the checkpoint's template."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+
+import pytest
+
+from outrider.cli.models import bundled
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "# {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}# assistant: {% endif %}"
+)
+COMMON = ("--backend", "cpu", "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The bundled model with a chat template."""
+    path = tmp_path_factory.mktemp("chat") / "target"
+    shutil.copytree(bundled("target"), path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return str(path)
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """Puts bytes on standard input."""
+
+    def put(data):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+
+    return put
+
+
+def test_a_prompt_is_a_message(outrider, checkpoint):
+    common = ("generate", "--model", checkpoint, "--max-tokens", "6", "--json", *COMMON)
+    chat = outrider(*common, "--chat", "--prompt", "def read(").json
+    plain = outrider(*common, "--prompt", "# user: def read(\n# assistant: ").json
+    assert chat["token_ids"] == plain["token_ids"]
+
+
+def test_messages_of_a_file(outrider, checkpoint, tmp_path):
+    said = [
+        {"role": "user", "content": "def read("},
+        {"role": "assistant", "content": "path"},
+        {"role": "user", "content": "more"},
+    ]
+    (tmp_path / "said.json").write_text(json.dumps(said))
+    common = ("generate", "--model", checkpoint, "--max-tokens", "6", "--json", *COMMON)
+    chat = outrider(*common, "--messages", str(tmp_path / "said.json")).json
+    written = "# user: def read(\n# assistant: path\n# user: more\n# assistant: "
+    assert chat["token_ids"] == outrider(*common, "--prompt", written).json["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("{", "not JSON"),
+        ("{}", "expected a list of 1 to"),
+        ("[]", "expected a list of 1 to"),
+        ('["a"]', "message 0 is 'a'"),
+        ('[{"role": "user"}]', "message 0, of the role 'user': content is None"),
+        ('[{"role": "tool", "content": "x"}]', "the chat template refused the messages: no tools here"),
+    ],
+)
+def test_messages_that_are_none(outrider, checkpoint, tmp_path, said, told):
+    (tmp_path / "said.json").write_text(said)
+    result = outrider("generate", "--messages", str(tmp_path / "said.json"), "--model", checkpoint, *COMMON)
+    assert result.code == 1
+    assert told in result.err
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("--chat", "--token-ids", "1"), "--token-ids"),
+        (("--messages", "x.json", "--prompt", "a"), "x.json"),
+        (("--prompt", "a", "--chat-template", "t"), "--chat-template was given without"),
+        (("--chat", "--prompt", "a"), "has no chat template: it continues texts"),
+    ],
+)
+def test_options_that_contradict(outrider, given, told):
+    result = outrider("generate", *given, *COMMON)
+    assert result.code == 1
+    assert told in result.err
+
+
+def test_a_template_of_ones_own(outrider, checkpoint, tmp_path):
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
+    common = ("generate", "--max-tokens", "4", "--prompt", "def read(", "--json", *COMMON)
+    own = outrider(*common, "--chat", "--chat-template", str(tmp_path / "own.jinja"), "--speculate", "none").json
+    assert own["token_ids"] == outrider(*common, "--speculate", "none").json["token_ids"]
+
+
+def test_a_conversation_through_a_pipe(outrider, checkpoint, typed):
+    typed(b'def read(\n\n"""\nclass A:\n  x\n"""\n/reset\ndef read(\n/exit\nnever read\n')
+    found = outrider("chat", "--model", checkpoint, "--max-tokens", "5", "--system", "S", "--json", *COMMON).json
+    first, second, again = (answer["token_ids"] for answer in found["answers"])
+    assert first == again
+    assert [each["role"] for each in found["messages"]] == ["system", "user", "assistant"]
+    assert len(second) == 5
+
+
+def test_the_turns_of_a_conversation(outrider, checkpoint, typed):
+    first = "def read(path, mode, buffering, encoding, errors, newline, closefd, opener):"
+    typed(f"{first}\nmore\n".encode())
+    found = outrider("chat", "--model", checkpoint, "--max-tokens", "5", "--json", *COMMON).json
+    assert found["prefix_hits"] >= 16  # the second turn begins with the first
+    said = [each["content"] for each in found["messages"]]
+    assert said[0::2] == [first, "more"]
+    assert said[1::2] == [answer["text"] for answer in found["answers"]]
+
+
+def test_a_conversation_longer_than_the_context_is_told(outrider, checkpoint, typed):
+    typed(b"a b c d e f g h i j k l m n o p\n" * 3)
+    result = outrider("chat", "--model", checkpoint, "--max-context", "48", "--max-tokens", "4", *COMMON)
+    assert result.code == 1
+    assert "begin a new one with /reset, or give --max-context" in result.err
+
+
+def test_quotes_that_nobody_closes(outrider, checkpoint, typed):
+    typed(b'"""\nclass A\n')
+    result = outrider("chat", "--model", checkpoint, *COMMON)
+    assert result.code == 1
+    assert "without closing them" in result.err
+
+
+@pytest.mark.parametrize(("presses", "code"), [(1, 0), (2, 130)])
+def test_an_interrupt_ends_the_answer(outrider, checkpoint, typed, monkeypatch, presses, code):
+    """One ends the answer. A second one, where the answer doesn't end, ends the command."""
+    from outrider.cli import chat, stopping
+
+    monkeypatch.setattr(stopping, "_TWICE_S", 0.0)
+    pieces = []
+
+    def write(text):
+        pieces.append(text)
+        if len(pieces) == 3:
+            for _ in range(presses):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(chat, "_write", write)
+    typed(b"def read(\nmore\n")
+    result = outrider("chat", "--model", checkpoint, "--max-tokens", "40", *COMMON)
+    assert result.code == code
+    assert len(pieces) > 10 if presses == 1 else len(pieces) <= 5
+
+
+def test_a_person_at_a_terminal(outrider, checkpoint, monkeypatch):
+    """Ctrl-C at the prompt drops the line; what isn't a command is explained; Ctrl-D ends."""
+    lines = iter(["interrupt", "/bogus", "def read(", "/reset", ""])
+
+    def line(prompt):
+        text = next(lines, None)
+        if text is None:
+            raise EOFError
+        if text == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+        return text
+
+    monkeypatch.setattr("builtins.input", line)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    result = outrider("chat", "--model", checkpoint, "--max-tokens", "5", *COMMON)
+    assert result.code == 0
+    assert result.err.count("/reset forgets the conversation") == 3
+    assert len(result.out.strip()) > 0

@@ -1,0 +1,256 @@
+"""Prefill on one simulated device, decode on data-parallel ranks of several, joined by the network card, each run watched.
+
+    python -m outrider_proof.rank_landing --programs 50
+
+What must hold: tokens are those of one rank, the sanitizer is silent, and no page or row is lost on either side. ``--drop``
+leaves a fence of the network card out on every device: the sanitizer, or the tokens, must tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from outrider import SamplingParams
+from outrider.apart.decode_side import DecodeSide
+from outrider.apart.landing import RankLandings, RankPages
+from outrider.apart.prefill_side import PrefillSide
+from outrider.apart.wire import Message
+from outrider.device import Fence
+from outrider.engine.ranks.parallel import ParallelConfig
+from outrider.engine.ranks.ranks import Ranks
+from outrider.engine.requests.request_state import RequestState
+from outrider.registry import Registry
+from outrider.transports.local import LocalTransport
+from outrider_proof import setups
+from outrider_proof.decode_program import HostProgram, WrongTokens
+
+if TYPE_CHECKING:
+    from outrider.device import Backend, Stream
+    from outrider.engine.requests.request import StepOutput
+
+NETWORK = ("pages_ready", "pages_read", "pages_free", "pages_written")
+PROPOSERS = ("mtp", "eagle", "eagle-tree", "draft-model", "none", setups.VISION)
+_PEER = 1
+
+
+class LeftOut(Fence):
+    """A fence that nobody waits for."""
+
+    def __init__(self, inner: Fence) -> None:
+        super().__init__(inner.name)
+        self._inner = inner
+
+    @property
+    def mechanism(self) -> str:
+        """That of the fence itself."""
+        return self._inner.mechanism
+
+    def signal(self, stream: Stream) -> None:
+        """As it would."""
+        self._inner.signal(stream)
+
+    def wait(self, stream: Stream) -> None:
+        """Nothing."""
+
+    def wait_host(self) -> None:
+        """Nothing."""
+
+    def wait_host_within(self, seconds: float) -> bool:
+        """At once."""
+        del seconds
+        return True
+
+    def done(self) -> bool:
+        """At once."""
+        return True
+
+
+class Devices:
+    """Simulated devices of one machine, made once."""
+
+    def __init__(self) -> None:
+        registry = Registry()
+        self.backends = [registry.create(f"sim:{rank}") for rank in range(3)]
+        self._models: dict[str, setups.Models] = {}
+
+    def prefill_models(self, proposer: str) -> setups.Models:
+        """Those of the prefill engine, on the first device."""
+        if proposer not in self._models:
+            self._models[proposer] = setups.Models(proposer, self.backends[0])
+        return self._models[proposer]
+
+
+def run(
+    devices: Devices, seed: int, *, data: int = 2, proposer: str | None = None, drop: str | None = None
+) -> dict[str, int]:
+    """One drawn program on the schedule that is set; counts of what happened. Raises what was wrong with it."""
+    from outrider_sanitizer import RaceError, watch_ranks
+    from outrider_sanitizer.races.rank_program import control_of
+
+    rng = random.Random(f"landing {seed}")
+    chosen, mode = rng.choice(PROPOSERS), rng.choice(("staged", "graphs", "fused"))
+    chosen = proposer or chosen
+    program = setups.draw(seed)
+    program = replace(program, arrivals=tuple(replace(arrival, guided=False) for arrival in program.arrivals))
+    giver_program = replace(program, max_requests=rng.randint(2, 4), spare_pages=rng.choice((8, 40)))
+    wanted = [setups.plain(chosen, setups.alone(arrival)) for arrival in program.arrivals]
+    backends: list[Backend] = devices.backends[:data]
+    store = control_of(backends[0]).create_store()
+    transport, counts, lost = LocalTransport(), dict[str, int](), list[str]()
+
+    def wrap(fence: Fence) -> Fence:
+        return LeftOut(fence) if drop is not None and fence.name.startswith(f"{drop}[") else fence
+
+    def body(rank: int) -> None:
+        ranks = Ranks(backends[rank], ParallelConfig(data=data), rank=rank, store=store)
+        engine = setups.Models(chosen, backends[rank], ranks).engine(program, mode=mode, wrap=wrap)
+        before = (engine.free_pages, engine.free_rows)
+        if rank:
+            pages = RankPages(engine, transport, rank=rank)
+            engine.follow(pages.answer)
+            pages.close()
+        else:
+            giver = devices.prefill_models(chosen).engine(giver_program, mode=mode, wrap=wrap)
+            held = (giver.free_pages, giver.free_rows)
+            counts.update(_serve(PrefillSide(giver), DecodeSide(engine), transport, program, chosen, wanted))
+            giver.drain()
+            engine.close()
+            if (giver.free_pages, giver.free_rows) != held:
+                lost.append("the prefill engine holds pages or rows")
+        backends[rank].synchronize()
+        if (engine.free_pages, engine.free_rows) != before:
+            lost.append(f"rank {rank}: {before} pages and rows were free, now {(engine.free_pages, engine.free_rows)}")
+        ranks.close()
+
+    with watch_ranks(backends, rows_apart=False) as report:
+        problem: Exception | None = None
+        try:
+            control_of(backends[0]).run_threads(*((lambda rank=rank: body(rank)) for rank in range(data)))
+        except Exception as error:
+            problem = error
+    if not report.clean:
+        raise RaceError(report) from problem
+    if problem is not None:
+        raise problem
+    if lost:
+        raise WrongTokens("; ".join(lost))
+    return counts
+
+
+def _serve(
+    prefill: PrefillSide,
+    decode: DecodeSide,
+    transport: LocalTransport,
+    program: HostProgram,
+    proposer: str,
+    wanted: list[tuple[int, ...]],
+) -> dict[str, int]:
+    """Requests to their ends, compared; both sides are in the first rank's thread."""
+    giver, taker = prefill.engine, decode.engine
+    house = RankLandings(taker)
+    landing = house.make(transport.open(taker.page_memory, taker.backend, accepts=False, host=""), "")
+    offers = landing.offers()
+    links = [transport.open(giver.page_memory, giver.backend, accepts=True, host="") for _ in offers]
+    for link, offer in zip(links, offers, strict=True):
+        link.connect(offer)
+    landing.connect([link.offer() for link in links])
+    to_decode: deque[Message] = deque()
+    to_prefill: deque[Message] = deque()
+    prefill.joined(_PEER, to_decode.append, links)
+    decode.joined(_PEER, to_prefill.append, landing)
+    got: list[list[int]] = [[] for _ in wanted]
+    ended: dict[int, str] = {}
+    groups: set[int] = set()
+    waiting = sorted(range(len(wanted)), key=lambda index: program.arrivals[index].step)
+    numbers: dict[int, int] = {}
+    step = 0
+    while len(ended) < len(wanted):
+        while waiting and program.arrivals[waiting[0]].step <= step:
+            index = waiting.pop(0)
+            arrival = program.arrivals[index]
+            tokens, media = setups.prompt_and_media(proposer, arrival)
+
+            def emit(output: StepOutput, index: int = index) -> None:
+                got[index].extend(output.tokens)
+                if output.finish_reason is not None:
+                    ended[index] = output.error or str(output.finish_reason)
+
+            state = RequestState(
+                prompt=tuple(tokens), params=SamplingParams(max_tokens=arrival.max_tokens), media=tuple(media)
+            )
+            numbers[index] = decode.submit(state, emit)
+        for index, number in numbers.items():
+            after = program.arrivals[index].abort_after
+            if after is not None and step > program.arrivals[index].step + after and index not in ended:
+                decode.abort(number)
+                ended[index] = "abort"
+        _deliver(prefill, decode, to_prefill, to_decode)
+        groups |= {request.group for request in taker._requests.values()}
+        step += 1
+        if step > 20_000:
+            raise WrongTokens(f"{len(wanted) - len(ended)} requests didn't end")
+    while prefill.open or prefill.has_work or decode.has_work or to_prefill or to_decode:
+        _deliver(prefill, decode, to_prefill, to_decode)
+    taker.drain()
+    prefill.left(_PEER)
+    decode.left(_PEER)
+    for index, tokens in enumerate(wanted):
+        if ended[index] not in ("abort", "length", "stop"):
+            raise WrongTokens(f"request {index} ended with {ended[index]}")
+        if tuple(got[index]) != (tokens[: len(got[index])] if ended[index] == "abort" else tokens):
+            raise WrongTokens(f"request {index} got {got[index]}, one rank gives {list(tokens)}")
+    return {
+        "requests": len(wanted),
+        "aborted": sum(reason == "abort" for reason in ended.values()),
+        "arrived": decode.counts["arrived"],
+        "groups": len(groups),
+    }
+
+
+def _deliver(prefill: PrefillSide, decode: DecodeSide, to_prefill: deque[Message], to_decode: deque[Message]) -> None:
+    while to_prefill:
+        prefill.receive(_PEER, to_prefill.popleft())
+    while to_decode:
+        decode.receive(_PEER, to_decode.popleft())
+    prefill.turn()
+    decode.turn()
+
+
+def main() -> int:
+    """Run programs; what came of them, as JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--programs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data", type=int, default=2, choices=(2, 3))
+    parser.add_argument("--proposer", choices=PROPOSERS)
+    parser.add_argument("--drop", choices=NETWORK)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no program after so long")
+    options = parser.parse_args()
+    devices, began = Devices(), time.monotonic()
+    total: dict[str, int] = {"programs": 0}
+    told: list[str] = []
+    for seed in range(options.seed, options.seed + options.programs):
+        if time.monotonic() - began > options.seconds:
+            break
+        try:
+            found = run(devices, seed, data=options.data, proposer=options.proposer, drop=options.drop)
+        except Exception as error:
+            told.append(f"{seed}: {type(error).__name__}: {str(error)[:600]}")
+            break
+        total["programs"] += 1
+        for name, value in found.items():
+            total[name] = total.get(name, 0) + value
+        print(f"{seed}: {found}", file=sys.stderr, flush=True)
+    print(json.dumps({**total, "told": told, "seconds": round(time.monotonic() - began, 1)}, indent=1))
+    return bool(told) != (options.drop is not None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
