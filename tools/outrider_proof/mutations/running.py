@@ -16,7 +16,7 @@ from outrider_proof.mutations.sites import Site
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """``processes`` at a time; nothing is started after so many ``seconds``; ``patience`` with a program that says nothing."""
+    """``processes`` at a time; nothing begins after so many ``seconds``; ``patience`` with a program that says nothing."""
 
     processes: int
     seconds: float
