@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import time
 from collections import Counter
 from importlib import import_module
 
@@ -75,7 +74,7 @@ def one_program():
 
 
 def judged(change, known):
-    (trial,) = deck.judge_all([change], known, processes=1, patience=60, end=time.monotonic() + 60)
+    (trial,) = deck.judge_all([change], known, deck.Limits(processes=1, patience=60))
     return trial.result()
 
 

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
     from outrider_proof.mutations.sites import Site
 
-PATIENCE_S = 120.0
-"""How long a program may say nothing before its change counts as one that hangs."""
-
 
 def main() -> int:
     """Parse the options, run, write. Exit code 1 where a change survived that isn't explained."""
@@ -38,7 +35,7 @@ def main() -> int:
     torch.set_num_threads(1)
     from outrider_proof.mutations import deck
     from outrider_proof.mutations.classes import CLASSES, class_of, sample
-    from outrider_proof.mutations.running import Limits, run
+    from outrider_proof.mutations.running import run
     from outrider_proof.mutations.sites import sites
     from outrider_proof.mutations.survivors import explained
 
@@ -50,7 +47,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of that draw")
     parser.add_argument("--only", help="changes whose name has this")
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing new after this long")
-    parser.add_argument("--patience", type=float, default=PATIENCE_S, help="seconds for a program that says nothing")
+    parser.add_argument("--programs", type=int, default=1_000, help="the most that judge one change; all unless named")
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds for a program that says nothing")
     parser.add_argument("--out", type=Path, help="a file for the records, lines of JSON; what it has is kept")
     options = parser.parse_args()
     every = [site for module in options.modules for site in sites(import_module(module))]
@@ -61,7 +59,7 @@ def main() -> int:
     todo = reached if options.sample is None else sample(reached, options.sample, options.seed)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-    limits = Limits(processes=options.n, seconds=options.seconds, patience=options.patience)
+    limits = deck.Limits(processes=options.n, seconds=options.seconds, patience=options.patience, programs=options.programs)
     records = run(todo, known, limits, options.out)
     _tell_unreached([site for site in asked if site not in set(reached)], len(asked))
     return _told(records, len(todo), explained)

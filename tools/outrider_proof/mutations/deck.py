@@ -161,13 +161,13 @@ def warm(changed: Sequence[str]) -> list[Known]:
 class Trial:
     """A change that is being judged, in a process of its own, by those of ``known`` that reach it: the others can't tell.
 
-    A program that takes several times its seconds of the processor hangs, and so does one that says nothing for ``patience``
-    seconds.
+    ``most``: no more programs than that, the first of them. A program that takes several times its seconds of the processor
+    hangs, and so does one that says nothing for ``patience`` seconds.
     """
 
-    def __init__(self, site: Site, known: Sequence[Known], patience: float) -> None:
+    def __init__(self, site: Site, known: Sequence[Known], patience: float, most: int) -> None:
         self.site = site
-        self.programs = [each for each in known if each.reaches(site)]
+        self.programs = [each for each in known if each.reaches(site)][:most]
         self._patience, self._said, self._silent = patience, b"", False
         self.began = self._heard = time.monotonic()
         self.reader, writer = os.pipe()
@@ -202,16 +202,28 @@ class Trial:
         return (by, before[-1] if before else None) if tab else ("crash", last)
 
 
-def judge_all(
-    sites: Sequence[Site], known: Sequence[Known], *, processes: int, patience: float, end: float
-) -> Iterator[Trial]:
-    """Trials that are over, in the order in which they end. None begins after ``end``, of :func:`time.monotonic`."""
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """``processes`` at a time; nothing begins after so many ``seconds``; ``patience`` with a program that says nothing.
+
+    ``programs``: the most that judge one change.
+    """
+
+    processes: int
+    seconds: float = 1e9
+    patience: float = 120.0
+    programs: int = 1_000
+
+
+def judge_all(sites: Sequence[Site], known: Sequence[Known], limits: Limits) -> Iterator[Trial]:
+    """Trials that are over, in the order in which they end."""
+    end = time.monotonic() + limits.seconds
     waiting, running = list(reversed(sites)), list[Trial]()
     while waiting or running:
         if time.monotonic() > end:
             waiting.clear()
-        while waiting and len(running) < processes:
-            running.append(Trial(waiting.pop(), known, patience))
+        while waiting and len(running) < limits.processes:
+            running.append(Trial(waiting.pop(), known, limits.patience, limits.programs))
         select.select([each.reader for each in running], [], [], 1.0)
         for trial in [each for each in running if each.over()]:
             running.remove(trial)

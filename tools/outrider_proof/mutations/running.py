@@ -5,39 +5,34 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from outrider_proof.mutations.classes import class_of
-from outrider_proof.mutations.deck import Known, Trial, judge_all
+from outrider_proof.mutations.deck import Known, Limits, Trial, judge_all
 from outrider_proof.mutations.sites import Site
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """``processes`` at a time; nothing begins after so many ``seconds``; ``patience`` with a program that says nothing."""
-
-    processes: int
-    seconds: float
-    patience: float
 
 
 def run(todo: Sequence[Site], known: Sequence[Known], limits: Limits, out: Path | None = None) -> list[dict[str, Any]]:
     """A record of each change that was tried: the site, ``by`` what it was killed (None: it survived) and where.
 
-    ``out``: a file to which each is appended as a line of JSON. What it has already isn't tried again.
+    ``out``: a file to which each is appended as a line of JSON. What it has already isn't tried again, unless it survived
+    fewer programs than ``limits`` allow now.
     """
     had = {record["name"]: record for record in _lines(out)}
-    records = [had[site.name] for site in todo if site.name in had]
-    missing = [site for site in todo if site.name not in had]
-    end = time.monotonic() + limits.seconds
-    for trial in judge_all(missing, known, processes=limits.processes, patience=limits.patience, end=end):
-        records.append(_record(trial))
+    records = {site.name: had[site.name] for site in todo if site.name in had}
+    missing = [site for site in todo if site.name not in had or _falls_short(had[site.name], site, known, limits.programs)]
+    for trial in judge_all(missing, known, limits):
+        record = records[trial.site.name] = _record(trial)
         if out is not None:
             with out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(records[-1]) + "\n")
-    return sorted(records, key=lambda record: (record["module"], record["number"]))
+                file.write(json.dumps(record) + "\n")
+    return sorted(records.values(), key=lambda record: (record["module"], record["number"]))
+
+
+def _falls_short(record: dict[str, Any], site: Site, known: Sequence[Known], most: int) -> bool:
+    return record["by"] is None and record["programs"] < min(most, sum(each.reaches(site) for each in known))
 
 
 def _lines(out: Path | None) -> list[dict[str, Any]]:
