@@ -90,7 +90,7 @@ def run(base: str, apply: Callable, level: int, *more, tests: Iterable[str] = ()
 
 
 def run_all(jobs, at_a_time: int, seconds: float = 1e9) -> Iterator:
-    """`jobs` are (key, (base, apply, level, tests, first[, seed, near, patience])); yields (key, outcome). Nothing new is begun
+    """`jobs` are (key, (base, apply, level, tests, first[, seed, near, patience])); yields (key, outcome). Nothing new begins
     after so many `seconds`. `patience` multiplies the limits.
 
     This process stays without threads.

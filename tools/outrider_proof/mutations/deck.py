@@ -17,6 +17,7 @@ from outrider import SamplingParams
 from outrider.device.errors import DeviceFault, OutriderError
 from outrider_proof.checks import once
 from outrider_proof.guides import guide
+from outrider_proof.mutations.options import OPTIONED, judged
 from outrider_proof.mutations.reach import Lines, lines_run
 from outrider_proof.mutations.sites import Site, apply
 from outrider_proof.proposers import EXTREMES
@@ -74,6 +75,7 @@ def _judges() -> list[tuple[str, Callable[[], str]]]:
     judges: list[tuple[str, Callable[[], str]]] = [
         (f"{setup.name}, {number}", partial(_judged, setup, number)) for setup, number in programs()
     ]
+    judges += [(f"options, {setup.name}, {number}", partial(judged, setup, number)) for setup, number in OPTIONED]
     judges += [(f"faults in {', '.join(map(str, each))}", partial(_faulted, *each)) for each in FAULTY]
     return judges
 
@@ -125,7 +127,7 @@ def _faulted(proposer: str, mode: str, like: str, number: int) -> str:
 
 @dataclass(frozen=True)
 class Known:
-    """What a program does on the engine as it is: the lines that it runs, and its seconds of this process's time."""
+    """What a program does on the engine as it is: the lines that it runs, and its seconds of this process's time, traced."""
 
     name: str
     judge: Callable[[], str]
@@ -147,14 +149,12 @@ def warm(changed: Sequence[str]) -> list[Known]:
     for again in (False, True):  # what is loaded once and kept isn't run a second time, nor by a change's process
         for name, judge_one in _judges():
             began = time.process_time()
-            error = judge_one()
-            seconds = time.process_time() - began
+            with lines_run(changed if again else ()) as lines:
+                error = judge_one()
             if error:
                 raise Unfit(f"{name} fails without any change: {error}")
             if again:
-                with lines_run(changed) as lines:
-                    judge_one()
-                known.append(Known(name, judge_one, frozenset(lines), seconds))
+                known.append(Known(name, judge_one, frozenset(lines), time.process_time() - began))
     return sorted(known, key=lambda each: each.seconds)
 
 
@@ -240,7 +240,7 @@ def _child(site: Site, known: Sequence[Known], writer: int) -> None:
         apply(import_module(site.module), site)
         for each in known:
             os.write(writer, f"{each.name}\n".encode())
-            signal.setitimer(signal.ITIMER_PROF, 5 * each.seconds + 3)
+            signal.setitimer(signal.ITIMER_PROF, 3 * each.seconds + 3)
             error = each.judge()
             if error:
                 os.write(writer, f"by\t{error}\n".encode())

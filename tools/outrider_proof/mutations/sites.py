@@ -125,8 +125,9 @@ def _walk(node: ast.AST, span: tuple[int, int]) -> Iterator[tuple[ast.AST, tuple
         last = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno or node.lineno
         span = node.lineno, last
     yield node, span
+    refuses = isinstance(node, ast.If) and all(isinstance(each, ast.Raise) for each in node.body)
     for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns", "decorator_list", "type_comment", "format_spec"):
+        if (refuses and name == "test") or name in ("annotation", "returns", "decorator_list", "type_comment", "format_spec"):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
