@@ -178,6 +178,8 @@ class Models:
         mode: str = "staged",
         overlap: bool = True,
         wrap: Callable[[Fence], Fence] | None = None,
+        penalties: bool = False,
+        max_logprobs: int = 0,
     ) -> Engine:
         """An engine of the program's sizes. ``wrap``: the engine's ``wrap_fence``."""
         # Room for the longest request, its image and its draft's slots, and little more: others wait, or are preempted.
@@ -194,8 +196,8 @@ class Models:
             overlap=overlap,
             mode="fused" if mode == "fused" else "staged",
             graphs=mode == "graphs",
-            penalties=False,
-            max_logprobs=0,
+            penalties=penalties,
+            max_logprobs=max_logprobs,
         )
         return Engine(
             self.target,
