@@ -12,6 +12,8 @@ SAMPLE = [
     (Setup("draft-model-tree", "staged", "rocm"), 3),
     (Setup("eagle3", "fused", "rocm"), 4),
     (Setup("none", "staged"), 0),
+    (Setup("eagle-tree, experts", "fused"), 4),
+    (Setup("mtp, experts", "graphs", "npu"), 3),
     (Setup("ngram-tree", "graphs", "npu"), 3),
     (Setup("mtp", "graphs", "npu"), 1),
     (Setup(VISION, "graphs", "rocm"), 4),
