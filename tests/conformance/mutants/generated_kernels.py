@@ -61,10 +61,6 @@ SPECS = {
     "rms_norm": Operands(DENSE, ("x",), (), ("x", "weight"), ("x",), ("x",), ("x", "weight"), many=64),
     "add_rms_norm": Operands(DENSE, ("x", "residual"), ("residual",), ("x",), ("x",), (), ("x",), many=64),
     "silu_mul": Operands(DENSE, ("gate_up",), (), ("gate_up",), ("gate_up",), (), ("gate_up",), many=64),
-    "route": Operands(DENSE, ("logits",), (), ("logits",), (), (), ("logits",), many=64),
-    "experts": Operands(
-        DENSE, ("x", "weights", "chosen"), (), ("x", "gate_up"), (), ("x",), ("x", "gate_up", "down"), many=64
-    ),
     "rope_write_cache": Operands(
         CACHE,
         ("q", "k", "v", "cos", "sin", "slots"),
