@@ -23,12 +23,14 @@ _FUSED = ("gate_up_proj", "down_proj")  # [E, 2 I, H], the gate's rows first, an
 def check_count(config: ModelConfig, tensors: Collection[str], origin: object) -> None:
     """Raise :class:`CheckpointError` for a config with far more experts than there are tensors, before they're all named."""
     experts = config.experts
-    if experts is None or any(key.endswith(_FUSED) for key in tensors):
+    if experts is None:
         return
-    layers = config.num_layers - len(experts.dense_layers)
+    stacks = {key.rpartition(".")[0] for key in tensors if key.endswith(_FUSED)}
+    layers = config.num_layers - len(experts.dense_layers) - len(stacks)
     if layers * experts.count > len(tensors):
         raise CheckpointError(
-            f"{origin}: holds {len(tensors)} tensors, and the config has {experts.count} experts in each of {layers} layers; "
+            f"{origin}: holds {len(tensors)} tensors, and the config has {experts.count} experts in each of {layers} layers that "
+            "have no stacks of them; "
             "expected three tensors for each expert, or two for all of a layer"
         )
 
