@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 CONTEXT, TEXT, LONGEST = 96, 400, 14
 VISION = "ngram, images"
+MIXTURE = ", experts"
+"""Behind the name of a proposer: its target is a mixture of experts."""
 PROPOSERS = ("none", *(name for name in MAKERS if name != "none"), VISION)
 MODES = ("staged", "graphs", "fused")
 PERSONALITIES = ("cuda", "rocm", "npu")
@@ -157,7 +159,8 @@ class Models:
                 self.target = load_decoder(directory, backend=backend, dtype=torch.float64, ranks=part)
                 self.vision = load_vision(directory, backend=backend, dtype=torch.float64)
             else:
-                self.target = decoder(tiny.target(), backend, part)
+                whole = tiny.mixture() if proposer.endswith(MIXTURE) else tiny.target()
+                self.target = decoder(whole, backend, part)
         stream.synchronize()
         backend.synchronize()
 
@@ -167,7 +170,7 @@ class Models:
             return NgramProposer(vocab_size=self.target.config.vocab_size, draft_tokens=3)
         stream = self.backend.create_stream("load")
         with self.backend.on(stream):
-            made = {**MAKERS, **EXTREMES}[self.proposer](self.target, self.backend)
+            made = {**MAKERS, **EXTREMES}[self.proposer.removesuffix(MIXTURE)](self.target, self.backend)
         stream.synchronize()
         return made or PlainProposer()
 
