@@ -43,17 +43,18 @@ class Block:
         self.address = address
         with torch._C._InferenceMode(False):  # an inference tensor couldn't be written outside that mode
             bytes_ = torch.empty(nbytes, dtype=torch.uint8)
-            self.fill = bytes_.view(torch.int16)
+            # Not by torch: memory is freed wherever Python drops it, under any mode or transform.
+            self.fill = bytes_.view(torch.int16).numpy()
         self.typed: dict[torch.dtype, Tensor] = {torch.uint8: bytes_}
         # One tensor for each way in which the block was ever used: loops find theirs here.
         self.views: dict[Meta, Tensor] = {}
         self.last: int | None = None
         if poison:
-            self.fill.fill_(_PATTERN)
+            self.fill.fill(_PATTERN)
 
     def fill_poison(self) -> None:
         """Overwrite everything with the pattern."""
-        self.fill.fill_(_PATTERN)
+        self.fill.fill(_PATTERN)
 
     def inner(self, meta: Meta) -> Tensor:
         """The host tensor over these bytes with the given shape, strides and dtype, from offset 0."""

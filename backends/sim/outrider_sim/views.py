@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outrider_sim.meta import contiguous
 from outrider_sim.opinfo import PLAN_LIMIT, OpInfo
+from outrider_sim.saving import HostStorage, moved
 from outrider_sim.tensor import SimTensor, wrap
 
 if TYPE_CHECKING:
@@ -87,10 +88,23 @@ class Views:
             torch.ops.aten.as_strided_.default(target, inner.shape, inner.stride(), inner.storage_offset())
 
     def _set(self, target: SimTensor, operands: Sequence[Any]) -> SimTensor:
+        if operands and isinstance(operands[0], HostStorage):
+            whole = moved(operands[0])
+            offset, shape, stride = operands[1:] if len(operands) == 4 else (0, (operands[0].nbytes(),), (1,))
+            typed = whole._inner
+            if target._meta.dtype is not torch.uint8:
+                size = target._meta.itemsize
+                typed = typed[: typed.numel() // size * size].view(target._meta.dtype)
+            return self._take_over(target, torch.as_strided(typed, shape, stride, offset), whole)
         if len(operands) != 1 or not isinstance(operands[0], SimTensor):
             raise RuntimeError("set_: a tensor of the simulated device can only become another one of it")
-        target._alloc = operands[0]._alloc
-        self._become(target, operands[0]._inner)
+        return self._take_over(target, operands[0]._inner, operands[0])
+
+    def _take_over(self, target: SimTensor, inner: Tensor, owner: SimTensor) -> SimTensor:
+        made = wrap(inner, self._core.metas.of(inner), owner._alloc, owner.device)
+        with torch._C._DisableTorchDispatch():
+            Tensor.data.__set__(target, made)  # type: ignore[attr-defined]
+        target._inner, target._alloc, target._meta, target._seen = made._inner, made._alloc, made._meta, None
         return target
 
     def _resize(self, target: SimTensor, shape: tuple[int, ...]) -> SimTensor:
