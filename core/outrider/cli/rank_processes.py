@@ -78,8 +78,8 @@ class Place:
     port: int
     store_is_elsewhere: bool
     pipe: int | None
-    agent: bool
-    attempt: int
+    agent: bool = False
+    attempt: int = 0
 
     @classmethod
     def find(cls) -> Place | None:
