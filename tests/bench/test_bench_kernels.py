@@ -13,11 +13,6 @@ SHAPE = DecoderShape(hidden=32, heads=4, kv_heads=2, head_size=8, inner=48, voca
 HOST = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def small_buffers(monkeypatch):
-    monkeypatch.setattr("outrider_bench.limits._HOST_BYTES", 1 << 20)
-
-
 def test_every_kernel_is_measured_and_every_case_runs():
     cases = [
         *kernel_cases(SHAPE, dtype=torch.float32, device=HOST),

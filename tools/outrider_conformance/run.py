@@ -83,8 +83,8 @@ def conform(
             "--basetemp",
             str(scratch / "tests"),
         ]
-        command = [sys.executable, "-c", _PYTEST, *place, *arguments]
-        with started(command, environment=environment, cwd=scratch, stdout=output) as child:
+        suite = [sys.executable, "-c", _PYTEST, *place, *arguments]
+        with started(suite, environment=environment, cwd=scratch, stdout=output) as child:
             code = child.wait()
         if code == 4:
             raise ConformanceError(f"pytest refused the run for backend {backend!r}; it said why above")
