@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from killing import limit_s
-from torchrun import PROMPT, torchrun
+from torchrun import ENDED_S, PROMPT, torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +74,7 @@ def test_torchrun_starts_ranks_again(tmp_path, alone):
         os.kill(first[1], signal.SIGKILL)
         ended(first)
         before = agents.said[0].stat().st_size
-        until = time.monotonic() + 120
+        until = time.monotonic() + ENDED_S
         while agents.said[0].stat().st_size <= before:
             assert time.monotonic() < until, agents.text(agents.errors)
             assert agents.processes[0].poll() is None, agents.text(agents.errors)
