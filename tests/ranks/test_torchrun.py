@@ -50,7 +50,7 @@ def ended(processes):
     return time.monotonic() - began
 
 
-@pytest.mark.parametrize("lost", ["a rank of the first host", "a rank of the second", "the first agent", "the second"])
+@pytest.mark.parametrize("lost", ["a rank of the first host", "a rank of the second", "the first agent", "the second agent"])
 def test_whoever_is_killed_on_two_hosts_the_others_end(tmp_path, lost):
     with torchrun(tmp_path, 2, 1, *LONG, "--tensor-parallel", "2") as agents:
         agents.wait_for_token()
