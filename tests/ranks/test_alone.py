@@ -133,8 +133,9 @@ def _written():
     vision_checkpoint()
 
 
+@pytest.mark.slow  # a tower takes seconds to import
 @pytest.mark.usefixtures("_written")
-@pytest.mark.parametrize(("layout", "broken"), [pytest.param(TENSOR, {0, 1}, marks=pytest.mark.slow), (DATA, {1})])
+@pytest.mark.parametrize(("layout", "broken"), [(TENSOR, {0, 1}), (DATA, {1})])
 def test_an_image_that_a_rank_cannot_read_ends_its_request_and_no_other(layout, broken):
     right = run(layout, seeing, looked)
     found = run(layout, lambda ranks: seeing(ranks, broken=broken), looked)
@@ -145,6 +146,7 @@ def test_an_image_that_a_rank_cannot_read_ends_its_request_and_no_other(layout, 
     assert ("ValueError: no such picture" if 0 in broken else "its media can't be read") in error
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_written")
 def test_an_image_that_only_a_rank_that_follows_cannot_read_ends_the_ranks():
     def body(ranks):

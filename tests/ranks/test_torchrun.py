@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from killing import limit_s
-from torchrun import PROMPT, torchrun
+from torchrun import ENDED_S, PROMPT, torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def ended(processes):
     return time.monotonic() - began
 
 
-@pytest.mark.parametrize("lost", ["a rank of the first host", "a rank of the second", "the first agent", "the second"])
+@pytest.mark.parametrize("lost", ["a rank of the first host", "a rank of the second", "the first agent", "the second agent"])
 def test_whoever_is_killed_on_two_hosts_the_others_end(tmp_path, lost):
     with torchrun(tmp_path, 2, 1, *LONG, "--tensor-parallel", "2") as agents:
         agents.wait_for_token()
@@ -74,7 +74,7 @@ def test_torchrun_starts_ranks_again(tmp_path, alone):
         os.kill(first[1], signal.SIGKILL)
         ended(first)
         before = agents.said[0].stat().st_size
-        until = time.monotonic() + 120
+        until = time.monotonic() + ENDED_S
         while agents.said[0].stat().st_size <= before:
             assert time.monotonic() < until, agents.text(agents.errors)
             assert agents.processes[0].poll() is None, agents.text(agents.errors)

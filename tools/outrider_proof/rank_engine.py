@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from outrider.device import Backend, Fence
     from outrider.engine.ranks.ranks import Ranks
     from outrider.engine.requests.sampling import SamplingParams
+    from outrider.model import VisionTower
     from outrider.speculative.proposer import Proposer
     from outrider_proof.decode_program import Arrival
     from outrider_proof.rank_exploration import RanksWanted
@@ -230,7 +231,8 @@ class RankExplorer:
         from outrider_proof.setups import CONTEXT, vision_checkpoint
         from outrider_proof.tiny import plain_config, target
 
-        stream, vision = backend.create_stream("load"), None
+        stream = backend.create_stream("load")
+        vision: VisionTower | None = None
         with backend.on(stream):
             if setup.images:
                 directory, dtype = vision_checkpoint(), torch.float64

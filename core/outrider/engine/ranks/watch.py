@@ -13,8 +13,10 @@ from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.ranks.room import GONE, Room
 
 _BEAT_S = 0.4
-_SILENT_S = 4.0
-"""A rank that gives no sign of life for so long hangs: it's stopped, or in an operation that keeps all its threads."""
+_SILENT = 10
+"""A rank that gives no sign of life while this one gives so many hangs: it's stopped, or in an operation that keeps all its
+threads. That's 4 s; on a machine that has no time for either of them, longer.
+"""
 _GRACE_S = 2.0
 """So long a rank has to end by itself once another has failed: it may be waiting for what never comes."""
 
@@ -32,7 +34,8 @@ class Watch:
         self._room = room
         self._speaks = speaks
         self._starter = starter
-        self._seen: dict[int, tuple[str, float]] = {}
+        self._beats = 0
+        self._seen: dict[int, tuple[str, int, float]] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outrider-ranks", daemon=True)
 
@@ -43,14 +46,13 @@ class Watch:
     def stop(self) -> None:
         """End: the rank is done, or on its way out."""
         self._over.set()
-        self._thread.join(2 * _SILENT_S)
+        self._thread.join(2 * _SILENT * _BEAT_S)
 
     def _run(self) -> None:
-        beats = 0
         while not self._over.wait(_BEAT_S):
-            beats += 1
+            self._beats += 1
             try:
-                self._room.beat(self._ranks.rank, f"{beats} {self._ranks.progress}")
+                self._room.beat(self._ranks.rank, f"{self._beats} {self._ranks.progress}")
                 failure = self._room.failure or self._orphaned() or self._silent()
             except (RuntimeError, DeviceError) as error:
                 failure = f"{GONE}: {error}; {self._ranks.progress}"
@@ -68,12 +70,12 @@ class Watch:
             if rank == self._ranks.rank:
                 continue
             said = self._room.last_beat(rank)
-            before, since = self._seen.get(rank, ("", now))
+            before, beat, since = self._seen.get(rank, ("", self._beats, now))
             if said != before:
-                self._seen[rank] = said, now
-            elif said and said != Room.ENDED and now - since > _SILENT_S:
+                self._seen[rank] = said, self._beats, now
+            elif said and said != Room.ENDED and self._beats - beat >= _SILENT:
                 last = said.partition(" ")[2] or "nothing is known of it"
-                return self._room.fail(f"rank {rank} hangs: no sign of life for {_SILENT_S:g} s; {last}")
+                return self._room.fail(f"rank {rank} hangs: no sign of life for {now - since:.0f} s; {last}")
         return None
 
     def _end(self, failure: str) -> None:
