@@ -6,8 +6,9 @@ from apart.couple import Couple
 from apart.test_sides import NEW, prompts, state
 from outrider import Engine
 from outrider.apart.landing import RankPages
-from outrider.device import ConfigError
+from outrider.device import ConfigError, EngineStopped
 from outrider.engine.ranks.parallel import ParallelConfig
+from outrider.engine.ranks.records import RanksFailed
 from outrider.errors import RequestError
 from outrider.transports.local import LocalTransport
 from outrider_cpu.backend import CpuBackend
@@ -114,6 +115,7 @@ def test_what_is_shared_out_can_not_be_lent():
             with pytest.raises(RequestError, match="a token of output at least"):
                 engine.expect(state((1, 2)))
             assert engine.groups == 2
+            assert engine.load.pages == engine.load.free_pages == 2 * (CONFIG["num_pages"] - 1)
         finally:
             engine.close()
 
@@ -131,6 +133,19 @@ def test_what_is_shared_out_can_not_be_lent():
             engine.close()
 
     run_bodies(ParallelConfig(tensor=2, timeout_s=60), shared)
+
+
+def test_a_rank_that_has_no_answer_says_so():
+    def body(ranks):
+        engine = made("none", ranks)
+        if engine.follows:
+            with pytest.raises(ConfigError, match=r"use follow\(answer=\.\.\.\)"):
+                engine.follow()
+            return
+        with pytest.raises((RanksFailed, EngineStopped), match="rank 1 failed"):
+            engine.ask_ranks("x")
+
+    run_bodies(ParallelConfig(data=2, timeout_s=60), body)
 
 
 def test_an_engine_that_is_alone_has_nobody_to_ask():

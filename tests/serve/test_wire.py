@@ -46,7 +46,7 @@ EVENTS = [
     Admitted(3),
     Refused(4, 'no "room" \ud800'),
     Output(5, 1, (7, 8), None, (), None, None, 1, 4),
-    Output(5, 0, (7,), "stop", (TokenLogprobs(7, -0.25, ((7, -0.25), (8, -math.inf))),), "text\0", "wrong", 0, 0),
+    Output(5, 0, (7,), "stop", (TokenLogprobs(7, -0.25, ((7, -0.25), (8, -math.inf))),), "text\0", "wrong", 0, 0, True),
     Snapshot(EngineStats(1, 2, 3, 4, 0.5, 6, 7, 8), EngineLoad(1, 2, 3, 4, 5), 1.5),
     Failed("gone"),
 ]

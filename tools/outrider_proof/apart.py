@@ -165,7 +165,8 @@ class Pair:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         for role in ("prefill", "decode"):
             self.start(role)
-        self.client = stack.enter_context(_closing(DecodeClient([Address.parse(self._addresses["decode"])])))
+        address = Address.parse(self._addresses["decode"])
+        self.client = stack.enter_context(_closing(DecodeClient([address], patience_s=LIMIT_S)))
         self.until(lambda: self.client.servers == 1 and self.linked)
 
     @property
@@ -359,6 +360,7 @@ def prove(options: argparse.Namespace) -> dict[str, Any]:
                         found["aborted"] += 1
                     elif came[1] != reference.tokens(arrival, tokens):
                         found["wrong"].append([model, seed, repr(arrival), repr(came)])
+                        print(found["wrong"][-1], file=sys.stderr, flush=True)
                 print(f"{model} {seed}: {len(program)} requests, {len(found['wrong'])} wrong", file=sys.stderr, flush=True)
                 if killing:
                     pair.until(lambda pair=pair: pair.client.servers == 1 and pair.linked)

@@ -99,6 +99,7 @@ def output_to(output: StepOutput) -> dict[str, Any]:
         "logprobs": logprobs_to(output.logprobs),
         "text": output.text,
         "error": output.error,
+        "refused": output.refused,
         "counts": {each.name: getattr(output, each.name) for each in fields(output) if each.name in _COUNTS},
     }
 
@@ -116,6 +117,7 @@ def output_from(body: Any, request_id: int) -> StepOutput:
             logprobs_from(body["logprobs"]),
             _text(body["text"]),
             _text(body["error"]),
+            refused=body["refused"] is True,
             **{name: whole(value) for name, value in body["counts"].items()},
         )
 

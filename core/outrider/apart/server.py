@@ -140,7 +140,6 @@ class Server(ABC):
                 self._meeting[event.peer] = self._begin(event.peer)
             elif event.peer in self._meeting:
                 self._meet(event.peer, event.message, self._meeting.pop(event.peer))
-                self._say(f"{event.role} {event.peer} is here, by {self._transport.name}")
             else:
                 assert event.message is not None
                 self.side.receive(event.peer, event.message)
@@ -249,6 +248,7 @@ class PrefillServer(Server):
             return
         self._send_engine(peer, [link.offer() for link in links])
         self.side.joined(peer, lambda out: self._hub.send(peer, out), links)
+        self._say(f"decode {peer} is here, by {self._transport.name}")
 
 
 class DecodeServer(Server):
@@ -342,3 +342,4 @@ class DecodeServer(Server):
             landing.close()
             raise
         self.side.joined(peer, lambda out: self._hub.send(peer, out), landing)
+        self._say(f"prefill {peer} is here, by {self._transport.name}")

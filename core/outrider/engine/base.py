@@ -78,7 +78,8 @@ class EngineBase:
         """What the engine holds at this moment."""
         pages = self._scheduler.pages
         running = sum(not request.finished for request in self._scheduler.running)
-        return EngineLoad(running, len(self._requests) - running, pages.count - 1, pages.available, cached_pages=pages.cached)
+        every = (pages.count - 1) * self.groups
+        return EngineLoad(running, len(self._requests) - running, every, pages.available, cached_pages=pages.cached)
 
     @property
     def longest_request(self) -> int:

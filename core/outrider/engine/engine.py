@@ -363,8 +363,7 @@ class Engine(MovingRequests):
             Arrive: self._follow_arrive,
             Forsake: lambda told: self.forsake(self.expected[told.request]),
         }
-        if answer is not None:
-            calls[Ask] = answering(self._course, answer)
+        calls[Ask] = answering(self._course, answer)
         follow(self._course, calls, self._loop)
 
     @property

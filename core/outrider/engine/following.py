@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from outrider.device import ConfigError
 from outrider.engine.loop import Loop
 from outrider.engine.ranks.commands import Ask, GiveOver, Resume
 from outrider.engine.ranks.course import Course
@@ -19,9 +20,15 @@ Answer = Callable[[str], str]
 """Answers what the first rank asks those beside the engines of the others."""
 
 
-def answering(course: Course, answer: Answer) -> Callable[[Ask], None]:
+def answering(course: Course, answer: Answer | None) -> Callable[[Ask], None]:
     """What a rank does when it's asked."""
-    return lambda told: course.answer(told.number, answer(told.said))
+
+    def asked(told: Ask) -> None:
+        if answer is None:
+            raise ConfigError("the first rank asks what is beside this one's engine, and nothing is: use follow(answer=...)")
+        course.answer(told.number, answer(told.said))
+
+    return asked
 
 
 def follow(course: Course, calls: Calls, loop: Loop) -> None:

@@ -144,7 +144,7 @@ class EngineLoop:
             if not left:
                 del self._ids[key]
         ended = None if reason is None else str(reason)
-        said = (output.logprobs, output.text, output.error, output.drafted, output.proposed)
+        said = (output.logprobs, output.text, output.error, output.drafted, output.proposed, output.refused)
         self._events.append(Output(key, sample, output.tokens, ended, *said))
 
     def _end(self) -> None:

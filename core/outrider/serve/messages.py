@@ -61,6 +61,7 @@ class Output(NamedTuple):
     error: str | None
     drafted: int
     proposed: int
+    refused: bool = False
 
 
 class Snapshot(NamedTuple):

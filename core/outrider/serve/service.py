@@ -224,6 +224,8 @@ class Generation:
             deltas: list[Delta] = []
             for output in outputs:
                 choice = self._choices[output.key, output.sample]
+                if output.refused:
+                    raise bad_request(f"the request can't be served any further: {output.error}", code="failed")
                 if output.error is not None:
                     raise ApiError(500, f"the request failed on the device: {output.error}", kind=SERVER, code="failed")
                 if output.tokens:

@@ -70,7 +70,8 @@ class Course:
         number, self._asked = self._asked, self._asked + 1
         self.tell(Ask(number, said))
         self.act("go on")
-        return tuple(self._log.answer_of(number, rank) for rank in range(1, self.ranks.config.world))
+        others = range(1, self.ranks.config.world)
+        return tuple(self._log.answer_of(number, rank, lambda: self.ranks.room.failure) for rank in others)
 
     def answer(self, number: int, said: str) -> None:
         """Following: answer a question of the record."""

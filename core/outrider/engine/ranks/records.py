@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, TypeAlias
@@ -13,7 +14,7 @@ from outrider.device import Decision, DeviceError
 from outrider.engine.ranks.codec import decode, encode
 
 _POLL_S = 300.0
-_ANSWER_S = 120.0
+_ANSWER_S, _HEAR_S = 120.0, 0.5
 _KEPT = 256
 """Records that stay in the store behind the newest: no rank is further behind, as each iteration has collectives."""
 
@@ -82,11 +83,13 @@ class RecordLog:
         """Answer a question that came in a record."""
         self._store.set(self._answer(number, rank), said)
 
-    def answer_of(self, number: int, rank: int) -> str:
-        """Wait for a rank's answer. Raises :class:`RanksFailed` where none comes."""
-        key = self._answer(number, rank)
-        if not came(self._store, key, _ANSWER_S):
-            raise RanksFailed(f"rank {rank} didn't answer within {_ANSWER_S:g} s")
+    def answer_of(self, number: int, rank: int, failure: Callable[[], str | None]) -> str:
+        """Wait for a rank's answer. Raises :class:`RanksFailed` where none comes, or ``failure`` says why none will."""
+        key, until = self._answer(number, rank), time.monotonic() + _ANSWER_S
+        while not came(self._store, key, _HEAR_S):
+            why = failure()
+            if why is not None or time.monotonic() > until:
+                raise RanksFailed(why or f"rank {rank} didn't answer within {_ANSWER_S:g} s")
         said: bytes = self._store.get(key)
         self._store.delete_key(key)
         return said.decode()

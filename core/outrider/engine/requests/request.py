@@ -52,6 +52,8 @@ class StepOutput:
     error: str | None = None
     drafted: int = 0
     proposed: int = 0
+    refused: bool = False
+    """Whether the error is of what the request asks for: it would come again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +206,17 @@ class Request:
         text = self.new_text()  # may find a stop string at the very end
         drafted = min(len(taken), len(tokens) - 1, proposed)
         ended = self.finish_reason
-        return StepOutput(self.id, tuple(taken), ended, kept, text, self.error, drafted=drafted, proposed=proposed)
+        return StepOutput(
+            self.id,
+            tuple(taken),
+            ended,
+            kept,
+            text,
+            self.error,
+            drafted=drafted,
+            proposed=proposed,
+            refused=ended is FinishReason.ERROR,
+        )
 
     def end(self, reason: FinishReason, error: str | None = None) -> StepOutput:
         """End the request; its output so far stays valid."""
