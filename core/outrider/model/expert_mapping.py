@@ -29,9 +29,8 @@ def check_count(config: ModelConfig, tensors: Collection[str], origin: object) -
     layers = config.num_layers - len(experts.dense_layers) - len(stacks)
     if layers * experts.count > len(tensors):
         raise CheckpointError(
-            f"{origin}: holds {len(tensors)} tensors, and the config has {experts.count} experts in each of {layers} layers that "
-            "have no stacks of them; "
-            "expected three tensors for each expert, or two for all of a layer"
+            f"{origin}: holds {len(tensors)} tensors, and the config has {experts.count} experts in each of {layers} layers "
+            "without stacks of them; expected three tensors for each expert, or two for all of a layer"
         )
 
 
