@@ -51,7 +51,16 @@ class ExpertsConfig:
             )
 
     def shared_out(self, ranks: int) -> ExpertsConfig:
-        """What one of ``ranks`` has: its part of every expert's inner size, which they divide."""
+        """What one of ``ranks`` has: its part of every expert's inner size.
+
+        Raises :class:`ConfigError` where that can't be shared out among so many.
+        """
+        for size in (self.intermediate_size, self.shared_size):
+            if size % ranks:
+                raise ConfigError(
+                    f"experts of an inner size of {size} can't be shared out among {ranks} ranks; expected a number that "
+                    "divides it"
+                )
         return replace(self, intermediate_size=self.intermediate_size // ranks, shared_size=self.shared_size // ranks)
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """``start`` to ``stop`` (exclusive) of dimension ``dim``, the first or the second.
+    """``start`` to ``stop`` (exclusive) of rows, ``dim`` 0, or of columns, ``dim`` 1.
 
-    Of a stack of matrices these count within a matrix: rows of the one with the number ``matrix``, or columns of all.
+    Of a stack of matrices: rows of the one with the number ``matrix``, or columns of all.
     """
 
     dim: int
@@ -22,4 +22,4 @@ class Cut:
         own = slice(self.start, self.stop)
         if self.matrix is not None:
             return slice(self.matrix, self.matrix + 1), own
-        return (*[slice(None)] * (self.dim + max(0, dimensions - 2)), own)
+        return (own,) if self.dim == 0 else (*[slice(None)] * (dimensions - 1), own)

@@ -29,9 +29,8 @@ def check_count(config: ModelConfig, tensors: Collection[str], origin: object) -
     layers = config.num_layers - len(experts.dense_layers) - len(stacks)
     if layers * experts.count > len(tensors):
         raise CheckpointError(
-            f"{origin}: holds {len(tensors)} tensors, and the config has {experts.count} experts in each of {layers} layers that "
-            "have no stacks of them; "
-            "expected three tensors for each expert, or two for all of a layer"
+            f"{origin}: holds {len(tensors)} tensors, and the config has {experts.count} experts in each of {layers} layers "
+            "without stacks of them; expected three tensors for each expert, or two for all of a layer"
         )
 
 
@@ -83,14 +82,14 @@ def _fused(experts: ExpertsConfig, hidden: int, stem: str, name: str, shards: Sh
     own = shards.mlp.even(inner)
     both, down = (count, 2 * inner, hidden), (count, hidden, inner)
     if own == (0, inner):
-        gates, downs = [Piece(f"{stem}.{_FUSED[0]}", both)], Piece(f"{stem}.{_FUSED[1]}", down)
+        gates, downs = [Piece(f"{stem}.{_FUSED[0]}", both, stack=True)], Piece(f"{stem}.{_FUSED[1]}", down, stack=True)
     else:
         gates = [
-            Piece(f"{stem}.{_FUSED[0]}", both, Cut(0, half + own[0], half + own[1], matrix=expert))
+            Piece(f"{stem}.{_FUSED[0]}", both, Cut(0, half + own[0], half + own[1], matrix=expert), stack=True)
             for expert in range(count)
             for half in (0, inner)
         ]
-        downs = Piece(f"{stem}.{_FUSED[1]}", down, Cut(1, *own))
+        downs = Piece(f"{stem}.{_FUSED[1]}", down, Cut(1, *own), stack=True)
     return [Target(f"{name}.gate_up", tuple(gates)), Target(f"{name}.down", (downs,))]
 
 

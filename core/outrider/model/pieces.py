@@ -11,18 +11,19 @@ from outrider.model.cuts import Cut
 class Piece:
     """A tensor of the checkpoint: its name, the shape that it must have there, and what is read of it (None: all).
 
-    A stack of matrices is read as one matrix: their rows, one behind the other.
+    ``stack``: it's a stack of matrices, read as one: their rows, one behind the other.
     """
 
     key: str
     shape: tuple[int, ...]
     cut: Cut | None = None
+    stack: bool = False
 
     @property
     def read_shape(self) -> tuple[int, ...]:
         """Shape of what is read."""
         shape, cut = list(self.shape), self.cut
-        if len(shape) == 3:
+        if self.stack:
             shape = [shape[1] if cut is not None and cut.matrix is not None else shape[0] * shape[1], shape[2]]
         if cut is not None:
             shape[cut.dim] = cut.stop - cut.start

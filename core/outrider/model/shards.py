@@ -69,9 +69,6 @@ class Shards:
         if config.intermediate_size % mlp:
             raise _odd(what, f"an intermediate_size of {config.intermediate_size}", mlp, "a number of ranks that divides it")
         experts = config.experts
-        for size in () if experts is None else (experts.intermediate_size, experts.shared_size):
-            if size % mlp:
-                raise _odd(what, f"experts of an inner size of {size}", mlp, "a number of ranks that divides it")
         first, last = self.kv_heads(config)
         return replace(
             config,

@@ -41,7 +41,7 @@ def _route(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     unit = bounds.wide(dtype)
     spread = exact.amax(-1, keepdim=True) - exact.gather(1, chosen)
     error = weights * unit * (16 + 2 * spread + 2 * bounds.growth(shape["experts"], 1.0)) + 2.0**-140
-    wanted = {"weights": bounds.Number(weights, error), "chosen": chosen}
+    wanted: dict[str, bounds.Number | Tensor] = {"weights": bounds.Number(weights, error), "chosen": chosen}
 
     def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         made = kernels.route(o["logits"], count, renormalize=bool(shape["flag"]))

@@ -108,7 +108,7 @@ class InvariantKernels(KernelSet):
 
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """A token at a time."""
-        return _each(lambda *token: self._inner.experts(*token, gate_up, down), x, weights, chosen)
+        return _each(lambda token, share, own: self._inner.experts(token, share, own, gate_up, down), x, weights, chosen)
 
     def rope_write_cache(
         self,
