@@ -35,8 +35,13 @@ if TYPE_CHECKING:
     from outrider_sim.tap import Tap
 
 
+_PATIENCE = 16
+"""Times in a row that a host thread may ask in vain before everything else that can run goes first."""
+
+
 class _Local(threading.local):
     stream: StreamQueue | None = None
+    fresh: bool | None = None  # a thread of Python's that chose no stream
 
 
 class Machine(Failing):
@@ -222,14 +227,22 @@ class Machine(Failing):
     @property
     def stream(self) -> StreamQueue:
         """The calling thread's current stream."""
-        return self.local.stream or self.main_stream
+        local = self.local
+        if local.stream is not None:
+            return local.stream
+        if local.fresh is None:
+            ident = threading.get_ident()
+            known = getattr(threading, "_active", {}).get(ident)
+            # Threads that aren't Python's (a library's workers) follow the thread that made the machine.
+            foreign = known is None or isinstance(known, threading._DummyThread)
+            local.fresh = ident != self._main_ident and not foreign
+        return self.default if local.fresh else self.main_stream
 
     def set_stream(self, stream: StreamQueue) -> StreamQueue:
         """Make `stream` current on the calling thread; returns the one before."""
         local = self.local
-        before = local.stream or self.main_stream
+        before = self.stream
         if threading.get_ident() == self._main_ident:
-            # Threads that never chose a stream (autograd's workers) follow the thread that made the machine.
             self.main_stream = stream
         else:
             local.stream = stream
@@ -324,8 +337,13 @@ class Machine(Failing):
     def query(self, done: Callable[[], bool], target: Any) -> bool:
         """Ask without blocking; a point at which the strategy may let the device go on first."""
         self.scheduler.queries = True
-        self.point(Action("query", target))
+        me = self.scheduler.thread
+        if me.asked < _PATIENCE:
+            self.point(Action("query", target))
+        else:  # a loop that waits by asking: on a device time passes
+            self.scheduler.yield_to_others(me, Action("query", target), self)
         answer = done()
+        me.asked = 0 if answer else me.asked + 1
         if self.lost is not None:
             raise self.lost_again()
         if answer:

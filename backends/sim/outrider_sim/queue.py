@@ -213,6 +213,7 @@ class HostThread:
 
     __slots__ = (
         "action",
+        "asked",
         "baton",
         "clock",
         "error",
@@ -234,6 +235,7 @@ class HostThread:
         self.label = f"host{ident}"
         self.name = name
         self.step = 0
+        self.asked = 0  # queries in a row that were answered no
         self.streams = streams  # each machine's current stream, where it starts
         self.machine: Any = None  # whose work it waits for
         self.ready: Callable[[], bool] | None = None  # what it waits for; None: it can go on

@@ -147,6 +147,31 @@ class Scheduler:
         else:
             me.step += 1
 
+    def yield_to_others(self, me: HostThread, action: Action, machine: Machine) -> None:
+        """A point before which somebody else takes a step, if anybody can: a loop of these ends whatever the strategy
+        prefers.
+        """
+        if self.eager:
+            self.point(action, machine)
+            return
+        with self.quiet(), self.lock:
+            others = [actor for actor in self._candidates() if actor is not me]
+            streams = [actor for actor in others if isinstance(actor, StreamQueue)]
+            if streams:
+                if not self.asks:
+                    self.note_lazy(me, 0)
+                stream = self._choose([*streams]) if self.asks and len(streams) > 1 else streams[0]
+                assert isinstance(stream, StreamQueue)
+                stream.machine.execute(stream)
+        if others and not streams:
+            self.slow.add(me)
+            try:
+                self.turns(me, action, None, "", machine)
+            finally:
+                self.slow.discard(me)
+        else:
+            self.point(action, machine)
+
     def turns(
         self, me: HostThread, action: Action, ready: Callable[[], bool] | None, what: str, machine: Machine | None = None
     ) -> None:
