@@ -136,8 +136,7 @@ class Comparison:
 
         def run(s):
             result = op(s.input, *s.args, **s.kwargs)
-            if op.output_process_fn_grad is not None:
-                result = op.output_process_fn_grad(result)
+            result = s.output_process_fn_grad(result)
             leaves = [t for t in _tensors((s.input, s.args, s.kwargs)) if t.requires_grad]
             outs = [t for t in _tensors(result) if t.requires_grad]
             total = sum((t.abs() if t.is_complex() else t).sum() for t in outs)
@@ -149,18 +148,19 @@ class Comparison:
 
     # -- comparing ----------------------------------------------------------------------------------------------------
 
-    def _compare(self, run, sample, on_device=None):
+    def _compare(self, run, sample, run_there=None):
 
         host = _attempt(lambda: run(sample))
         again = _attempt(lambda: run(sample))
         # What draws, or leaves undefined, differs from itself.
         stable = _same(host, again) is None
         moved = sample.transform(lambda value: _moved(value, self.device))
-        device = (on_device or run)(moved)
+        if "device" in moved.kwargs:
+            moved.kwargs["device"] = self.device
+        device = (run_there or run)(moved)
+        on_device = next(_tensors((moved.input, moved.args, moved.kwargs)), None) is not None
         for tensor in _tensors(device):
-            if tensor.device.type != self.device.type and any(
-                True for _ in _tensors((sample.input, sample.args, sample.kwargs))
-            ):
+            if tensor.device.type != self.device.type and on_device:
                 raise AssertionError(f"a result is on {tensor.device}")
         back = _host(device)
         self.backend.synchronize()
@@ -187,9 +187,7 @@ def _moved(value, device):
     if isinstance(value, torch.Tensor) and value.device.type == "cpu":
         made = value.detach().to(device)
         return made.requires_grad_(value.requires_grad)
-    if isinstance(value, torch.device):
-        return device
-    return device if value == "cpu" and isinstance(value, str) else value
+    return value
 
 
 def _tensors(value):

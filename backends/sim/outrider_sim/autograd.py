@@ -63,7 +63,9 @@ class Engine(torch._C._ImperativeEngine):  # type: ignore[misc]
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         """See torch."""
         try:
-            return super().run_backward(*args, **kwargs)
+            # On the calling thread, which makes it one actor with what it enqueued before and after.
+            with torch.autograd.set_multithreading_enabled(False):
+                return super().run_backward(*args, **kwargs)
         except Exception as error:
             meant = self.failures.meant(str(error))
             if meant is None:

@@ -15,7 +15,7 @@ import torch
 from torch.utils import backend_registration
 
 from outrider.device import BackendLoadError
-from outrider_sim import autocast, autograd, saving, torch_names
+from outrider_sim import autocast, autograd, composites, saving, torch_names
 from outrider_sim.dispatch import Dispatcher
 from outrider_sim.opinfo import OpInfo
 from outrider_sim.options import MOST_DEVICES, SimOptions
@@ -171,6 +171,8 @@ def _libraries(dispatcher: Dispatcher, failed: Callable[[BaseException], Any]) -
     # torch's own kernels for pinned memory need an accelerator build; these serve `Tensor.pin_memory()`.
     aten.impl("_pin_memory", _pin_memory(dispatcher), "CPU")
     aten.impl("is_pinned", lambda tensor, device=None: isinstance(tensor, PinnedTensor), "CPU")
+    for full, kernel in composites.kernels():
+        aten.impl(full, kernel, "AutogradPrivateUse1")
     yield aten
     fallback = torch.library.Library("_", "IMPL")
     fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
@@ -182,7 +184,7 @@ def _pin_memory(dispatcher: Dispatcher) -> Any:
     def kernel(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
         del device
         made = dispatcher.current.pinned(tuple(tensor.shape), tensor.dtype)
-        made.plain(write=None).copy_(tensor)
+        made.plain(write=True).copy_(tensor)
         return made
 
     return kernel

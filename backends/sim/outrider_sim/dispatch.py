@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import ROW_ACCESS, Access, CaptureError
-from outrider_sim import rows
+from outrider_sim import composites, rows
 from outrider_sim.copies import Copies
 from outrider_sim.creation import Creation
 from outrider_sim.diverging import diverging
@@ -40,7 +40,7 @@ from outrider_sim.pinned import PinnedTensor
 from outrider_sim.planning import Planner
 from outrider_sim.queue import Kind, Op, StreamQueue
 from outrider_sim.sim import Sim
-from outrider_sim.source import python_line
+from outrider_sim.source import Lines
 from outrider_sim.tensor import SimTensor, wrap
 from outrider_sim.views import Views
 
@@ -58,9 +58,10 @@ class Dispatcher:
         self.metas = Metas()
         self._planner = Planner(self, self.metas)
         self.infos: dict[Any, OpInfo] = {}
+        self._lines = Lines()
         self.copies = copies = Copies(self)
         self.creation = Creation(self)
-        views = Views(self)
+        self._views = views = Views(self)
         self._special: dict[str, Callable[..., Any]] = {
             "aten::copy_": copies.copy_,
             "aten::_copy_from": copies.copy_from,
@@ -76,6 +77,7 @@ class Dispatcher:
             "aten::repeat_interleave.Tensor": self._repeat_interleave,
             "aten::histc": self._histc,
         }
+        self._special.update((f"aten::{name}", kernel) for name, kernel in composites.kernels())
         self._ways: dict[Way, Callable[..., Any]] = {
             Way.COMPUTE: self.compute,
             Way.VIEW: views.view,
@@ -91,7 +93,7 @@ class Dispatcher:
         """Carry out one operator call."""
         machine = self.current.machine
         if machine.tells:
-            machine.line = python_line()
+            machine.line = self._lines.now()
         handler = self._handlers.get(func)
         if handler is None:
             handler = self._learn(func)
@@ -194,6 +196,10 @@ class Dispatcher:
         return value
 
     def _convert_host(self, value: Tensor, key: list[Any], info: OpInfo) -> Tensor:
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+            raise NotImplementedError(
+                f"{info.name}: an operand isn't strided, and the simulated device has strided tensors only"
+            )
         if value.dim() == 0 and value.device.type == "cpu":
             # A scalar travels with the launch: its value is taken now.
             key.append(("host scalar", value.dtype))
@@ -237,6 +243,10 @@ class Dispatcher:
         plan = info.plans.get(looked_up)
         if plan is None:
             plan = self.plan(info, looked_up, args, kwargs)
+        if plan.resized:
+            for name, meta in plan.resized:
+                self._views.renew(kwargs[name] if name in kwargs else args[info.names.index(name)], meta)
+            return self.compute(info, args, kwargs)
         sim = self.current
         machine = sim.machine
         stream = machine.stream

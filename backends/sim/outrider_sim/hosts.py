@@ -26,10 +26,10 @@ class HostThreads:
         self.failed: list[tuple[HostThread, BaseException]] = []  # in the order in which they did
 
     def spawn(self, fn: Callable[[], None], name: str = "") -> HostThread:
-        """Start a host thread. It runs when the strategy picks it; its current streams are the caller's."""
+        """Start a host thread. It runs when the strategy picks it; its current streams are the default ones."""
         scheduler = self._scheduler
         scheduler.point(Action("spawn"))
-        thread = HostThread(self.count, name, [(machine, machine.stream) for machine in scheduler.machines])
+        thread = HostThread(self.count, name, [(machine, machine.default) for machine in scheduler.machines])
         self.count += 1
         thread.baton = threading.Semaphore(0)
         if scheduler.main.baton is None:

@@ -61,7 +61,7 @@ class Seeded:
 
 
 def put(made: Tensor, value: Tensor) -> None:
-    """Put a host kernel's result into the memory that was allocated for it. Raises `RuntimeError` where it has another shape."""
+    """Put a host kernel's result into the memory that was allocated for it. Raises `RuntimeError` for another shape."""
     if value.shape != made.shape:
         raise RuntimeError(f"the result has shape {tuple(value.shape)}, memory was taken for {tuple(made.shape)}")
     made.copy_(value)

@@ -75,6 +75,7 @@ class OpInfo:
     """
 
     __slots__ = (
+        "by_host",
         "emulated",
         "fresh",
         "func",
@@ -85,6 +86,7 @@ class OpInfo:
         "native",
         "out",
         "out_names",
+        "outs",
         "plans",
         "probed",
         "random",
@@ -110,6 +112,8 @@ class OpInfo:
         self.probed: dict[Any, bool] = {}  # kinds of operands that were tried → whether `out` writes in place
         self.resolvers: Any = {}  # operands that are indexed by data: how to find their rows
         self.names = tuple(argument.name for argument in schema.arguments)
+        self.by_host = False  # torch's meta kernel gives other shapes than the host's
+        self.outs = frozenset(a.name for a in schema.arguments if a.is_out)
         self.writes = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
         self.returns = tuple(_operand_of(schema, r) for r in schema.returns)
         self.fresh = self.returns == (None,) and str(schema.returns[0].type) == "Tensor"
@@ -173,9 +177,12 @@ def _operand_of(schema: Any, result: Any) -> str | None:
 class Plan:
     """What the results of one call look like. `outs` are the metas of new tensors in order; None where a result is None."""
 
-    __slots__ = ("cost", "out", "outs", "structure")
+    __slots__ = ("cost", "out", "outs", "resized", "structure")
 
-    def __init__(self, outs: tuple[Any, ...], structure: Any, cost: float, out: bool = False) -> None:
+    def __init__(
+        self, outs: tuple[Any, ...], structure: Any, cost: float, out: bool = False, resized: tuple[Any, ...] = ()
+    ) -> None:
+        self.resized = resized  # operands that must get memory first: name and meta
         self.out = out  # the overload that writes into given tensors does
         self.outs = outs
         self.structure = structure

@@ -52,11 +52,9 @@ def _bytes_of(tensor: SimTensor) -> Tensor:
     from outrider_sim.tensor import wrap
 
     allocation = tensor._alloc
-    memory = allocation.machine_memory
     meta = Meta((allocation.nbytes,), (1,), torch.uint8)
-    return wrap(
-        torch.as_strided(allocation.block.typed[torch.uint8], meta.shape, meta.stride, 0), meta, allocation, tensor.device
-    )
+    inner = torch.as_strided(allocation.block.typed[torch.uint8], meta.shape, meta.stride, 0)
+    return wrap(inner, meta, allocation, tensor.device)
 
 
 def reduced(tensor: SimTensor) -> Any:

@@ -112,7 +112,7 @@ class SimTensor(Tensor):
         raise TypeError(f"can't convert {self.device} tensor to numpy; use Tensor.cpu() to copy it to the host first")
 
     def record_stream(self, stream: Any) -> None:
-        """Don't hand the memory out again before what `stream` holds now has run."""
+        """Don't hand the memory out again before what `stream` holds when it is freed has run."""
         queue = getattr(stream, "queue_state", stream)
         self._alloc.used_by(queue)
 

@@ -1,7 +1,7 @@
 """Names of torch that need C++ from a device's vendor, given to the simulated device in Python.
 
 Torch's slot for devices from outside forwards three questions to Python. Generators, streams, pinned memory and what
-`torch.accelerator` does aren't among them: without these replacements they raise, or answer with a stream that orders nothing.
+`torch.accelerator` does aren't among them: without these they raise, or answer with a stream that orders nothing.
 For any other device each name does what it did.
 """
 
@@ -72,7 +72,7 @@ def _replace(name: str, of_device: type, kind: str, *, default: bool) -> type:
 
 
 class Generator(torch._C.Generator):
-    """Random numbers of a program's own: a generator of the host, from which each operator draws the seed that it runs with."""
+    """Random numbers of a program's own: a generator of the host, from which each operator draws its seed."""
 
     place: torch.device
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outrider_sim.meta import contiguous
+from outrider_sim.meta import Meta, contiguous
 from outrider_sim.opinfo import PLAN_LIMIT, OpInfo
 from outrider_sim.saving import HostStorage, moved
 from outrider_sim.tensor import SimTensor, wrap
@@ -76,7 +76,8 @@ class Views:
         if info.name.startswith("aten::set_"):
             return self._set(target, args[1:])
         if info.name.startswith("aten::resize_"):
-            return self._resize(target, tuple(args[1]))
+            shape = args[1].shape if isinstance(args[1], Tensor) else args[1]
+            return self._resize(target, tuple(shape))
         moved = torch.as_strided(target._inner, target._meta.shape, target._meta.stride, target._inner.storage_offset())
         info.run(moved, *args[1:], **kwargs)
         self._become(target, moved)
@@ -107,10 +108,18 @@ class Views:
         target._inner, target._alloc, target._meta, target._seen = made._inner, made._alloc, made._meta, None
         return target
 
+    def renew(self, target: SimTensor, meta: Meta) -> SimTensor:
+        """Memory of its own for an empty tensor, which gets a shape."""
+        sim = self._core.current
+        made = self._core.allocate(sim, meta, sim.machine.stream)
+        return self._take_over(target, made._inner, made)
+
     def _resize(self, target: SimTensor, shape: tuple[int, ...]) -> SimTensor:
         if target._meta.shape == torch.Size(shape):
             return target
         meta = self._core.metas.get(torch.Size(shape), contiguous(shape), target._meta.dtype)
+        if not target._meta.numel and meta.extent > target._alloc.nbytes:
+            return self.renew(target, meta)
         if meta.extent > target._alloc.nbytes:
             raise RuntimeError(
                 f"resize_ to {shape} needs {meta.extent} bytes, the storage has {target._alloc.nbytes}: memory of the "

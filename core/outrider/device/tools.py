@@ -133,6 +133,9 @@ class Observer:
     def allocated(self, storage: int, nbytes: int, stream: str, location: str) -> None:
         """Memory was handed out, in the order of ``stream``; host memory has the stream ``"host"``."""
 
+    def memory_shared(self, storage: int, stream: str) -> None:
+        """``record_stream``: once freed, the memory isn't handed out before ``stream`` is past what it holds by then."""
+
     def freed(self, storage: int, stream: str) -> None:
         """The last reference went; the memory may be handed out again in the order of ``stream``."""
 
