@@ -31,6 +31,7 @@ from outrider.cli.models import (
     OverlapOption,
     PageSizeOption,
     PrefillChunkOption,
+    QuantizedOption,
     Running,
     Sizes,
     SpeculateOption,
@@ -104,6 +105,7 @@ def prefill_server(
     draft_tokens: DraftTokensOption = 4,
     draft_topk: DraftTopkOption = 1,
     draft_nodes: DraftNodesOption = None,
+    quantized: QuantizedOption = "kernels",
     dtype: DtypeOption = None,
     mode: ModeOption = None,
     graphs: GraphsOption = None,
@@ -128,7 +130,13 @@ def prefill_server(
     start = _loader(
         backend,
         Speculation.choose(
-            speculate, model=model, draft=draft, draft_tokens=draft_tokens, draft_topk=draft_topk, draft_nodes=draft_nodes
+            speculate,
+            model=model,
+            draft=draft,
+            draft_tokens=draft_tokens,
+            draft_topk=draft_topk,
+            draft_nodes=draft_nodes,
+            quantized=quantized,
         ),
         Running(mode=mode, graphs=graphs, overlap=overlap),
         Sizes(
@@ -173,6 +181,7 @@ def decode_server(
     draft_topk: DraftTopkOption = 1,
     draft_nodes: DraftNodesOption = None,
     draft_length: DraftLengthOption = None,
+    quantized: QuantizedOption = "kernels",
     dtype: DtypeOption = None,
     mode: ModeOption = None,
     graphs: GraphsOption = None,
@@ -200,7 +209,13 @@ def decode_server(
     start = _loader(
         backend,
         Speculation.choose(
-            speculate, model=model, draft=draft, draft_tokens=draft_tokens, draft_topk=draft_topk, draft_nodes=draft_nodes
+            speculate,
+            model=model,
+            draft=draft,
+            draft_tokens=draft_tokens,
+            draft_topk=draft_topk,
+            draft_nodes=draft_nodes,
+            quantized=quantized,
         ),
         Running(mode=mode, graphs=graphs, overlap=overlap, draft_length=draft_length),
         Sizes(

@@ -41,6 +41,7 @@ from outrider.cli.models import (
     OverlapOption,
     PageSizeOption,
     PrefillChunkOption,
+    QuantizedOption,
     Running,
     Sizes,
     SpeculateOption,
@@ -110,6 +111,7 @@ def generate(
     draft_nodes: DraftNodesOption = None,
     through_transformers: DoorOption = False,
     trust_remote_code: TrustOption = False,
+    quantized: QuantizedOption = "kernels",
     dtype: DtypeOption = None,
     mode: ModeOption = None,
     graphs: GraphsOption = None,
@@ -175,6 +177,7 @@ def generate(
         draft_nodes=draft_nodes,
         through_transformers=through_transformers,
         trust_remote_code=trust_remote_code,
+        quantized=quantized,
     )
     beside: list[Choice] = []
     if compare and dtype is None:

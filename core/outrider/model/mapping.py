@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import Any
 
 from outrider.model.config import ModelConfig
 from outrider.model.cuts import Cut
@@ -139,7 +138,7 @@ def layer_targets(
     return targets
 
 
-def layer_weights(weights: Mapping[str, Tensor], name: str) -> LayerWeights:
+def layer_weights(weights: Mapping[str, Any], name: str) -> LayerWeights:
     """The layer's record from the loaded targets."""
     prefix = f"{name}."
     return LayerWeights(**{key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)})
@@ -169,7 +168,7 @@ def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards
     return targets
 
 
-def decoder_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> DecoderWeights:
+def decoder_weights(config: ModelConfig, weights: Mapping[str, Any]) -> DecoderWeights:
     """The decoder's record from the loaded targets."""
     return DecoderWeights(
         embedding=weights["embedding"],

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from outrider.device import KernelSet, Product
+from outrider.model.products import OtherProduct, linear
 from outrider.model.ranks import ModelRanks
 
 
@@ -17,13 +18,15 @@ class Partial(NamedTuple):
     ranks: ModelRanks
 
 
-Pending = Product | Partial
+Pending = Product | OtherProduct | Partial
 
 
 def add(pending: Pending, residual: Tensor, kernels: KernelSet) -> Tensor:
     """Add what is pending to ``residual`` [T, H] in place; returns it."""
     if isinstance(pending, Partial):
         return pending.ranks.add(pending.value, residual)
+    if isinstance(pending, OtherProduct):
+        return residual.add_(linear(kernels, *pending))
     return kernels.linear_add(*pending, residual)
 
 
@@ -31,6 +34,8 @@ def add_rms_norm(pending: Pending, residual: Tensor, norm: Tensor, eps: float, k
     """Add what is pending to ``residual`` [T, H] in place; returns its norm with ``norm`` [H]."""
     if isinstance(pending, Partial):
         return pending.ranks.add_rms_norm(kernels, pending.value, residual, norm, eps)
+    if isinstance(pending, OtherProduct):
+        return kernels.add_rms_norm(linear(kernels, *pending), residual, norm, eps)
     return kernels.linear_add_rms_norm(*pending, residual, norm, eps)
 
 
@@ -42,4 +47,4 @@ def added(pending: Pending | None, residual: Tensor, kernels: KernelSet) -> tupl
         pending.ranks.add(pending.value, residual)
         return None, residual.clone()
     # Made twice, here and for the norm: a few layers of a head that asks for it.
-    return pending, residual + kernels.linear(*pending)
+    return pending, residual + linear(kernels, *pending)

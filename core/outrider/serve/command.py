@@ -32,6 +32,7 @@ from outrider.cli.models import (
     OverlapOption,
     PageSizeOption,
     PrefillChunkOption,
+    QuantizedOption,
     Running,
     Sizes,
     SpeculateOption,
@@ -184,6 +185,7 @@ def serve(
     draft_nodes: DraftNodesOption = None,
     through_transformers: DoorOption = False,
     trust_remote_code: TrustOption = False,
+    quantized: QuantizedOption = "kernels",
     dtype: DtypeOption = None,
     mode: ModeOption = None,
     graphs: GraphsOption = None,
@@ -212,6 +214,7 @@ def serve(
         draft_nodes=draft_nodes,
         through_transformers=through_transformers,
         trust_remote_code=trust_remote_code,
+        quantized=quantized,
     )
     if log_format not in ("json", "text"):
         raise ConfigError(f"--log-format is {log_format!r}; expected json or text")
