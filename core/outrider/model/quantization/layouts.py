@@ -50,7 +50,8 @@ def weight_of(scheme: Scheme, shape: tuple[int, int], held: Mapping[str, Tensor]
     if zeros is not None:
         zeros = zeros.reshape(grid)
     if scheme.block[0] == 0:  # one scale for all: what it's stacked with has others
-        scales, zeros, block = _by_row(scales, shape[0], shape[0]), _by_row(zeros, shape[0], shape[0]), (1, block[1])
+        scales, block = _by_row(scales, shape[0], shape[0]), (1, block[1])
+        zeros = None if zeros is None else _by_row(zeros, shape[0], shape[0])
     return _made(scheme, shape, data, scales, zeros, block, held.get("input_scale"))
 
 
@@ -110,9 +111,8 @@ def _awq(scheme: Scheme, shape: tuple[int, int], held: Mapping[str, Tensor]) -> 
     out = shape[0]
 
     def columns(words: Tensor) -> Tensor:
-        values = _unpacked(words, 4, dim=1, count=words.shape[1] * 8)
-        order = torch.tensor(_AWQ_ORDER)
-        return values.unflatten(-1, (-1, 8))[..., order].flatten(-2)[:, :out]
+        values = _unpacked(words, 4, dim=1, count=words.shape[1] * 8).view(words.shape[0], -1, 8)
+        return values[..., list(_AWQ_ORDER)].flatten(-2)[:, :out]
 
     zeros = None
     if "qzeros" in held and not scheme.symmetric:
@@ -133,7 +133,12 @@ def _gptq(scheme: Scheme, shape: tuple[int, int], held: Mapping[str, Tensor], or
             if not (bool((stored == half).all()) or bool((stored == half - 1).all())):
                 raise ConfigError(f"qzeros aren't {half} or {half - 1} everywhere, but the config says sym")
         else:
-            zeros = (stored + scheme.zero_offset - half).clamp(-128, 127).to(torch.int8)
+            zeros = stored + scheme.zero_offset - half
+            if int(zeros.max()) > 127:
+                raise ConfigError(
+                    f"qzeros stand for a zero point of {int(zeros.max()) + half}, expected at most {127 + half}"
+                )
+            zeros = zeros.to(torch.int8)
     groups = held.get("g_idx")
     if groups is not None:
         groups = groups.to(torch.int64)
@@ -148,9 +153,9 @@ def _gptq(scheme: Scheme, shape: tuple[int, int], held: Mapping[str, Tensor], or
     return _made(scheme, shape, data, scales, zeros, (1, columns), None)
 
 
-def _by_row(grid: Tensor | None, rows: int, total: int) -> Tensor | None:
+def _by_row(grid: Tensor, rows: int, total: int) -> Tensor:
     """A value for each ``rows`` rows → one for each of ``total``."""
-    return None if grid is None else grid.repeat_interleave(rows, dim=0)[:total].contiguous()
+    return grid.repeat_interleave(rows, dim=0)[:total].contiguous()
 
 
 def by_row(weight: QuantizedWeight) -> QuantizedWeight:
@@ -158,9 +163,9 @@ def by_row(weight: QuantizedWeight) -> QuantizedWeight:
     rows, total = weight.block[0], weight.shape[0]
     if rows == 1:
         return weight
-    scales = _by_row(weight.scales, rows, total)
-    assert scales is not None
-    return replace(weight, scales=scales, zero_points=_by_row(weight.zero_points, rows, total), block=(1, weight.block[1]))
+    scales, zeros = _by_row(weight.scales, rows, total), weight.zero_points
+    zeros = None if zeros is None else _by_row(zeros, rows, total)
+    return replace(weight, scales=scales, zero_points=zeros, block=(1, weight.block[1]))
 
 
 def narrowed(weight: QuantizedWeight, cut: Cut | None) -> QuantizedWeight:
