@@ -14,9 +14,10 @@ from outrider_conformance.drawn.choices import CHOICES
 from outrider_conformance.drawn.dense import DENSE
 from outrider_conformance.drawn.logits import LOGITS
 from outrider_conformance.drawn.problem import Dice, Drawn, Problem, Shape
+from outrider_conformance.drawn.quantized import QUANTIZED
 
 KERNELS: Mapping[str, Drawn] = MappingProxyType(
-    {drawn.kernel: drawn for drawn in (*DENSE, *ATTENTION, *CHOICES, *LOGITS, *BOOKKEEPING)}
+    {drawn.kernel: drawn for drawn in (*DENSE, *QUANTIZED, *ATTENTION, *CHOICES, *LOGITS, *BOOKKEEPING)}
 )
 
 

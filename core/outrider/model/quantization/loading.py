@@ -113,11 +113,18 @@ class Quantization:
         return spare
 
     def check(self, files: CheckpointFiles, targets: Sequence[Target], backend: Backend) -> None:
-        """Raise :class:`CapabilityError` where the backend doesn't declare a format, unless another mode was asked for."""
-        if self.mode is not QuantizedMode.KERNELS:
-            return
+        """Raise :class:`CapabilityError` where the backend doesn't declare a format, unless another mode was asked for; and
+        :class:`CheckpointError` where nothing is quantised.
+        """
         schemes = [self.scheme_of(files, piece) for target in targets for piece in target.pieces]
         formats = {scheme.format for scheme in schemes if scheme is not None}
+        if not formats:
+            raise CheckpointError(
+                f"{self.path}: says that weights are quantised ({self.method}), but no weight is stored quantised in "
+                f"{files.origin}; remove what it says, if they're meant to be plain"
+            )
+        if self.mode is not QuantizedMode.KERNELS:
+            return
         missing = sorted(formats - backend.capabilities.quantized_formats)
         if missing:
             has = ", ".join(sorted(backend.capabilities.quantized_formats)) or "none"
