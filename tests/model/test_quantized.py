@@ -254,6 +254,7 @@ TENSOR = {"num_bits": 8, "dynamic": True, "strategy": "tensor"}
     [
         ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes', which isn't supported; supported are compressed"),
         ({"quant_method": "mxfp4"}, "quant_method is 'mxfp4'"),
+        ({"quant_method": "awq"}, r"says that weights are quantised \(awq\), but no weight is stored quantised"),
         ([], r"quantization_config is \[\], expected a JSON object"),
         (
             compressed_config({"g": INT4 | {"format": "nvfp4-pack-quantized"}}),
@@ -327,7 +328,7 @@ class Without(CpuBackend):
 
 def test_a_backend_that_lacks_a_format(tmp_path, plain):
     state = write_compressed(plain.directory, tmp_path, "int4-g128")
-    message = r"quantised as int4 \(compressed-tensors\), and 'cpu' \(cpu\) has no kernels.*declares fp8.*dequantize.*--quantized reference"
+    message = r"as int4 \(compressed-tensors\), and backend 'cpu'.*has no kernels.*declares fp8.*--quantized reference"
     with pytest.raises(CapabilityError, match=message):
         ours(tmp_path, Without())
     for mode in (QuantizedMode.REFERENCE, DEQUANTIZE):
