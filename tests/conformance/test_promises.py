@@ -53,7 +53,7 @@ def test_every_ability_has_a_test():
     covered = {a.value for _, node, _ in suite_tests() for marker in decorators(node, "needs") for a in marker.args}
     # dtypes are run through everywhere; rebinding is tested on devices without graphs too, so it has no marker. What a
     # device prefers isn't an ability.
-    others = {"dtypes", "updates_graph_params", "preferred_dtypes", "page_size"}
+    others = {"dtypes", "updates_graph_params", "preferred_dtypes", "page_size", "quantized_formats"}
     assert covered | others == {f.name for f in fields(Capabilities)}
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import (
+    QUANTIZED_FORMATS,
     Backend,
     Capabilities,
     DeviceError,
@@ -41,6 +42,7 @@ def capabilities(*, bfloat16: bool) -> Capabilities:
         host_writes_memory=True,
         dtypes=frozenset({*_WIDE, torch.bfloat16, torch.float16}),
         collectives=True,
+        quantized_formats=frozenset(QUANTIZED_FORMATS),
         preferred_dtypes=(torch.bfloat16, *_WIDE) if bfloat16 else _WIDE,
     )
 

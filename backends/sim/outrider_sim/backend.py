@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import (
+    QUANTIZED_FORMATS,
     Access,
     Backend,
     Capabilities,
@@ -215,6 +216,7 @@ def _capabilities(like: Personality) -> Capabilities:
         row_exact_accesses=True,
         memory_limit=True,
         dtypes=_DTYPES,
+        quantized_formats=frozenset(QUANTIZED_FORMATS),
     )
 
 

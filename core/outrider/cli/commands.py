@@ -20,6 +20,7 @@ OWN: Mapping[str, Target] = {
     "doctor": "outrider.cli.doctor:doctor",
     "fences": "outrider.cli.fences:fences",
     "tune": "outrider.cli.tune:tune",
+    "quantize": "outrider.cli.quantize:quantize",
     "prefill-server": "outrider.cli.apart:prefill_server",
     "decode-server": "outrider.cli.apart:decode_server",
 }

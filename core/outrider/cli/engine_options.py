@@ -25,6 +25,7 @@ from outrider.cli.models import (
     OverlapOption,
     PageSizeOption,
     PrefillChunkOption,
+    QuantizedOption,
     Running,
     Sizes,
     SpeculateOption,
@@ -81,6 +82,7 @@ class EngineOptions(LaunchOptions):
     draft_tokens: DraftTokensOption = 4
     draft_topk: DraftTopkOption = 1
     draft_nodes: DraftNodesOption = None
+    quantized: QuantizedOption = "kernels"
     tune_seconds: TuneOption = 0.0
 
     def speculation(self) -> Speculation:
@@ -92,6 +94,7 @@ class EngineOptions(LaunchOptions):
             draft_tokens=self.draft_tokens,
             draft_topk=self.draft_topk,
             draft_nodes=self.draft_nodes,
+            quantized=self.quantized,
         )
 
     def loader(self, speculation: Speculation, **others: Any) -> Callable[..., Engine]:
@@ -132,6 +135,7 @@ class AnyModelOptions(DecodeOptions):
             draft_tokens=self.draft_tokens,
             draft_topk=self.draft_topk,
             draft_nodes=self.draft_nodes,
+            quantized=self.quantized,
             through_transformers=self.through_transformers,
             trust_remote_code=self.trust_remote_code,
         )

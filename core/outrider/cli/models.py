@@ -71,6 +71,15 @@ TrustOption = Annotated[
         "Only for a checkpoint whose code you have read.",
     ),
 ]
+QuantizedOption = Annotated[
+    str,
+    typer.Option(
+        "--quantized",
+        metavar="kernels|reference|dequantize",
+        help="Quantised weights: with the device's own kernels for their format, or also by the torch reference, which is "
+        "slow, or as plain weights.",
+    ),
+]
 DraftTokensOption = Annotated[int, typer.Option("--draft-tokens", metavar="K", help="Tokens drafted in an iteration.")]
 DraftLengthOption = Annotated[
     str | None,
@@ -194,6 +203,7 @@ class Speculation:
     draft_nodes: int | None = None
     through_transformers: bool = False
     trust_remote_code: bool = False
+    quantized: str = "kernels"
 
     @classmethod
     def choose(
@@ -207,6 +217,7 @@ class Speculation:
         draft_nodes: int | None = None,
         through_transformers: bool = False,
         trust_remote_code: bool = False,
+        quantized: str = "kernels",
     ) -> Speculation:
         """Fill in what wasn't given: the bundled model, its head, and speculation wherever there is a head."""
         if draft is None and model is None and kind in (None, "eagle"):
@@ -222,6 +233,7 @@ class Speculation:
             draft_nodes=draft_nodes,
             through_transformers=through_transformers,
             trust_remote_code=trust_remote_code,
+            quantized=quantized,
         )
 
     def without(self) -> Speculation:
@@ -298,6 +310,7 @@ def load(
             config=config,
             through_transformers=speculation.through_transformers,
             trust_remote_code=speculation.trust_remote_code,
+            quantized=speculation.quantized,
             progress=lambda file, done, total: tell(f"loading {file}", done, total),
             capture_progress=lambda done, total: tell("capturing graphs", done, total),
             ranks=ranks,

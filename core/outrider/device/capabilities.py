@@ -77,14 +77,20 @@ class Capabilities:
     in one of these keeps its own. Any other is loaded in one that holds all its values where there is such, else in the
     first. Empty: each of ``dtypes`` is as good."""
 
+    quantized_formats: frozenset[str] = frozenset()
+    """Formats of quantised weights that models are loaded in without anybody asking: products with them
+    (``KernelSet.linear_quantized``) are as good as this device has them. Of a format that isn't here there's the torch
+    reference alone, which a caller must ask for by name. See :data:`~outrider.device.QUANTIZED_FORMATS`."""
+
     page_size: int = 16
     """Tokens of a KV page with which the backend's own kernels run. It's taken where nobody names another."""
 
     def as_dict(self) -> dict[str, object]:
-        """Fields by name: what ``outrider backends --open --json`` prints. ``dtypes`` as sorted strings, ``preferred_dtypes``
-        as strings in their order.
+        """Fields by name: what ``outrider backends --open --json`` prints. ``dtypes`` and ``quantized_formats`` as
+        sorted strings, ``preferred_dtypes`` as strings in their order.
         """
         values: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self)}
         values["dtypes"] = sorted(str(d).removeprefix("torch.") for d in self.dtypes)
+        values["quantized_formats"] = sorted(self.quantized_formats)
         values["preferred_dtypes"] = [str(d).removeprefix("torch.") for d in self.preferred_dtypes]
         return values

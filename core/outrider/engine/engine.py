@@ -180,6 +180,7 @@ class Engine(MovingRequests):
         config: EngineConfig | None = None,
         through_transformers: bool = False,
         trust_remote_code: bool = False,
+        quantized: str = "kernels",
         progress: Progress | None = None,
         capture_progress: CaptureProgress | None = None,
         ranks: Ranks | None = None,
@@ -193,10 +194,11 @@ class Engine(MovingRequests):
 
         ``through_transformers`` runs the model by transformers' own code on the paged cache: any decoder with a
         replaceable attention, slower than a native one. ``trust_remote_code`` lets it run Python code that the checkpoint
-        brings, with all rights of this process; code of a checkpoint is never run without it. ``progress(file, done,
-        total)`` is told of each tensor loaded, ``capture_progress(done, total)`` of each batch size captured. ``ranks``:
-        those that run the engine together; each reads its own part of the checkpoint. ``parallel``: instead of them, over how
-        many; the others are started as processes of this host, and end with :meth:`close`.
+        brings, with all rights of this process; code of a checkpoint is never run without it. ``quantized``: how quantised
+        weights are loaded, see :class:`~outrider.model.QuantizedMode`. ``progress(file, done, total)`` is told of each tensor
+        loaded, ``capture_progress(done, total)`` of each batch size captured. ``ranks``: those that run the engine together;
+        each reads its own part of the checkpoint. ``parallel``: instead of them, over how many; the others are started as
+        processes of this host, and end with :meth:`close`.
 
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
         """
@@ -207,6 +209,7 @@ class Engine(MovingRequests):
                 config=config,
                 through_transformers=through_transformers,
                 trust_remote_code=trust_remote_code,
+                quantized=quantized,
             )
             processes = start_ranks(backend, parallel, model_dir, loading, given=ranks, builders=builders)
             try:
@@ -233,6 +236,7 @@ class Engine(MovingRequests):
                 builders=builders,
                 through_transformers=through_transformers,
                 trust_remote_code=trust_remote_code,
+                quantized=quantized,
                 progress=progress,
                 ranks=ranks,
             )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from outrider.device import Backend, ConfigError
+from outrider.device import Backend, ConfigError, KernelSet
 from outrider.engine.config import DTYPES, Choice, DecidedConfig, EngineConfig
 from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.resolve import choose_dtype, resolve
@@ -17,6 +17,7 @@ from outrider.model import (
     Decoder,
     LanguageModel,
     Progress,
+    QuantizedMode,
     Tokenizer,
     VisionTower,
     checkpoint_dtype,
@@ -26,6 +27,8 @@ from outrider.model import (
     load_through_transformers,
     load_vision,
 )
+from outrider.model.products import quantized_products
+from outrider.model.quantization import read_quantization
 from outrider.registry.proposers import plugin_builders
 from outrider.speculative.build import Builder, DraftOptions, build
 from outrider.speculative.proposer import Proposer
@@ -54,6 +57,7 @@ def load_checkpoint(
     builders: Mapping[str, Builder] | None = None,
     through_transformers: bool = False,
     trust_remote_code: bool = False,
+    quantized: str = "kernels",
     progress: Progress | None = None,
     ranks: Ranks | None = None,
 ) -> Loaded:
@@ -64,6 +68,7 @@ def load_checkpoint(
     builders |= plugin_builders(speculate, given=builders)  # before anything is loaded: it raises for an unknown name
     if trust_remote_code and not through_transformers:
         raise ConfigError("trust_remote_code runs code of the checkpoint, which only through_transformers runs; leave it out")
+    mode = QuantizedMode.of(quantized)
     chosen: tuple[Choice, ...] = ()
     if config.dtype is None:
         chosen = (choose_dtype(backend.capabilities, checkpoint_dtype(directory)),)
@@ -80,7 +85,7 @@ def load_checkpoint(
             directory, backend=backend, dtype=dtype, trust_remote_code=trust_remote_code
         )
     else:
-        model = _load_native(directory, backend, dtype, config.batch_invariant, progress, ranks)
+        model = _load_native(directory, backend, dtype, config.batch_invariant, progress, ranks, mode)
     options = DraftOptions(
         target=model,
         backend=backend,
@@ -90,8 +95,10 @@ def load_checkpoint(
         topk=config.draft_topk,
         nodes=config.draft_nodes,
         progress=progress,
+        quantized=mode,
     )
     proposer = build(speculate, options, builders=builders)
+    chosen += _quantized_weights(model, mode, directory)
     tokenizer = Tokenizer.from_checkpoint(directory) if has_tokenizer(directory) else None
     vision = None
     if model.config.vision is not None:
@@ -107,10 +114,28 @@ def _load_native(
     batch_invariant: bool,
     progress: Progress | None,
     ranks: Ranks | None,
+    quantized: QuantizedMode,
 ) -> Decoder:
     """The model of a checkpoint, with the kernels that the config asks for."""
     shared = None if ranks is None else ranks.model
-    model = load_decoder(directory, backend=backend, dtype=dtype, progress=progress, ranks=shared)
+    model = load_decoder(directory, backend=backend, dtype=dtype, progress=progress, ranks=shared, quantized=quantized)
     if batch_invariant:
         return Decoder(model.config, model.weights, backend.kernels_in_use.batch_invariant(), shared)
     return model
+
+
+def _quantized_weights(model: LanguageModel, mode: QuantizedMode, directory: Path) -> tuple[Choice, ...]:
+    """What runs in place of a quantised checkpoint's weights; nothing for a plain checkpoint."""
+    if not isinstance(model, Decoder):
+        return ()
+    if mode is QuantizedMode.DEQUANTIZE:
+        found = read_quantization(directory, mode=mode)
+        plain = f"weights of {found.method} are plain now, and activations stay as they are" if found is not None else ""
+        return (Choice("quantized", mode.value, f"as asked: {plain}"),) if plain else ()
+    products = quantized_products(model.weights)
+    if not products:
+        return ()
+    own = type(model.kernels).linear_quantized is not KernelSet.linear_quantized
+    ways = ", ".join(f"{label} in {count} weights" for label, count in sorted(products.items()))
+    by = f"the kernels {model.kernels.name!r}" if own else "the torch reference, each weight made plain in each product"
+    return (Choice("quantized", ways, f"the checkpoint's; multiplied by {by}"),)

@@ -74,6 +74,7 @@ class RaySettings(BaseModel):
     data_parallel: int = Field(1, ge=1)
     backend: str | None = None
     dtype: str | None = None
+    quantized: str = "kernels"
     max_requests: int | None = None
     max_context: int | None = None
     kv_memory: float | None = None
@@ -96,7 +97,11 @@ class Replica:
     async def __init__(self, settings: RaySettings) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = settings
         speculation = Speculation.choose(
-            settings.speculate, model=settings.model, draft=settings.draft, draft_tokens=settings.draft_tokens
+            settings.speculate,
+            model=settings.model,
+            draft=settings.draft,
+            draft_tokens=settings.draft_tokens,
+            quantized=settings.quantized,
         )
         sizes = Sizes(
             max_context=settings.max_context,

@@ -19,6 +19,7 @@ from outrider.model.location import find_checkpoint
 from outrider.model.media import Media, MediaProcessor, expand_placeholders
 from outrider.model.mrope import MediaGrid, prompt_positions, speculative_positions
 from outrider.model.mtp import MtpHead, MtpWeights, load_mtp
+from outrider.model.quantization import QuantizedMode
 from outrider.model.ranks import ModelRanks
 from outrider.model.rope import RopeConfig
 from outrider.model.shards import Shard, Shards
@@ -49,6 +50,7 @@ __all__ = [
     "MtpHead",
     "MtpWeights",
     "Progress",
+    "QuantizedMode",
     "RopeConfig",
     "Shard",
     "Shards",

@@ -42,8 +42,6 @@ def read_model_config(directory: Path, name: str = "config.json") -> ModelConfig
             f"supported; supported are {', '.join(sorted(_FAMILIES))}; other decoders may run through transformers' own "
             "code, slower: --through-transformers"
         )
-    if raw.get("quantization_config") is not None:
-        raise CheckpointError(f"{path}: quantization_config is set, but quantised checkpoints aren't supported")
     with reading(path, f"a {family} config"):
         whole = hf_config(family, raw)
         hf = whole.get_text_config()

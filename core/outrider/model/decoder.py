@@ -18,19 +18,21 @@ from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.mixture import MixtureLayer
 from outrider.model.pending import Pending, add_rms_norm, added
+from outrider.model.products import Weight, linear
 from outrider.model.ranks import ModelRanks
 from outrider.model.rotary import rotary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderWeights:
-    """Tensors of a decoder, on its device: ``embedding`` and ``head`` [V, H] (one tensor if tied), ``norm`` [H].
+    """Tensors of a decoder, on its device: ``embedding`` and ``head`` [V, H] (one tensor if tied), ``norm`` [H]. The head may
+    be quantised.
 
     On one of several ranks these are its parts, the tables with zeros behind the vocabulary.
     """
 
     embedding: Tensor
-    head: Tensor
+    head: Weight
     norm: Tensor
     layers: tuple[LayerWeights, ...]
 
@@ -88,7 +90,7 @@ class Decoder(LanguageModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of ``hidden`` [N, H], any rows of :meth:`forward`'s result or of an EAGLE head's."""
-        return self.whole_logits(self.kernels.linear(hidden, self.weights.head), self.config.vocab_size)
+        return self.whole_logits(linear(self.kernels, hidden, self.weights.head), self.config.vocab_size)
 
     def _embed_inputs(self, inputs: ForwardInput) -> Tensor:
         embedded = self.embed(inputs.tokens)

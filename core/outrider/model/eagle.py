@@ -17,6 +17,7 @@ from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.pending import Pending, add
+from outrider.model.products import Weight, linear
 from outrider.model.rotary import rotary
 
 
@@ -27,7 +28,7 @@ class EagleWeights:
     ``embedding`` [V, H] is the head's own copy, or the target's tensor where the checkpoint ships none.
     """
 
-    fusion: Tensor
+    fusion: Weight
     fusion_bias: Tensor | None
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
@@ -85,7 +86,7 @@ class EagleHead:
         """
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         both = self._beside(inputs.tokens, hidden)
-        residual = self.kernels.linear(both, self.weights.fusion, self.weights.fusion_bias)
+        residual = linear(self.kernels, both, self.weights.fusion, self.weights.fusion_bias)
         pending: Pending | None = None
         self.target.begin_pass(inputs)
         for layer, pages in zip(self._layers, cache.layers, strict=True):

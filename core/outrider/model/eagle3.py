@@ -18,6 +18,7 @@ from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.pending import add
+from outrider.model.products import Weight, linear
 from outrider.model.rotary import rotary
 
 
@@ -30,9 +31,9 @@ class Eagle3Weights:
     vocabulary, or is None where both are the same.
     """
 
-    fusion: Tensor
+    fusion: Weight
     embedding: Tensor
-    head: Tensor
+    head: Weight
     norm: Tensor
     hidden_norm: Tensor
     layer: LayerWeights
@@ -76,7 +77,7 @@ class Eagle3Head:
     def condition(self, final: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
         """What the head reads of the target [T, H], from :meth:`LanguageModel.forward_with_aux_hidden_states`'s result."""
         del final
-        return self.kernels.linear(torch.cat(aux_hidden_states, dim=-1), self.weights.fusion)
+        return linear(self.kernels, torch.cat(aux_hidden_states, dim=-1), self.weights.fusion)
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
         """The head's states [T, H] from ``inputs`` and ``hidden`` [T, H]: of :meth:`condition`, or an earlier result.
@@ -97,4 +98,4 @@ class Eagle3Head:
     def logits(self, hidden: Tensor) -> Tensor:
         """Draft logits [N, Vd] of ``hidden`` [N, H]."""
         normed = self.kernels.rms_norm(hidden, self.weights.norm, self.config.rms_eps)
-        return self.target.whole_logits(self.kernels.linear(normed, self.weights.head), self.draft_vocab_size)
+        return self.target.whole_logits(linear(self.kernels, normed, self.weights.head), self.draft_vocab_size)

@@ -29,6 +29,23 @@ from outrider.model.reading import JSON_LIMIT, present, read_json, reading, regu
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _AGAIN = "if it's truncated or corrupt, fetch it again"
 _MAX_SHARDS = 4096
+_DTYPES = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "BF16": torch.bfloat16,
+        "F16": torch.float16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "F8_E8M0": torch.float8_e8m0fnu,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }
+)
 _EXTENTS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # What a pickle names, and what a state of plain tensors needs.
 _NAMING = frozenset({"GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"})
@@ -47,6 +64,10 @@ class TensorFile(ABC):
     @abstractmethod
     def read(self, name: str, cut: Cut | None = None) -> Tensor:
         """The tensor, or a cut of it, on the host, in the file's dtype."""
+
+    @abstractmethod
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The tensor's dtype, without reading it; None for one that isn't known here."""
 
     def extent(self, name: str) -> Extent | None:
         """Where the tensor lies in the file, where it lies there in one piece; None: :meth:`read` it."""
@@ -80,6 +101,9 @@ class _SafetensorsFile(TensorFile):
                 tensor = self._file.get_slice(name)[cut.index(len(self.shapes[name]))]
         return tensor
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        return _DTYPES.get(self._header[name]["dtype"])
+
     def extent(self, name: str) -> Extent | None:
         found = self._header[name]
         dtype = _EXTENTS.get(found["dtype"])
@@ -108,6 +132,9 @@ class _TorchFile(TensorFile):
     def read(self, name: str, cut: Cut | None = None) -> Tensor:
         whole = self._state[name].detach()
         return whole if cut is None else whole[cut.index(whole.dim())]
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        return self._state[name].dtype
 
 
 def _check_archive(path: Path, size: int) -> None:
@@ -142,9 +169,22 @@ class CheckpointFiles:
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise CheckpointError(
                 f"{self.tensors[name].path}: tensor {shown(name)} is {tensor.dtype}, expected float16, bfloat16, float32 or "
-                "float64; quantised checkpoints aren't supported"
+                "float64; the config says nothing of quantised weights here"
             )
         return tensor
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Dtype of a tensor that is there; None for one that isn't known here."""
+        return self.tensors[name].dtype(name)
+
+    def dtype_name(self, name: str) -> str:
+        """The same in words."""
+        dtype = self.dtype(name)
+        return "of a dtype that isn't known" if dtype is None else str(dtype).removeprefix("torch.")
+
+    def read_stored(self, name: str) -> Tensor:
+        """Read a tensor of whatever dtype, on the host."""
+        return self.tensors[name].read(name)
 
     def extent(self, name: str) -> Extent | None:
         """Where a tensor lies in its file, if it can be read from there as it is."""

@@ -18,6 +18,7 @@ from outrider.model.eagle3 import Eagle3Head
 from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.head_mapping import eagle3_targets, eagle3_weights, eagle_targets, eagle_weights
 from outrider.model.language_model import LanguageModel
+from outrider.model.quantization import QuantizedMode, read_quantization
 from outrider.model.reading import read_json, reading
 from outrider.model.rope import RopeConfig
 from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
@@ -26,7 +27,13 @@ _SHOWN = 16  # layers that a config names, for an error to list them
 
 
 def load_eagle(
-    directory: str | Path, *, target: LanguageModel, backend: Backend, dtype: torch.dtype, progress: Progress | None = None
+    directory: str | Path,
+    *,
+    target: LanguageModel,
+    backend: Backend,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    quantized: QuantizedMode = QuantizedMode.KERNELS,
 ) -> EagleHead:
     """Load an EAGLE head for ``target``: its published format, safetensors or ``pytorch_model.bin``.
 
@@ -38,15 +45,24 @@ def load_eagle(
     if config.hidden_size != target.config.hidden_size:
         raise _foreign(directory, "hidden_size", config.hidden_size, target.config.hidden_size)
     targets = eagle_targets(config, files.tensors, target.shards)
-    check_tensors(files, eagle_targets(config, files.tensors), optional=set())
+    quantization = read_quantization(directory, mode=quantized)
+    check_tensors(files, eagle_targets(config, files.tensors), optional=set(), quantization=quantization, backend=backend)
     config = target.shards.local(config, str(directory))
     with placed(backend, dtype) as stream:
-        weights = load_tensors(files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress)
+        weights = load_tensors(
+            files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
+        )
         return EagleHead(config, eagle_weights(config, weights, embedding=target.embedding), target)
 
 
 def load_eagle3(
-    directory: str | Path, *, target: LanguageModel, backend: Backend, dtype: torch.dtype, progress: Progress | None = None
+    directory: str | Path,
+    *,
+    target: LanguageModel,
+    backend: Backend,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    quantized: QuantizedMode = QuantizedMode.KERNELS,
 ) -> Eagle3Head:
     """Load an EAGLE-3 head for ``target``: its published format, safetensors or ``pytorch_model.bin``.
 
@@ -69,10 +85,14 @@ def load_eagle3(
     targets = eagle3_targets(config, target.config, draft_vocab, files.tensors, target.shards)
     whole = eagle3_targets(config, target.config, draft_vocab, files.tensors)
     config = target.shards.local(config, str(directory))
-    check_tensors(files, whole, optional={"d2t", "t2d"})  # t2d says what d2t says, the other way round
+    quantization = read_quantization(directory, mode=quantized)
+    # t2d says what d2t says, the other way round
+    check_tensors(files, whole, optional={"d2t", "t2d"}, quantization=quantization, backend=backend)
     target_ids = _target_ids(files, draft_vocab, config.vocab_size)
     with placed(backend, dtype) as stream:
-        weights = load_tensors(files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress)
+        weights = load_tensors(
+            files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
+        )
         ids = None if target_ids is None else target_ids.to(backend.device)
         record = eagle3_weights(weights, embedding=target.embedding, target_ids=ids)
         return Eagle3Head(config, record, target, aux_hidden_state_layers=layers)

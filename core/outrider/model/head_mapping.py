@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -31,7 +32,7 @@ def eagle_targets(config: ModelConfig, present: Container[str], shards: Shards =
     return targets
 
 
-def eagle_weights(config: ModelConfig, weights: Mapping[str, Tensor], *, embedding: Tensor) -> EagleWeights:
+def eagle_weights(config: ModelConfig, weights: Mapping[str, Any], *, embedding: Tensor) -> EagleWeights:
     """The head's record from the loaded targets; ``embedding`` is the target's, for a head that ships none."""
     return EagleWeights(
         fusion=weights["fusion"],
@@ -57,7 +58,7 @@ def eagle3_targets(
     return targets + layer_targets(config, "midlayer", "layer", attention_width=2 * hidden, shards=shards)
 
 
-def eagle3_weights(weights: Mapping[str, Tensor], *, embedding: Tensor, target_ids: Tensor | None) -> Eagle3Weights:
+def eagle3_weights(weights: Mapping[str, Any], *, embedding: Tensor, target_ids: Tensor | None) -> Eagle3Weights:
     """The head's record from the loaded targets; ``embedding`` is the target's, for a head that ships none."""
     return Eagle3Weights(
         fusion=weights["fusion"],

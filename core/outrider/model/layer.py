@@ -14,6 +14,7 @@ from outrider.device import AttentionShape, KernelSet, Product, RotaryArgs
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 from outrider.model.pending import Partial, Pending, add, add_rms_norm
+from outrider.model.products import Weight, linear, linear_rope_write_cache, linear_silu_mul, product
 from outrider.model.ranks import ModelRanks
 
 
@@ -43,16 +44,17 @@ class LayerWeights:
     """Tensors of one layer. What is read together is stored together: q, k, v in ``qkv``, gate and up in ``gate_up``.
 
     ``qkv`` [(Hq + 2 Hkv) D, H], ``output`` [H, Hq D], ``gate_up`` [2 I, H], ``down`` [H, I], the norms [H], ``q_norm``
-    and ``k_norm`` [D]. ``attention_norm`` is None in an EAGLE head that doesn't norm the input of its layer.
+    and ``k_norm`` [D]. The first four may be quantised. ``attention_norm`` is None in an EAGLE head that doesn't norm the
+    input of its layer.
 
     A mixture of E experts has a ``router`` [E, H], ``gate_up`` [E, 2 I, H] and ``down`` [E, H, I]; with a shared expert of
     inner size Is also ``shared_gate_up`` [2 Is, H], ``shared_down`` [H, Is] and ``shared_gate`` [1, H].
     """
 
-    qkv: Tensor
-    output: Tensor
-    gate_up: Tensor
-    down: Tensor
+    qkv: Weight
+    output: Weight
+    gate_up: Weight
+    down: Weight
     mlp_norm: Tensor
     attention_norm: Tensor | None = None
     qkv_bias: Tensor | None = None
@@ -106,7 +108,7 @@ class DecoderLayer:
             normed = residual if pending is None else add(pending, residual, kernels)
         elif pending is None:
             normed = kernels.rms_norm(residual, weights.attention_norm, eps)
-        elif weights.q_norm is None and isinstance(pending, Product):
+        elif weights.q_norm is None and isinstance(pending, Product) and isinstance(weights.qkv, Tensor):
             rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
             q = kernels.norm_linear_rope_write_cache(
                 pending, residual, weights.attention_norm, eps, weights.qkv, weights.qkv_bias, rotary
@@ -121,21 +123,27 @@ class DecoderLayer:
         weights = self._weights
         if isinstance(attended, Partial):
             return self._mlp_in_part(attended, residual)
-        gated = self._kernels.norm_linear_silu_mul(
-            attended, residual, weights.mlp_norm, self._config.rms_eps, weights.gate_up, weights.gate_up_bias
-        )
-        return Product(gated, weights.down, weights.down_bias)
+        kernels, eps = self._kernels, self._config.rms_eps
+        if isinstance(attended, Product) and isinstance(weights.gate_up, Tensor):
+            gated = kernels.norm_linear_silu_mul(
+                attended, residual, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias
+            )
+        else:
+            normed = add_rms_norm(attended, residual, weights.mlp_norm, eps, kernels)
+            gated = linear_silu_mul(kernels, normed, weights.gate_up, weights.gate_up_bias)
+        return product(gated, weights.down, weights.down_bias)
 
     def attend(
         self, normed: Tensor, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
     ) -> Product | Partial:
         """What attention adds for normed input [T, H], pending; writes keys and values to their slots."""
         config, weights, kernels = self._config, self._weights, self._kernels
-        product, rotary = Product(normed, weights.qkv, weights.qkv_bias), RotaryArgs(*cos_sin, *cache, inputs.slots)
+        rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
         if weights.q_norm is None or weights.k_norm is None:
-            return self._look_back(kernels.linear_rope_write_cache(product, rotary), inputs, cache)
+            made = product(normed, weights.qkv, weights.qkv_bias)
+            return self._look_back(linear_rope_write_cache(kernels, made, rotary), inputs, cache)
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
-        qkv = kernels.linear(*product).view(-1, heads + 2 * kv_heads, size)
+        qkv = linear(kernels, normed, weights.qkv, weights.qkv_bias).view(-1, heads + 2 * kv_heads, size)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
         q = kernels.rms_norm(q, weights.q_norm, config.rms_eps)
         k = kernels.rms_norm(k, weights.k_norm, config.rms_eps)
@@ -146,14 +154,14 @@ class DecoderLayer:
         """Attention of ``q`` [T, Hq, D] over the cache; what it adds, pending."""
         weights = self._weights
         out = self._kernels.paged_attention(q, *cache, inputs.attention, scale=self._scale, window=self._window)
-        product = Product(out.reshape(q.shape[0], -1), weights.output, weights.output_bias)
-        return product if self._ranks is None else Partial(self._kernels.linear(*product), self._ranks)
+        made = product(out.reshape(q.shape[0], -1), weights.output, weights.output_bias)
+        return made if self._ranks is None else Partial(linear(self._kernels, *made), self._ranks)
 
     def _mlp_in_part(self, attended: Partial, residual: Tensor) -> Partial:
         """:meth:`mlp` with this rank's part of the inner size, over the tokens of all data-parallel groups."""
         weights, kernels, ranks = self._weights, self._kernels, attended.ranks
         normed = add_rms_norm(attended, residual, weights.mlp_norm, self._config.rms_eps, kernels)
         gathered = ranks.gather_tokens(normed)
-        gated = kernels.linear_silu_mul(gathered, weights.gate_up, weights.gate_up_bias)
-        made = kernels.linear(gated, weights.down, weights.down_bias)
+        gated = linear_silu_mul(kernels, gathered, weights.gate_up, weights.gate_up_bias)
+        made = linear(kernels, gated, weights.down, weights.down_bias)
         return Partial(ranks.scatter_tokens(made, normed.shape[0]), ranks)

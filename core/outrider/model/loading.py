@@ -13,6 +13,7 @@ from outrider.model.decoder import Decoder
 from outrider.model.expert_mapping import check_count
 from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.mapping import Piece, decoder_targets, decoder_weights, vision_name
+from outrider.model.quantization import QuantizedMode, read_quantization
 from outrider.model.ranks import ModelRanks
 from outrider.model.shards import Shards
 from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
@@ -25,13 +26,14 @@ def load_decoder(
     dtype: torch.dtype,
     progress: Progress | None = None,
     ranks: ModelRanks | None = None,
+    quantized: QuantizedMode = QuantizedMode.KERNELS,
 ) -> Decoder:
     """Load a decoder's checkpoint onto ``backend`` in ``dtype``; with ``ranks`` the part of it that is this rank's, of which
-    alone the tensors are read.
+    alone the tensors are read. ``quantized``: how quantised weights are loaded.
 
     Blocks until the weights are on the device, so that any stream may read them. Raises :class:`CheckpointError` that
     names file and tensor when anything is missing, superfluous, of the wrong shape or unreadable, and
-    :class:`CapabilityError` when the backend doesn't compute in ``dtype``.
+    :class:`CapabilityError` when the backend doesn't compute in ``dtype``, or declares no kernels for quantised weights.
     """
     config = ModelConfig.from_checkpoint(directory)
     shards = Shards() if ranks is None else ranks.shards
@@ -42,11 +44,16 @@ def load_decoder(
     optional = {"lm_head.weight"} if config.tie_embeddings else set()
     if config.vision is not None:
         optional |= {key for key in files.tensors if vision_name(key) is not None}  # load_vision checks them
-    check_tensors(files, decoder_targets(config, files.tensors), optional=optional)
+    quantization = read_quantization(Path(directory), mode=quantized)
+    check_tensors(
+        files, decoder_targets(config, files.tensors), optional=optional, quantization=quantization, backend=backend
+    )
     if config.tie_embeddings and "lm_head.weight" in files.tensors:
         _check_tied(files, "lm_head.weight", targets[0].pieces[0])
     with placed(backend, dtype) as stream:
-        weights = load_tensors(files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress)
+        weights = load_tensors(
+            files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
+        )
         return Decoder(local, decoder_weights(local, weights), backend.kernels_in_use, ranks)
 
 

@@ -9,6 +9,8 @@ Letters: H hidden size, Hq query heads, Hkv key heads, D head size, I intermedia
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -110,7 +112,7 @@ def layer_targets(
     return targets
 
 
-def layer_weights(weights: Mapping[str, Tensor], name: str) -> LayerWeights:
+def layer_weights(weights: Mapping[str, Any], name: str) -> LayerWeights:
     """The layer's record from the loaded targets."""
     prefix = f"{name}."
     return LayerWeights(**{key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)})
@@ -143,7 +145,7 @@ def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards
     return targets
 
 
-def decoder_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> DecoderWeights:
+def decoder_weights(config: ModelConfig, weights: Mapping[str, Any]) -> DecoderWeights:
     """The decoder's record from the loaded targets."""
     return DecoderWeights(
         embedding=weights["embedding"],

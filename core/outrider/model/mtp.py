@@ -26,6 +26,8 @@ from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.mapping import WHOLE, Piece, Target, layer_targets, layer_weights
 from outrider.model.pending import add_rms_norm
+from outrider.model.products import Weight, linear
+from outrider.model.quantization import QuantizedMode, read_quantization
 from outrider.model.reading import read_json
 from outrider.model.rotary import rotary
 from outrider.model.shards import Shards
@@ -38,7 +40,7 @@ class MtpWeights:
 
     token_norm: Tensor
     hidden_norm: Tensor
-    projection: Tensor
+    projection: Weight
     layer: LayerWeights
     final_norm: Tensor
 
@@ -69,7 +71,7 @@ class MtpHead:
         self.target.begin_pass(inputs)
         embedded = kernels.rms_norm(self.target.embed(inputs.tokens), weights.token_norm, eps)
         both = torch.cat((kernels.rms_norm(hidden, weights.hidden_norm, eps), embedded), dim=-1)
-        residual = kernels.linear(both, weights.projection)
+        residual = linear(kernels, both, weights.projection)
         pending = self._layer.forward(None, residual, inputs, cos_sin, cache.layers[0])
         return add_rms_norm(pending, residual, weights.final_norm, eps, kernels)
 
@@ -95,7 +97,13 @@ def mtp_targets(config: ModelConfig, heads: int, shards: Shards = WHOLE) -> list
 
 
 def load_mtp(
-    directory: str | Path, *, target: LanguageModel, backend: Backend, dtype: torch.dtype, progress: Progress | None = None
+    directory: str | Path,
+    *,
+    target: LanguageModel,
+    backend: Backend,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    quantized: QuantizedMode = QuantizedMode.KERNELS,
 ) -> tuple[MtpHead, ...]:
     """Load the heads of multi-token prediction for ``target``, as many as ``num_nextn_predict_layers`` says.
 
@@ -118,10 +126,13 @@ def load_mtp(
     config = replace(config, num_layers=1, windows=config.windows[:1])
     shards = target.shards
     targets = mtp_targets(config, heads, shards)
-    check_tensors(files, mtp_targets(config, heads), optional=set())
+    quantization = read_quantization(directory, mode=quantized)
+    check_tensors(files, mtp_targets(config, heads), optional=set(), quantization=quantization, backend=backend)
     config = shards.local(config, str(directory))
     with placed(backend, dtype) as stream:
-        weights = load_tensors(files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress)
+        weights = load_tensors(
+            files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
+        )
         return tuple(
             MtpHead(
                 config,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from outrider.device import KernelSet, Product
+from outrider.model.products import OtherProduct, linear
 from outrider.model.ranks import ModelRanks
 
 
@@ -23,7 +24,7 @@ class Made(NamedTuple):
     value: Tensor
 
 
-Pending = Product | Partial | Made
+Pending = Product | OtherProduct | Partial | Made
 
 
 def add(pending: Pending, residual: Tensor, kernels: KernelSet) -> Tensor:
@@ -32,6 +33,8 @@ def add(pending: Pending, residual: Tensor, kernels: KernelSet) -> Tensor:
         return pending.ranks.add(pending.value, residual)
     if isinstance(pending, Made):
         return residual.add_(pending.value)
+    if isinstance(pending, OtherProduct):
+        return residual.add_(linear(kernels, *pending))
     return kernels.linear_add(*pending, residual)
 
 
@@ -41,6 +44,8 @@ def add_rms_norm(pending: Pending, residual: Tensor, norm: Tensor, eps: float, k
         return pending.ranks.add_rms_norm(kernels, pending.value, residual, norm, eps)
     if isinstance(pending, Made):
         return kernels.add_rms_norm(pending.value, residual, norm, eps)
+    if isinstance(pending, OtherProduct):
+        return kernels.add_rms_norm(linear(kernels, *pending), residual, norm, eps)
     return kernels.linear_add_rms_norm(*pending, residual, norm, eps)
 
 
@@ -53,5 +58,5 @@ def added(pending: Pending | None, residual: Tensor, kernels: KernelSet) -> tupl
         return None, residual.clone()
     if isinstance(pending, Made):
         return pending, residual + pending.value
-    # Computed twice, here and for the norm: a few layers of a head that asks for it.
-    return pending, residual + kernels.linear(*pending)
+    # Made twice, here and for the norm: a few layers of a head that asks for it.
+    return pending, residual + linear(kernels, *pending)

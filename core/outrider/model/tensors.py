@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from outrider.errors import CheckpointError, shown
 from outrider.model.bulk import Part, read_parts
 from outrider.model.files import CheckpointFiles
 from outrider.model.mapping import Piece, Target, ignored
+from outrider.model.quantization.loading import Quantization
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the tensor just read, how many are done, and how many there are."""
@@ -24,9 +26,24 @@ _DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16
 _SHOWN = 5
 
 
-def check_tensors(files: CheckpointFiles, targets: Sequence[Target], *, optional: set[str]) -> None:
-    """Raise unless the files hold exactly the pieces of ``targets``, each in its shape."""
-    wanted = {piece.key: piece.shape for target in targets for piece in target.pieces}
+def check_tensors(
+    files: CheckpointFiles,
+    targets: Sequence[Target],
+    *,
+    optional: set[str],
+    quantization: Quantization | None = None,
+    backend: Backend | None = None,
+) -> None:
+    """Raise unless the files hold exactly the pieces of ``targets``, each in its shape; quantised ones as ``quantization``
+    says. With that and a ``backend``: :class:`CapabilityError` where it has no products for them.
+    """
+    if quantization is None:
+        wanted = {piece.key: piece.shape for target in targets for piece in target.pieces}
+    else:
+        wanted = {piece.key: piece.shape for target in targets for piece in quantization.pieces(files, target)}
+        optional = optional | quantization.unused(files, targets)
+        if backend is not None:
+            quantization.check(files, targets, backend)
     missing = [key for key in wanted if key not in files.tensors]
     extra = sorted(key for key in files.tensors if key not in wanted and key not in optional and not ignored(key))
     if missing or extra:
@@ -71,8 +88,10 @@ def load_tensors(
     backend: Backend,
     stream: Stream,
     progress: Progress | None,
-) -> dict[str, Tensor]:
-    """Weights by the model's name for them, on the device once ``stream``, whose scope this is, has run.
+    quantization: Quantization | None = None,
+) -> dict[str, Any]:
+    """Weights by the model's name for them, on the device once ``stream``, whose scope this is, has run: tensors, and
+    quantised weights where ``quantization`` says so.
 
     What the files hold in ``dtype`` already is read from where it lies, in large pieces; the rest is cast tensor by tensor.
     """
@@ -84,10 +103,13 @@ def load_tensors(
         if progress is not None:
             progress(key, len(names), total)
 
-    weights: dict[str, Tensor] = {}
+    weights: dict[str, Any] = {}
     parts: list[Part] = []
     cast: list[tuple[Piece, Tensor]] = []
     for target in targets:
+        if quantization is not None and quantization.holds(files, target):
+            weights[target.name] = quantization.load(files, target, dtype=dtype, device=backend.device, done=done)
+            continue
         weight = weights[target.name] = torch.empty(target.shape, dtype=dtype, device=backend.device)
         row = 0
         for piece in target.pieces:

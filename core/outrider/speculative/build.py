@@ -11,7 +11,7 @@ import torch
 
 from outrider.device import Backend, ConfigError
 from outrider.errors import CheckpointError
-from outrider.model import LanguageModel, Progress, load_decoder, load_eagle, load_eagle3, load_mtp
+from outrider.model import LanguageModel, Progress, QuantizedMode, load_decoder, load_eagle, load_eagle3, load_mtp
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import DraftHead, EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
@@ -26,7 +26,7 @@ class DraftOptions:
     """What a proposer is built for. ``directory``: the draft's checkpoint, if there is one.
 
     ``draft_tokens``: D, the longest path. ``topk``: 1 for a chain, else T, how many children of a node are looked at.
-    ``nodes``: K, of the tree in all; None: D * T.
+    ``nodes``: K, of the tree in all; None: D * T. ``quantized``: how quantised weights of the draft are loaded.
     """
 
     target: LanguageModel
@@ -37,6 +37,7 @@ class DraftOptions:
     topk: int = 1
     nodes: int | None = None
     progress: Progress | None = None
+    quantized: QuantizedMode = QuantizedMode.KERNELS
 
 
 Builder = Callable[[DraftOptions], Proposer]
@@ -89,7 +90,12 @@ def _with_head(head: DraftHead, options: DraftOptions) -> Proposer:
 def _eagle(options: DraftOptions) -> Proposer:
     directory = _directory(options, "eagle", "an EAGLE head")
     head = load_eagle(
-        directory, target=options.target, backend=options.backend, dtype=options.dtype, progress=options.progress
+        directory,
+        target=options.target,
+        backend=options.backend,
+        dtype=options.dtype,
+        progress=options.progress,
+        quantized=options.quantized,
     )
     return _with_head(head, options)
 
@@ -97,7 +103,12 @@ def _eagle(options: DraftOptions) -> Proposer:
 def _eagle3(options: DraftOptions) -> Proposer:
     directory = _directory(options, "eagle3", "an EAGLE-3 head")
     head = load_eagle3(
-        directory, target=options.target, backend=options.backend, dtype=options.dtype, progress=options.progress
+        directory,
+        target=options.target,
+        backend=options.backend,
+        dtype=options.dtype,
+        progress=options.progress,
+        quantized=options.quantized,
     )
     return _with_head(head, options)
 
@@ -106,7 +117,12 @@ def _mtp(options: DraftOptions) -> Proposer:
     _no_nodes(options, "mtp")
     directory = _directory(options, "mtp", "heads of multi-token prediction")
     heads = load_mtp(
-        directory, target=options.target, backend=options.backend, dtype=options.dtype, progress=options.progress
+        directory,
+        target=options.target,
+        backend=options.backend,
+        dtype=options.dtype,
+        progress=options.progress,
+        quantized=options.quantized,
     )
     return MtpProposer(heads, draft_tokens=options.draft_tokens, branches=options.topk)
 
@@ -119,6 +135,7 @@ def _draft_model(options: DraftOptions) -> Proposer:
         dtype=options.dtype,
         progress=options.progress,
         ranks=options.target.ranks,
+        quantized=options.quantized,
     )
     if model.config.vocab_size != options.target.config.vocab_size:
         raise CheckpointError(

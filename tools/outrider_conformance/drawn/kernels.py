@@ -15,9 +15,10 @@ from outrider_conformance.drawn.dense import DENSE
 from outrider_conformance.drawn.experts import EXPERTS
 from outrider_conformance.drawn.logits import LOGITS
 from outrider_conformance.drawn.problem import Dice, Drawn, Problem, Shape
+from outrider_conformance.drawn.quantized import QUANTIZED
 
 KERNELS: Mapping[str, Drawn] = MappingProxyType(
-    {drawn.kernel: drawn for drawn in (*DENSE, *EXPERTS, *ATTENTION, *CHOICES, *LOGITS, *BOOKKEEPING)}
+    {drawn.kernel: drawn for drawn in (*DENSE, *EXPERTS, *QUANTIZED, *ATTENTION, *CHOICES, *LOGITS, *BOOKKEEPING)}
 )
 
 

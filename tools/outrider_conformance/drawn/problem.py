@@ -55,7 +55,8 @@ Make = Callable[[Shape, torch.dtype, "Dice"], Problem]
 class Drawn:
     """A kernel, the dimensions that are drawn for it, those that every run includes, and how a problem is made of them.
 
-    ``choices``: it works on whole numbers or float32 alone, so one dtype is enough.
+    ``choices``: it works on whole numbers or float32 alone, so one dtype is enough. ``format``: it's for backends that
+    declare this format of quantised weights.
     """
 
     kernel: str
@@ -63,6 +64,7 @@ class Drawn:
     dimensions: Mapping[str, SearchStrategy[int]]
     corners: Sequence[Shape] = ()
     choices: bool = False
+    format: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

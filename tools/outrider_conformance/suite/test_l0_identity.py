@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from outrider.device import (
+    QUANTIZED_FORMATS,
     Backend,
     Capabilities,
     CapabilityError,
@@ -39,7 +40,7 @@ def test_capabilities_are_constant(backend: Backend) -> None:
     stream.synchronize()
     expect(backend.capabilities, before, "capabilities after some work")
     for field in fields(Capabilities):
-        if field.name not in ("dtypes", "preferred_dtypes", "page_size"):
+        if field.name not in ("dtypes", "preferred_dtypes", "page_size", "quantized_formats"):
             assert isinstance(getattr(before, field.name), bool), f"{field.name} is {getattr(before, field.name)!r}"
     assert before.dtypes, "no dtype is declared: no model could run"
     assert all(isinstance(dtype, torch.dtype) and dtype.is_floating_point for dtype in before.dtypes), before.dtypes
@@ -55,6 +56,14 @@ def test_what_is_preferred_is_declared(backend: Backend) -> None:
     size = has.page_size
     assert type(size) is int, f"page_size is {size!r}"
     assert 1 <= size <= 65536, f"page_size is {size}"
+
+
+@promise("Capabilities.quantized_formats", "Formats of quantised weights that models are loaded in")
+def test_formats_that_are_declared_exist(backend: Backend) -> None:
+    """A set of the seam's own names."""
+    formats = backend.capabilities.quantized_formats
+    assert isinstance(formats, frozenset), f"quantized_formats is a {type(formats).__name__}"
+    assert formats <= set(QUANTIZED_FORMATS), f"no formats of the seam: {formats - set(QUANTIZED_FORMATS)}"
 
 
 @promise("Capabilities", "Declaring an ability that doesn't work, and working without declaring it, are both failures")

@@ -21,6 +21,8 @@ _DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 def _applies(lab: Lab, drawn: Drawn, dtype: torch.dtype) -> None:
     if drawn.choices and dtype is not torch.float32:
         not_applicable("it works on whole numbers, or on float32 whatever the model's dtype is")
+    if drawn.format is not None and drawn.format not in lab.backend.capabilities.quantized_formats:
+        not_applicable(f"quantised weights of the format {drawn.format} aren't declared")
     if not drawn.choices and dtype not in lab.backend.capabilities.dtypes:
         not_applicable(f"{dtype} isn't declared")
 

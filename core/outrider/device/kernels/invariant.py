@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outrider.device.kernels.kernelset import KernelSet
 from outrider.device.kernels.metadata import AttentionMetadata
+from outrider.device.kernels.quantized import QuantizedWeight
 
 if TYPE_CHECKING:
     from outrider.device.collectives import Group
@@ -76,12 +77,19 @@ class InvariantKernels(KernelSet):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """In tiles of one height."""
+        return self._in_tiles(lambda part: self._inner.linear(part, weight, bias), x)
+
+    def linear_quantized(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+        """In tiles of one height."""
+        return self._in_tiles(lambda part: self._inner.linear_quantized(part, weight, bias), x)
+
+    def _in_tiles(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])  # a tree's levels come with a dimension more
         rows, tile = flat.shape[0], self._tile
         padded = F.pad(flat, (0, 0, 0, -rows % tile))
         # A slice may be aligned otherwise than its tile at another place, and libraries look at that: each is a copy.
-        parts = [self._inner.linear(part.clone(), weight, bias) for part in padded.split(tile)]
-        return torch.cat(parts)[:rows].view(*x.shape[:-1], weight.shape[0])
+        made = torch.cat([product(part.clone()) for part in padded.split(tile)])[:rows]
+        return made.view(*x.shape[:-1], made.shape[-1])
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """A copy of rows."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outrider.device.kernels import ops as _ops  # noqa: F401  (registers the operators)
 from outrider.device.kernels.metadata import AttentionMetadata, Product, RotaryArgs
+from outrider.device.kernels.quantized import QuantizedWeight
 
 if TYPE_CHECKING:
     from outrider.device.stream import Stream
@@ -86,6 +87,36 @@ class ModelKernels:
         """
         normed = self.linear_add_rms_norm(*added, residual, norm, eps)
         return self.linear_rope_write_cache(Product(normed, weight, bias), rotary)
+
+    def linear_quantized(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+        """``x [..., in] @ W.T + bias`` → [..., out] in x's dtype, for the W that a quantised ``weight`` stands for.
+
+        The formats in which a backend's kernels do this are its ``Capabilities.quantized_formats``. For the others there's
+        this reference, which makes W plain in each call: nothing runs it unless somebody asked for it.
+
+        *Weight.* W is (q - z) * s, in float32 or wider; it may be rounded to x's dtype before the product, or never.
+
+        *Activations*, where ``weight.activations`` says so, are quantised first. x is divided by its scale, rounded to the
+        nearest (ties to even), clamped to the format's range, and multiplied by the scale again, before the product or
+        behind it. ``fp8`` is e4m3: the range is -448 to 448, and a scale that isn't given is the largest magnitude over
+        448. ``int8``: -128 to 127, and the largest magnitude over 127.5. A group of zeros stays zeros. No scale depends on
+        another row, so a request's tokens don't depend on its neighbours.
+
+        *Numerics.* As for every kernel, but x near the border of two steps may be rounded to either.
+        """
+        return torch.ops.outrider.linear_quantized(  # type: ignore[no-any-return]
+            x,
+            weight.data,
+            weight.scales,
+            weight.zero_points,
+            weight.input_scale,
+            bias,
+            weight.format,
+            list(weight.block),
+            list(weight.shape),
+            weight.activations or "",
+            weight.activation_group,
+        )
 
     # -- embeddings, norms, activation -----------------------------------------------------------------------------
 

@@ -8,14 +8,14 @@ once; a plugin overrides the method of its KernelSet. It may register its own ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.device.kernels import bookkeeping, experts, reference, shaping
+from outrider.device.kernels import bookkeeping, experts, quantized_reference, reference, shaping
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "DEF")
@@ -73,6 +73,18 @@ def _mixed(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Te
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _multiplied(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """What a product with a weight [out, in] returns."""
+    torch._check(x.shape[-1] == shape[1], lambda: f"product of {tuple(x.shape)} with a quantised weight of {tuple(shape)}")
+    return x.new_empty((*x.shape[:-1], shape[0]))
+
+
+_define(
+    "linear_quantized(Tensor x, Tensor data, Tensor scales, Tensor? zero_points, Tensor? input_scale, Tensor? bias, "
+    "str format, int[] block, int[] shape, str activations, int activation_group) -> Tensor",
+    quantized_reference.linear_quantized,
+    lambda x, data, scales, zero_points, input_scale, bias, format, block, shape, *rest: _multiplied(x, shape),
+)
 _define(
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
     reference.rms_norm,

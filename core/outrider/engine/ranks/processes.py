@@ -29,6 +29,7 @@ class Loading:
     config: EngineConfig | DecidedConfig | None
     through_transformers: bool
     trust_remote_code: bool
+    quantized: str = "kernels"
 
     def arguments(self) -> dict[str, Any]:
         """By name."""

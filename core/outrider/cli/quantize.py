@@ -1,0 +1,78 @@
+"""``outrider quantize``: a checkpoint with quantised weights, made of a plain one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from outrider.cli.report import JsonOption, Report
+from outrider.cli.starting import progress_shown
+
+_MIB = 1 << 20
+
+
+def quantize(
+    model: Annotated[
+        Path,
+        typer.Option("--model", metavar="DIR|OWNER/NAME", help="The plain checkpoint, of a model or of a head that drafts."),
+    ],
+    format: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="fp8|int8|int4",
+            help="fp8 and int8: weights by the row, activations by the token. int4: weights by the group, activations plain.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A folder that isn't there; it appears when it's whole.")],
+    group: Annotated[
+        int, typer.Option("--group", metavar="N", help="For int4: columns that share a scale, 128 or 32 as a rule.")
+    ] = 128,
+    lm_head: Annotated[bool, typer.Option("--lm-head", help="Quantise the output head too.")] = False,
+    json_output: JsonOption = False,
+) -> Report:
+    """Write a checkpoint with quantised weights, as compressed-tensors stores them, on the host.
+
+    Each weight is rounded to the nearest, without calibration. Embeddings, norms, biases and routers stay as they are.
+    """
+    from outrider.cli.torch_probe import require_torch
+
+    del json_output
+    require_torch()
+    from outrider.model.location import find_checkpoint
+    from outrider.model.quantization.writing import quantize_checkpoint
+
+    source = find_checkpoint(model)
+    began = time.monotonic()
+    with progress_shown() as tell:
+        written = quantize_checkpoint(
+            source,
+            out,
+            format=format,
+            group=group,
+            head=lm_head,
+            progress=lambda key, done, total: tell("quantising", done, total),
+        )
+    data = {
+        "model": str(source),
+        "out": str(out),
+        "format": format,
+        "group": group if format == "int4" else None,
+        "quantized": written.quantized,
+        "plain": written.plain,
+        "bytes_before": written.bytes_before,
+        "bytes_after": written.bytes_after,
+        "seconds": time.monotonic() - began,
+    }
+
+    def render(console: Console) -> None:
+        console.print(
+            f"{out}: {written.quantized} weights in {format}, {written.plain} tensors as they were; "
+            f"{written.bytes_before / _MIB:.1f} MiB before, {written.bytes_after / _MIB:.1f} now"
+        )
+
+    return Report(data=data, render=render)

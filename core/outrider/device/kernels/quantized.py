@@ -1,0 +1,108 @@
+"""QuantizedWeight: a weight of few bits as a kernel gets it, one record for every checkpoint format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from outrider.device.errors import ConfigError
+
+QUANTIZED_FORMATS: Mapping[str, torch.dtype] = MappingProxyType(
+    {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
+)
+"""The formats, and the dtype of ``QuantizedWeight.data`` in each."""
+ACTIVATION_FORMATS = ("fp8", "int8")
+"""What activations can be quantised to."""
+_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedWeight:
+    """The weight [out, in] of a product, quantised: ``W[o, i] = (q[o, i] - z[o // R, i // C]) * s[o // R, i // C]``.
+
+    *Values.* ``data`` holds q on the device. ``fp8``: float8_e4m3fn [out, in]. ``int8``: int8 [out, in]. ``int4``: uint8
+    [out, ceil(in / 2)]; a byte holds columns 2j (low half) and 2j + 1 (high half), each as q + 8, q from -8 to 7.
+
+    *Scales.* ``scales`` holds s in float32, bfloat16, float16 or float64, [ceil(out / R), ceil(in / C)] with ``block`` =
+    (R, C). A scale per channel has the block (1, in). ``zero_points`` holds z as int8 of the same shape; None: all are 0.
+
+    *Activations.* ``activations`` is None (they stay as they are), ``fp8`` or ``int8``: what x is quantised to before the
+    product. With ``input_scale`` (float32 [1], on the device) by that one scale. Without, by a scale for each
+    ``activation_group`` columns of a row, the last group possibly shorter; 0: for each whole row. See
+    :meth:`~outrider.device.KernelSet.linear_quantized`.
+
+    The tensors are contiguous, and nobody writes to them. Raises :class:`ConfigError` for a record that can't be.
+    """
+
+    format: str
+    data: Tensor
+    scales: Tensor
+    block: tuple[int, int]
+    shape: tuple[int, int]
+    zero_points: Tensor | None = None
+    activations: str | None = None
+    activation_group: int = 0
+    input_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.format not in QUANTIZED_FORMATS:
+            raise _wrong("format", self.format, f"one of {', '.join(QUANTIZED_FORMATS)}")
+        if min(*self.shape, *self.block) < 1:
+            raise _wrong("shape and block", (self.shape, self.block), "two pairs of positive numbers")
+        rows, columns = self.shape
+        grid = (-(-rows // self.block[0]), -(-columns // self.block[1]))
+        held = (rows, -(-columns // 2)) if self.format == "int4" else (rows, columns)
+        _check("data", self.data, held, (QUANTIZED_FORMATS[self.format],))
+        _check("scales", self.scales, grid, _SCALES)
+        if self.zero_points is not None:
+            _check("zero_points", self.zero_points, grid, (torch.int8,))
+            if self.format == "fp8":
+                raise _wrong("zero_points", "given", "none for fp8")
+        if self.activations not in (None, *ACTIVATION_FORMATS):
+            raise _wrong("activations", self.activations, f"None or one of {', '.join(ACTIVATION_FORMATS)}")
+        if self.activation_group < 0:
+            raise _wrong("activation_group", self.activation_group, "a number of at least 0")
+        if self.input_scale is not None:
+            _check("input_scale", self.input_scale, (1,), (torch.float32,))
+            if self.activations is None or self.activation_group:
+                raise _wrong("input_scale", "given", "none without activations, or with an activation_group")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        held = (self.data, self.scales, self.zero_points, self.input_scale)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self.data.device
+
+    @property
+    def label(self) -> str:
+        """The format in words: ``int4 group 128``, ``fp8 block 128x128, activations fp8``."""
+        rows, columns = self.block
+        width = self.shape[1]
+        across = "per channel" if columns >= width else f"group {columns}"
+        blocks = across if rows == 1 else f"block {rows}x{columns}"
+        zero = "" if self.zero_points is None else ", zero points"
+        if self.activations is None:
+            return f"{self.format} {blocks}{zero}"
+        if self.input_scale is not None:
+            return f"{self.format} {blocks}{zero}, static {self.activations} activations"
+        grouped = f" in groups of {self.activation_group}" if self.activation_group else ""
+        return f"{self.format} {blocks}{zero}, {self.activations} activations{grouped}"
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+        words = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise _wrong(name, f"{list(tensor.shape)} {tensor.dtype}", f"{list(shape)} {words}")
+
+
+def _wrong(name: str, found: object, expected: str) -> ConfigError:
+    return ConfigError(f"quantised weight: {name} is {found}, expected {expected}")

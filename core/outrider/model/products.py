@@ -1,0 +1,100 @@
+"""Products of a model with its weights, plain or quantised: which kernel each of them takes.
+
+Letters: T new tokens, H hidden size, Hq query heads, Hkv key heads, D head size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, fields, is_dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.device import ConfigError, KernelSet, Product, QuantizedWeight, RotaryArgs
+
+
+@dataclass(frozen=True, slots=True)
+class SplitWeight:
+    """A weight whose rows lie in several parts, since these are stored in different ways: q quantised and k plain, say."""
+
+    parts: tuple[Tensor | QuantizedWeight, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+
+Weight = Tensor | QuantizedWeight | SplitWeight
+"""A weight [out, in] of a product. Only a tensor takes part in the kernels that join a product with what follows it."""
+
+
+class OtherProduct(NamedTuple):
+    """As :class:`~outrider.device.Product`, for a weight that is no tensor."""
+
+    x: Tensor
+    weight: QuantizedWeight | SplitWeight
+    bias: Tensor | None
+
+
+def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Product | OtherProduct:
+    """A product that is still to be made."""
+    return Product(x, weight, bias) if isinstance(weight, Tensor) else OtherProduct(x, weight, bias)
+
+
+def plain(weight: Weight) -> Tensor:
+    """The weight as the tensor that it is; :class:`ConfigError` for another."""
+    if not isinstance(weight, Tensor):
+        raise ConfigError(f"expected a plain weight, found {label(weight)}")
+    return weight
+
+
+def label(weight: Weight) -> str:
+    """How the weight is stored, in words."""
+    if isinstance(weight, SplitWeight):
+        return " beside ".join(dict.fromkeys(label(part) for part in weight.parts))
+    return "plain" if isinstance(weight, Tensor) else weight.label
+
+
+def linear(kernels: KernelSet, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``."""
+    if isinstance(weight, Tensor):
+        return kernels.linear(x, weight, bias)
+    if isinstance(weight, QuantizedWeight):
+        return kernels.linear_quantized(x, weight, bias)
+    made = torch.cat([linear(kernels, x, part) for part in weight.parts], dim=-1)
+    return made if bias is None else made + bias
+
+
+def linear_silu_mul(kernels: KernelSet, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """See :meth:`KernelSet.linear_silu_mul`."""
+    if isinstance(weight, Tensor):
+        return kernels.linear_silu_mul(x, weight, bias)
+    return kernels.silu_mul(linear(kernels, x, weight, bias))
+
+
+def linear_rope_write_cache(kernels: KernelSet, made: Product | OtherProduct, rotary: RotaryArgs) -> Tensor:
+    """See :meth:`KernelSet.linear_rope_write_cache`."""
+    if isinstance(made, Product):
+        return kernels.linear_rope_write_cache(made, rotary)
+    kv_heads, size = rotary.k_cache.shape[2:]
+    qkv = linear(kernels, *made).view(made.x.shape[0], -1, size)
+    q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
+    kernels.rope_write_cache(q, k, v, *rotary)
+    queries: Tensor = q
+    return queries
+
+
+def quantized_products(record: object) -> Counter[str]:
+    """How many products of a record of weights are stored in which quantised way, by the words for it."""
+    if isinstance(record, QuantizedWeight):
+        return Counter((record.label,))
+    if isinstance(record, SplitWeight):
+        return sum((quantized_products(part) for part in record.parts), Counter())
+    if isinstance(record, tuple):
+        return sum((quantized_products(each) for each in record), Counter())
+    if is_dataclass(record) and not isinstance(record, type):
+        return sum((quantized_products(getattr(record, each.name)) for each in fields(record)), Counter())
+    return Counter()

@@ -1,0 +1,247 @@
+"""Writing a quantised checkpoint of a plain one, as compressed-tensors stores them. Rounded to the nearest, without data."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from outrider.device import ConfigError
+from outrider.errors import CheckpointError, shown
+from outrider.model.files import CheckpointFiles, open_checkpoint
+from outrider.model.location import refuse_other_formats
+from outrider.model.mapping import vision_name
+from outrider.model.quantization.config import read_quantization
+from outrider.model.quantization.layouts import packed_halves
+from outrider.model.reading import read_json
+from outrider.model.tensors import Progress
+
+WRITTEN_FORMATS = ("fp8", "int8", "int4")
+_PRODUCTS = frozenset(
+    {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"}
+    | {"w1", "w2", "w3", "fc", "input_proj"}
+)
+"""Last names of the modules that multiply: those of layers, of experts, and what fuses the inputs of a draft head."""
+_HEAD = "lm_head"
+_SUFFIX = ".weight"
+_INDEX = "model.safetensors.index.json"
+_TENSORS = ("*.safetensors", "*.bin", "*.index.json", "*.pt", "*.pth")
+_E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenCheckpoint:
+    """What was written: how many weights are quantised and how many tensors are plain, and the tensors' bytes."""
+
+    quantized: int
+    plain: int
+    bytes_before: int
+    bytes_after: int
+
+
+def quantize_checkpoint(
+    source: Path, out: Path, *, format: str, group: int = 128, head: bool = False, progress: Progress | None = None
+) -> WrittenCheckpoint:
+    """Write ``out``, a new directory, with the products of ``source`` quantised to ``format``; the rest as it is.
+
+    ``fp8``: a scale for each row, activations by the token. ``int8``: the same in int8. ``int4``: a scale for each ``group``
+    columns, activations plain. ``head``: the output head too. A draft head is a checkpoint like another.
+
+    ``out`` appears when it's whole. Raises :class:`ConfigError` for options that can't be, :class:`CheckpointError` for a
+    checkpoint that is quantised already or can't be, and OSError where it can't be written.
+    """
+    if format not in WRITTEN_FORMATS:
+        raise ConfigError(f"the format is {format!r}, expected one of {', '.join(WRITTEN_FORMATS)}")
+    if group < 8 or group % 8:
+        raise ConfigError(f"the group is {group}, expected a positive multiple of 8")
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"{out} is there already; name a folder that isn't")
+    refuse_other_formats(source)
+    config = read_json(source / "config.json")
+    if read_quantization(source) is not None:
+        raise CheckpointError(f"{source}: is quantised already; expected a plain checkpoint")
+    files = open_checkpoint(source)
+    keys = _products(files, head=head)
+    for key in keys if format == "int4" else ():
+        if files.shape(key)[1] % group:
+            raise CheckpointError(
+                f"{files.tensors[key].path}: tensor {key!r} has {files.shape(key)[1]} columns, no multiple of the group "
+                f"{group}; name another with --group"
+            )
+    _check_room(files, keys, out, format)
+    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
+    try:
+        partial.mkdir(parents=True)
+        written = _write_tensors(files, keys, partial, _ways(format, group), progress)
+        described = {**config, "quantization_config": _config(format, group, _ignored(files, keys))}
+        (partial / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+        for other in sorted(source.iterdir()):
+            if other.is_file() and other.name != "config.json" and not any(other.match(each) for each in _TENSORS):
+                shutil.copyfile(other, partial / other.name)
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return written
+
+
+def _products(files: CheckpointFiles, *, head: bool) -> list[str]:
+    """The weights that are quantised."""
+    found = []
+    for key in files.tensors:
+        if ".experts." in f".{key}." and len(files.shape(key)) == 3:
+            raise CheckpointError(
+                f"{files.tensors[key].path}: tensor {shown(key)} holds all experts of a layer; such a checkpoint can't be "
+                "quantised yet; take one with a tensor for each expert"
+            )
+        module, last = key.removesuffix(_SUFFIX), key.removesuffix(_SUFFIX).rpartition(".")[2]
+        wanted = last in _PRODUCTS or (head and last == _HEAD)
+        if key.endswith(_SUFFIX) and wanted and len(files.shape(key)) == 2 and vision_name(module) is None:
+            found.append(key)
+    if head and not any(key.endswith(f"{_HEAD}{_SUFFIX}") for key in found):
+        raise ConfigError("the output head is to be quantised, and the checkpoint has none of its own: it's the embedding")
+    if not found:
+        raise CheckpointError(f"{files.origin}: holds no weight of a product by a name that is known, such as q_proj.weight")
+    return found
+
+
+def _ignored(files: CheckpointFiles, keys: list[str]) -> list[str]:
+    """Modules that stay plain, by name: readers take each matrix for quantised otherwise."""
+    done = set(keys)
+    plain = [key for key in files.tensors if key.endswith(_SUFFIX) and key not in done and len(files.shape(key)) == 2]
+    return sorted({key.removesuffix(_SUFFIX) for key in plain} | ({_HEAD} - {key.removesuffix(_SUFFIX) for key in done}))
+
+
+def _config(format: str, group: int, ignore: list[str]) -> dict[str, Any]:
+    eight = {"num_bits": 8, "type": "float" if format == "fp8" else "int", "symmetric": True}
+    weights: dict[str, Any] = eight | {"strategy": "channel"}
+    inputs: dict[str, Any] | None = eight | {"strategy": "token", "dynamic": True}
+    storage = "float-quantized" if format == "fp8" else "int-quantized"
+    if format == "int4":
+        weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+        inputs, storage = None, "pack-quantized"
+    return {
+        "quant_method": "compressed-tensors",
+        "format": storage,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": storage}
+        },
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+    }
+
+
+def _write_tensors(
+    files: CheckpointFiles, keys: list[str], out: Path, way: Callable[[Tensor], dict[str, Tensor]], progress: Progress | None
+) -> WrittenCheckpoint:
+    """A file for each file there is, and an index where there are several."""
+    wanted, total, done = set(keys), len(files.tensors), 0
+    by_file: dict[Path, list[str]] = {}
+    for key, file in files.tensors.items():
+        by_file.setdefault(file.path, []).append(key)
+    index: dict[str, str] = {}
+    before = after = 0
+    for path, names in by_file.items():
+        name = f"{path.stem.replace('pytorch_model', 'model')}.safetensors"
+        made: dict[str, Tensor] = {}
+        for key in names:
+            tensor = files.read_stored(key)
+            before += tensor.nbytes
+            if key in wanted:
+                made |= {f"{key.removesuffix(_SUFFIX)}.{end}": part for end, part in _checked(files, key, way).items()}
+            else:
+                made[key] = tensor.contiguous()
+            done += 1
+            if progress is not None:
+                progress(key, done, total)
+        after += sum(tensor.nbytes for tensor in made.values())
+        index |= dict.fromkeys(made, name)
+        _save(made, out / name)
+    if len(by_file) > 1:
+        (out / _INDEX).write_text(json.dumps({"metadata": {"total_size": after}, "weight_map": index}, indent=2) + "\n")
+    return WrittenCheckpoint(quantized=len(keys), plain=total - len(keys), bytes_before=before, bytes_after=after)
+
+
+def _checked(files: CheckpointFiles, key: str, way: Callable[[Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
+    weight = files.read(key)
+    if not bool(weight.isfinite().all()):
+        raise CheckpointError(f"{files.tensors[key].path}: tensor {shown(key)} has values that aren't finite")
+    return {end: part.contiguous() for end, part in way(weight).items()}
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:  # the library has no other kind for a full disk
+        number = errno.ENOSPC if "No space left" in str(error) or "os error 28" in str(error) else errno.EIO
+        raise OSError(number, str(error), str(path)) from error
+
+
+def _check_room(files: CheckpointFiles, keys: list[str], out: Path, format: str) -> None:
+    """Raise before anything is written where the disk can't hold the result."""
+    wanted, needed = set(keys), 0
+    for key in files.tensors:
+        dtype = files.dtype(key)
+        size = math.prod(files.shape(key))
+        needed += (
+            size * (dtype.itemsize if dtype is not None else 8)
+            if key not in wanted
+            else size // (2 if format == "int4" else 1)
+        )
+    parent = next(each for each in (out.parent.absolute(), *out.parent.absolute().parents) if each.exists())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"needs {needed} bytes, and {free} are free", str(out))
+
+
+# -- values --------------------------------------------------------------------------------------------------------
+
+
+def _ways(format: str, group: int) -> Callable[[Tensor], dict[str, Tensor]]:
+    if format == "int4":
+        return lambda weight: _int4(weight, group)
+    return MappingProxyType({"fp8": _fp8, "int8": _int8})[format]
+
+
+def _scale(largest: Tensor, most: float, dtype: torch.dtype) -> Tensor:
+    """Scales as they're stored, in the weight's dtype; 1 for zeros."""
+    scale = (largest / most).to(dtype)
+    return torch.where(scale > 0, scale, 1.0).to(dtype)
+
+
+def _fp8(weight: Tensor) -> dict[str, Tensor]:
+    wide = weight.to(torch.float32)
+    scale = _scale(wide.abs().amax(1, keepdim=True), _E4M3_MAX, weight.dtype)
+    values = (wide / scale.to(torch.float32)).clamp(-_E4M3_MAX, _E4M3_MAX)
+    return {"weight": values.to(torch.float8_e4m3fn), "weight_scale": scale}
+
+
+def _int8(weight: Tensor) -> dict[str, Tensor]:
+    wide = weight.to(torch.float32)
+    scale = _scale(wide.abs().amax(1, keepdim=True), 127.5, weight.dtype)
+    values = (wide / scale.to(torch.float32)).round().clamp(-128, 127)
+    return {"weight": values.to(torch.int8), "weight_scale": scale}
+
+
+def _int4(weight: Tensor, group: int) -> dict[str, Tensor]:
+    grouped = weight.to(torch.float32).unflatten(1, (-1, group))
+    scale = _scale(grouped.abs().amax(-1), 7.5, weight.dtype)
+    values = (grouped / scale.to(torch.float32).unsqueeze(-1)).round().clamp(-8, 7).flatten(1)
+    return {
+        "weight_packed": packed_halves((values + 8).to(torch.uint8)).view(torch.int32),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(weight.shape),
+    }

@@ -1,0 +1,132 @@
+"""Drawn products with quantised weights. Each value of an activation lies well inside one step of its quantisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outrider.device import QUANTIZED_FORMATS, KernelSet, QuantizedWeight
+from outrider_conformance.drawn import bounds
+from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape
+
+_BLOCKS = ("channel", "group", "block")
+_MAGNITUDES = {"fp8": 448.0, "int8": 127.5}
+
+
+def _block(shape: Shape) -> tuple[int, int]:
+    kind = _BLOCKS[shape["blocks"]]
+    return {"channel": (1, shape["inner"]), "group": (1, 16), "block": (24, 40)}[kind]
+
+
+def _spread(grid: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
+    return grid.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
+
+
+def _weight(shape: Shape, format: str, dice: Dice) -> tuple[dict[str, Operand], Tensor]:
+    """Operands of the weight, its bytes as words of 32 bits; and what it stands for, in float64."""
+    size, block = (shape["outer"], shape["inner"]), _block(shape)
+    grid = (-(-size[0] // block[0]), -(-size[1] // block[1]))
+    if format == "fp8":
+        data = dice.normal(*size, dtype=torch.float32, scale=60.0).clamp(-448, 448).to(torch.float8_e4m3fn)
+        values = data.double()
+    elif format == "int8":
+        data = dice.whole(-128, 128, *size, dtype=torch.int8)
+        values = data.double()
+    else:
+        halves = dice.whole(0, 16, *size, dtype=torch.uint8)
+        data, values = halves[:, 0::2] | halves[:, 1::2] << 4, halves.double() - 8
+    scales = (dice.uniform(*grid) + 0.5) / (values.abs().max() * shape["inner"] ** 0.5)
+    operands = {"data": Operand(data.view(torch.int32)), "scales": Operand(scales.float())}
+    if shape["zeros"] and format != "fp8":
+        zeros = dice.whole(-8, 9, *grid)
+        operands["zeros"] = Operand(zeros)
+        values = values - _spread(zeros.double(), block, size)
+    return operands, values * _spread(scales.float().double(), block, size)
+
+
+def _activations(shape: Shape, format: str, dtype: torch.dtype, dice: Dice) -> tuple[dict[str, Operand], bounds.Number]:
+    """x, what it is once it was quantised, and its scale where that is given."""
+    rows, width = shape["tokens"], shape["inner"]
+    if format == "fp8":
+        steps = (2.0 ** dice.whole(-4, 8, rows, width).double()) * (1 + dice.whole(0, 8, rows, width).double() / 8)
+        near = steps * (1 + (dice.uniform(rows, width).double() - 0.5) * 0.02)
+    else:
+        steps = dice.whole(1, 60, rows, width).double()
+        near = steps + (dice.uniform(rows, width).double() - 0.5) * 0.4
+    signs = dice.whole(0, 2, rows, width).double() * 2 - 1
+    steps, near = steps * signs, near * signs
+    group = {2: 16}.get(shape["active"], width)
+    scale = (dice.uniform(rows, -(-width // group)).double() + 0.5) / 16
+    if shape["active"] == 3:
+        scale = torch.full_like(scale, 0.03125)
+    else:  # the largest of each group decides its scale
+        steps[:, ::group], near[:, ::group] = (448.0, 448.0) if format == "fp8" else (127.0, 127.5)
+    wide = scale.repeat_interleave(group, 1)[:, :width]
+    x = (near * wide).to(dtype)
+    if shape["active"] != 3:
+        wide = (x[:, ::group].double() / _MAGNITUDES[format]).repeat_interleave(group, 1)[:, :width]
+    value = steps * wide
+    operands = {"x": Operand(x)}
+    if shape["active"] == 3:
+        operands["input_scale"] = Operand(torch.tensor([0.03125]), "alone")
+    return operands, bounds.rounded(bounds.rounded(bounds.Number(value, torch.zeros_like(value)), dtype), torch.float32)
+
+
+def _linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    active = {"fp8": "fp8", "int8": "int8", "int4": "int8"}[format] if shape["active"] else None
+    operands, weight = _weight(shape, format, dice)
+    if active is None:
+        x = dice.factors(shape["tokens"], shape["inner"], dtype=dtype)
+        more, number = {"x": Operand(x)}, bounds.exact(x)
+    else:
+        more, number = _activations(shape, active, dtype, dice)
+    operands |= more
+    bias = dice.normal(shape["outer"], dtype=dtype) if shape["bias"] else None
+    if bias is not None:
+        operands["bias"] = Operand(bias)
+    # The weight may be rounded to the dtype before the product.
+    once = bounds.Number(number.value, number.error + 4 * bounds.UNIT[dtype] * number.value.abs())
+    size, block = (shape["outer"], shape["inner"]), _block(shape)
+
+    def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        zeros = o.get("zeros")
+        made = QuantizedWeight(
+            format=format,
+            data=o["data"].view(QUANTIZED_FORMATS[format]),
+            scales=o["scales"],
+            block=block,
+            shape=size,
+            zero_points=None if zeros is None else zeros.to(torch.int8),
+            activations=active,
+            activation_group=16 if shape["active"] == 2 else 0,
+            input_scale=o.get("input_scale"),
+        )
+        return {"out": kernels.linear_quantized(o["x"], made, o.get("bias"))}
+
+    return Problem(operands, call, {"out": bounds.product(once, weight, bias, dtype)})
+
+
+_DIMENSIONS = {
+    "tokens": st.one_of(st.integers(1, 20), st.sampled_from((63, 65, 129))),
+    "inner": st.sampled_from((8, 40, 96, 264)),
+    "outer": st.one_of(st.integers(1, 80), st.just(129)),
+    "blocks": st.integers(0, 2),
+    "zeros": st.integers(0, 1),
+    "active": st.integers(0, 3),
+    "bias": st.integers(0, 1),
+}
+_CORNERS = (
+    {"tokens": 3, "inner": 40, "outer": 24, "blocks": 1, "zeros": 1, "active": 0, "bias": 1},
+    {"tokens": 65, "inner": 264, "outer": 129, "blocks": 2, "zeros": 0, "active": 2, "bias": 0},
+    {"tokens": 1, "inner": 96, "outer": 80, "blocks": 0, "zeros": 0, "active": 1, "bias": 0},
+    {"tokens": 17, "inner": 40, "outer": 1, "blocks": 0, "zeros": 1, "active": 3, "bias": 1},
+)
+
+QUANTIZED = tuple(
+    Drawn(f"linear_quantized, {format}", partial(_linear_quantized, format), _DIMENSIONS, _CORNERS, format=format)
+    for format in QUANTIZED_FORMATS
+)
