@@ -157,7 +157,7 @@ def with_options(command: Callable[..., Result]) -> Callable[..., Result]:
         made = {name: record(**{each: given.pop(each) for each in names}) for name, (record, names) in records.items()}
         return command(**given, **made)
 
-    del call.__wrapped__  # type: ignore[attr-defined]  # its signature would be taken for this one
+    del call.__wrapped__  # its signature would be taken for this one
     call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call
