@@ -139,7 +139,7 @@ def test_a_rank_that_has_no_answer_says_so():
     def body(ranks):
         engine = made("none", ranks)
         if engine.follows:
-            with pytest.raises(ConfigError, match=r"use follow\(answer=\.\.\.\)"):
+            with pytest.raises(RanksFailed, match=r"use follow\(answer=\.\.\.\)"):
                 engine.follow()
             return
         with pytest.raises((RanksFailed, EngineStopped), match="rank 1 failed"):
