@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from threads import failing, run
+from threads import failing, run, run_bodies
 
 from outrider import Engine, SamplingParams
 from outrider.engine.ranks.parallel import ParallelConfig
@@ -72,6 +72,16 @@ def test_a_guide_that_one_rank_walks_too_slowly_ends_its_requests_on_all(layout,
 def test_a_rank_that_decides_no_token_walks_no_grammar():
     found = run(TENSOR, lambda ranks: engine_of(ranks, slow=1), answers)
     assert found == answers(engine_of(None))
+
+
+def test_the_first_rank_compiles_in_less_time_than_others_wait_for_it_and_these_take_whatever_it_takes():
+    def body(ranks):
+        engine = engine_of(ranks)
+        if ranks.leads:
+            engine.close()
+        return engine._grammars._seconds
+
+    assert run_bodies(TENSOR, body) == [TENSOR.timeout_s / 4, None]
 
 
 def test_a_rank_that_refuses_what_the_first_one_took_is_named():

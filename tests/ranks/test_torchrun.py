@@ -61,9 +61,9 @@ def test_whoever_is_killed_on_two_hosts_the_others_end(tmp_path, lost):
         assert ended(ranks) < limit_s(), agents.text(agents.errors)
         assert all(agents.wait())
         said = agents.own_errors()
-        # An agent takes along what the ranks tell each other by: then each host says so.
+        # An agent may take along what the ranks tell each other by, and the other one then interrupts its rank.
         assert 1 <= len(said) <= 1 + ("agent" in lost), agents.text(agents.errors)
-        assert all("last decided" in each and "last called" in each for each in said)
+        assert "agent" in lost or ("last decided" in said[0] and "last called" in said[0])
 
 
 def test_torchrun_starts_ranks_again(tmp_path, alone):

@@ -178,7 +178,14 @@ class Pair:
         """Start a server, on the port that it had before."""
         sizes = self._sizes[role]
         listed = [sizes.page_size, sizes.max_requests, sizes.spare_pages, sizes.prefill_chunk]
-        given = [role, self._model, self._backends[role], self._transport, self._addresses[role], self._addresses["prefill"]]
+        given: list[Any] = [
+            role,
+            self._model,
+            self._backends[role],
+            self._transport,
+            self._addresses[role],
+            self._addresses["prefill"],
+        ]
         given += [listed, self._data if role == "decode" else 1]
         command = [sys.executable, "-m", "outrider_proof.apart", "--child", json.dumps(given)]
         self.processes[role] = self._stack.enter_context(started(command, stdout=subprocess.DEVNULL))

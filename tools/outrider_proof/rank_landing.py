@@ -231,17 +231,25 @@ def main() -> int:
     parser.add_argument("--data", type=int, default=2, choices=(2, 3))
     parser.add_argument("--proposer", choices=PROPOSERS)
     parser.add_argument("--drop", choices=NETWORK)
+    parser.add_argument("--strategy", default="mixed", help="how schedules are drawn; program: the order of the program")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no program after so long")
     options = parser.parse_args()
+    from outrider_sim.explore import run_once
+    from outrider_sim.strategies import make_strategy
+
     devices, began = Devices(), time.monotonic()
     total: dict[str, int] = {"programs": 0}
     told: list[str] = []
     for seed in range(options.seed, options.seed + options.programs):
         if time.monotonic() - began > options.seconds:
             break
-        try:
-            found = run(devices, seed, data=options.data, proposer=options.proposer, drop=options.drop)
-        except Exception as error:
+        found: dict[str, int] = {}
+
+        def once(_: object, seed: int = seed, found: dict[str, int] = found) -> None:
+            found.update(run(devices, seed, data=options.data, proposer=options.proposer, drop=options.drop))
+
+        error = run_once(devices.backends[0], once, make_strategy(options.strategy, seed, {}))  # type: ignore[arg-type]
+        if error is not None:
             told.append(f"{seed}: {type(error).__name__}: {str(error)[:600]}")
             break
         total["programs"] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -47,7 +48,7 @@ from outrider.engine.ranks.start import join_engine
 from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.requests.cache_events import CacheEvent, CacheEvents
 from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
-from outrider.engine.requests.grammars import COMPILE_SECONDS, Grammars
+from outrider.engine.requests.grammars import Grammars
 from outrider.engine.requests.guides import Guide
 from outrider.engine.requests.owner import Owner
 from outrider.engine.requests.request import Completion, FinishReason, Request, StepOutput
@@ -153,7 +154,7 @@ class Engine(MovingRequests):
             tokenizer,
             vocabulary=model.config.vocab_size,
             ends=model.config.eos_token_ids,
-            seconds=COMPILE_SECONDS if course is None else course.compile_seconds(COMPILE_SECONDS),
+            seconds=math.inf if course is None else course.compile_seconds,
         )
         self._admission = Admission(
             config=config,

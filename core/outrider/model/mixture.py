@@ -35,6 +35,7 @@ class MixtureLayer(DecoderLayer):
             raise ConfigError("a layer has a router, and the config has no experts; expected both or none")
         self._experts = config.experts
         self._router = weights.router
+        self._gate_up, self._down = _plain(weights.gate_up), _plain(weights.down)
 
     def mlp(self, attended: Product | Partial, residual: Tensor) -> Pending:
         """Add ``attended`` to ``residual`` [T, H] in place; returns what the experts add, pending."""
@@ -50,8 +51,17 @@ class MixtureLayer(DecoderLayer):
         kernels, weights, experts = self._kernels, self._weights, self._experts
         logits = kernels.linear(x, self._router)
         shares, chosen = kernels.route(logits, experts.per_token, renormalize=experts.renormalize)
-        made = kernels.experts(x, shares, chosen, weights.gate_up, weights.down)
+        made = kernels.experts(x, shares, chosen, self._gate_up, self._down)
         if weights.shared_gate_up is None or weights.shared_down is None or weights.shared_gate is None:
             return made
         shared = kernels.linear(kernels.linear_silu_mul(x, weights.shared_gate_up), weights.shared_down)
         return made.add_(torch.sigmoid(kernels.linear(x, weights.shared_gate)) * shared)
+
+
+def _plain(weight: object) -> Tensor:
+    """A stack of experts. Raises :class:`ConfigError` for one in another form than a tensor: there are no products for it."""
+    if not isinstance(weight, Tensor):
+        raise ConfigError(
+            f"the experts' weights are a {type(weight).__name__}, expected a tensor: quantised experts aren't supported"
+        )
+    return weight

@@ -33,11 +33,12 @@ class Course:
         if not self.leads and self._record is None:
             raise ConfigError("this engine follows that of rank 0, which takes all calls; call follow() here")
 
-    def compile_seconds(self, most: float) -> float | None:
-        """What compiling a guide may take, ``most`` of it: the others compile it while the first one waits for them. They
-        refuse nothing that the first one took: None.
+    @property
+    def compile_seconds(self) -> float | None:
+        """What compiling a guide may take: the others compile it while the first one waits for them. They refuse nothing that
+        the first one took: None.
         """
-        return min(most, self.ranks.config.timeout_s / 4) if self.leads else None
+        return self.ranks.config.timeout_s / 4 if self.leads else None
 
     def tell(self, command: Command) -> None:
         """Leading: a call changes the engine; the others hear of it with the next act. Following: nothing.

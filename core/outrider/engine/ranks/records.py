@@ -14,7 +14,7 @@ from outrider.device import Decision, DeviceError
 from outrider.engine.ranks.codec import decode, encode
 
 _POLL_S = 300.0
-_ANSWER_S, _HEAR_S = 120.0, 0.5
+_ANSWER_S, _HEAR_S = 120.0, 5.0
 _KEPT = 256
 """Records that stay in the store behind the newest: no rank is further behind, as each iteration has collectives."""
 

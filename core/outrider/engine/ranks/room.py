@@ -14,6 +14,8 @@ class Room:
 
     ENDED = "ended"
     """The last sign of a rank that ended as it should."""
+    STARTS = "+"
+    """Ends the first word of the signs of a rank that hasn't decided anything."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store

@@ -17,6 +17,8 @@ _SILENT = 10
 """A rank that gives no sign of life while this one gives so many hangs: it's stopped, or in an operation that keeps all its
 threads. That's 4 s; on a machine that has no time for either of them, longer.
 """
+_SILENT_AT_START = 100
+"""The same before it has decided anything: imports and libraries that are loaded keep all its threads for long."""
 _GRACE_S = 2.0
 """So long a rank has to end by itself once another has failed: it may be waiting for what never comes."""
 
@@ -52,7 +54,7 @@ class Watch:
         while not self._over.wait(_BEAT_S):
             self._beats += 1
             try:
-                self._room.beat(self._ranks.rank, f"{self._beats} {self._ranks.progress}")
+                self._room.beat(self._ranks.rank, f"{self._beats}{self._phase} {self._ranks.progress}")
                 failure = self._room.failure or self._orphaned() or self._silent()
             except (RuntimeError, DeviceError) as error:
                 failure = f"{GONE}: {error}; {self._ranks.progress}"
@@ -73,10 +75,20 @@ class Watch:
             before, beat, since = self._seen.get(rank, ("", self._beats, now))
             if said != before:
                 self._seen[rank] = said, self._beats, now
-            elif said and said != Room.ENDED and self._beats - beat >= _SILENT:
+            elif said and said != Room.ENDED and self._beats - beat >= self._patience(said):
                 last = said.partition(" ")[2] or "nothing is known of it"
                 return self._room.fail(f"rank {rank} hangs: no sign of life for {now - since:.0f} s; {last}")
         return None
+
+    @property
+    def _phase(self) -> str:
+        decided = any(group.last_decision is not None for group in self._ranks.groups)
+        return "" if decided else Room.STARTS
+
+    @staticmethod
+    def _patience(said: str) -> int:
+        starts = said.partition(" ")[0].endswith(Room.STARTS)
+        return _SILENT_AT_START if starts else _SILENT
 
     def _end(self, failure: str) -> None:
         if self._speaks or (self._starter is not None and first_is_lost(failure)):

@@ -106,7 +106,8 @@ class Results:
 
     @property
     def _host(self) -> int:
-        return self._tokens + self._probes.columns(HOST).start
+        first: int = self._probes.columns(HOST).start
+        return self._tokens + first
 
     def write_prefill(self, tokens: Tensor) -> None:
         """First tokens [S]; on forward."""
