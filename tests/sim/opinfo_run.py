@@ -248,6 +248,7 @@ def worker(journal, only, samples, done):
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    warnings.filterwarnings("error", message="An output with one or more elements was resized")
     backend = get_backend("sim")
     comparison = Comparison(backend, samples)
     with Path(journal).open("a") as out:
