@@ -243,7 +243,7 @@ LOOPS = {
     "amp": amp,
     "gru": supervised(lambda: Last(nn.GRU), SEQUENCES, classes(4, 3), F.cross_entropy),
     "rnn": supervised(lambda: Last(nn.RNN), SEQUENCES, classes(4, 3), F.cross_entropy),
-    "transformer": supervised(Language, TOKENS, TOKENS.roll(-1, 1), tokens, lambda p: torch.optim.AdamW(p, 0.01)),
+    "transformer": supervised(Language, TOKENS, TOKENS.roll(-1, 1), tokens),
     "gan": gan,
     "residual": supervised(Residual, IMAGES, classes(4, 3), F.cross_entropy),
     "autoencoder": supervised(Encoder, data(8, 6), data(8, 6), variational),

@@ -74,9 +74,9 @@ class _Watcher:
     """Watches each test from its setup to the end of its call."""
 
     def __init__(self, spec: str) -> None:
-        from outrider import get_backend
+        from outrider.registry import Registry
 
-        self.backend = get_backend(spec)
+        self.backend = Registry().create(spec)
         self.key: pytest.StashKey[_Watched] = pytest.StashKey()
         self.tests = 0
         self.operations = 0

@@ -138,6 +138,10 @@ class Planner:
             with warnings.catch_warnings(), torch.no_grad(), torch._C._InferenceMode(False), quiet():
                 warnings.simplefilter("ignore")
                 result = sketch.call(info.out if uses else info.run, _zeros, CPU, named)
+                kept = before == [(out.data_ptr(), out.shape, out.stride()) for out in outs]
+                if uses and not kept:
+                    uses = False
+                    result = sketch.call(info.run, _zeros, CPU)
         except NotImplementedError as error:
             raise _missing(info, error) from error
         except Exception as error:
@@ -150,7 +154,7 @@ class Planner:
         if not uses and not info.writes and None not in fresh and len(made) == len(fresh):
             # Where torch's two answers differ the host's is what there will be.
             info.by_host = any(value.shape != look.shape for value, look in zip(made, fresh, strict=True))
-        return uses and before == [(out.data_ptr(), out.shape, out.stride()) for out in outs]
+        return uses
 
 
 class _Sketch:
