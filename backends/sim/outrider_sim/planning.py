@@ -92,7 +92,9 @@ class Planner:
                 return (), sketch.operands
             try:
                 asked = None if info.by_host else info.emulated or info.func
-                result = sketch.call(asked, _meta_tensor, META)
+                with warnings.catch_warnings():  # of a resize, which is told below or happens
+                    warnings.simplefilter("ignore")
+                    result = sketch.call(asked, _meta_tensor, META)
             except NotImplementedError:
                 result = self._on_zeros(info, sketch)
         self.resized: tuple[tuple[str, Meta], ...] = ()
