@@ -129,7 +129,8 @@ class OpInfo:
         simple = self.way is Way.COMPUTE and not self.writes
         self.out: Any = None
         self.out_names: tuple[str, ...] = ()
-        if simple and self.emulated is None:
+        # Losses reduce in the tensor that they are given: they resize it, with a warning, and back.
+        if simple and self.emulated is None and "reduction" not in self.names:
             self.out, self.out_names = self._find_out(schema)
 
     def _classify(self, schema: Any, tags: Any) -> Way:

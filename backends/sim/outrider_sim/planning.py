@@ -92,7 +92,9 @@ class Planner:
                 return (), sketch.operands
             try:
                 asked = None if info.by_host else info.emulated or info.func
-                result = sketch.call(asked, _meta_tensor, META)
+                with warnings.catch_warnings():  # of a resize, which is told below or happens
+                    warnings.simplefilter("ignore")
+                    result = sketch.call(asked, _meta_tensor, META)
             except NotImplementedError:
                 result = self._on_zeros(info, sketch)
         self.resized: tuple[tuple[str, Meta], ...] = ()
@@ -129,15 +131,11 @@ class Planner:
 
     def _try(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], fresh: tuple[Any, ...]) -> bool:
         sketch = _Sketch(info, args, kwargs)
-        uses = info.out is not None and bool(fresh) and None not in fresh
-        outs = [_zeros(meta) for meta in fresh] if uses else []
-        before = [(out.data_ptr(), out.shape, out.stride()) for out in outs]
-        named = dict(zip(info.out_names, outs, strict=True)) if uses else {}
         try:
             # What a call on zeros has to say (an index, a singular matrix) is of no interest; only what can't be done is.
             with warnings.catch_warnings(), torch.no_grad(), torch._C._InferenceMode(False), quiet():
                 warnings.simplefilter("ignore")
-                result = sketch.call(info.out if uses else info.run, _zeros, CPU, named)
+                result = sketch.call(info.run, _zeros, CPU)
         except NotImplementedError as error:
             raise _missing(info, error) from error
         except Exception as error:
@@ -147,10 +145,24 @@ class Planner:
         made = [value for value in (result if isinstance(result, tuple) else (result,)) if isinstance(value, Tensor)]
         for value in made:
             self._strided(info, value)
-        if not uses and not info.writes and None not in fresh and len(made) == len(fresh):
-            # Where torch's two answers differ the host's is what there will be.
-            info.by_host = any(value.shape != look.shape for value, look in zip(made, fresh, strict=True))
-        return uses and before == [(out.data_ptr(), out.shape, out.stride()) for out in outs]
+        if info.writes or None in fresh or len(made) != len(fresh):
+            return False
+        if any(value.shape != look.shape for value, look in zip(made, fresh, strict=True)):
+            info.by_host = True  # where torch's two answers differ, the host's is what there will be
+            return False
+        return info.out is not None and bool(fresh) and self._stays(info, sketch, fresh)
+
+    @staticmethod
+    def _stays(info: OpInfo, sketch: _Sketch, fresh: tuple[Any, ...]) -> bool:
+        outs = [_zeros(meta) for meta in fresh]
+        before = [(out.data_ptr(), out.shape, out.stride()) for out in outs]
+        try:
+            with warnings.catch_warnings(), torch.no_grad(), torch._C._InferenceMode(False), quiet():
+                warnings.simplefilter("ignore")
+                sketch.call(info.out, _zeros, CPU, dict(zip(info.out_names, outs, strict=True)))
+        except Exception:
+            return False
+        return before == [(out.data_ptr(), out.shape, out.stride()) for out in outs]
 
 
 class _Sketch:

@@ -34,9 +34,6 @@ class HostStorage(torch.UntypedStorage):
         return self.place
 
 
-# Torch writes the name of a storage's class into a file, and makes that class of its own when it reads it.
-HostStorage.__name__ = "UntypedStorage"
-
 # Tensors that are pickled together find the same host storage; it lives as long as the pickler keeps it.
 _SAVED: WeakValueDictionary[int, HostStorage] = WeakValueDictionary()
 
@@ -63,6 +60,12 @@ def reduced(tensor: SimTensor) -> Any:
         with torch.no_grad():
             inner = tensor.detach()
         return torch._utils._rebuild_parameter, (inner, tensor.requires_grad, OrderedDict())
+    if tensor.dtype not in torch.storage._dtype_to_storage_type_map():
+        # These dtypes have no name in a file's list of storages.
+        with torch.no_grad():
+            values = tensor.detach().cpu()
+        place = str(tensor.device)
+        return torch._utils._rebuild_device_tensor_from_cpu_tensor, (values, tensor.dtype, place, tensor.requires_grad)
     allocation = tensor._alloc
     storage = _SAVED.get(allocation.id)
     if storage is None:
@@ -72,10 +75,8 @@ def reduced(tensor: SimTensor) -> Any:
         _bytes_on_host(storage).copy_(held)
         _SAVED[allocation.id] = storage
     looks = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.requires_grad, OrderedDict())
-    if tensor.dtype in torch.storage._dtype_to_storage_type_map():
-        typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=tensor.dtype, _internal=True)
-        return torch._utils._rebuild_tensor_v2, (typed, *looks)
-    return torch._utils._rebuild_tensor_v3, (storage, *looks, tensor.dtype)
+    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=tensor.dtype, _internal=True)
+    return torch._utils._rebuild_tensor_v2, (typed, *looks)
 
 
 def _bytes_on_host(storage: torch.UntypedStorage) -> Tensor:

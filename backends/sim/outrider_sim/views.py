@@ -91,7 +91,10 @@ class Views:
     def _set(self, target: SimTensor, operands: Sequence[Any]) -> SimTensor:
         if operands and isinstance(operands[0], HostStorage):
             whole = moved(operands[0])
-            offset, shape, stride = operands[1:] if len(operands) == 4 else (0, (operands[0].nbytes(),), (1,))
+            # Torch leaves an argument out that is its default: the strides of a scalar.
+            whole_of_it = (0, (operands[0].nbytes() // target._meta.itemsize,))
+            offset, shape, *rest = operands[1:] if len(operands) > 2 else whole_of_it
+            stride = rest[0] if rest else contiguous(tuple(shape))
             typed = whole._inner
             if target._meta.dtype is not torch.uint8:
                 size = target._meta.itemsize
