@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.model import DecoderWeights, Eagle3Weights, EagleWeights, LayerWeights, ModelConfig, MtpWeights, Shards
+from outrider.model.products import plain
 
 
 def table_part(table: Tensor, shards: Shards) -> Tensor:
@@ -34,18 +35,18 @@ def layer_part(weights: LayerWeights, config: ModelConfig, shards: Shards) -> La
     def gate_up(stacked: Tensor | None) -> Tensor | None:
         return None if stacked is None else torch.cat([rows(half, inner, 1) for half in stacked.chunk(2)])
 
-    projections, gates = qkv(weights.qkv), gate_up(weights.gate_up)
+    projections, gates = qkv(plain(weights.qkv)), gate_up(plain(weights.gate_up))
     assert projections is not None
     assert gates is not None
     return replace(
         weights,
         qkv=projections,
         qkv_bias=qkv(weights.qkv_bias),
-        output=weights.output[:, own[0] * size : own[1] * size].contiguous(),
+        output=plain(weights.output)[:, own[0] * size : own[1] * size].contiguous(),
         output_bias=weights.output_bias if shards.attention.rank == 0 else None,
         gate_up=gates,
         gate_up_bias=gate_up(weights.gate_up_bias),
-        down=weights.down[:, inner[0] : inner[1]].contiguous(),
+        down=plain(weights.down)[:, inner[0] : inner[1]].contiguous(),
         down_bias=weights.down_bias if shards.mlp.rank == 0 else None,
     )
 
@@ -57,7 +58,7 @@ def decoder_part(weights: DecoderWeights, config: ModelConfig, shards: Shards) -
     return replace(
         weights,
         embedding=embedding,
-        head=embedding if tied else table_part(weights.head, shards),
+        head=embedding if tied else table_part(plain(weights.head), shards),
         layers=tuple(layer_part(layer, config, shards) for layer in weights.layers),
     )
 
@@ -76,7 +77,7 @@ def eagle3_part(weights: Eagle3Weights, config: ModelConfig, shards: Shards) -> 
     return replace(
         weights,
         embedding=table_part(weights.embedding, shards),
-        head=table_part(weights.head, shards),
+        head=table_part(plain(weights.head), shards),
         layer=layer_part(weights.layer, config, shards),
     )
 
