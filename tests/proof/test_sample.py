@@ -4,6 +4,7 @@ import pytest
 
 from outrider.device import CapabilityError
 from outrider_proof.checks import drop, once, prove, rate
+from outrider_proof.quantised import QUANTISED
 from outrider_proof.setups import MODES, PERSONALITIES, PROPOSERS, VISION, Setup, all_setups, draw, engines_for
 
 SAMPLE = [
@@ -17,6 +18,7 @@ SAMPLE = [
     (Setup("ngram-tree", "graphs", "npu"), 3),
     pytest.param(Setup("mtp", "graphs", "npu"), 1, marks=pytest.mark.slow),
     (Setup(VISION, "graphs", "rocm"), 4),
+    (Setup(QUANTISED, "graphs"), 4),
 ]
 
 

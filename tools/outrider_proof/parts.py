@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.model import DecoderWeights, Eagle3Weights, EagleWeights, LayerWeights, ModelConfig, MtpWeights, Shards
+from outrider.model.products import plain
 
 
 def table_part(table: Tensor, shards: Shards) -> Tensor:
@@ -34,13 +35,13 @@ def layer_part(weights: LayerWeights, config: ModelConfig, shards: Shards) -> La
     def gate_up(stacked: Tensor | None) -> Tensor | None:
         return None if stacked is None else torch.cat([rows(half, inner, 1) for half in stacked.chunk(2)])
 
-    projections = qkv(weights.qkv)
+    projections = qkv(plain(weights.qkv))
     assert projections is not None
     if weights.router is None:
-        gates, down = gate_up(weights.gate_up), weights.down[:, inner[0] : inner[1]].contiguous()
+        gates, down = gate_up(plain(weights.gate_up)), plain(weights.down)[:, inner[0] : inner[1]].contiguous()
         assert gates is not None
     else:
-        gates, down = _experts_part(weights.gate_up, weights.down, shards)
+        gates, down = _experts_part(plain(weights.gate_up), plain(weights.down), shards)
     if weights.shared_gate_up is not None and weights.shared_down is not None:
         stacked = _experts_part(weights.shared_gate_up[None], weights.shared_down[None], shards)
         weights = replace(weights, shared_gate_up=stacked[0][0], shared_down=stacked[1][0])
@@ -48,7 +49,7 @@ def layer_part(weights: LayerWeights, config: ModelConfig, shards: Shards) -> La
         weights,
         qkv=projections,
         qkv_bias=qkv(weights.qkv_bias),
-        output=weights.output[:, own[0] * size : own[1] * size].contiguous(),
+        output=plain(weights.output)[:, own[0] * size : own[1] * size].contiguous(),
         output_bias=weights.output_bias if shards.attention.rank == 0 else None,
         gate_up=gates,
         gate_up_bias=gate_up(weights.gate_up_bias),
@@ -71,7 +72,7 @@ def decoder_part(weights: DecoderWeights, config: ModelConfig, shards: Shards) -
     return replace(
         weights,
         embedding=embedding,
-        head=embedding if tied else table_part(weights.head, shards),
+        head=embedding if tied else table_part(plain(weights.head), shards),
         layers=tuple(layer_part(layer, config, shards) for layer in weights.layers),
     )
 
@@ -90,7 +91,7 @@ def eagle3_part(weights: Eagle3Weights, config: ModelConfig, shards: Shards) -> 
     return replace(
         weights,
         embedding=table_part(weights.embedding, shards),
-        head=table_part(weights.head, shards),
+        head=table_part(plain(weights.head), shards),
         layer=layer_part(weights.layer, config, shards),
     )
 

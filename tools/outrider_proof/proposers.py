@@ -10,6 +10,7 @@ import torch
 
 from outrider import Engine, SamplingParams
 from outrider.model import Decoder, Eagle3Head, EagleHead, ModelConfig, ModelRanks, MtpHead, Shards
+from outrider.model.products import plain
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
@@ -107,7 +108,7 @@ MAKERS: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
 def untrained(target: Decoder) -> EagleHead:
     """An EAGLE head that knows nothing of its target: nearly every draft is rejected."""
     head = eagle(target)
-    return EagleHead(head.config, dataclasses.replace(head.weights, fusion=head.weights.fusion.flip(0)), target)
+    return EagleHead(head.config, dataclasses.replace(head.weights, fusion=plain(head.weights.fusion).flip(0)), target)
 
 
 EXTREMES: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {

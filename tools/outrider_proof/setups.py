@@ -21,11 +21,12 @@ from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.proposer import PlainProposer
 from outrider_cpu.backend import CpuBackend
-from outrider_proof import tiny
+from outrider_proof import quantised, tiny
 from outrider_proof.checkpoints import IMAGE, picture, write_vision_checkpoint
 from outrider_proof.decode_program import Arrival, HostProgram, Serving, draft_length_of
 from outrider_proof.guides import guide
 from outrider_proof.proposers import EXTREMES, MAKERS, decoder
+from outrider_proof.quantised import QUANTISED
 from outrider_proof.tiny import plain_config
 from outrider_sim.plugin import create_backend
 
@@ -158,6 +159,8 @@ class Models:
                 directory = vision_checkpoint()
                 self.target = load_decoder(directory, backend=backend, dtype=torch.float64, ranks=part)
                 self.vision = load_vision(directory, backend=backend, dtype=torch.float64)
+            elif proposer == QUANTISED:
+                self.target = quantised.target(backend)
             else:
                 whole = tiny.mixture() if proposer.endswith(MIXTURE) else tiny.target()
                 self.target = decoder(whole, backend, part)
@@ -170,7 +173,10 @@ class Models:
             return NgramProposer(vocab_size=self.target.config.vocab_size, draft_tokens=3)
         stream = self.backend.create_stream("load")
         with self.backend.on(stream):
-            made = {**MAKERS, **EXTREMES}[self.proposer.removesuffix(MIXTURE)](self.target, self.backend)
+            if self.proposer == QUANTISED:
+                made: Proposer | None = quantised.proposer(self.target)
+            else:
+                made = {**MAKERS, **EXTREMES}[self.proposer.removesuffix(MIXTURE)](self.target, self.backend)
         stream.synchronize()
         return made or PlainProposer()
 

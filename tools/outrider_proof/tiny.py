@@ -28,6 +28,7 @@ from outrider.model import (
     MtpWeights,
     RopeConfig,
 )
+from outrider.model.products import plain as plain_weight
 from outrider.speculative.proposer import PlainProposer
 from outrider_cpu.backend import CpuBackend
 
@@ -214,7 +215,7 @@ def eagle3_head(draft_vocabulary: int = 23) -> Eagle3Head:
     weights = Eagle3Weights(
         fusion=random(generator, HIDDEN, 3 * HIDDEN, scale=0.15),
         embedding=embeddings(),
-        head=target().weights.head[ids],
+        head=plain_weight(target().weights.head)[ids],
         norm=ones,
         hidden_norm=ones,
         layer=_self_attention(generator, heads),

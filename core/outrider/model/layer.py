@@ -14,7 +14,7 @@ from outrider.device import AttentionShape, KernelSet, Product, RotaryArgs
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 from outrider.model.pending import Partial, Pending, add, add_rms_norm
-from outrider.model.products import Weight, linear, linear_rope_write_cache, linear_silu_mul, product
+from outrider.model.products import OtherProduct, Weight, linear, linear_rope_write_cache, linear_silu_mul, product
 from outrider.model.ranks import ModelRanks
 
 
@@ -118,7 +118,7 @@ class DecoderLayer:
             normed = add_rms_norm(pending, residual, weights.attention_norm, eps, kernels)
         return self.mlp(self.attend(normed, inputs, cos_sin, cache), residual)
 
-    def mlp(self, attended: Product | Partial, residual: Tensor) -> Pending:
+    def mlp(self, attended: Product | OtherProduct | Partial, residual: Tensor) -> Pending:
         """Add ``attended`` to ``residual`` [T, H] in place; returns what the MLP adds, pending."""
         weights = self._weights
         if isinstance(attended, Partial):
@@ -135,7 +135,7 @@ class DecoderLayer:
 
     def attend(
         self, normed: Tensor, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
-    ) -> Product | Partial:
+    ) -> Product | OtherProduct | Partial:
         """What attention adds for normed input [T, H], pending; writes keys and values to their slots."""
         config, weights, kernels = self._config, self._weights, self._kernels
         rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
@@ -150,7 +150,7 @@ class DecoderLayer:
         kernels.rope_write_cache(q, k, v, *rotary)
         return self._look_back(q, inputs, cache)
 
-    def _look_back(self, q: Tensor, inputs: ForwardInput, cache: tuple[Tensor, Tensor]) -> Product | Partial:
+    def _look_back(self, q: Tensor, inputs: ForwardInput, cache: tuple[Tensor, Tensor]) -> Product | OtherProduct | Partial:
         """Attention of ``q`` [T, Hq, D] over the cache; what it adds, pending."""
         weights = self._weights
         out = self._kernels.paged_attention(q, *cache, inputs.attention, scale=self._scale, window=self._window)

@@ -9,10 +9,7 @@ Letters: H hidden size, Hq query heads, Hkv key heads, D head size, I intermedia
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from outrider.model.config import ModelConfig
 from outrider.model.cuts import Cut

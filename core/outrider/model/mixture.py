@@ -12,6 +12,7 @@ from outrider.device import ConfigError, KernelSet, Product
 from outrider.model.config import ModelConfig
 from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.pending import Made, Partial, Pending, add_rms_norm
+from outrider.model.products import OtherProduct
 from outrider.model.ranks import ModelRanks
 
 
@@ -37,7 +38,7 @@ class MixtureLayer(DecoderLayer):
         self._router = weights.router
         self._gate_up, self._down = _plain(weights.gate_up), _plain(weights.down)
 
-    def mlp(self, attended: Product | Partial, residual: Tensor) -> Pending:
+    def mlp(self, attended: Product | OtherProduct | Partial, residual: Tensor) -> Pending:
         """Add ``attended`` to ``residual`` [T, H] in place; returns what the experts add, pending."""
         normed = add_rms_norm(attended, residual, self._weights.mlp_norm, self._config.rms_eps, self._kernels)
         if not isinstance(attended, Partial):

@@ -22,6 +22,11 @@ class SplitWeight:
     parts: tuple[Tensor | QuantizedWeight, ...]
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of all parts, and their columns."""
+        return (sum(part.shape[0] for part in self.parts), self.parts[0].shape[1])
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)

@@ -1,0 +1,87 @@
+"""The tiny target and its EAGLE head with quantised weights, for proofs: all formats, quantised activations, a split one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from outrider.device import QuantizedWeight
+from outrider.model import Decoder, EagleHead, LayerWeights
+from outrider.model.products import SplitWeight, plain
+from outrider.speculative.eagle import EagleProposer
+from outrider_proof import tiny
+from outrider_proof.proposers import moved
+
+if TYPE_CHECKING:
+    from outrider.device import Backend
+    from outrider.speculative.proposer import Proposer
+
+QUANTISED = "eagle, quantised"
+_GROUP = 16
+
+
+def fp8(weight: torch.Tensor) -> QuantizedWeight:
+    """A scale for each row, activations quantised by the token."""
+    scales = weight.abs().amax(1, keepdim=True).clamp(min=1e-9) / 448
+    data = (weight / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return _made("fp8", data, scales, weight, (1, weight.shape[1]), activations="fp8")
+
+
+def int8(weight: torch.Tensor) -> QuantizedWeight:
+    """A scale for each row, activations quantised by one stored scale."""
+    scales = weight.abs().amax(1, keepdim=True).clamp(min=1e-9) / 127.5
+    data = (weight / scales).round().clamp(-128, 127).to(torch.int8)
+    static = torch.tensor([0.05])
+    return _made("int8", data, scales, weight, (1, weight.shape[1]), activations="int8", input_scale=static)
+
+
+def int4(weight: torch.Tensor) -> QuantizedWeight:
+    """A scale and a zero point for each 16 columns, activations as they are."""
+    grouped = weight.unflatten(1, (-1, _GROUP))
+    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+    scales = (high - low).clamp(min=1e-9) / 15
+    zeros = (-low / scales).round().clamp(0, 15) - 8
+    values = (grouped / scales.unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp(-8, 7).flatten(1)
+    halves = (values + 8).to(torch.uint8)
+    data = halves[:, 0::2] | halves[:, 1::2] << 4
+    return _made("int4", data, scales, weight, (1, _GROUP), zero_points=zeros.to(torch.int8))
+
+
+def _made(
+    format: str, data: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, block: tuple[int, int], **more: Any
+) -> QuantizedWeight:
+    shape = (weight.shape[0], weight.shape[1])
+    return QuantizedWeight(format=format, data=data, scales=scales.float(), block=block, shape=shape, **more)
+
+
+def layer(weights: LayerWeights) -> LayerWeights:
+    """Queries and keys in fp8 beside plain values, and each of the other products in a format of its own."""
+    qkv = plain(weights.qkv)
+    rows = tiny.KV_HEADS * tiny.HEAD_SIZE
+    return replace(
+        weights,
+        qkv=SplitWeight((fp8(qkv[:-rows]), qkv[-rows:].contiguous())),
+        output=int8(plain(weights.output)),
+        gate_up=int4(plain(weights.gate_up)),
+        down=fp8(plain(weights.down)),
+    )
+
+
+def target(backend: Backend) -> Decoder:
+    """The tiny target with quantised layers and a quantised output head."""
+    model = tiny.target()
+    weights = replace(
+        model.weights, head=int4(plain(model.weights.head)), layers=tuple(layer(each) for each in model.weights.layers)
+    )
+    return Decoder(model.config, moved(weights, backend.device), backend.kernels_in_use)
+
+
+def proposer(model: Decoder) -> Proposer:
+    """The tiny EAGLE head, quantised."""
+    head = tiny.eagle_head()
+    weights = replace(
+        head.weights, fusion=int8(plain(head.weights.fusion)), layers=tuple(layer(each) for each in head.weights.layers)
+    )
+    return EagleProposer(EagleHead(head.config, moved(weights, model.device), model), draft_tokens=3)
