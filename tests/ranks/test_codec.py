@@ -90,6 +90,14 @@ COMMANDS = {
     commands.GiveOver: st.builds(commands.GiveOver, st.integers()),
     commands.TakeOver: st.builds(commands.TakeOver, st.text()),
     commands.Resume: st.builds(commands.Resume, STATE),
+    commands.Expect: st.builds(commands.Expect, STATE, st.integers(0, 9)),
+    commands.Arrive: st.builds(
+        commands.Arrive,
+        st.integers(),
+        st.dictionaries(TEXT, DTYPES.map(lambda dtype: torch.arange(3).to(dtype)[None]), max_size=2),
+    ),
+    commands.Forsake: st.builds(commands.Forsake, st.integers()),
+    commands.Ask: st.builds(commands.Ask, st.integers(), st.text()),
 }
 
 
@@ -99,6 +107,8 @@ def exact(value):
         return value.dtype, tuple(value.shape), value.tolist()
     if isinstance(value, tuple):
         return tuple(map(exact, value))
+    if isinstance(value, dict):
+        return {key: exact(each) for key, each in value.items()}
     if hasattr(value, "__dataclass_fields__"):
         return type(value), tuple(exact(getattr(value, each.name)) for each in fields(value))
     return type(value), repr(value)

@@ -52,9 +52,9 @@ class Block:
         if poison:
             self.fill.fill(_PATTERN)
 
-    def fill_poison(self) -> None:
-        """Overwrite everything with the pattern."""
-        self.fill.fill(_PATTERN)
+    def fill_poison(self, pattern: int = _PATTERN) -> None:
+        """Overwrite everything with the pattern, which is bound here: memory is freed while Python ends, too."""
+        self.fill.fill(pattern)
 
     def inner(self, meta: Meta) -> Tensor:
         """The host tensor over these bytes with the given shape, strides and dtype, from offset 0."""
