@@ -13,7 +13,7 @@ SAMPLE = [
     (Setup("eagle3", "fused", "rocm"), 4),
     (Setup("none", "staged"), 0),
     (Setup("eagle-tree, experts", "fused"), 4),
-    (Setup("mtp, experts", "graphs", "npu"), 3),
+    pytest.param(Setup("mtp, experts", "graphs", "npu"), 3, marks=pytest.mark.slow),
     (Setup("ngram-tree", "graphs", "npu"), 3),
     (Setup("mtp", "graphs", "npu"), 1),
     (Setup(VISION, "graphs", "rocm"), 4),
