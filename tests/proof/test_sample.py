@@ -14,7 +14,7 @@ SAMPLE = [
     pytest.param(Setup("eagle3", "fused", "rocm"), 4, marks=pytest.mark.slow),
     (Setup("none", "staged"), 0),
     (Setup("eagle-tree, experts", "fused"), 4),
-    (Setup("mtp, experts", "graphs", "npu"), 3),
+    pytest.param(Setup("mtp, experts", "graphs", "npu"), 3, marks=pytest.mark.slow),
     (Setup("ngram-tree", "graphs", "npu"), 3),
     pytest.param(Setup("mtp", "graphs", "npu"), 1, marks=pytest.mark.slow),
     (Setup(VISION, "graphs", "rocm"), 4),
