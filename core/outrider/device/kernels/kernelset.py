@@ -51,6 +51,7 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels, CollectiveKer
     def unused_overrides(self) -> Mapping[str, str]:
         """Methods that this set overrides, and that leave each call to what they override on this very device, or with these
         options: their names, and why. Every other override must compute something itself where the kit calls it.
+        One that does nothing but pass calls on has no path of its own: there the reference runs, and a report says so.
         """
         return {}
 
