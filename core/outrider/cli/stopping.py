@@ -79,6 +79,10 @@ class Stop:
         if self._ready:
             self._raise()
 
+    def handled(self) -> None:
+        """Another handler has taken a signal: the process needn't be ended for it."""
+        self.handled_at = time.monotonic()
+
     @classmethod
     def of_process(cls) -> Stop | None:
         """The one that handles SIGINT here; None where the signal is ignored, or handled otherwise."""
