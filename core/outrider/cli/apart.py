@@ -178,7 +178,7 @@ def _serve(server: Server, place: _Place) -> Report:
 @contextmanager
 def _ended_by_signals(end: Callable[[], None]) -> Generator[None]:
     """SIGTERM and SIGINT call ``end``, in the place of what they do to other commands."""
-    stop = Stop.of_process()
+    stop = Stop.of_process(signal.SIGTERM)  # a shell starts what runs behind it with SIGINT ignored
 
     def handle(number: int, frame: Any) -> None:
         del number, frame

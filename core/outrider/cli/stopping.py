@@ -84,9 +84,9 @@ class Stop:
         self.handled_at = time.monotonic()
 
     @classmethod
-    def of_process(cls) -> Stop | None:
-        """The one that handles SIGINT here; None where the signal is ignored, or handled otherwise."""
-        handler = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+    def of_process(cls, number: int = signal.SIGINT) -> Stop | None:
+        """The one that handles the signal here; None where it's ignored, or handled otherwise."""
+        handler = getattr(signal.getsignal(number), "__self__", None)
         return handler if isinstance(handler, cls) else None
 
     @contextmanager
