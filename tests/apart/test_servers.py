@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 import socket
 import time
 
@@ -12,6 +13,8 @@ from outrider import DecodeClient, SamplingParams
 from outrider.apart.connections import Address, Hub, Role
 from outrider.apart.server import DecodeServer, PrefillServer
 from outrider.apart.wire import VERSION, Decoder, Message, WireError
+from outrider.cli.apart import _ended_by_signals
+from outrider.cli.stopping import Stop
 from outrider.device import ConfigError
 from outrider.transports.local import LocalTransport
 from outrider_proof import tiny
@@ -197,3 +200,22 @@ def test_frames_in_any_pieces():
         assert got == sent
     with pytest.raises(WireError, match="too long"):
         list(Decoder(100).feed(whole))
+
+
+def test_a_signal_that_a_server_takes_ends_no_process_while_requests_run():
+    """The command's own watch ends a process whose Python doesn't get to handle a signal within seconds."""
+    stop, ended = Stop(), []
+    # As a shell starts what runs behind it.
+    before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
+    before[signal.SIGTERM] = signal.signal(signal.SIGTERM, stop.handle)
+    try:
+        with _ended_by_signals(lambda: ended.append(True)):
+            began = time.monotonic()
+            signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == stop.handle
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert ended == [True]
+    assert stop.signal is None
+    assert stop.handled_at >= began

@@ -17,6 +17,7 @@ from outrider.cli.decode_ranks import DecodeRanks
 from outrider.cli.engine_options import DecodeOptions, EngineOptions, with_options
 from outrider.cli.inputs import read_bounded
 from outrider.cli.report import JsonOption, Report
+from outrider.cli.stopping import Stop
 from outrider.device.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -177,9 +178,12 @@ def _serve(server: Server, place: _Place) -> Report:
 @contextmanager
 def _ended_by_signals(end: Callable[[], None]) -> Generator[None]:
     """SIGTERM and SIGINT call ``end``, in the place of what they do to other commands."""
+    stop = Stop.of_process(signal.SIGTERM)  # a shell starts what runs behind it with SIGINT ignored
 
     def handle(number: int, frame: Any) -> None:
         del number, frame
+        if stop is not None:
+            stop.handled()  # else the process is taken to hang, and ended while requests still run
         end()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -79,10 +79,14 @@ class Stop:
         if self._ready:
             self._raise()
 
+    def handled(self) -> None:
+        """Another handler has taken a signal: the process needn't be ended for it."""
+        self.handled_at = time.monotonic()
+
     @classmethod
-    def of_process(cls) -> Stop | None:
-        """The one that handles SIGINT here; None where the signal is ignored, or handled otherwise."""
-        handler = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+    def of_process(cls, number: int = signal.SIGINT) -> Stop | None:
+        """The one that handles the signal here; None where it's ignored, or handled otherwise."""
+        handler = getattr(signal.getsignal(number), "__self__", None)
         return handler if isinstance(handler, cls) else None
 
     @contextmanager
