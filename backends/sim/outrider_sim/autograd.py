@@ -55,7 +55,7 @@ class _Failures:
             return self._kept.popitem()[1] if self._kept and "failure" in text else None
 
 
-class Engine(torch._C._ImperativeEngine):  # type: ignore[misc]
+class Engine(torch._C._ImperativeEngine):
     """Torch's engine, which raises what an operator of the device meant to raise."""
 
     failures: _Failures

@@ -197,6 +197,7 @@ def _kernel(dispatcher: Dispatcher, func: Any, failed: Callable[[BaseException],
         except BaseException as error:
             return failed(error)
 
+    torch_names.untraced(kernel.__code__)
     return kernel
 
 

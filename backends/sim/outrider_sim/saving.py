@@ -29,7 +29,7 @@ class HostStorage(torch.UntypedStorage):
     moved: Any = None  # the bytes on the device, once a tensor needs them
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         """Where a tensor over it is to be."""
         return self.place
 
@@ -39,7 +39,7 @@ _SAVED: WeakValueDictionary[int, HostStorage] = WeakValueDictionary()
 
 
 def _host_storage(size: int, place: torch.device) -> HostStorage:
-    made = HostStorage(size)
+    made = HostStorage(size)  # type: ignore[no-untyped-call]
     made.place = place
     return made
 
@@ -74,13 +74,19 @@ def reduced(tensor: SimTensor) -> Any:
         storage = _host_storage(allocation.nbytes, tensor.device)
         _bytes_on_host(storage).copy_(held)
         _SAVED[allocation.id] = storage
-    looks = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.requires_grad, OrderedDict())
+    looks: tuple[Any, ...] = (
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.requires_grad,
+        OrderedDict(),
+    )
     typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=tensor.dtype, _internal=True)
     return torch._utils._rebuild_tensor_v2, (typed, *looks)
 
 
 def _bytes_on_host(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def moved(storage: HostStorage) -> SimTensor:

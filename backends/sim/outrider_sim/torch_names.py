@@ -8,10 +8,12 @@ For any other device each name does what it did.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from outrider_sim.pinned import PinnedTensor
 from outrider_sim.tensor import SimTensor
 
 if TYPE_CHECKING:
@@ -24,7 +26,16 @@ def install(kind: str, dispatcher: Dispatcher) -> Iterator[Any]:
     _generators(kind)
     _streams(kind)
     _accelerator()
+    for entered in (SimTensor.__torch_dispatch__, PinnedTensor.__torch_dispatch__):
+        untraced(entered.__func__.__code__)  # type: ignore[attr-defined]
     yield _pinned_factories(dispatcher)
+
+
+def untraced(code: CodeType) -> None:
+    """Keep Dynamo out of what torch calls to carry out an operator, and of what that calls: it is no part of the program."""
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
 def _modules_swap() -> None:
@@ -32,7 +43,7 @@ def _modules_swap() -> None:
     import torch.nn.modules.module as module
 
     before: Any = module.is_traceable_wrapper_subclass  # type: ignore[attr-defined]
-    module.is_traceable_wrapper_subclass = lambda t: isinstance(t, SimTensor) or before(t)  # type: ignore[attr-defined]
+    module.is_traceable_wrapper_subclass = lambda t: isinstance(t, SimTensor) or before(t)  # type: ignore[attr-defined,assignment]
 
 
 class _Replaced(type):
@@ -78,7 +89,7 @@ class Generator(torch._C.Generator):
 
     def __new__(cls, device: Any = None) -> Generator:
         """A generator for `device`."""
-        made = super().__new__(cls, "cpu")
+        made = super().__new__(cls, "cpu")  # type: ignore[call-arg]
         found = torch.device(device)
         made.place = torch.device(found.type, found.index or 0)
         return made
@@ -87,7 +98,7 @@ class Generator(torch._C.Generator):
         del device
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         """The device that it is for."""
         return self.place
 

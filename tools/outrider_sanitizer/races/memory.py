@@ -135,7 +135,7 @@ def backward(backend: Backend, fixed: bool) -> None:
     with backend.on(forward):
         weight = torch.ones(4, device=backend.device, requires_grad=True)
         loss = (weight * 3.0).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     if fixed:
         order(forward, reduce)
     with backend.on(reduce):
