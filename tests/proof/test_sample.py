@@ -16,7 +16,7 @@ SAMPLE = [
     (Setup("ngram-tree", "graphs", "npu"), 3),
     (Setup("mtp", "graphs", "npu"), 1),
     (Setup(VISION, "graphs", "rocm"), 4),
-    (Setup(QUANTISED, "graphs"), 4),
+    (Setup(QUANTISED, "fused", "rocm"), 5),
 ]
 
 
