@@ -18,7 +18,7 @@ SAMPLE = [
     (Setup("ngram-tree", "graphs", "npu"), 3),
     pytest.param(Setup("mtp", "graphs", "npu"), 1, marks=pytest.mark.slow),
     (Setup(VISION, "graphs", "rocm"), 4),
-    (Setup(QUANTISED, "graphs"), 4),
+    (Setup(QUANTISED, "fused", "rocm"), 5),
 ]
 
 

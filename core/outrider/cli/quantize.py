@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from outrider.cli.models import bundled
 from outrider.cli.report import JsonOption, Report
 from outrider.cli.starting import progress_shown
 
@@ -16,10 +17,6 @@ _MIB = 1 << 20
 
 
 def quantize(
-    model: Annotated[
-        Path,
-        typer.Option("--model", metavar="DIR|OWNER/NAME", help="The plain checkpoint, of a model or of a head that drafts."),
-    ],
     format: Annotated[
         str,
         typer.Option(
@@ -29,6 +26,14 @@ def quantize(
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A folder that isn't there; it appears when it's whole.")],
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            metavar="DIR|OWNER/NAME",
+            help="The plain checkpoint, of a model or of a head that drafts. Default: the bundled model.",
+        ),
+    ] = None,
     group: Annotated[
         int, typer.Option("--group", metavar="N", help="For int4: columns that share a scale, 128 or 32 as a rule.")
     ] = 128,
@@ -46,7 +51,7 @@ def quantize(
     from outrider.model.location import find_checkpoint
     from outrider.model.quantization.writing import quantize_checkpoint
 
-    source = find_checkpoint(model)
+    source = bundled("target") if model is None else find_checkpoint(model)
     began = time.monotonic()
     with progress_shown() as tell:
         written = quantize_checkpoint(

@@ -1,0 +1,141 @@
+"""Checkpoints that ``outrider quantize`` writes; and parts of quantised weights, as ranks have them."""
+
+import json
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from model.harness import Driver
+from outrider.cli.main import main
+from outrider.device import QuantizedWeight
+from outrider.device.kernels.quantized_reference import dequantize
+from outrider.model import load_decoder, load_eagle
+from outrider.model.cuts import Cut
+from outrider.model.products import quantized_products
+from outrider.model.quantization.layouts import narrowed, padded, stack
+from outrider_proof.checkpoints import write_checkpoint, write_eagle
+
+PROMPT = [1, 17, 44, 90, 5, 61, 61, 8]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("plain")
+    write_checkpoint(directory, "llama", shards=3, intermediate_size=64)
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+def quantize(capfd, *arguments):
+    code = main(["quantize", "--json", *map(str, arguments)])
+    return code, json.loads(capfd.readouterr().out)
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
+def test_transformers_reads_what_is_written(tmp_path, backend, plain, capfd, format):
+    """The same logits by its own quantised run, the head quantised in two of three."""
+    import transformers
+
+    head = [] if format == "int8" else ["--lm-head"]
+    code, said = quantize(capfd, "--model", plain, "--format", format, "--out", tmp_path / "q", "--group", 16, *head)
+    assert (code, said["quantized"], said["plain"]) == (0, 21 + len(head), 9 - len(head))
+    assert said["bytes_after"] < said["bytes_before"]
+    assert len(list((tmp_path / "q").glob("*.safetensors"))) == 4
+    assert (tmp_path / "q" / "tokenizer.json").read_text() == "{}"
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32).eval()
+    with torch.no_grad():
+        wanted = reference(torch.tensor([PROMPT])).logits[0]
+    model = load_decoder(tmp_path / "q", backend=backend, dtype=torch.float32)
+    driver = Driver(model)
+    assert (driver.logits([(driver.sequence(), PROMPT)]) - wanted).abs().max() < 1e-4
+    assert sum(quantized_products(model.weights).values()) == 12 + len(head)
+
+
+def test_a_head_that_drafts(tmp_path, backend, plain, capfd):
+    write_eagle(tmp_path / "head")
+    assert quantize(capfd, "--model", tmp_path / "head", "--format", "fp8", "--out", tmp_path / "q")[0] == 0
+    target = load_decoder(plain, backend=backend, dtype=torch.float32)
+    head = load_eagle(tmp_path / "q", target=target, backend=backend, dtype=torch.float32)
+    assert isinstance(head.weights.fusion, QuantizedWeight)
+    own = load_eagle(tmp_path / "head", target=target, backend=backend, dtype=torch.float32)
+    weight = head.weights.layers[0].down
+    made = dequantize(weight.data, weight.scales, None, "fp8", weight.block, weight.shape, torch.float32)
+    assert (made - own.weights.layers[0].down).abs().max() < 0.04 * made.abs().max()
+
+
+def test_what_cannot_be_written(tmp_path, plain, capfd, monkeypatch):
+    def error(*arguments):
+        code, said = quantize(capfd, *arguments)
+        assert code == 1
+        return said["error"]["message"]
+
+    out = tmp_path / "q"
+    assert "is there already" in error("--model", plain, "--format", "fp8", "--out", plain)
+    assert "the format is 'fp4', expected one of fp8, int8, int4" in error("--model", plain, "--format", "fp4", "--out", out)
+    assert "columns, no multiple of the group 128" in error("--model", plain, "--format", "int4", "--out", out)
+    write_checkpoint(tmp_path / "tied", "llama-tied")
+    assert "none of its own" in error("--model", tmp_path / "tied", "--format", "fp8", "--out", out, "--lm-head")
+    held = load_file(tmp_path / "tied" / "model.safetensors")
+    held["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(held, tmp_path / "tied" / "model.safetensors")
+    assert "up_proj.weight' has values that aren't finite" in error(
+        "--model", tmp_path / "tied", "--format", "fp8", "--out", out
+    )
+    used = type("Usage", (), {"free": 100})
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.disk_usage", lambda path: used)
+        assert "no space left on the device" in error("--model", plain, "--format", "fp8", "--out", out)
+    assert quantize(capfd, "--model", plain, "--format", "fp8", "--out", out)[0] == 0
+    assert "is quantised already" in error("--model", out, "--format", "int8", "--out", tmp_path / "again")
+    assert sorted(os.listdir(tmp_path)) == ["q", "tied"]  # nothing is left of what failed
+
+
+def drawn(format, out, into, block, zeros, seed):
+    generator = torch.Generator().manual_seed(seed)
+    grid = (-(-out // block[0]), -(-into // block[1]))
+    if format == "fp8":
+        data = torch.randn(out, into, generator=generator).to(torch.float8_e4m3fn)
+    elif format == "int8":
+        data = torch.randint(-128, 128, (out, into), generator=generator).to(torch.int8)
+    else:
+        data = torch.randint(0, 256, (out, -(-into // 2)), generator=generator).to(torch.uint8)
+    return QuantizedWeight(
+        format=format,
+        data=data,
+        scales=torch.rand(grid, generator=generator) + 0.1,
+        block=block,
+        shape=(out, into),
+        zero_points=torch.randint(-8, 8, grid, generator=generator).to(torch.int8) if zeros and format != "fp8" else None,
+    )
+
+
+def value(weight):
+    return dequantize(
+        weight.data, weight.scales, weight.zero_points, weight.format, weight.block, weight.shape, torch.float64
+    )
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(["fp8", "int8", "int4"]),
+    st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    st.integers(1, 24),
+    st.booleans(),
+    st.data(),
+)
+def test_parts_stacks_and_padding_are_exact(format, rows, blocks, into, zeros, data):
+    """Bit for bit, off every border of blocks and groups."""
+    one, other = (drawn(format, out, into, (down, 5), zeros, out) for out, down in zip(rows, blocks, strict=True))
+    both = stack([one, other])
+    assert torch.equal(value(both), torch.cat((value(one), value(other))))
+    more = padded(both, 3)
+    assert torch.equal(value(more), torch.nn.functional.pad(value(both), (0, 0, 0, 3)))
+    dim = data.draw(st.integers(0, 1))
+    start = data.draw(st.integers(0, both.shape[dim] - 1))
+    stop = data.draw(st.integers(start + 1, both.shape[dim]))
+    assert torch.equal(value(narrowed(both, Cut(dim, start, stop))), value(both).narrow(dim, start, stop - start))
