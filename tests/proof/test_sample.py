@@ -9,8 +9,8 @@ from outrider_proof.setups import MODES, PERSONALITIES, PROPOSERS, VISION, Setup
 
 SAMPLE = [
     (Setup("eagle-tree", "graphs"), 4),
-    (Setup("mtp", "fused"), 3),
-    (Setup("draft-model-tree", "staged", "rocm"), 3),
+    (Setup("mtp", "fused"), 5),
+    (Setup("draft-model-tree", "staged", "rocm"), 6),
     pytest.param(Setup("eagle3", "fused", "rocm"), 4, marks=pytest.mark.slow),
     (Setup("none", "staged"), 0),
     (Setup("eagle-tree, experts", "fused"), 4),
