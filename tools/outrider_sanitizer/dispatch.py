@@ -40,10 +40,16 @@ _INDEXED = frozenset(
         "index_copy_",
         "index_fill_",
         "index_put_",
+        "index_reduce_",
         "_index_put_impl_",
         "index_select",
+        "masked_fill_",
+        "masked_scatter_",
+        "put_",
         "scatter_",
         "scatter_add_",
+        "scatter_reduce_",
+        "take",
     )
 )
 _APART = "which rows an operator takes by data: two such accesses to one memory are taken to be disjoint"
