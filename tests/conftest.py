@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -19,6 +20,9 @@ from outrider.registry.probing import Probe, Verdict
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Some images forbid compiled files: each of the many child processes would compile all of Outrider anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.pop("OUTRIDER_BACKEND", None)
 # Kernels in Triton run by its interpreter, which needs no GPU. It is read when triton is imported, by whoever comes first.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -39,6 +43,20 @@ GOOD_PLUGIN = """
 """
 
 Install = Callable[..., Path]
+
+
+LONG_AND_LATE = ("tests/vendors/test_npu_emulated.py", "tests/vendors/test_rocm.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that are long and would come last come first: otherwise one worker is still at them when the other is done."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG_AND_LATE))
+
+
+def pytest_collection_finish() -> None:
+    """What collecting has imported stays: no later collection of garbage looks through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def write_distribution(root: Path, distribution: str, module: str, source: str, group: str, name: str, target: str) -> Path:

@@ -10,12 +10,6 @@ from outrider_bench.device_profile import _of_device
 from outrider_bench.limits import iteration_bytes, measure_bandwidth
 
 
-@pytest.fixture(autouse=True)
-def small_buffers(monkeypatch):
-    monkeypatch.setattr("outrider_bench.limits._HOST_BYTES", 1 << 20)
-    monkeypatch.setattr("outrider_bench.limits._DEVICE_BYTES", 1 << 20)
-
-
 def test_figures(outrider):
     result = outrider("bench", "decode", "--backend", "cpu", "--batch", "1,3", "--new-tokens", "16", "--json").json
     assert (result["backend"], result["model"], result["draft"], result["speculate"]) == (

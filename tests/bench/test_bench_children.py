@@ -97,7 +97,7 @@ def test_what_a_child_has_started_ends_with_it(tmp_path):
         "print('{}')\n"
     )
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    for seconds, limit_s in ((60, 5), (0, 60)):
+    for seconds, limit_s in ((60, 3), (0, 60)):
         work = {"file": str(tmp_path / "pid"), "seconds": seconds}
         if seconds:
             with pytest.raises(ChildFailed, match="its processes were ended"):

@@ -75,8 +75,7 @@ def test_a_prompt_file_that_is_none(outrider, tmp_path):
     assert "expected {" in result.err
 
 
-def test_a_plot_of_iterations_against_the_limit(outrider, monkeypatch, tmp_path):
-    monkeypatch.setattr("outrider_bench.limits._HOST_BYTES", 1 << 20)
+def test_a_plot_of_iterations_against_the_limit(outrider, tmp_path):
     file = tmp_path / "limits.svg"
     arguments = ("--batch", "1,2", "--prompt-tokens", "8,16", "--new-tokens", "12", "--plot", str(file), "--json")
     result = outrider("bench", "decode", "--backend", "cpu", *arguments).json

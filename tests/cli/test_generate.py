@@ -238,7 +238,7 @@ def test_a_spoilt_checkpoint(outrider, checkpoint, kind):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("arguments", [[], ["--json"]])
+@pytest.mark.parametrize("arguments", [[], pytest.param(["--json"], marks=pytest.mark.slow)])
 def test_full_disk_while_streaming(child, arguments):
     with open("/dev/full", "w") as full:
         result = child("generate", "--prompt", PROMPT, "--max-tokens", "8", *arguments, stdout=full)

@@ -153,7 +153,7 @@ def test_the_example_proposer_drafts_and_the_tokens_are_the_same(outrider):
 @pytest.mark.usefixtures("found")
 def test_the_example_kernels_and_proposer_together(outrider):
     chosen = ("--backend", "cpu:kernels=lean", "--speculate", "bigram")
-    found = outrider("generate", "--prompt", "def read(self", "--compare", "--json", *chosen)
+    found = outrider("generate", "--prompt", "def read(self", "--max-tokens", "24", "--compare", "--json", *chosen)
     assert found.json["same_as_plain"] is True
     refused = outrider("generate", "--prompt", "def", "--backend", "sim:kernels=lean")
     assert (refused.code, "is for cpu, not for 'sim'" in refused.err) == (1, True)
@@ -194,5 +194,5 @@ def test_the_kit_finds_kernels_that_are_wrong(install):
     path = install("wrong", wrong, group="outrider.kernels")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")]))
-        report = conform("cpu:kernels=wrong", level="L4", extra=["-k", "l4_kernels"])
+        report = conform("cpu:kernels=wrong", level="L4", extra=["-k", "l4_kernels and rms_norm"])
     assert any(test["outcome"] == "failed" and "rms_norm" in test["id"] for test in report["tests"])

@@ -14,7 +14,7 @@ from outrider_conformance.drawn.kernels import KERNELS, problem
 SMALL = {"tokens": 5, "inner": 40, "outer": 24, "hidden": 24, "gates": 20, "vocabulary": 37, "heads": 2, "size": 0, "page": 1}
 SMALL |= {"batch": 3, "new": 2, "context": 30, "ragged": 1, "tree": 0, "window": 0, "padding": 1, "moves": 9, "layout": 1}
 SMALL |= {"bias": 1, "levels": 0, "drafts": 2, "nodes": 4, "depth": 2, "sampling": 1, "draft": 0, "entries": 4, "width": 35}
-SMALL |= {"deep": 0, "flag": 1, "count": 3}
+SMALL |= {"deep": 0, "flag": 1, "count": 3, "experts": 4, "chosen": 2}
 
 
 def small(name):
@@ -54,6 +54,51 @@ def test_operands_that_are_only_read_are_watched(kernel):
     judge_with(KernelSet(), made)
     with pytest.raises(AssertionError, match="which the kernel only reads"):
         judge_with(Scribbles(), made)
+
+
+class Careless(KernelSet):
+    """Experts that are wrong in one way each."""
+
+    def __init__(self, fault):
+        self.fault = fault
+
+    def route(self, logits, count, *, renormalize):
+        if self.fault == "shares as they are":
+            renormalize = False
+        weights, chosen = super().route(logits, count, renormalize=renormalize)
+        if self.fault == "softmax of the chosen" and not renormalize:
+            weights = logits.gather(1, chosen).softmax(-1).to(weights.dtype)
+        return (weights, chosen.flip(1)) if self.fault == "ascending" else (weights, chosen)
+
+    def experts(self, x, weights, chosen, gate_up, down):
+        if self.fault == "up first":
+            gate_up = torch.cat(gate_up.chunk(2, dim=1)[::-1], dim=1)
+        if self.fault == "one expert fewer":
+            weights, chosen = weights[:, 1:], chosen[:, 1:]
+        if self.fault == "no weights":
+            weights = torch.ones_like(weights)
+        if self.fault == "first rows":
+            chosen = torch.cat((chosen[:2], chosen[:1].expand(chosen.shape[0] - 2, -1)))
+        return super().experts(x, weights, chosen, gate_up, down)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fault", "flag"),
+    [
+        ("route", "shares as they are", 1),
+        ("route", "softmax of the chosen", 0),
+        ("route", "ascending", 1),
+        ("experts", "up first", 0),
+        ("experts", "one expert fewer", 0),
+        ("experts", "no weights", 0),
+        ("experts", "first rows", 0),
+    ],
+)
+def test_wrong_experts_are_told(kernel, fault, flag):
+    made = problem(KERNELS[kernel], SMALL | {"flag": flag}, torch.float32, 0)
+    judge_with(KernelSet(), made)
+    with pytest.raises(AssertionError):
+        judge_with(Careless(fault), made)
 
 
 def test_bounds_tell_a_dtype_from_the_next():

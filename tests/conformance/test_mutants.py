@@ -88,9 +88,9 @@ def test_the_matrix_names_generated_mutants():
 
 
 def test_a_sample_of_generated_mutants_is_convicted_by_the_tests_that_the_matrix_names():
-    code, output = command("--known", "--every", "61", module=MATRIX, timeout=240)
+    code, output = command("--known", "--every", "122", module=MATRIX, timeout=240)
     assert code == 0, output
-    assert output.count("killed   ") >= 6
+    assert output.count("killed   ") >= 3
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def test_the_package_installs_passes_level_0_and_fails_the_next(tmp_path):
     assert "installed already" in missing
     assert "refused" in missing
     # The stand-in isn't a device, and the kit says so.
-    assert "L1  failed" in bench.shell("outrider conform --backend acme --level L1 || true")
+    assert "L1  failed" in bench.shell("outrider conform --backend acme --level L1 --programs 12 || true")
 
 
 def test_a_device_without_a_torch_module_passes_level_2(tmp_path):

@@ -1,6 +1,9 @@
 """The suite as pytest runs it: options, selection, skips, waivers, xdist, crashes."""
 
 import json
+import os
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -36,16 +39,21 @@ SICK = """
 
 @pytest.fixture
 def sick(install, monkeypatch):
-    """``sick("...")``: a distribution whose backend's class has that body; visible to child processes too."""
+    """``sick("...")``: a distribution whose backend's class has that body; visible to child processes too.
+
+    Beside it lies a plugin of pytest that would end the run, were it loaded because it's installed.
+    """
 
     def make(body):
         body = textwrap.indent(textwrap.dedent(body).strip(), " " * 12).strip()
-        site = install("sick", SICK.format(body=body))
-        monkeypatch.setenv("PYTHONPATH", str(site), prepend=":")
+        for site in (install("sick", SICK.format(body=body)), install("intruder", "raise SystemExit(9)", group="pytest11")):
+            monkeypatch.setenv("PYTHONPATH", str(site), prepend=":")
 
     return make
 
 
+FEW = ("--programs", "12")
+"""Where it's about how the suite is run. All programs run on the reference for the report of test_report.py."""
 MEMORY_ALONE = ("-k", "memory_figures")
 """Where one failure is the point; what is left out keeps no failed level from being told."""
 
@@ -55,7 +63,7 @@ def outcomes(report):
 
 
 def test_runs_from_outside_with_plain_pytest(run_suite, tmp_path):
-    done = run_suite("--backend", "cpu", "--level", "L1", "--report", "out")
+    done = run_suite("--backend", "cpu", "--level", "L1", "--report", "out", *FEW)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "conformance of cpu:0" in done.stdout
     assert json.loads((tmp_path / "out" / "report.json").read_text())["reached"] == "L1"
@@ -63,7 +71,7 @@ def test_runs_from_outside_with_plain_pytest(run_suite, tmp_path):
 
 def test_runs_with_xdist(run_suite, tmp_path):
     pytest.importorskip("xdist")
-    done = run_suite("--backend", "cpu", "--level", "L2", "--report", "out", "-n", "2")
+    done = run_suite("--backend", "cpu", "--level", "L2", "--report", "out", "-n", "2", *FEW)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["reached"] == "L2"
@@ -89,24 +97,41 @@ def test_one_module_of_the_suite_can_be_named(run_suite, tmp_path):
     assert "test_l0_plugin" in found
 
 
-def test_asks_for_a_backend(run_suite):
-    done = run_suite("--level", "L0")
-    assert done.returncode == 4
-    assert "needs --backend" in done.stderr + done.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(("--backend", "cpu", "--level", "L9"), "level 'L9'"), (("--backend", "cpu", "--waivers", "none.toml"), "none.toml")],
+REFUSED = (
+    (("--level", "L0"), "needs --backend"),
+    (("--backend", "cpu", "--level", "L9"), "level 'L9'"),
+    (("--backend", "cpu", "--waivers", "none.toml"), "none.toml"),
 )
-def test_wrong_options_are_usage_errors(run_suite, arguments, message):
-    done = run_suite(*arguments)
-    assert done.returncode == 4
-    assert message in done.stderr + done.stdout
+ONE_AFTER_ANOTHER = """
+import contextlib, io, json, sys, pytest
+told = []
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
+        code = int(pytest.main(["-p", "outrider_conformance.plugin", "-p", "no:cacheprovider", *arguments]))
+    told.append((code, said.getvalue()))
+print(json.dumps(told))
+"""
+
+
+def test_wrong_options_are_usage_errors(tmp_path):
+    """All in one process, which takes longer to start than to refuse them."""
+    asked = [["--rootdir", str(tmp_path), "--pyargs", "outrider_conformance", *arguments] for arguments, _ in REFUSED]
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_AFTER_ANOTHER, json.dumps(asked)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    for (code, said), (arguments, message) in zip(json.loads(done.stdout), REFUSED, strict=True):
+        assert code == 4, (arguments, said)
+        assert message in said, arguments
 
 
 def test_deselected_tests_keep_a_level_from_passing(run_suite, tmp_path):
-    done = run_suite("--backend", "cpu", "--level", "L1", "--report", "out", "-k", "not order")
+    done = run_suite("--backend", "cpu", "--level", "L1", "--report", "out", "-k", "not order", *FEW)
     assert done.returncode == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["levels"]["L1"]["result"] == "not run"
@@ -174,7 +199,7 @@ def test_a_waiver_explains_a_failure(sick, tmp_path):
     sick(BROKEN)
     with pytest.raises(ConformanceError, match="test_memory_figures_are_numbers"):
         check("sick", level="L1")
-    report = conform("sick", level="L1", waivers=waivers(tmp_path))
+    report = conform("sick", level="L1", waivers=waivers(tmp_path), extra=FEW)
     assert report["levels"]["L1"]["result"] == "passed with waivers"
     assert report["reached"] == "L1"
     assert passed(report)

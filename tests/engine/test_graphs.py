@@ -24,25 +24,41 @@ def bundle(request):
     return Tiny(get_backend(request.param))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("speculate", ["eagle", "tree", "none"])
-def test_a_soak_crosses_buckets_up_and_down(bundle, tiny_tokens, mode, speculate):
-    """Requests come and go, so that batches of 1 to 5 run in buckets of 1, 2, 4 and 5."""
-    lengths = [20, 3, 9, 14, 2, 6, 11, 4, 17, 5]
-    prompts = [prompt[: 5 + i] for i, prompt in enumerate(tiny_tokens[: len(lengths)])]
-    plain = bundle.engine(speculate="none", max_requests=5, max_context=64)
-    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
+SOAK = {"max_requests": 5, "max_context": 64, "overlap": True, "draft_tokens": 3, "page_size": 4}
+LENGTHS = (20, 3, 9, 14, 2, 6, 11, 4, 17, 5)
+
+
+@pytest.fixture(scope="module")
+def soak(tiny_tokens):
+    """Prompts, their parameters, and the tokens of plain decoding, each request alone."""
+    prompts = [prompt[: 5 + i] for i, prompt in enumerate(tiny_tokens[: len(LENGTHS)])]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in LENGTHS]
+    plain = Tiny(get_backend("cpu")).engine(speculate="none", max_requests=5, max_context=64)
     wanted = [plain.generate([prompt], each)[0].token_ids for prompt, each in zip(prompts, params, strict=True)]
-    config = {"max_requests": 5, "max_context": 64, "overlap": True, "draft_tokens": 3, "page_size": 4}
-    called = bundle.engine(speculate=speculate, **config)
-    engine = bundle.engine(speculate=speculate, **config, **MODES[mode])
+    return prompts, params, wanted
+
+
+@pytest.fixture(scope="module", params=["eagle", "tree", "none"])
+def called(request, bundle, soak):
+    """How the requests are speculated on, the tokens without graphs on this device, and the acceptance length."""
+    prompts, params, _ = soak
+    engine = bundle.engine(speculate=request.param, **SOAK)
+    tokens = [done.token_ids for done in engine.generate(prompts, params)]
+    return request.param, tokens, engine.stats.acceptance_length
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_soak_crosses_buckets_up_and_down(bundle, soak, called, mode):
+    """Requests come and go, so that batches of 1 to 5 run in buckets of 1, 2, 4 and 5."""
+    (prompts, params, wanted), (speculate, tokens, acceptance_length) = soak, called
+    engine = bundle.engine(speculate=speculate, **SOAK, **MODES[mode])
     assert engine.captured.buckets == (1, 2, 4, 5)
     sizes = []
     launch = engine._step.launch
     engine._step.launch = lambda batch: (sizes.append(len(batch.decode)), launch(batch))[1]
     assert [done.token_ids for done in engine.generate(prompts, params)] == wanted
-    assert [done.token_ids for done in called.generate(prompts, params)] == wanted
-    assert engine.stats.acceptance_length == called.stats.acceptance_length
+    assert tokens == wanted
+    assert engine.stats.acceptance_length == acceptance_length
     assert {1, 3, 5} <= set(sizes)
     ups = sum(b > a for a, b in pairwise(sizes))
     downs = sum(b < a for a, b in pairwise(sizes))

@@ -39,10 +39,11 @@ def test_the_sanitizer_finds_nothing(name, graphs):
     assert report.clean, str(report)
 
 
+@pytest.mark.parametrize("seeds", [(1, 3), pytest.param(tuple(range(1, 7)), marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize("graphs", [False, True], ids=["called", "graphs"])
 @pytest.mark.parametrize("name", ["eagle", "eagle-tree", "none"])
-def test_any_schedule_gives_plain_greedy_tokens(name, graphs):
-    for seed in range(1, 4):  # lazy, pct, random; the order of the program is watched above
+def test_any_schedule_gives_plain_greedy_tokens(name, graphs, seeds):
+    for seed in seeds:  # lazy, pct, random and so on; the order of the program is watched above
         backend = get_backend("sim:kernels=host-plans")
         error = run_once(backend, program(name, graphs=graphs), make_strategy("mixed", seed, {}))
         if error is not None:

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from drawing import some_and_many
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
@@ -73,15 +74,16 @@ def alone(make, prompt, params, **config):
     return result.token_ids, result.logprobs
 
 
-@pytest.mark.parametrize("speculate", ["eagle", "none", "tree"])
-@given(
+PROPOSERS = pytest.mark.parametrize("speculate", ["eagle", "none", "tree"])
+DRAWN = given(
     company=company,
     number=st.integers(0, 39),
     seed=st.integers(-(2**63), 2**63 - 1),
     options=st.sampled_from([{}, {"top_k": 20, "min_p": 0.02}, {"frequency_penalty": 0.7, "logit_bias": {9: 3.0}}]),
 )
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_draws_depend_on_seed_and_position_alone(tiny64, tiny_tokens, speculate, company, number, seed, options):
+
+
+def same_draws(tiny64, tiny_tokens, speculate, company, number, seed, options):
     def make(**config):
         return tiny64.engine(speculate=speculate, draft_tokens=3, **config)
 
@@ -89,6 +91,11 @@ def test_draws_depend_on_seed_and_position_alone(tiny64, tiny_tokens, speculate,
     params = SamplingParams(max_tokens=14, temperature=1.0, seed=seed, **options)
     tokens, _ = run_in_company(make, tiny_tokens, prompt, params, **company)
     assert tokens == alone(make, prompt, params)[0]
+
+
+test_draws_depend_on_seed_and_position_alone, test_many_draws_depend_on_seed_and_position_alone = some_and_many(
+    same_draws, DRAWN, PROPOSERS, some=6, many=20
+)
 
 
 def test_draws_that_depend_on_the_row_would_show(tiny64, tiny_tokens, monkeypatch):
@@ -139,10 +146,7 @@ def makers(bundle, *, invariant):
     return make
 
 
-@pytest.mark.parametrize("speculate", ["eagle", "none", "tree"])
-@given(company=company, number=st.integers(0, 39), temperature=st.sampled_from([0.0, 1.0]))
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_every_bit_is_the_same_in_the_invariant_mode(bundle32, prompt_tokens, speculate, company, number, temperature):
+def same_bits(bundle32, prompt_tokens, speculate, company, number, temperature):
     make = makers(bundle32, invariant=True)
     prompt = prompt_tokens[number % len(prompt_tokens)][:24]
     params = SamplingParams(max_tokens=8, temperature=temperature, seed=3, logprobs=3, min_p=0.01)
@@ -153,6 +157,12 @@ def test_every_bit_is_the_same_in_the_invariant_mode(bundle32, prompt_tokens, sp
     assert run_in_company(made, prompt_tokens, prompt, params, **company) == alone(
         made, prompt, params, page_size=company["page_size"]
     )
+
+
+BITS = given(company=company, number=st.integers(0, 39), temperature=st.sampled_from([0.0, 1.0]))
+test_every_bit_is_the_same_in_the_invariant_mode, test_every_bit_is_the_same_in_many_companies = some_and_many(
+    same_bits, BITS, PROPOSERS, some=2, many=8
+)
 
 
 def test_bits_differ_without_the_mode(bundle32, prompt_tokens):

@@ -5,10 +5,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from drawing import some_and_many
 from outrider import SamplingParams
 from outrider.device import AttentionMetadata, KernelSet
 from outrider.engine.requests.sampling import derived_seed
@@ -97,15 +98,16 @@ options = st.fixed_dictionaries(
 )
 
 
-@given(
+DRAWN = given(
     drawn=st.lists(st.tuples(st.integers(0, 39), st.integers(1, 40), options), min_size=1, max_size=4),
     draft_tokens=st.integers(0, 4),
     tree=st.booleans(),
     max_requests=st.integers(1, 3),
     overlap=st.booleans(),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_options_equal_a_loop_by_hand(tiny64, tiny_tokens, drawn, draft_tokens, tree, max_requests, overlap):
+
+
+def any_options(tiny64, tiny_tokens, drawn, draft_tokens, tree, max_requests, overlap):
     """Rows are reused by requests with other options; chains and trees of any length give the same tokens."""
     engine = tiny64.engine(
         speculate="none" if draft_tokens == 0 else "tree" if tree else "eagle",
@@ -120,6 +122,9 @@ def test_options_equal_a_loop_by_hand(tiny64, tiny_tokens, drawn, draft_tokens, 
     params = [SamplingParams(max_tokens=12, stop_token_ids=stops, ignore_eos=True, **given) for _, _, given in drawn]
     for prompt, chosen, result in zip(prompts, params, engine.generate(prompts, params), strict=True):
         assert result.token_ids == by_hand(tiny_logits, prompt, chosen, stops)
+
+
+test_options_equal_a_loop_by_hand, test_many_options_equal_a_loop_by_hand = some_and_many(any_options, DRAWN, some=8, many=25)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -25,6 +25,13 @@ def bundle(request):
     return Bundle(get_backend(request.param), "float32")
 
 
+@pytest.fixture(scope="module")
+def prompts_and_tokens(bundle, prompt_tokens):
+    """Three prompts, and what plain decoding gives for them on this device."""
+    prompts = [prompt[:12] for prompt in prompt_tokens[:3]]
+    return prompts, served(bundle.engine(speculate="none", max_requests=3, max_context=64), prompts)[0]
+
+
 def served(engine, prompts, meddle=lambda step: None):
     """Tokens and last outputs of requests for ``prompts``."""
     ids = [engine.add_request(prompt, SamplingParams(max_tokens=LENGTH, ignore_eos=True)) for prompt in prompts]
@@ -48,10 +55,9 @@ def served(engine, prompts, meddle=lambda step: None):
         ("token", -3, "relay.token holds -3 at index 0, expected 0 to 2047"),
     ],
 )
-def test_a_bad_relay_ends_its_request_alone(bundle, prompt_tokens, mode, name, value, told):
-    prompts = [prompt[:12] for prompt in prompt_tokens[:3]]
+def test_a_bad_relay_ends_its_request_alone(bundle, prompts_and_tokens, mode, name, value, told):
+    prompts, plain = prompts_and_tokens
     engine = bundle.engine(max_requests=3, max_context=64, overlap=True, **MODES[mode])
-    plain, _ = served(bundle.engine(speculate="none", max_requests=3, max_context=64), prompts)
 
     def meddle(step):
         if step == 4:
@@ -83,11 +89,10 @@ class NanFor(KernelSet):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_nan_from_the_model_ends_its_request_alone(bundle, prompt_tokens, mode):
-    prompts = [prompt[:12] for prompt in prompt_tokens[:3]]
+def test_a_nan_from_the_model_ends_its_request_alone(bundle, prompts_and_tokens, mode):
+    prompts, plain = prompts_and_tokens
     free = [prompt for prompt in prompts if 7 not in prompt]
     assert len(free) == 3
-    plain, _ = served(bundle.engine(speculate="none", max_requests=3, max_context=64), prompts)
     model = Decoder(bundle.target.config, bundle.target.weights, NanFor(7))
     config = plain_config(max_requests=3, max_context=64, page_size=4, overlap=True, **MODES[mode])
     engine = Engine(model, bundle.backend, proposer=EagleProposer(bundle.head, draft_tokens=4), config=config)
@@ -126,9 +131,8 @@ class DraftsNonsense(NgramProposer):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("token", [99999, -3])
-def test_a_drafted_token_that_is_none_ends_its_request_alone(bundle, prompt_tokens, mode, token):
-    prompts = [prompt[:12] for prompt in prompt_tokens[:3]]
-    plain, _ = served(bundle.engine(speculate="none", max_requests=3, max_context=64), prompts)
+def test_a_drafted_token_that_is_none_ends_its_request_alone(bundle, prompts_and_tokens, mode, token):
+    prompts, plain = prompts_and_tokens
     proposer = DraftsNonsense(2, token, vocab_size=bundle.target.config.vocab_size, draft_tokens=3)
     config = plain_config(max_requests=3, max_context=64, page_size=4, overlap=True, **MODES[mode])
     tokens, last = served(Engine(bundle.target, bundle.backend, proposer=proposer, config=config), prompts)

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.conftest import Tiny
 
+from drawing import some_and_many
 from outrider import SamplingParams
 from outrider.engine.requests.request import FinishReason
 
@@ -65,8 +66,7 @@ def tiny_ends():
     return Tiny(eos=(5,))
 
 
-@pytest.mark.parametrize("speculate", ["eagle", "none"])
-@given(
+DRAWN = given(
     program=st.lists(arrivals, min_size=1, max_size=6),
     max_requests=st.integers(1, 4),
     page_size=st.sampled_from([1, 3, 16]),
@@ -75,8 +75,9 @@ def tiny_ends():
     overlap=st.booleans(),
     extra_pages=st.one_of(st.none(), st.integers(0, 12)),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_program_gives_plain_greedy_tokens(tiny_ends, tiny_tokens, speculate, program, extra_pages, **config):
+
+
+def any_program(tiny_ends, tiny_tokens, speculate, program, extra_pages, **config):
     if extra_pages is not None:  # few enough pages that requests wait and are preempted
         config["num_pages"] = 1 + -(-(60 + LONGEST) // config["page_size"]) + extra_pages
     engine = tiny_ends.engine(speculate=speculate, max_context=96, **config)
@@ -91,6 +92,11 @@ def test_any_program_gives_plain_greedy_tokens(tiny_ends, tiny_tokens, speculate
             assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
     engine.drain()
     assert (engine.free_pages, engine.free_rows) == (pages, rows)
+
+
+test_any_program_gives_plain_greedy_tokens, test_many_programs_give_plain_greedy_tokens = some_and_many(
+    any_program, DRAWN, pytest.mark.parametrize("speculate", ["eagle", "none"]), some=8, many=25
+)
 
 
 def test_a_cache_smaller_than_the_load_makes_requests_wait(bundle64, prompt_tokens):

@@ -1,4 +1,7 @@
-"""Compile every kernel for a device that isn't here: ``compile_child.py BACKEND ARCHITECTURE WARP PDL``; prints names."""
+"""Compile every kernel for a device that isn't here: ``compile_child.py BACKEND ARCHITECTURE WARP PDL [some]``.
+
+Prints their names. ``some``: one kernel of each module alone; the names of the others are in parentheses.
+"""
 
 import re
 import sys
@@ -146,10 +149,18 @@ READS_WEIGHTS = {"all_reduce_rms_norm", "rms_norm", "add_rms_norm", "linear_add"
 """Before the wait: weights, which no kernel writes."""
 
 
+SOME = {"rms_norm", "linear_silu_mul", "scaled_silu_mul", "paged_attention", "copy_context", "accept_greedy"}
+SOME |= {"gather_requests", "exchange", "streamed_linear_add"}
+
+
 def main() -> None:
-    backend, architecture, warp, pdl = sys.argv[1:]
+    backend, architecture, warp, pdl, *some = sys.argv[1:]
     target = GPUTarget(backend, int(architecture) if architecture.isdigit() else architecture, int(warp))
+    last = {kernel: (types, constants) for kernel, types, constants in KERNELS}
     for kernel, types, constants in KERNELS:
+        if some and (kernel.__name__ not in SOME or last[kernel] != (types, constants)):
+            print(f"({kernel.__name__})")
+            continue
         made = compiled(ASTSource, kernel, types, {**constants, "PDL": pdl == "True"}, target)
         if pdl == "True":
             check_order(kernel.__name__, made.asm["ptx"], settled=constants.get("SETTLED", False))
@@ -158,10 +169,14 @@ def main() -> None:
     if (backend, architecture) == ("cuda", "90"):
         ends = dict.fromkeys(("keys", "values"), "tensordesc<bf16[64,128]>")
         constants = {**PROMPT, "DESCRIPTOR": True, "PDL": True}
-        made = compiled(ASTSource, prompt_attention.prompt_attention, {"tokens": "i32", **ends}, constants, target)
-        assert "cp.async.bulk.tensor" in made.asm["ptx"]
-        assert "cp.async.cg" not in made.asm["ptx"]
+        if not some:
+            made = compiled(ASTSource, prompt_attention.prompt_attention, {"tokens": "i32", **ends}, constants, target)
+            assert "cp.async.bulk.tensor" in made.asm["ptx"]
+            assert "cp.async.cg" not in made.asm["ptx"]
         for kernel, types, constants in STREAMED:
+            if some and (kernel.__name__ not in SOME or not constants["NORM"]):
+                print(f"({kernel.__name__})")
+                continue
             ends = {"x": descriptor(8, 128), "w": descriptor(16, 128)}
             made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
             check_order_of_both(kernel.__name__, made.asm["ptx"])

@@ -105,11 +105,19 @@ def poisoned():
     torch.use_deterministic_algorithms(False)
 
 
+HEADS = [(8, 2, 32), (7, 1, 24), (4, 4, 16)]
+VARIANTS = [(1, False, False), (1, True, True), (4, False, True), (4, True, False), (16, False, False)]
+"""Splits, tree, settled: each pair of them once."""
+
+
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 32), (7, 1, 24), (4, 4, 16)])
-@pytest.mark.parametrize(  # each pair of the first three once
-    ("split", "tree", "settled"),
-    [(1, False, False), (1, True, True), (4, False, True), (4, True, False), (16, False, False)],
+@pytest.mark.parametrize(  # each variant once; the interpreter is slow
+    ("heads", "kv_heads", "size", "split", "tree", "settled"),
+    [
+        pytest.param(*heads, *variant, marks=() if (i + j) % len(HEADS) == 0 else pytest.mark.slow)
+        for i, variant in enumerate(VARIANTS)
+        for j, heads in enumerate(HEADS)
+    ],
 )
 def test_attention_over_long_contexts(heads, kv_heads, size, tree, split, settled, device, pdl):
     """Several blocks of queries and of cached tokens, splits with nothing in them, and padding behind the last sequence;

@@ -176,7 +176,7 @@ def test_tied_head_that_is_another(tmp_path, backend):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, r"model_type is 'gpt2' .*supported are llama, mistral, qwen2"),
+        ({"model_type": "gpt2"}, r"model_type is 'gpt2' .*supported are llama, mistral, mixtral, qwen2"),
         ({"model_type": None}, "model_type is None"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu' \\(also called 'swish'\\) is supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised checkpoints aren't supported"),

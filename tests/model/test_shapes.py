@@ -17,15 +17,17 @@ def parameters(name: str) -> int:
     """Numbers in the matrices of a shape."""
     shape = SHAPES[name]
     heads = (shape.num_heads * 2 + shape.num_kv_heads * 2) * shape.head_size * shape.hidden_size
-    layer = heads + 3 * shape.hidden_size * shape.intermediate_size
+    experts = shape.experts
+    inner = shape.intermediate_size if experts is None else experts.count * experts.intermediate_size
+    layer = heads + 3 * shape.hidden_size * inner
     return shape.num_layers * layer + shape.vocab_size * shape.hidden_size * (1 if shape.tie_embeddings else 2)
 
 
 @pytest.mark.parametrize("name", sorted(set(SHAPES) - {"tiny", "phi-3-mini"}))
 def test_a_shape_has_as_many_parameters_as_its_name_says(name: str) -> None:
-    said = re.search(r"-([\d.]+)b$", name)
+    said = re.search(r"-(?:(\d)x)?([\d.]+)b(?:-a3b)?$", name)
     assert said is not None
-    assert parameters(name) == pytest.approx(float(said[1]) * 1e9, rel=0.25)
+    assert parameters(name) == pytest.approx(float(said[2]) * int(said[1] or 1) * 1e9, rel=0.25)
 
 
 def test_a_shard_has_its_share_and_keeps_one_key_head_at_least() -> None:

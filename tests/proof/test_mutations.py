@@ -1,6 +1,8 @@
 """The changes that ``python -m outrider_proof.mutations`` makes, and one of them judged."""
 
+import itertools
 import os
+from collections import Counter
 from importlib import import_module
 
 import pytest
@@ -8,9 +10,10 @@ import pytest
 from outrider.engine.requests import scheduler
 from outrider.engine.requests.scheduler import Scheduler
 from outrider_proof.mutations import deck
+from outrider_proof.mutations.classes import CLASSES, class_of, sample
 from outrider_proof.mutations.sites import apply, sites
 from outrider_proof.proposers import EXTREMES
-from outrider_proof.setups import MODES, PERSONALITIES, PROPOSERS, Setup
+from outrider_proof.setups import MODES, PERSONALITIES, PROPOSERS, Setup, draw
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 says it of each fork
 FREED = "Scheduler.retire: leave an operand out: r.finished and r.in_flight == 0 → r.finished"
@@ -21,10 +24,15 @@ def site(text):
     return found
 
 
-def test_changes_are_many_and_their_names_are_unique():
-    names = [each.name for each in sites(scheduler)]
-    assert len(set(names)) == len(names) > 80
-    assert all(sites(import_module(module)) for module in deck.MODULES)
+@pytest.fixture(scope="module")
+def every():
+    return [each for module in deck.modules() for each in sites(import_module(module))]
+
+
+def test_changes_are_many_and_their_names_are_unique(every):
+    assert len({each.name for each in every}) == len(every) > 4000
+    assert {each.module for each in every} >= {"outrider.engine.requests.scheduler", "outrider.engine.fences"}
+    assert len({each.module for each in every if each.module.startswith("outrider.speculative.")}) > 5
 
 
 def test_a_change_is_made_in_the_process_that_makes_it():
@@ -51,15 +59,50 @@ def test_the_deck_has_each_proposer_mode_and_personality():
     assert {setup.like for setup in setups} == set(PERSONALITIES)
 
 
-@pytest.fixture
-def one_program(monkeypatch):
-    monkeypatch.setattr(deck, "programs", lambda: [(Setup("none", "staged"), 2)])
-    monkeypatch.setattr(deck, "FAULTY", ())
-    deck.warm()
+def test_a_sample_has_its_share_of_each_class(every):
+    drawn = sample(every, 10 * (len(CLASSES) + 1), seed=3)
+    assert set(Counter(map(class_of, drawn)).values()) == {10}
+    assert drawn[:9] == sample(every, 9, seed=3)
 
 
-@pytest.mark.usefixtures("one_program")
-def test_a_change_that_frees_rows_early_is_killed_and_no_change_survives(monkeypatch):
-    assert deck.judge(site(FREED), 60) == ("FreedInFlight", "none, staged, cuda, 2")
+@pytest.fixture(scope="module")
+def one_program():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deck, "programs", lambda: [(Setup("none", "staged"), 2)])
+        patch.setattr(deck, "FAULTY", ())
+        return deck.warm([scheduler.__name__])
+
+
+def judged(change, known):
+    (trial,) = deck.judge_all([change], known, deck.Limits(processes=1, patience=60))
+    return trial.result()
+
+
+def test_a_change_that_frees_rows_early_is_killed_and_no_change_survives(monkeypatch, one_program):
+    assert judged(site(FREED), one_program) == ("FreedInFlight", "none, staged, cuda, 2")
     monkeypatch.setattr(deck, "apply", lambda module, change: None)
-    assert deck.judge(site(FREED), 60) == (None, None)
+    assert judged(site(FREED), one_program) == (None, None)
+
+
+def test_what_hangs_and_what_dies_is_told(monkeypatch):
+    def program(name, judge):
+        return deck.Known(name, judge, frozenset({(scheduler.__name__, site(FREED).line)}), 0.0)
+
+    monkeypatch.setattr(deck, "apply", lambda module, change: None)
+    monkeypatch.setattr(deck.signal, "setitimer", lambda which, seconds, real=deck.signal.setitimer: real(which, 0.1))
+    assert judged(site(FREED), [program("spins", lambda: "x" * sum(1 for _ in itertools.count()))]) == ("hang", "spins")
+    assert judged(site(FREED), [program("dies", lambda: os._exit(3))]) == ("crash", "dies")
+
+
+def test_only_programs_that_run_the_line_judge(one_program):
+    (known,) = one_program
+    assert known.reaches(site(FREED))
+    unreached = [each for each in sites(scheduler) if not known.reaches(each)]
+    assert 0 < len(unreached) < len(sites(scheduler)) / 2
+
+
+def test_guided_programs_with_faults_guide_their_requests():
+    """Of the engine as it is, no token is wrong."""
+    proposer, mode, like, number = deck.FAULTY[0]
+    assert any(arrival.guided for arrival in draw(number).arrivals)
+    assert deck._faulted(proposer, mode, like, number) == ""

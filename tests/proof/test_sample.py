@@ -10,10 +10,12 @@ SAMPLE = [
     (Setup("eagle-tree", "graphs"), 4),
     (Setup("mtp", "fused"), 3),
     (Setup("draft-model-tree", "staged", "rocm"), 3),
-    (Setup("eagle3", "fused", "rocm"), 4),
+    pytest.param(Setup("eagle3", "fused", "rocm"), 4, marks=pytest.mark.slow),
     (Setup("none", "staged"), 0),
+    (Setup("eagle-tree, experts", "fused"), 4),
+    (Setup("mtp, experts", "graphs", "npu"), 3),
     (Setup("ngram-tree", "graphs", "npu"), 3),
-    (Setup("mtp", "graphs", "npu"), 1),
+    pytest.param(Setup("mtp", "graphs", "npu"), 1, marks=pytest.mark.slow),
     (Setup(VISION, "graphs", "rocm"), 4),
 ]
 

@@ -1,7 +1,8 @@
 """Ranks as processes that are killed, stopped or out of memory, many times in a row: ``killing.py [TIMES]``.
 
 Each time one of two ranks of ``outrider generate --tensor-parallel 2`` is lost in the middle of its work. The command must
-end within 10 seconds with one error that names the rank, and leave no process and no port.
+end within 10 seconds with one error that names the rank, and leave no process and no port. ``test_killing.py`` does it behind
+the marker ``slow``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ import time
 from pathlib import Path
 
 LIMIT_S = 10.0
+CROWDED = 2.0
+"""From so many processes that want each core on, all of this takes longer in proportion."""
+TIMES = 50
 HOW = ("kill", "stop", "memory")
+
+
+def limit_s() -> float:
+    """The time that ranks have to end, on a machine that does other things too."""
+    crowd = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return LIMIT_S * max(1.0, crowd / CROWDED)
 
 
 def children(parent: int) -> list[int]:
@@ -84,19 +94,31 @@ def lose(how: str, victim: int, draw: random.Random) -> tuple[float, str]:
     assert f"rank {victim} " in errors[0], errors[0]
     assert "last decided" in errors[0], errors[0]
     assert "last called" in errors[0], errors[0]
-    assert seconds < LIMIT_S, f"{seconds:.1f} s: {errors[0]}"
+    assert seconds < limit_s(), f"{seconds:.1f} s: {errors[0]}"
     return seconds, errors[0]
 
 
-def main() -> None:
-    """Lose ranks in turn."""
-    draw = random.Random(0)
-    times = int(sys.argv[1]) if len(sys.argv) > 1 else 50
+def lose_one(number: int) -> tuple[str, int, float, str]:
+    """The loss with this number: how, of which rank, how long the command took to end, and what it said."""
+    how, victim = HOW[number % len(HOW)], number // len(HOW) % 2
+    return how, victim, *lose(how, victim, random.Random(number))
+
+
+def main() -> int:
+    """Lose ranks in turn; 1 where something was wrong with a loss, which is told, and the next one tried."""
+    times = int(sys.argv[1]) if len(sys.argv) > 1 else TIMES
+    wrong = 0
     for number in range(times):
-        how, victim = HOW[number % len(HOW)], number // len(HOW) % 2
-        seconds, said = lose(how, victim, draw)
-        print(f"{number}: rank {victim}, {how}: {seconds:.1f} s: {said[:200]}", flush=True)
+        try:
+            how, victim, seconds, said = lose_one(number)
+        except AssertionError as error:
+            wrong += 1
+            print(f"{number}: WRONG: {error}", flush=True)
+        else:
+            print(f"{number}: rank {victim}, {how}: {seconds:.1f} of {limit_s():.0f} s: {said[:200]}", flush=True)
+    print(f"{times} losses, {wrong} wrong", flush=True)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,9 +1,9 @@
-"""Host programs that are drawn: requests that come, go and are handed over, on an engine of some layout."""
+"""Host programs that are drawn: requests that come, go and are guided, on an engine of some layout."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from threads import run
@@ -11,8 +11,10 @@ from threads import run
 from outrider import Engine, SamplingParams
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.ranks import Ranks
+from outrider.engine.requests.guides import Regex
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import proposers, tiny
+from outrider_proof.guides import ResidueGrammars
 from outrider_proof.tiny import VOCABULARY, plain_config
 
 LAYOUTS = (ParallelConfig(tensor=2), ParallelConfig(data=2), ParallelConfig(tensor=2, data=2), ParallelConfig(tensor=4))
@@ -55,6 +57,9 @@ def drawn(seed: int) -> Program:
         )
         for _ in range(count)
     )
+    guiding = random.Random(f"guide {seed}")  # apart, so that it changes nothing else of a program
+    if guiding.random() < 0.5:
+        params = tuple(replace(each, guide=Regex("residues") if guiding.random() < 0.6 else None) for each in params)
     layout, mode = LAYOUTS[seed % len(LAYOUTS)], MODES[seed // len(LAYOUTS) % len(MODES)]
     config = {
         "max_context": 48,
@@ -75,7 +80,9 @@ def engine_of(program: Program, backend: Any, ranks: Ranks | None = None) -> Eng
     """The engine of one rank, or of all there is."""
     target = proposers.decoder(tiny.target(), backend, None if ranks is None else ranks.model)
     proposer = proposers.MAKERS[program.proposer](target, backend)
-    return Engine(target, backend, proposer=proposer, config=plain_config(dtype="float64", **program.config), ranks=ranks)
+    engine = Engine(target, backend, proposer=proposer, config=plain_config(dtype="float64", **program.config), ranks=ranks)
+    ResidueGrammars.into(engine)
+    return engine
 
 
 def lead(program: Program, engine: Engine) -> dict[int, tuple[tuple[int, ...], str]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import Phase, find, given, settings
 from hypothesis.errors import NoSuchExample
 
+from drawing import some_and_many
 from outrider_sanitizer import intervals
 from outrider_sanitizer.clocks import Actor
 from sanitizer.ordering_oracle import Oracle, Recorder, programs, run
@@ -29,23 +30,24 @@ def check(program: Any) -> bool:
     return bool(races)
 
 
-FAST = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-@FAST
-@given(programs)
-def test_the_detector_agrees_with_the_transitive_closure(program: Any) -> None:
+def agrees(program: Any) -> None:
     check(program)
 
 
-@FAST
-@given(programs)
-def test_it_agrees_where_strided_accesses_are_kept_whole(program: Any) -> None:
+def agrees_where_strided_accesses_are_kept_whole(program: Any) -> None:
     kept, intervals._PARTS = intervals._PARTS, 1
     try:
         check(program)
     finally:
         intervals._PARTS = kept
+
+
+test_the_detector_agrees_with_the_transitive_closure, test_it_agrees_in_many_programs = some_and_many(
+    agrees, given(programs), some=100, many=500
+)
+test_it_agrees_where_strided_accesses_are_kept_whole, test_it_agrees_so_in_many_programs = some_and_many(
+    agrees_where_strided_accesses_are_kept_whole, given(programs), some=60, many=300
+)
 
 
 def without_join(monkeypatch: pytest.MonkeyPatch) -> None:

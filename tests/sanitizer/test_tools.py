@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -192,14 +193,15 @@ def test_hand_overs_between_host_threads_are_seen() -> None:
         backend = CpuBackend()
         copy = backend.create_stream("copy")
         queue: Queue[int] = Queue()
-        started = threading.Barrier(2)  # orders nothing that the sanitizer would believe
+        started: list[bool] = []  # orders nothing that the sanitizer would believe
         with watch(backend) as report:
             buffer = backend.empty_pinned("results", (4,), torch.float32)
             with backend.on(copy):
                 x = torch.ones(4)
 
             def reader(queue: Any = queue, buffer: Any = buffer, wait: bool = handed_over, started: Any = started) -> None:
-                started.wait()
+                while not started:
+                    time.sleep(0)
                 if wait:
                     queue.get()
                 buffer.tensor.sum()
@@ -209,7 +211,7 @@ def test_hand_overs_between_host_threads_are_seen() -> None:
             backend.copy_async(buffer.tensor, x, stream=copy)
             copy.synchronize()
             queue.put(1)
-            started.wait()
+            started.append(True)
             thread.join()
         assert {finding.kind for finding in report} == (set() if handed_over else {Kind.READ_AFTER_WRITE}), str(report)
 
@@ -245,3 +247,79 @@ def test_memory_stays_bounded() -> None:
     assert max(sizes[300:]) <= max(sizes[:300]) + 5
     assert max(sizes) < 120
     del y
+
+
+TESTS = """
+import pytest
+import torch
+
+@pytest.fixture
+def x():
+    return torch.zeros(1000, device="sim")
+
+def test_race(x):
+    side = torch.sim.Stream()
+    with torch.sim.stream(side):
+        y = x + 1
+
+def test_clean(x):
+    torch.sim.synchronize()
+    assert (x + 1).sum().item() == 1000
+"""
+
+
+def test_the_option_of_pytest_fails_a_test_with_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "test_streams_of_mine.py").write_text(TESTS)
+    plugin = ("-p", "outrider_sanitizer.pytest_plugin", "--outrider-sanitize", "-p", "no:cacheprovider", "-p", "no:randomly")
+    code = pytest.main([str(tmp_path), "--rootdir", str(tmp_path), "-q", *plugin])
+    said = capsys.readouterr().out
+    assert code == pytest.ExitCode.TESTS_FAILED
+    assert "1 failed, 1 passed" in said
+    assert "read after write" in said
+    assert "make 's1' wait" in said
+    assert "2 tests and 6 operations watched" in said
+
+
+def test_a_backward_carries_the_lines_of_the_forward() -> None:
+    backend = SimBackend()
+    lines: list[tuple[str, str]] = []
+
+    class Lines(Sanitizer):
+        def launched(self, operation: Any) -> None:
+            lines.append((operation.name, operation.location))
+
+    backend.attach(Lines(backend))
+    x = torch.ones(3, device=backend.device, requires_grad=True)
+    y = x.exp()
+    z = y.sin()
+    loss = z.sum()
+    backend.synchronize()
+    forward = dict(lines)
+    lines.clear()
+    loss.backward()
+    backend.detach()
+    names = {location: name for name, location in lines if name.startswith(("aten::mul", "aten::cos"))}
+    assert forward["aten::exp"] in names  # its backward is a product
+    assert forward["aten::sin"] in names
+    assert forward["aten::exp"] != forward["aten::sin"]
+
+
+def test_a_hint_says_never_only_where_nothing_was_learnt() -> None:
+    for learnt in ("event", "host", "nothing"):
+        backend = SimBackend()
+        forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
+        with watch(backend) as report:
+            x = filled(backend, forward, 1.0)
+            if learnt == "event":
+                order(forward, plan)
+            elif learnt == "host":
+                forward.synchronize()
+            with backend.on(forward):
+                x.fill_(2.0)
+            with backend.on(plan):
+                y = x * 1.0
+        del y
+        hints = " ".join(finding.hint for finding in report)
+        assert ("has never waited" in hints) == (learnt == "nothing"), hints
+        assert ("by waiting for generation" in hints) == (learnt == "event"), hints
+        assert ("came through the host" in hints) == (learnt == "host"), hints

@@ -10,7 +10,7 @@ from serve.test_api import everything_is_back
 
 schemathesis = pytest.importorskip("schemathesis", reason="not run: schemathesis isn't installed")
 
-SOME, MANY = 4, 400
+SOME, MANY = 2, 400
 MODES = [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
 KNOWN = {"/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name}", "/health", "/ready", "/metrics"}
 

@@ -18,7 +18,7 @@ from serve.test_api import everything_is_back
 
 
 def test_a_small_load(server, reference):
-    outcome = asyncio.run(drive(server.url, cases(reference, count=10, most=8), requests=120, at_once=20))
+    outcome = asyncio.run(drive(server.url, cases(reference, count=6, most=8), requests=60, at_once=20))
     assert outcome.wrong == []
     assert min(outcome.kinds.values()) > 0
     assert everything_is_back(server)

@@ -221,3 +221,58 @@ def test_pct_finds_a_deep_bug_that_extremes_miss(sim):
     for spec in ("program", "lazy", "slowest:stream=one", "slowest:stream=two", "fastest:stream=two"):
         assert explore(sim(), program, strategy=spec).failure is None
     assert explore(sim(), program, strategy="pct:d=3,k=20", iterations=400).failure is not None
+
+
+def polls(backend):
+    """The host asks until the answer is yes; what it asks for comes behind work of two streams."""
+    one, two = backend.create_stream("one"), backend.create_stream("two")
+    event = backend.create_event("e")
+    with backend.on(one):
+        x = torch.zeros(8, device=backend.device)
+        for _ in range(3):
+            x.add_(1.0)
+    result = backend.empty_pinned("result", (8,), torch.float32)
+    one.record(event)
+    two.wait(event)
+    backend.copy_async(result.tensor, x, stream=two)
+    while not two.query():
+        pass
+    assert result.tensor.tolist() == [3.0] * 8
+
+
+EVERY = ["program", "lazy", "slowest:stream=one", "slowest:stream=two", "fastest:stream=one", "fastest:stream=two"]
+
+
+@pytest.mark.parametrize("options", [{}, {"late": "copies"}])
+@pytest.mark.parametrize("spec", [*EVERY, "random", "pct:d=3", "mixed"])
+def test_a_host_that_asks_until_it_is_yes_ends(sim, spec, options):
+    assert explore(sim(**options), polls, strategy=spec, iterations=12).failure is None
+
+
+def test_asking_replays(sim):
+    backend = sim()
+    texts = []
+    for chosen in (make_strategy("lazy", 0), lambda: Replay(Schedule.parse(texts[0]))):
+        order = backend.sim.machine.names = {}
+        run_once(backend, polls, chosen if not callable(chosen) else chosen())
+        texts.append(backend.control.schedule())
+        assert order
+    backend.sim.machine.names = None
+    assert texts[0] == texts[1]
+
+
+def test_a_thread_that_asks_lets_another_one_go_on(sim):
+    """The one that asks comes first; what it waits for is enqueued by the other."""
+
+    def program(backend):
+        taker, giver = backend.create_stream("taker"), backend.create_stream("giver")
+        flag = backend.create_flag("given")
+
+        def asks():
+            flag.wait(taker)
+            while not taker.query():
+                pass
+
+        backend.control.run_threads(asks, lambda: flag.set(giver))
+
+    assert explore(sim(like="npu"), program, strategy="lazy", iterations=3).failure is None

@@ -85,13 +85,16 @@ def test_in_place_metadata(device):
     assert t.tolist() == [[[0, 3], [1, 4], [2, 5]]]
 
 
-def test_out_variants_write_in_place_and_refuse_to_resize(device):
+def test_out_variants_write_in_place_and_resize_nothing_but_empty_tensors(device):
     a = torch.ones(3, device=device)
     out = torch.empty(3, device=device)
     assert torch.add(a, a, out=out) is out
     assert out.tolist() == [2.0] * 3
+    empty = torch.empty(0, device=device)
+    assert torch.add(a, a, out=empty) is empty
+    assert empty.tolist() == [2.0] * 3
     with pytest.raises(RuntimeError, match="can't be resized"):
-        torch.add(a, a, out=torch.empty(0, device=device))
+        torch.add(a, a, out=torch.empty(2, device=device))
 
 
 def test_devices_dont_mix(device):

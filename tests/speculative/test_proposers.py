@@ -5,8 +5,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
+from drawing import some_and_many
 from outrider import Engine, SamplingParams
 from outrider.device import AttentionMetadata, KernelSet
 from outrider.model import ForwardInput, KVCache
@@ -37,11 +38,17 @@ PROPOSERS = {
 }
 
 
-@pytest.mark.parametrize("name", PROPOSERS)
-@given(program=programs(tiny.VOCABULARY), **ENGINES)
-@settings(max_examples=8, deadline=None)
-def test_any_program_gives_plain_greedy_tokens(name, program, **config):
+def any_program(name, program, **config):
     check(tiny.engine(PROPOSERS[name](), **config), program, tiny.plain)
+
+
+test_any_program_gives_plain_greedy_tokens, test_many_programs_give_plain_greedy_tokens = some_and_many(
+    any_program,
+    given(program=programs(tiny.VOCABULARY), **ENGINES),
+    pytest.mark.parametrize("name", PROPOSERS),
+    some=3,
+    many=8,
+)
 
 
 def acceptance(proposer, **config):

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawing import some_and_many
 from outrider import Engine, SamplingParams
 from outrider.device import AttentionMetadata, ConfigError, KernelSet
 from outrider.model import ForwardInput, KVCache
@@ -185,12 +186,22 @@ class Scripted(Proposer):
         raise AssertionError("this proposer relays nothing")
 
 
-@given(
-    program=programs(tiny.VOCABULARY), depth=st.integers(1, 4), extra=st.integers(0, 6), seed=st.integers(0, 99), **ENGINES
-)
-@settings(max_examples=25, deadline=None)
-def test_random_trees_give_plain_greedy_tokens(program, depth, extra, seed, **config):
+def any_tree(program, depth, extra, seed, **config):
     check(tiny.engine(Scripted(depth + extra, depth, seed=seed), **config), program, tiny.plain)
+
+
+test_random_trees_give_plain_greedy_tokens, test_many_random_trees_give_plain_greedy_tokens = some_and_many(
+    any_tree,
+    given(
+        program=programs(tiny.VOCABULARY),
+        depth=st.integers(1, 4),
+        extra=st.integers(0, 6),
+        seed=st.integers(0, 99),
+        **ENGINES,
+    ),
+    some=10,
+    many=25,
+)
 
 
 SHAPES = {
@@ -202,11 +213,17 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@given(program=programs(tiny.VOCABULARY), **ENGINES)
-@settings(max_examples=8, deadline=None)
-def test_eagle_trees_give_plain_greedy_tokens(shape, program, **config):
+def any_program(shape, program, **config):
     check(tiny.engine(EagleTreeProposer(tiny.eagle_head(), SHAPES[shape]()), **config), program, tiny.plain)
+
+
+test_eagle_trees_give_plain_greedy_tokens, test_eagle_trees_give_plain_greedy_tokens_in_many_programs = some_and_many(
+    any_program,
+    given(program=programs(tiny.VOCABULARY), **ENGINES),
+    pytest.mark.parametrize("shape", SHAPES),
+    some=3,
+    many=8,
+)
 
 
 def acceptance(proposer, **config):

@@ -22,14 +22,17 @@ def child(*command, **environment):
     )
 
 
-def conform(backend, level, directory, plugin, only=""):
-    """The report of the conformance suite, with the emulation loaded as a plugin of pytest; of some tests ``only``."""
+def conform(backend, level, directory, plugin, only="", programs=None):
+    """The report of the conformance suite, with the emulation loaded as a plugin of pytest; of some tests ``only``, with so
+    many random ``programs``.
+    """
     script = (
         "import pathlib, sys; from outrider_conformance.run import conform; "
-        "extra = ('-p', sys.argv[4], '-q', '-k', sys.argv[5]); "
+        "extra = ('-p', sys.argv[4], '-q', '-k', *sys.argv[5:]); "
         "conform(sys.argv[1], level=sys.argv[2], report=pathlib.Path(sys.argv[3]), extra=extra)"
     )
-    done = child("-c", script, backend, level, str(directory), plugin, only)
+    few = [] if programs is None else ["--programs", str(programs)]
+    done = child("-c", script, backend, level, str(directory), plugin, only, *few)
     assert (directory / "report.json").exists(), done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads((directory / "report.json").read_text())
     print({level: found["counts"] for level, found in report["levels"].items()})

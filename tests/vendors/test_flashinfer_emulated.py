@@ -85,9 +85,10 @@ def test_plain_greedy_tokens_and_silence(make, name, graphs):
     assert report.clean, str(report)
 
 
+@pytest.mark.parametrize("seeds", [(1, 3), pytest.param(range(6), marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize("name", ["eagle", "eagle-tree"])
-def test_under_adversarial_schedules(make, name):
-    for seed in range(4):
+def test_under_adversarial_schedules(make, name, seeds):
+    for seed in seeds:
         error = run_once(make(), program(name, graphs=True), make_strategy("mixed", seed, {}))
         if error is not None:
             raise AssertionError(f"seed {seed}") from error

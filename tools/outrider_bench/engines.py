@@ -5,14 +5,60 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from outrider.cli.models import Running, Sizes, Speculation, launched, load
+import typer
+
+from outrider.cli.engine_options import LaunchOptions
+from outrider.cli.models import (
+    DraftOption,
+    DraftTokensOption,
+    ModelOption,
+    Running,
+    Sizes,
+    SpeculateOption,
+    Speculation,
+    launched,
+    load,
+)
+from outrider.cli.report import BackendOption
 from outrider.device.errors import ConfigError
 from outrider_bench.random_model import RandomModel, check_acceptance
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkOptions(LaunchOptions):
+    """Which engine a benchmark of whole requests runs on."""
+
+    model: ModelOption = None
+    draft: DraftOption = None
+    shape: Annotated[
+        str | None,
+        typer.Option("--shape", metavar="NAME|config.json", help="Random weights of this shape instead of a checkpoint."),
+    ] = None
+    speculate: SpeculateOption = None
+    draft_tokens: DraftTokensOption = 4
+    backend: BackendOption = None
+
+    def asked(self, *, requests: int, context: int, accept_length: float | None = None) -> Asked:
+        """What was asked, for so many requests of ``context`` tokens and what is drafted beyond them."""
+        return Asked(
+            backend=self.backend,
+            shape=self.shape,
+            model=self.model,
+            draft=self.draft,
+            speculate=self.speculate,
+            draft_tokens=self.draft_tokens,
+            accept_length=accept_length,
+            dtype=self.dtype,
+            running=self.running(),
+            sizes=self.sizes(),
+            requests=requests,
+            context=context + 2 * (self.draft_tokens + 1),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

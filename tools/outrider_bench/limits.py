@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from outrider.device import Backend, Stream
     from outrider.engine.engine import Engine
-    from outrider.model import ModelConfig
+    from outrider.model import Decoder, ModelConfig
 
 _HOST_BYTES = 256 << 20
 _DEVICE_BYTES = 2 << 30
@@ -63,6 +63,8 @@ def _median_seconds(backend: Backend, stream: Stream, work: Callable[[], object]
 def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float:
     """Bytes that one decode iteration must read: each weight once a pass, and the keys and values of the context.
 
+    Of a mixture those experts count that its tokens go to, if each expert is as likely as the next.
+
     The embedding table counts only where the output head is the same tensor: otherwise a few rows of it are read. A
     chain of K drafted tokens costs K passes of the head, each with the target's output head. Activations don't count.
 
@@ -76,7 +78,8 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float:
     if not isinstance(target, Decoder):
         raise ConfigError("the byte limit is known for native models alone; leave out --through-transformers")
     output = target.weights.head.nbytes
-    weights = _bytes(target.weights.layers) + target.weights.norm.nbytes + output
+    tokens = batch * (1 + engine.proposer.depth)
+    weights = _bytes(target.weights.layers) - _idle_bytes(target, tokens) + target.weights.norm.nbytes + output
     cached = _cached_bytes(target.config, target.dtype.itemsize)
     proposer = engine.proposer
     if isinstance(proposer, EagleProposer) and isinstance(proposer.head, EagleHead):
@@ -87,6 +90,16 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float:
     elif not isinstance(proposer, PlainProposer):
         raise ConfigError(f"the byte limit isn't known for the proposer {proposer.name!r}; use eagle or none")
     return float(weights + batch * context * cached)
+
+
+def _idle_bytes(target: Decoder, tokens: int) -> float:
+    """Bytes of the experts that none of so many tokens goes to, on average."""
+    experts = target.config.experts
+    if experts is None:
+        return 0.0
+    idle: float = (1 - experts.per_token / experts.count) ** tokens
+    stacks = [layer for layer in target.weights.layers if layer.router is not None]
+    return idle * sum(layer.gate_up.nbytes + layer.down.nbytes for layer in stacks)
 
 
 def _cached_bytes(config: ModelConfig, itemsize: int) -> int:

@@ -45,6 +45,7 @@ def write_checkpoint(shape: str, root: Path, *, dtype: str = "bfloat16", shard: 
 
     config = shape_config(shape)
     head = replace(config, num_layers=1, windows=(0,), qk_norm=False, attention_bias=False, tie_embeddings=False)
+    head = replace(head, experts=None)
     target, draft = root / "target", root / "draft"
     total = 0
     for directory, model, pieces in (

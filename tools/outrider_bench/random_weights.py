@@ -44,7 +44,7 @@ def random_eagle(target: Decoder, whole: ModelConfig | None = None, *, backend: 
 
     ``whole``: the config of a target that several ranks share.
     """
-    whole, shards = replace(whole or target.config, num_layers=1, windows=(0,)), target.shards
+    whole, shards = replace(whole or target.config, num_layers=1, windows=(0,), experts=None), target.shards
     config = shards.local(whole, whole.family)
     with placed(backend, target.dtype):
         weights = _draw(eagle_targets(whole, (), shards), target.dtype, backend.device, seed=1, shards=shards)

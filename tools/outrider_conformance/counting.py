@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, KernelSet, SeamError, WrappedKernels
 from outrider.device.kernels import kernel_names
+from outrider_conformance.ways import Ways
 
 KERNELS: tuple[str, ...] = kernel_names()
 """The methods of a KernelSet that compute, in the order of its parts."""
@@ -44,6 +46,8 @@ class KernelCalls:
         self._counts: Counter[KernelCall] = Counter()
         self._lock = threading.Lock()
         self._local = threading.local()
+        self._ways = Ways()
+        self._computed: set[tuple[str, str]] = set()
 
     @property
     def counts(self) -> Counter[KernelCall]:
@@ -68,6 +72,13 @@ class KernelCalls:
             {"kernels": kernels, "kernel": kernel, "use": use, "own": own, "shapes": shapes}
             for (kernels, kernel, use, own), shapes in found.items()
         ]
+
+    def other_way(self, kernels: str, kernel: str) -> str:
+        """Where an override that left every call has a path of its own that never ran, as ``file.py:12``.
+
+        Empty where it has none: it does nothing but pass calls on.
+        """
+        return self._ways.other((kernels, kernel))
 
     @contextmanager
     def during(self, use: str) -> Generator[None]:
@@ -95,8 +106,10 @@ class KernelCalls:
         opened = _Open(kernels, kernel)
         shape = _described((*args, *kwargs.values()))
         self._open.append(opened)
+        seen = (kernels.name, kernel) in self._computed
         try:
-            result = method(*args, **kwargs)
+            with nullcontext() if seen else self._ways.traced(_package(kernels)):
+                result = method(*args, **kwargs)
         finally:
             self._open.pop()
         self._note(kernels.name, kernel, not opened.left, shape)
@@ -107,6 +120,9 @@ class KernelCalls:
         for opened in reversed(self._open):
             if opened.kernels is kernels and opened.kernel == kernel:
                 opened.left = True
+                key = kernels.name, kernel
+                if key not in self._computed:
+                    self._ways.left(key, sys._getframe(2), _package(kernels), KernelCalls._call.__code__)
                 return
         self._note(kernels.name, kernel, False, _described(args))
 
@@ -114,6 +130,8 @@ class KernelCalls:
         call = KernelCall(kernels, kernel, own, self._use, shape)
         with self._lock:
             self._counts[call] += 1
+            if own:
+                self._computed.add((kernels, kernel))
 
 
 def merged(reports: Iterable[Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -179,6 +197,10 @@ def layers_of(kernels: KernelSet) -> Iterator[KernelSet]:
         yield kernels
 
 
+def _package(kernels: KernelSet) -> str:
+    return type(kernels).__module__.partition(".")[0]
+
+
 def _base(kind: type) -> type:
     """What the plugin's classes build on: the reference, or what passes calls on."""
     return WrappedKernels if issubclass(kind, WrappedKernels) else KernelSet
@@ -214,7 +236,8 @@ def _behind(base: type) -> type:
         @wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             self._counted_by._left(self, name, (*args, *kwargs.values()))
-            return method(self, *args, **kwargs)
+            with self._counted_by._ways.paused():
+                return method(self, *args, **kwargs)
 
         return call
 

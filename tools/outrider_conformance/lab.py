@@ -23,7 +23,8 @@ Program = Callable[[Backend], None]
 WIDTH = 64
 SCHEDULES = 24
 SIGHTINGS = 64
-_PATIENCE = (1, 4, 16)
+_PATIENCE = (1, 4, 16, 64)
+"""How much longer delays become where something wasn't seen: a host that is busy elsewhere must convict nobody."""
 _SIMULATED_CYCLES = 100_000
 _BALLAST = 192
 _TIMINGS = 3

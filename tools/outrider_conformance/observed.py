@@ -53,6 +53,16 @@ class Observed:
                 return name, unused.get(kernel, "")
         return None
 
+    def passed_on(self, kernel: str) -> bool:
+        """Whether the override of :meth:`judged` left every call, and has no path of its own that could have run."""
+        judged = self.judged(kernel)
+        return judged is not None and not self.own(kernel) and bool(self.left(kernel)) and not self.other_way(kernel)
+
+    def other_way(self, kernel: str) -> str:
+        """Where it has one that never ran, as ``file.py:12``; empty where it has none."""
+        judged = self.judged(kernel)
+        return "" if judged is None else self.calls.other_way(judged[0], kernel)
+
     def own(self, kernel: str, use: str = "") -> int:
         """Calls that the kernel set of :meth:`judged` computed itself."""
         return self._count(kernel, use, own=True)

@@ -169,7 +169,7 @@ def check_in_graph(lab: Lab, shape: Shape) -> None:
 
 
 def _check_own(backend: Backend) -> None:
-    """Nothing was left to others by the kernel set whose attention this is."""
+    """Nothing was left to others by the kernel set whose attention this is, unless it has no path of its own."""
     calls = calls_of(backend.kernels_in_use)
     for layer in layers_of(backend.kernels_in_use):
         if "paged_attention" not in calls.overridden[layer.name]:
@@ -178,5 +178,8 @@ def _check_own(backend: Backend) -> None:
             return
         counts = calls.counts
         left = {c.shape for c in counts if (c.kernels, c.kernel, c.own) == (layer.name, "paged_attention", False)}
-        assert not left, f"{layer.name!r} left its own attention to what it overrides, with {'; '.join(sorted(left))}"
+        other = calls.other_way(layer.name, "paged_attention")
+        assert not left or not other, (
+            f"{layer.name!r} left its own attention to what it overrides, with {'; '.join(sorted(left))}; see {other}"
+        )
         return

@@ -54,7 +54,7 @@ class RankProcesses:
     """
 
     def __init__(self, spec: str, size: int) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
 
         self.spec, self.size = spec, size
         self._context = multiprocessing.get_context("spawn")
@@ -135,7 +135,7 @@ def on_device(spec: str, rank: int) -> str:
 
 def _serve(pipe: Connection, spec: str, rank: int, size: int, port: int) -> None:
     """What a process does: one task after the other."""
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
 
     from outrider.registry import Registry
     from outrider.registry.children import end_with_parent

@@ -158,7 +158,7 @@ class RankRunner:
         return results
 
     def _threads(self, first: Backend, program: Program, args: Sequence[Any], size: int, timeout_s: float) -> list[Any]:
-        from torch.distributed import HashStore  # type: ignore[attr-defined]
+        from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's stubs don't list it
 
         store = HashStore()
         results: list[Any] = [None] * size

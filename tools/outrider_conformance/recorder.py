@@ -98,7 +98,7 @@ class Recorder:
             return
         terminalreporter.section(f"conformance of {self._kit.spec}")
         for level, result in levels_of(list(self._tests()), self._level()).items():
-            terminalreporter.write_line(f"{level}  {result['result']:<24}{result['counts']:<60}{LEVELS[int(level[1:])]}")
+            terminalreporter.write_line(f"{level}  {result['result']:<24}{result['counts']:<59} {LEVELS[int(level[1:])]}")
         if self._directory is not None and self._directory != self._config.rootpath:  # that one goes away with the run
             terminalreporter.write_line(f"report: {self._directory / 'report.html'}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -60,7 +61,7 @@ def conform(
             *("-p", "outrider_conformance.plugin", "--pyargs", "outrider_conformance", "-p", "no:cacheprovider"),
             *("--backend", backend, "--level", level, "--report", str(directory), "--kit-command", given),
             *("--tb=short", "-rN", "-W", "error::pytest.PytestUnhandledThreadExceptionWarning"),
-            *(["-n", str(workers)] if workers else []),
+            *(["-p", "xdist", "-n", str(workers)] if workers else []),
             *(["--programs", str(programs)] if programs is not None else []),
             *(["--kit-seed", str(seed)] if seed else []),
             *(["-k", only] if only else []),
@@ -68,10 +69,22 @@ def conform(
             *(["--waivers", str(waivers.absolute())] if waivers is not None else []),
             *extra,
         ]
-        # Away from the caller's project: its pytest settings and conftest files are none of the suite's business.
+        # Away from the caller's project: its pytest settings and conftest files are none of the suite's business, and no
+        # more are plugins of pytest that happen to be installed: they change orders, or take a second to import.
         # What tests write goes with it, also when the run is ended early.
-        place = ["--rootdir", str(scratch), "-c", _settings(scratch), "--basetemp", str(scratch / "tests")]
-        with started([sys.executable, "-c", _PYTEST, *place, *arguments], cwd=scratch, stdout=output) as child:
+        environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        place = [
+            "-p",
+            "hypothesispytest",
+            "--rootdir",
+            str(scratch),
+            "-c",
+            _settings(scratch),
+            "--basetemp",
+            str(scratch / "tests"),
+        ]
+        suite = [sys.executable, "-c", _PYTEST, *place, *arguments]
+        with started(suite, environment=environment, cwd=scratch, stdout=output) as child:
             code = child.wait()
         if code == 4:
             raise ConformanceError(f"pytest refused the run for backend {backend!r}; it said why above")

@@ -44,6 +44,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-biases": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": True},
 }
 
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "mixtral-window": {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 7},
+    "qwen3_moe": {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True},
+    "qwen3_moe-dense": {"model_type": "qwen3_moe", **_EXPERTS, "head_dim": 8, "mlp_only_layers": [1]},
+    "qwen3_moe-steps": {
+        "model_type": "qwen3_moe",
+        **_EXPERTS,
+        "head_dim": 8,
+        "decoder_sparse_step": 2,
+        "attention_bias": True,
+    },
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 40},
+    "qwen2_moe-sliding": {
+        "model_type": "qwen2_moe",
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 16,
+        "qkv_bias": False,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 2,
+        "tie_word_embeddings": True,
+    },
+}
+"""Families with experts, and what their configs may say."""
+
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 5000.0},
     "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
@@ -80,7 +107,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 def tiny_config(name: str, **overrides: Any) -> Any:
     """Transformers' config of a family, at the tiny shape. ``overrides``: fields of it."""
-    fields = SHAPE | FAMILIES[name] | overrides
+    fields = SHAPE | (FAMILIES | MIXTURES)[name] | overrides
     family = fields.pop("model_type", name)
     return CONFIG_MAPPING[family](**fields)
 

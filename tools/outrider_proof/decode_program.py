@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from outrider.device import Backend, Fence
     from outrider.engine.engine import Engine
     from outrider.engine.requests.draft_length import DraftLengthPolicy
+    from outrider.engine.requests.sampling import SamplingParams
     from outrider.model import Media
     from outrider.speculative.proposer import Proposer
     from outrider_proof.fence_log import FenceLog
@@ -353,15 +354,18 @@ class Serving:
             self._network.close()
 
     def _arrive(self, step: int) -> None:
-        from outrider.engine.requests.request import SamplingParams
-
         while self._waiting and self._arrivals[self._waiting[0]].step <= step:
             index = self._waiting.pop(0)
             arrival = self._arrivals[index]
             tokens, media = self._prompt(arrival)
-            params = SamplingParams(max_tokens=arrival.max_tokens)
-            self._place(index, 0, self._engines[0].add_request(tokens, params, media=media))
+            request = self._engines[0].add_request(tokens, self._params(arrival), media=media)
+            self._place(index, 0, request)
             self._since[index] = step
+
+    def _params(self, arrival: Arrival) -> SamplingParams:
+        from outrider.engine.requests.sampling import SamplingParams
+
+        return SamplingParams(max_tokens=arrival.max_tokens)
 
     def _move(self, index: int, side: int, request: int) -> None:
         if (index + len(self._arrivals[index].moves) - len(self._moves[index])) % 2:
@@ -394,9 +398,13 @@ class Serving:
 
     def _place(self, index: int, side: int, request: int) -> None:
         if self._arrivals[index].guided:
-            guide(self._engines[side], request)
+            self._guide(self._engines[side], request)
         self._request[index] = side, request
         self._index[side, request] = index
+
+    def _guide(self, engine: Engine, request: int) -> None:
+        """A guided request has come to an engine."""
+        guide(engine, request)
 
 
 def implied_by(findings: Iterable[Finding], log: FenceLog) -> tuple[str, ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from outrider.engine.engine import Engine
+    from outrider.engine.requests.guidance import Guidance
+    from outrider.engine.requests.sampling import SamplingParams
     from outrider.model import Decoder
 
 _MODULUS = 3
@@ -91,6 +93,30 @@ class Residues:
             if written[-1] in shape.eos_token_ids:
                 break
         return tuple(written)
+
+
+class ResidueGrammars:
+    """What an engine has its guides compiled by, for one without a tokenizer: whatever guide comes is :class:`Residues`. So a
+    guide takes the way of any other, to all ranks and along with a hand-over.
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+
+    def guidance(self, params: SamplingParams, stops: frozenset[int]) -> Guidance:
+        """The state of a new request."""
+        from outrider.engine.requests.guidance import Guidance
+
+        del params, stops
+        return Guidance(Residues(self._vocabulary), vocabulary=self._vocabulary)
+
+    @classmethod
+    def into(cls, engine: Engine) -> None:
+        """Have ``engine`` use it."""
+        from dataclasses import replace
+
+        grammars: Any = cls(engine.model.config.vocab_size)
+        engine._admission = replace(engine._admission, grammars=grammars)
 
 
 def guide(engine: Engine, request: int) -> None:

@@ -34,9 +34,16 @@ def layer_part(weights: LayerWeights, config: ModelConfig, shards: Shards) -> La
     def gate_up(stacked: Tensor | None) -> Tensor | None:
         return None if stacked is None else torch.cat([rows(half, inner, 1) for half in stacked.chunk(2)])
 
-    projections, gates = qkv(weights.qkv), gate_up(weights.gate_up)
+    projections = qkv(weights.qkv)
     assert projections is not None
-    assert gates is not None
+    if weights.router is None:
+        gates, down = gate_up(weights.gate_up), weights.down[:, inner[0] : inner[1]].contiguous()
+        assert gates is not None
+    else:
+        gates, down = _experts_part(weights.gate_up, weights.down, shards)
+    if weights.shared_gate_up is not None and weights.shared_down is not None:
+        stacked = _experts_part(weights.shared_gate_up[None], weights.shared_down[None], shards)
+        weights = replace(weights, shared_gate_up=stacked[0][0], shared_down=stacked[1][0])
     return replace(
         weights,
         qkv=projections,
@@ -45,9 +52,16 @@ def layer_part(weights: LayerWeights, config: ModelConfig, shards: Shards) -> La
         output_bias=weights.output_bias if shards.attention.rank == 0 else None,
         gate_up=gates,
         gate_up_bias=gate_up(weights.gate_up_bias),
-        down=weights.down[:, inner[0] : inner[1]].contiguous(),
+        down=down,
         down_bias=weights.down_bias if shards.mlp.rank == 0 else None,
     )
+
+
+def _experts_part(gate_up: Tensor, down: Tensor, shards: Shards) -> tuple[Tensor, Tensor]:
+    """A part of the inner size of each of a stack of MLPs."""
+    first, last = shards.mlp.even(down.shape[2])
+    gates = torch.cat([half[:, first:last] for half in gate_up.chunk(2, dim=1)], dim=1)
+    return gates, down[:, :, first:last].contiguous()
 
 
 def decoder_part(weights: DecoderWeights, config: ModelConfig, shards: Shards) -> DecoderWeights:

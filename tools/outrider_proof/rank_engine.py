@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from outrider import Engine
     from outrider.device import Backend, Fence
     from outrider.engine.ranks.ranks import Ranks
+    from outrider.engine.requests.sampling import SamplingParams
+    from outrider.model import VisionTower
+    from outrider.speculative.proposer import Proposer
+    from outrider_proof.decode_program import Arrival
     from outrider_proof.rank_exploration import RanksWanted
     from outrider_sanitizer import Report as Findings
 
@@ -34,6 +38,10 @@ TOLERATED = ("tie", "ulp", "slow", "memory")
 NAMED = ("abort", "length", "bucket")
 """What must be found, and named."""
 MODES = ("staged", "graphs", "fused")
+IMAGES = ("ngram, images", "eagle, images")
+"""Proposers over a tiny model that reads images."""
+_ROUND = 1_000_003
+"""Between the seeds of a program's schedules."""
 _LIKES = ("cuda", "rocm", "cuda", "npu")
 
 
@@ -52,6 +60,18 @@ class Setup:
         """How many."""
         return self.tensor * self.data
 
+    @property
+    def images(self) -> bool:
+        """Whether requests have images, and positions on three axes."""
+        return self.proposer in IMAGES
+
+    @property
+    def reads(self) -> str:
+        """The setup of one rank whose prompts and tokens are those of this one."""
+        from outrider_proof.setups import VISION
+
+        return VISION if self.images else self.proposer
+
     def __str__(self) -> str:
         return f"tensor {self.tensor}, data {self.data}, {self.proposer}, {self.mode}, like {self.like}"
 
@@ -68,14 +88,24 @@ def drawn_setup(seed: int, wanted: RanksWanted) -> Setup:
     rng = random.Random(f"ranks {seed}")
     chosen = wanted.layout() if wanted.tensor or wanted.data else rng.choice(layouts(wanted.ranks))
     mode, like = rng.choice(MODES), rng.choice(_LIKES)
-    proposer = rng.choice(("eagle", "mtp", *sorted(MAKERS)))
+    proposer = rng.choice(("eagle", "mtp", *IMAGES, *sorted(MAKERS)))
     if like == "npu" and (mode == "fused" or chosen[1] > 1):
         like = "cuda"  # it rebinds parameters instead of fusing, and plans on the host, which an idle rank can't
     return Setup(tensor=chosen[0], data=chosen[1], proposer=proposer, mode=mode, like=like)
 
 
 class OneServing(Serving):
-    """Requests that are handed over go back to the same engine, which is that of all ranks."""
+    """Requests that are handed over go back to the same engine, which is that of all ranks. Their guides go with them, as a
+    user's do, since other ranks must hear of them too.
+    """
+
+    def _params(self, arrival: Arrival) -> SamplingParams:
+        from outrider.engine.requests.guides import Regex
+
+        return replace(super()._params(arrival), guide=Regex("residues") if arrival.guided else None)
+
+    def _guide(self, engine: Engine, request: int) -> None:
+        """It has come with the request."""
 
     def _move(self, index: int, side: int, request: int) -> None:
         from outrider.errors import RequestError
@@ -118,7 +148,7 @@ class RankExplorer:
 
     def __init__(self, registry: Any, *, wrap: Callable[[int, Fence], Fence] | None = None) -> None:
         """``wrap(rank, fence)``: the engines' ``wrap_fence``."""
-        self._registry = registry
+        self.registry = registry
         self.wrap = wrap
         self._devices: dict[tuple[int, str, str], list[Backend]] = {}
         self.change: Callable[[int, Engine], None] | None = None
@@ -131,7 +161,7 @@ class RankExplorer:
         if key not in self._devices:
             last = ",memory=48MiB" if inject == "memory" else ""
             self._devices[key] = [
-                self._registry.create(
+                self.registry.create(
                     f"sim:{rank}{f',like={setup.like}' if rank == 0 else ''}{last if rank == setup.ranks - 1 else ''}"
                 )
                 for rank in range(setup.ranks)
@@ -146,12 +176,10 @@ class RankExplorer:
         from outrider_sanitizer import RaceError, watch_ranks
         from outrider_sanitizer.races.rank_program import control_of
 
-        # The guide of a drawn program is put into one engine's record of the request, which other ranks never hear of.
-        program = replace(program, arrivals=tuple(replace(arrival, guided=False) for arrival in program.arrivals))
         backends = self.devices(setup, inject)
         control = control_of(backends[0])
         store = control.create_store()
-        wanted = [plain(setup.proposer, _alone(arrival)) for arrival in program.arrivals]
+        wanted = [plain(setup.reads, _alone(arrival)) for arrival in program.arrivals]
         counts: dict[str, int] = {}
         lost: list[str] = []
 
@@ -194,18 +222,28 @@ class RankExplorer:
         return counts
 
     def _engine(self, setup: Setup, program: HostProgram, backend: Backend, ranks: Ranks) -> Engine:
+        import torch
+
         from outrider import Engine
-        from outrider.speculative.proposer import PlainProposer
-        from outrider_proof.proposers import MAKERS, decoder
-        from outrider_proof.setups import CONTEXT
+        from outrider.model import load_decoder, load_vision
+        from outrider_proof.guides import ResidueGrammars
+        from outrider_proof.proposers import decoder
+        from outrider_proof.setups import CONTEXT, vision_checkpoint
         from outrider_proof.tiny import plain_config, target
 
         stream = backend.create_stream("load")
+        vision: VisionTower | None = None
         with backend.on(stream):
-            model = decoder(target(), backend, ranks.model)
-            proposer = MAKERS[setup.proposer](model, backend) or PlainProposer()
+            if setup.images:
+                directory, dtype = vision_checkpoint(), torch.float64
+                model = load_decoder(directory, backend=backend, dtype=dtype, ranks=ranks.model)
+                vision = load_vision(directory, backend=backend, dtype=dtype)
+            else:
+                model = decoder(target(), backend, ranks.model)
+            proposer = _proposer(setup, model, backend)
         stream.synchronize()
         longest = max(arrival.length + arrival.max_tokens for arrival in program.arrivals) + max(12, proposer.nodes + 2)
+        longest += 16 if setup.images else 0
         config = plain_config(
             max_requests=program.max_requests,
             page_size=program.page_size,
@@ -219,15 +257,32 @@ class RankExplorer:
             penalties=False,
             max_logprobs=0,
         )
-        return Engine(
+        engine = Engine(
             model,
             backend,
             proposer=proposer,
             config=config,
             ranks=ranks,
+            vision=vision,
             wrap_fence=None if self.wrap is None else _called(self.wrap, ranks.rank),
             draft_length=draft_length_of(program, proposer),
         )
+        ResidueGrammars.into(engine)
+        return engine
+
+
+def _proposer(setup: Setup, model: Any, backend: Backend) -> Proposer:
+    from outrider.speculative.build import DraftOptions, build
+    from outrider.speculative.proposer import PlainProposer
+    from outrider_proof.proposers import MAKERS
+    from outrider_proof.subjects import tiny_images
+
+    if not setup.images:
+        return MAKERS[setup.proposer](model, backend) or PlainProposer()
+    name = setup.proposer.partition(",")[0]
+    eagle = tiny_images().eagle if name == "eagle" else None
+    options = DraftOptions(target=model, backend=backend, dtype=model.dtype, directory=eagle, draft_tokens=3, topk=1)
+    return build(name, options)
 
 
 def _called(function: Callable[..., Any], rank: int) -> Callable[..., Any]:
@@ -247,7 +302,7 @@ def _serve(
     engine: Engine, setup: Setup, program: HostProgram, wanted: Sequence[tuple[int, ...]], prompt: Callable[..., Any]
 ) -> dict[str, int]:
     """The first rank's part: requests to their ends, compared."""
-    serving = OneServing([engine], program, lambda arrival: prompt(setup.proposer, arrival))
+    serving = OneServing([engine], program, lambda arrival: prompt(setup.reads, arrival))
     serving.run()
     for index, tokens in enumerate(wanted):
         got = tuple(serving.got[index])
@@ -262,13 +317,17 @@ def _serve(
 
 def _mislead(engine: Engine, inject: str) -> None:
     """Let a rank that follows hear something else than it was told."""
+    from outrider.engine.ranks.codec import decode
+    from outrider.engine.ranks.commands import Abort, Command
+
     course: Any = engine._course
     honest = course.next
 
     def other() -> Any:
         record = honest()
         if inject == "abort":
-            heard = replace(record, commands=tuple(each for each in record.commands if each.name != "abort"))
+            told = [(each, decode(each, Command)) for each in record.commands]
+            heard = replace(record, commands=tuple(each for each, command in told if not isinstance(command, Abort)))
         elif record.decisions is None or inject != "length" or not record.decisions.get("drafted"):
             heard = record
         else:
@@ -288,14 +347,16 @@ def _mislead(engine: Engine, inject: str) -> None:
         runner.bucket = larger
 
 
-def explore_engine(wanted: RanksWanted) -> Report:
-    """Programs one after the other, each under a schedule of its own; stops at the first that fails."""
+def explore_engine(wanted: RanksWanted, explorer: RankExplorer | None = None) -> Report:
+    """Programs one after the other, each under a schedule of its own; stops at the first that fails. ``explorer``: one whose
+    devices are there already.
+    """
     from outrider_proof.setups import draw
     from outrider_sanitizer.races import decision_named
 
     if wanted.inject is not None and wanted.inject not in (*TOLERATED, *NAMED):
         raise ConfigError(f"--inject {wanted.inject} on the engine: expected one of {', '.join((*TOLERATED, *NAMED))}")
-    explorer = RankExplorer(wanted.registry)
+    explorer = explorer or RankExplorer(wanted.registry)
     outcomes: list[Outcome] = []
     began = time.monotonic()
     failed = False
@@ -336,7 +397,8 @@ def _once(
     def run(_: object) -> None:
         outcome.counts.update(explorer.run(outcome.setup, program, inject=wanted.inject))
 
-    chosen = make_strategy(wanted.strategy if wanted.inject is None else "program", outcome.number, {})
+    seed = outcome.number + _ROUND * wanted.schedule
+    chosen = make_strategy(wanted.strategy if wanted.inject is None else "program", seed, {})
     error = run_once(backend, run, chosen)  # type: ignore[arg-type]
     outcome.schedule = "" if error is None else control_of(backend).schedule()
     return error

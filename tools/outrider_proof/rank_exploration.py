@@ -33,7 +33,9 @@ EVERY = "every"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RanksWanted:
-    """What is run, and how often. ``ranks``: of the corpus' programs; ``tensor`` and ``data`` lay out the engine's."""
+    """What is run, and how often. ``ranks``: of the corpus' programs; ``tensor`` and ``data`` lay out the engine's.
+    ``schedule``: which of the schedules of each program of the engine.
+    """
 
     registry: Registry
     iterations: int
@@ -44,6 +46,7 @@ class RanksWanted:
     inject: str | None = None
     corrected: bool = False
     strategy: str = "mixed"
+    schedule: int = 0
 
     def layout(self) -> tuple[int, int]:
         """(tensor-parallel, data-parallel) ranks. Raises :class:`ConfigError` where they don't make ``ranks``."""

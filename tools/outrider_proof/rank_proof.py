@@ -1,106 +1,152 @@
 """The long run over ranks: clean runs of the corpus, programs of the engine, and each injected divergence.
 
-    python -m outrider_proof.rank_proof -n 16 --corpus 10000 --engine 500 --seconds 170 --out build/rank-proof.json
+    python -m outrider_proof.rank_proof -n 16 --corpus 10000 --engine 400 --seconds 170 --out build/rank-proof.jsonl
 
-Work is shared out over processes; `--seconds` bounds it, and what was done by then is written. Exit code 1 for a false alarm,
-a wrong token, or a divergence that wasn't found.
+Work is shared out over processes. Each job that is done is a line of ``--out``; a second call with the same file does what
+isn't there yet, so that `--seconds` may cut the run into pieces. Exit code 1 for a false alarm, a wrong token, or a
+divergence that wasn't found, in any of the pieces.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outrider_proof.rank_engine import RankExplorer
 
 CHUNK = {"corpus": 100, "engine": 2, "injected": 1}
 """Runs that one job makes."""
 
+Job = tuple[str, int, int, int, int]
+"""Part, ranks, the first seed, runs, and which of the schedules of each program."""
 
-def work(part: str, ranks: int, first: int, count: int) -> dict[str, Any]:
-    """One job, in a process of the pool."""
+
+@functools.cache
+def explorer() -> RankExplorer:
+    """The simulated devices of this process, and what was loaded onto the host for comparison."""
     import torch
 
     torch.set_num_threads(1)
     from outrider.registry import Registry
+    from outrider_proof.rank_engine import RankExplorer
+
+    return RankExplorer(Registry())
+
+
+def work(part: str, ranks: int, first: int, count: int, schedule: int) -> dict[str, Any]:
+    """One job, in a process of the pool."""
+    devices = explorer()
+    from outrider_proof.rank_engine import explore_engine
     from outrider_proof.rank_exploration import EVERY, RanksWanted, explore_ranks
 
     wanted = RanksWanted(
-        registry=Registry(),
+        registry=devices.registry,
         ranks=ranks,
         iterations=1 if part == "injected" else count,
         seed=first,
         inject=EVERY if part == "injected" else None,
         corrected=part == "corpus",
+        schedule=schedule,
     )
-    report = explore_ranks(wanted)
+    began = time.process_time()
+    report = explore_engine(wanted, devices) if part == "engine" else explore_ranks(wanted)
     data = report.data
     assert isinstance(data, dict)
-    return {"part": part, "ranks": ranks, "first": first, "runs": data["runs"], "right": report.exit_code == 0, "told": data}
+    return {
+        "job": [part, ranks, first, count, schedule],
+        "runs": data["runs"],
+        "right": report.exit_code == 0,
+        "cpu_s": round(time.process_time() - began, 2),
+        "setups": [each["setup"] for each in data.get("outcomes", ())],
+        "told": None if report.exit_code == 0 else data,
+    }
 
 
-def jobs(options: argparse.Namespace) -> Iterator[tuple[str, int, int, int]]:
-    """(part, ranks, first, runs) of everything, engines before the rest."""
-    numbers = {"injected": 3, "engine": options.engine, "corpus": options.corpus}
-    for part in ("injected", "engine", "corpus"):
-        size = CHUNK[part]
-        for place, first in enumerate(range(0, numbers[part], size)):
-            ranks = (2, 3, 4)[place % 3] if part != "engine" else (2, 2, 4)[place % 3]
-            yield part, ranks, options.seed + first, min(size, numbers[part] - first)
+def jobs(options: argparse.Namespace) -> Iterator[Job]:
+    """Everything: the injected divergences, then parts of the corpus between programs of the engine."""
+    for place in range(3):
+        yield "injected", (2, 3, 4)[place], options.seed + place, 1, 0
+    size = CHUNK["engine"]
+    engine: list[Job] = [
+        ("engine", (2, 2, 4)[place % 3], options.seed + first, min(size, options.engine - first), schedule)
+        for schedule in range(options.schedules)
+        for place, first in enumerate(range(0, options.engine, size))
+    ]
+    size = CHUNK["corpus"]
+    corpus: list[Job] = [
+        ("corpus", (2, 3, 4)[place % 3], options.seed + first, min(size, options.corpus - first), 0)
+        for place, first in enumerate(range(0, options.corpus, size))
+    ]
+    every = max(1, len(engine) // max(1, len(corpus)))
+    while engine or corpus:
+        yield from engine[:every]
+        yield from corpus[:1]
+        del engine[:every], corpus[:1]
+
+
+def summary(done: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
+    """What all of it came to."""
+    runs: Counter[str] = Counter()
+    cpu: Counter[str] = Counter()
+    for each in done:
+        runs[each["job"][0]] += each["runs"]
+        cpu[each["job"][0]] += each["cpu_s"]
+    return {
+        "runs": dict(runs),
+        "wrong": sum(not each["right"] for each in done),
+        "cpu_s": {part: round(value) for part, value in cpu.items()},
+        "setups": len({setup for each in done for setup in each["setups"]}),
+        "seconds": round(seconds, 1),
+    }
 
 
 def main() -> int:
-    """Run it all."""
+    """Run it all, or what is missing of it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-n", type=int, default=2, help="processes")
     parser.add_argument("--corpus", type=int, default=10_000, help="clean runs of corrected programs")
-    parser.add_argument("--engine", type=int, default=500, help="programs of the engine")
+    parser.add_argument("--engine", type=int, default=400, help="programs of the engine")
+    parser.add_argument("--schedules", type=int, default=2, help="schedules of each program of the engine")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--out", type=Path, default=Path("build/rank-proof.json"))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no job begins after so long")
+    parser.add_argument("--out", type=Path, default=Path("build/rank-proof.jsonl"))
     options = parser.parse_args()
     began = time.monotonic()
-    queue = iter(list(jobs(options)))
-    runs: Counter[str] = Counter()
-    setups: Counter[str] = Counter()
-    wrong: list[dict[str, Any]] = []
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    lines = options.out.read_text().splitlines() if options.out.exists() else []
+    done: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    known = {tuple(each["job"]) for each in done}
+    queue = (job for job in list(jobs(options)) if job not in known)
     running: set[Future[dict[str, Any]]] = set()
-    with ProcessPoolExecutor(options.n, mp_context=get_context("spawn")) as pool:
+    with options.out.open("a") as out, ProcessPoolExecutor(options.n, mp_context=get_context("spawn")) as pool:
         while True:
-            while len(running) < 2 * options.n and time.monotonic() - began < options.seconds:
+            while len(running) < options.n and time.monotonic() - began < options.seconds:
                 job = next(queue, None)
                 if job is None:
                     break
                 running.add(pool.submit(work, *job))
             if not running:
                 break
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                found = future.result()
-                runs[found["part"]] += found["runs"]
-                setups.update(each["setup"] for each in found["told"].get("outcomes", ()))
-                if not found["right"]:
-                    wrong.append(found)
-    summary = {
-        "runs": dict(runs),
-        "wrong": len(wrong),
-        "seconds": round(time.monotonic() - began, 1),
-        "processes": options.n,
-        "setups": dict(sorted(setups.items())),
-        "failures": wrong,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(summary, indent=1))
-    print(json.dumps({key: summary[key] for key in ("runs", "wrong", "seconds", "processes")}))
-    for each in wrong[:3]:
+            finished, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
+                done.append(future.result())
+                out.write(json.dumps(done[-1]) + "\n")
+                out.flush()
+    told = summary(done, time.monotonic() - began)
+    print(json.dumps(told))
+    for each in [each for each in done if not each["right"]][:3]:
         print(json.dumps(each)[:3000])
-    return 1 if wrong else 0
+    return 1 if told["wrong"] else 0
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 CONTEXT, TEXT, LONGEST = 96, 400, 14
 VISION = "ngram, images"
+MIXTURE = ", experts"
+"""Behind the name of a proposer: its target is a mixture of experts."""
 PROPOSERS = ("none", *(name for name in MAKERS if name != "none"), VISION)
 MODES = ("staged", "graphs", "fused")
 PERSONALITIES = ("cuda", "rocm", "npu")
@@ -157,7 +159,8 @@ class Models:
                 self.target = load_decoder(directory, backend=backend, dtype=torch.float64, ranks=part)
                 self.vision = load_vision(directory, backend=backend, dtype=torch.float64)
             else:
-                self.target = decoder(tiny.target(), backend, part)
+                whole = tiny.mixture() if proposer.endswith(MIXTURE) else tiny.target()
+                self.target = decoder(whole, backend, part)
         stream.synchronize()
         backend.synchronize()
 
@@ -167,7 +170,7 @@ class Models:
             return NgramProposer(vocab_size=self.target.config.vocab_size, draft_tokens=3)
         stream = self.backend.create_stream("load")
         with self.backend.on(stream):
-            made = {**MAKERS, **EXTREMES}[self.proposer](self.target, self.backend)
+            made = {**MAKERS, **EXTREMES}[self.proposer.removesuffix(MIXTURE)](self.target, self.backend)
         stream.synchronize()
         return made or PlainProposer()
 
@@ -178,6 +181,8 @@ class Models:
         mode: str = "staged",
         overlap: bool = True,
         wrap: Callable[[Fence], Fence] | None = None,
+        penalties: bool = False,
+        max_logprobs: int = 0,
     ) -> Engine:
         """An engine of the program's sizes. ``wrap``: the engine's ``wrap_fence``."""
         # Room for the longest request, its image and its draft's slots, and little more: others wait, or are preempted.
@@ -194,8 +199,8 @@ class Models:
             overlap=overlap,
             mode="fused" if mode == "fused" else "staged",
             graphs=mode == "graphs",
-            penalties=False,
-            max_logprobs=0,
+            penalties=penalties,
+            max_logprobs=max_logprobs,
         )
         return Engine(
             self.target,

@@ -21,6 +21,7 @@ from outrider.model import (
     Eagle3Weights,
     EagleHead,
     EagleWeights,
+    ExpertsConfig,
     LayerWeights,
     ModelConfig,
     MtpHead,
@@ -105,6 +106,35 @@ def decoder(
         layers=tuple(layer(generator, noise) for _ in range(layers)),
     )
     return Decoder(config(layers, **overrides), weights, kernels or BACKEND.kernels)
+
+
+EXPERTS = ExpertsConfig(count=5, per_token=2, intermediate_size=16, renormalize=True, shared_size=12, dense_layers=(1,))
+
+
+def _mixed(generator: torch.Generator, dense: LayerWeights, noise: float) -> LayerWeights:
+    """A layer with experts in place of its MLP, and a shared one."""
+    scale, each = noise / HIDDEN**0.5, (EXPERTS.count, EXPERTS.intermediate_size)
+    return replace(
+        dense,
+        router=random(generator, EXPERTS.count, HIDDEN, scale=1 / HIDDEN**0.5),
+        gate_up=random(generator, each[0], 2 * each[1], HIDDEN, scale=1 / HIDDEN**0.5),
+        down=random(generator, each[0], HIDDEN, each[1], scale=2 * scale),
+        shared_gate_up=random(generator, 2 * EXPERTS.shared_size, HIDDEN, scale=1 / HIDDEN**0.5),
+        shared_down=random(generator, HIDDEN, EXPERTS.shared_size, scale=scale),
+        shared_gate=random(generator, 1, HIDDEN, scale=1 / HIDDEN**0.5),
+    )
+
+
+@functools.cache
+def mixture(noise: float = 1.0) -> Decoder:
+    """A target with experts in its first and last layer, of the same successors; heads of :func:`target` draft for it."""
+    generator = torch.Generator().manual_seed(13)
+    weights = target().weights
+    layers = tuple(
+        dense if index in EXPERTS.dense_layers else _mixed(generator, dense, noise)
+        for index, dense in enumerate(weights.layers)
+    )
+    return Decoder(config(len(layers), experts=EXPERTS), replace(weights, layers=layers), BACKEND.kernels)
 
 
 BACKEND = CpuBackend()

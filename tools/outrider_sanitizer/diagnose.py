@@ -157,7 +157,12 @@ class Diagnosis:
         parts = []
         if isinstance(second.actor, Lane) and not first.actor.host:
             edge = second.actor.edges.get(first.number)
-            if edge is None:
+            if edge is None and second.clock.get(first.number, 0):
+                parts.append(
+                    f"what {second.actor.name!r} knows of {first.actor.name!r} came through the host, which last waited for "
+                    f"{first.actor.name!r} before {_brief(first)}"
+                )
+            elif edge is None:
                 parts.append(f"{second.actor.name!r} has never waited for {first.actor.name!r}")
             else:
                 parts.append(

@@ -20,7 +20,7 @@ class Shadow(IntervalMap):
     ``aged`` is set while views of it can become stale: it's written by graph replays. ``label`` says whose it is.
     """
 
-    __slots__ = ("aged", "label", "location", "nbytes", "storage", "stream")
+    __slots__ = ("aged", "label", "location", "nbytes", "shared", "storage", "stream")
 
     def __init__(
         self, storage: int, nbytes: int, stream: str, location: str, origin: Record | None = None, over: Over | None = None
@@ -32,6 +32,7 @@ class Shadow(IntervalMap):
         self.location = location
         self.label = ""
         self.aged: list[tuple[int, int, object]] | None = None
+        self.shared: tuple[str, ...] = ()  # streams that the allocator waits for, beside its own
 
     @property
     def described(self) -> str:
@@ -74,6 +75,11 @@ class Memory:
         if waiting and point is not None:
             self._unordered(waiting, point)
 
+    def share(self, storage: int, stream: str) -> None:
+        """The allocator waits for ``stream`` before it hands the storage's memory out again."""
+        shadow = self.shadow(storage)
+        shadow.shared = (*shadow.shared, stream)
+
     def waits_for(self, stream: str) -> bool:
         """Whether memory that was released too early may be handed out by the next allocation there."""
         return stream in self._loose
@@ -100,6 +106,7 @@ class Memory:
             if record[0].epoch > clock.get(record[0].number, 0)
             and record[1] is not None
             and record[0].number != releaser.number
+            and record[0].actor.name not in shadow.shared
         ]
         if loose:
             waiting = self._loose.setdefault(stream, [])
@@ -109,11 +116,20 @@ class Memory:
         if len(self._graves) > _GRAVES:
             self._graves.popitem(last=False)
 
+    def same_place(self, storage: int, previous: int) -> None:
+        """In a capture: ``storage`` lies where ``previous`` lay, in a pool whose addresses stay with its graphs.
+
+        Both have one history, so that graphs which share the pool are compared by address.
+        """
+        old = self.shadows.get(previous)
+        if old is not None:
+            self.shadows[storage] = old
+
     def reuse(self, previous: int, point: Point | None) -> None:
         """The memory that ``point`` was handed lies where ``previous`` lay."""
         old = self._graves.pop(previous, None) or self.shadows.get(previous)
         if old is None or point is None or old.stream == point.actor.name:
             return  # what is loose in the stream's own order was told by the allocation
         for record in old.records():
-            if record[1] is not None and not record[0].before(point):
+            if record[1] is not None and not record[0].before(point) and record[0].actor.name not in old.shared:
                 self._reused(old, record, point, "")

@@ -1,29 +1,38 @@
-"""A pytest fixture: ``pytest -p outrider_sanitizer.pytest_plugin``, or in a conftest
-``from outrider_sanitizer.pytest_plugin import sanitized``.
+"""For pytest. Each test watched, without a change to it:
+
+    pytest --outrider-sanitize [--outrider-backend sim:like=npu]
+
+A test with a finding fails, and its failure is the report. What its fixtures do is watched too. Or a part of one test:
 
     def test_my_step(sanitized):
         backend = get_backend("sim")
         with sanitized(backend):
             step(backend)
+
+An installed Outrider makes both known to pytest. Elsewhere: ``pytest -p outrider_sanitizer.pytest_plugin``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outrider.device import Backend
-from outrider_sanitizer import watch
-from outrider_sanitizer.findings import Report
+if TYPE_CHECKING:
+    from outrider.device import Backend
+    from outrider_sanitizer.findings import Report
 
-Sanitized = Callable[[Backend], AbstractContextManager[Report]]
+    Sanitized = Callable[[Backend], AbstractContextManager[Report]]
+
+# Nothing of torch is imported before it's asked for: pytest loads this file in every run.
 
 
 @pytest.fixture
 def sanitized() -> Sanitized:
     """A function of a backend: what runs inside its ``with`` must be clean, or the test fails with the report."""
+    from outrider_sanitizer import watch
 
     @contextmanager
     def clean(backend: Backend) -> Generator[Report]:
@@ -32,3 +41,101 @@ def sanitized() -> Sanitized:
         report.raise_if_any()
 
     return clean
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The two options."""
+    group = parser.getgroup("outrider", "races and stale reads on streams")
+    group.addoption(
+        "--outrider-sanitize",
+        action="store_true",
+        help="watch each test, and fail it where the sanitizer finds a fault",
+    )
+    group.addoption(
+        "--outrider-backend", default="sim", metavar="SPEC", help="the device that tests use through torch (default: sim)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the device before test modules are imported, so that they find `torch.sim`."""
+    if config.getoption("--outrider-sanitize"):
+        config.pluginmanager.register(_Watcher(config.getoption("--outrider-backend")), "outrider-sanitize")
+
+
+class _Watched:
+    """One test under watch."""
+
+    def __init__(self, stack: ExitStack, reports: list[Report]) -> None:
+        self.stack = stack
+        self.reports = reports
+
+
+class _Watcher:
+    """Watches each test from its setup to the end of its call."""
+
+    def __init__(self, spec: str) -> None:
+        from outrider.registry import Registry
+
+        self.backend = Registry().create(spec)
+        self.key: pytest.StashKey[_Watched] = pytest.StashKey()
+        self.tests = 0
+        self.operations = 0
+        self.findings = 0
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None]:
+        """Begin to watch, on a device that is as after a start."""
+        from outrider_sanitizer import watch
+        from outrider_sanitizer.scripts import with_new_backends
+
+        if self.backend.control is not None:
+            self.backend.control.reset()
+        reports: list[Report] = []
+        stack = ExitStack()
+        stack.enter_context(
+            with_new_backends(self.backend, lambda made, inner: reports.append(inner.enter_context(watch(made))))
+        )
+        item.stash[self.key] = _Watched(stack, reports)
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None]:
+        """Fail the test with the report; where it failed by itself, show the report beside that."""
+        failed = True
+        try:
+            result = yield
+            failed = False
+        finally:
+            found = self._end(item)
+            if failed and found:
+                item.add_report_section("call", "Outrider's sanitizer", "\n\n".join(str(report) for report in found))
+        if found:
+            pytest.fail("\n\n".join(str(report) for report in found), pytrace=False)
+        return result
+
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        """Stop, where the test never ran."""
+        self._end(item)
+
+    def _end(self, item: pytest.Item) -> list[Report]:
+        watched = item.stash.get(self.key, None)
+        if watched is None:
+            return []
+        del item.stash[self.key]
+        watched.stack.close()
+        found = [report for report in watched.reports if not report.clean]
+        self.tests += 1
+        self.operations += sum(report.operations for report in watched.reports)
+        self.findings += sum(len(report) for report in found)
+        return found
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """How much was watched: a run that saw no operation says nothing about the program."""
+        terminalreporter.write_line(
+            f"outrider: {self.tests} tests and {self.operations} operations watched on {self.backend.label}, "
+            f"{self.findings} findings"
+        )
+        if self.tests and not self.operations:
+            terminalreporter.write_line(
+                "outrider: no operation was seen; do the tests use the device that --outrider-backend names?", yellow=True
+            )

@@ -177,6 +177,10 @@ class Sanitizer(Observer):
         with self._lock:
             self._ordering.allocated(storage, nbytes, stream, location)
 
+    def memory_shared(self, storage: int, stream: str) -> None:
+        with self._lock:
+            self._ordering.memory.share(storage, stream)
+
     def freed(self, storage: int, stream: str) -> None:
         with self._lock:
             self._staleness.freed(storage)

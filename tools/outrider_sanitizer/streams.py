@@ -45,6 +45,7 @@ class Listener:
 class _EventState:
     name: str
     clocks: OrderedDict[int, Clock | None] = field(default_factory=OrderedDict)
+    recorders: OrderedDict[int, int] = field(default_factory=OrderedDict)  # generation → number of the stream
 
 
 class StreamOrdering(Lanes):
@@ -206,6 +207,10 @@ class StreamOrdering(Lanes):
 
     def address_reused(self, storage: int, previous: int) -> None:
         """A new storage lies where an old one lay; told right after its allocation."""
+        capture: Captured | None = getattr(self._local, "capture", None)
+        if capture is not None and storage in capture.temporaries:
+            self.memory.same_place(storage, previous)
+            return
         last: tuple[int, Point] | None = getattr(self._local, "allocation", None)
         self.memory.reuse(previous, last[1] if last is not None and last[0] == storage else None)
 
@@ -271,8 +276,10 @@ class StreamOrdering(Lanes):
         lane = self.lane(stream)
         state = self._event(event)
         state.clocks[generation] = None
+        state.recorders[generation] = lane.number
         while len(state.clocks) > _GENERATIONS:
             state.clocks.popitem(last=False)
+            state.recorders.popitem(last=False)
 
         def step() -> bool:
             state.clocks[generation] = lane.release()
@@ -299,7 +306,7 @@ class StreamOrdering(Lanes):
             return False
         new = lane.join(clock)
         edge = Edge(state.name, generation, location)
-        for number in clock:
+        for number in (*clock, state.recorders[generation]):
             lane.edges[number] = edge
         self.listener.waited(lane, state.name, generation, location, new)
         return True

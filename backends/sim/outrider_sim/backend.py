@@ -50,7 +50,7 @@ from outrider_sim.tap import SeamTap
 from outrider_sim.tensor import SimTensor
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
 
 _DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 

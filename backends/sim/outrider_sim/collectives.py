@@ -15,7 +15,7 @@ from outrider_sim.source import python_line
 from outrider_sim.tensor import SimTensor
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
 
     from outrider_sim.backend import SimBackend
     from outrider_sim.exchange import Member

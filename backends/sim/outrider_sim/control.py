@@ -15,7 +15,7 @@ from outrider_sim.store import SimStore
 from outrider_sim.strategies import Replay, Strategy
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
 
     from outrider_sim.backend import SimBackend
 

@@ -7,7 +7,7 @@ process. `register` takes it; nothing does so on import.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch.utils import backend_registration
 
 from outrider.device import BackendLoadError
+from outrider_sim import autocast, autograd, composites, saving, torch_names
 from outrider_sim.dispatch import Dispatcher
 from outrider_sim.opinfo import OpInfo
 from outrider_sim.options import MOST_DEVICES, SimOptions
@@ -135,13 +136,16 @@ def _register(name: str, options: SimOptions) -> Registered:
     hooks, guard = Hooks(), Guard()
     backend_registration._setup_privateuseone_for_python_backend(name, module, hooks, guard)
     dispatcher = Dispatcher(torch.device(name, 0), Sim(options))
+    failed = autograd.install()
     SimTensor._dispatch = staticmethod(dispatcher)
+    SimTensor._failed = staticmethod(failed)
     PinnedTensor._dispatch = staticmethod(dispatcher.pinned)
-    kept = (hooks, guard, *_libraries(dispatcher))
+    kept = (hooks, guard, *_libraries(dispatcher, failed), *torch_names.install(name, dispatcher))
+    saving.install(name)
     return Registered(name, dispatcher, module, kept)
 
 
-def _libraries(dispatcher: Dispatcher) -> Iterator[Any]:
+def _libraries(dispatcher: Dispatcher, failed: Callable[[BaseException], Any]) -> Iterator[Any]:
     """Kernels for the calls that reach PrivateUse1 below Python's key, and an autocast that lets everything pass."""
     aten = torch.library.Library("aten", "IMPL")
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -160,30 +164,38 @@ def _libraries(dispatcher: Dispatcher) -> Iterator[Any]:
         except (AttributeError, RuntimeError):
             continue  # some names exist for the JIT alone
         aten.impl(
-            full.removeprefix("aten::"), _factory(dispatcher, func) if factory else _kernel(dispatcher, func), "PrivateUse1"
+            full.removeprefix("aten::"),
+            _factory(dispatcher, func) if factory else _kernel(dispatcher, func, failed),
+            "PrivateUse1",
         )
     # torch's own kernels for pinned memory need an accelerator build; these serve `Tensor.pin_memory()`.
     aten.impl("_pin_memory", _pin_memory(dispatcher), "CPU")
     aten.impl("is_pinned", lambda tensor, device=None: isinstance(tensor, PinnedTensor), "CPU")
+    for full, kernel in composites.kernels():
+        aten.impl(full, kernel, "AutogradPrivateUse1")
     yield aten
     fallback = torch.library.Library("_", "IMPL")
     fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     yield fallback
+    autocast.register(aten, dispatcher.device.type)
 
 
 def _pin_memory(dispatcher: Dispatcher) -> Any:
     def kernel(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
         del device
         made = dispatcher.current.pinned(tuple(tensor.shape), tensor.dtype)
-        made.plain(write=None).copy_(tensor)
+        made.plain(write=True).copy_(tensor)
         return made
 
     return kernel
 
 
-def _kernel(dispatcher: Dispatcher, func: Any) -> Any:
+def _kernel(dispatcher: Dispatcher, func: Any, failed: Callable[[BaseException], Any]) -> Any:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return dispatcher(func, args, kwargs)
+        try:
+            return dispatcher(func, args, kwargs)
+        except BaseException as error:
+            return failed(error)
 
     return kernel
 

@@ -17,29 +17,30 @@ import torch
 from torch import Tensor
 
 from outrider.device import ROW_ACCESS, Access, CaptureError
-from outrider_sim import rows
+from outrider_sim import composites, rows
 from outrider_sim.copies import Copies
 from outrider_sim.creation import Creation
 from outrider_sim.diverging import diverging
 from outrider_sim.meta import Meta, Metas
 from outrider_sim.operands import (
     CPU,
-    META,
     Seeded,
     boolean_index,
     extent,
     leaves_host,
     note_access,
     probability,
+    put,
     repin,
     results_of,
     scatter,
 )
-from outrider_sim.opinfo import PLAN_LIMIT, OpInfo, Plan, Way
+from outrider_sim.opinfo import OpInfo, Plan, Way
 from outrider_sim.pinned import PinnedTensor
+from outrider_sim.planning import Planner
 from outrider_sim.queue import Kind, Op, StreamQueue
 from outrider_sim.sim import Sim
-from outrider_sim.source import python_line
+from outrider_sim.source import Lines
 from outrider_sim.tensor import SimTensor, wrap
 from outrider_sim.views import Views
 
@@ -55,10 +56,12 @@ class Dispatcher:
         self.own = threading.local()  # the device of the rank that a thread is
         self.several = False  # there are devices beside the first, so operands say where a call belongs
         self.metas = Metas()
+        self._planner = Planner(self, self.metas)
         self.infos: dict[Any, OpInfo] = {}
+        self._lines = Lines()
         self.copies = copies = Copies(self)
         self.creation = Creation(self)
-        views = Views(self)
+        self._views = views = Views(self)
         self._special: dict[str, Callable[..., Any]] = {
             "aten::copy_": copies.copy_,
             "aten::_copy_from": copies.copy_from,
@@ -74,6 +77,7 @@ class Dispatcher:
             "aten::repeat_interleave.Tensor": self._repeat_interleave,
             "aten::histc": self._histc,
         }
+        self._special.update((f"aten::{name}", kernel) for name, kernel in composites.kernels())
         self._ways: dict[Way, Callable[..., Any]] = {
             Way.COMPUTE: self.compute,
             Way.VIEW: views.view,
@@ -89,7 +93,7 @@ class Dispatcher:
         """Carry out one operator call."""
         machine = self.current.machine
         if machine.tells:
-            machine.line = python_line()
+            machine.line = self._lines.now()
         handler = self._handlers.get(func)
         if handler is None:
             handler = self._learn(func)
@@ -192,6 +196,10 @@ class Dispatcher:
         return value
 
     def _convert_host(self, value: Tensor, key: list[Any], info: OpInfo) -> Tensor:
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+            raise NotImplementedError(
+                f"{info.name}: an operand isn't strided, and the simulated device has strided tensors only"
+            )
         if value.dim() == 0 and value.device.type == "cpu":
             # A scalar travels with the launch: its value is taken now.
             key.append(("host scalar", value.dtype))
@@ -235,6 +243,10 @@ class Dispatcher:
         plan = info.plans.get(looked_up)
         if plan is None:
             plan = self.plan(info, looked_up, args, kwargs)
+        if plan.resized:
+            for name, meta in plan.resized:
+                self._views.renew(kwargs[name] if name in kwargs else args[info.names.index(name)], meta)
+            return self.compute(info, args, kwargs)
         sim = self.current
         machine = sim.machine
         stream = machine.stream
@@ -243,12 +255,12 @@ class Dispatcher:
             run = Seeded(info, sim.next_seed(), named.pop("generator", None))
         outs = [None if meta is None else self.allocate(sim, meta, stream) for meta in plan.outs]
         if outs:
-            if info.out is not None:
+            if plan.out:
                 run = info.out
                 for name, made in zip(info.out_names, outs, strict=True):
                     named[name] = made._inner  # type: ignore[union-attr]
             elif len(outs) == 1 and info.fresh:
-                post = outs[0]._inner.copy_  # type: ignore[union-attr]
+                post = partial(put, outs[0]._inner)  # type: ignore[union-attr]
             else:
                 post = partial(scatter, [None if made is None else made._inner for made in outs], info.returns)
         if sim.diverges:
@@ -273,70 +285,8 @@ class Dispatcher:
         return wrap(allocation.block.inner(meta), meta, allocation, sim.device)
 
     def plan(self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
-        """Ask torch's meta kernels what the results look like; where there is none, run on zeros."""
-        result, operands = self._shapes(info, args, kwargs)
-        fresh: list[Any] = []
-        structure: list[Any] = []
-        results = result if isinstance(result, tuple) else (result,)
-        if not info.returns:
-            results = ()
-        for operand, value in zip(info.returns, results, strict=False):
-            if operand is not None:
-                structure.append(operand)
-            elif isinstance(value, list | tuple):
-                structure.append(len(value))
-                fresh.extend(self.metas.of(item) for item in value)
-            else:
-                structure.append(None)
-                fresh.append(self.metas.of(value) if isinstance(value, Tensor) else None)
-        moved = sum(m.nbytes for m in operands) + sum(m.nbytes for m in fresh if m is not None)
-        like = self.current.machine.like
-        cost = max(like.kernel_us, moved / like.bytes_per_us)
-        if info.matrix and fresh and operands:
-            cost = max(cost, 2 * fresh[0].numel * operands[-1].shape[-1] / like.flops_per_us)
-        if len(info.plans) > PLAN_LIMIT:
-            info.plans.clear()
-        plan = info.plans[key] = Plan(tuple(fresh), tuple(structure), cost)
-        return plan
-
-    def _shapes(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Meta]]:
-        operands: list[Meta] = []
-        written: list[tuple[str, Tensor, Meta]] = []
-
-        def sketch(make: Callable[[Meta], Tensor], device: torch.device, name: str, value: Any) -> Any:
-            if isinstance(value, SimTensor):
-                made = make(value._meta)
-                operands.append(value._meta)
-                if name in info.writes:
-                    written.append((name, made, value._meta))
-                return made
-            if isinstance(value, PinnedTensor):
-                return value.plain(write=None)
-            if isinstance(value, list | tuple):
-                return [sketch(make, device, name, item) for item in value]
-            return device if isinstance(value, torch.device) else value
-
-        def attempt(make: Callable[[Meta], Tensor], device: torch.device) -> Any:
-            operands.clear()
-            written.clear()
-            drawn = [sketch(make, device, name, value) for name, value in zip(info.names, args, strict=False)]
-            named = {name: sketch(make, device, name, value) for name, value in kwargs.items() if name != "generator"}
-            return info.func(*drawn, **named)
-
-        with torch.no_grad(), torch._C._InferenceMode(False):
-            if not info.native and not info.returns and not _has_fake(info):
-                return (), operands
-            try:
-                result = attempt(_meta_tensor, META)
-            except NotImplementedError:
-                result = attempt(_zeros, CPU)
-        for name, made, meta in written:
-            if made.shape != meta.shape or made.dtype != meta.dtype:
-                raise RuntimeError(
-                    f"{info.name}: the result has shape {tuple(made.shape)}, but {name!r} has {tuple(meta.shape)}: a tensor "
-                    "of the simulated device can't be resized by an operation; pass one of the right shape"
-                )
-        return result, operands
+        """What the results of a call look like."""
+        return self._planner.plan(info, key, args, kwargs)
 
     # -- what tools see ---------------------------------------------------------------------------------------------
 
@@ -474,19 +424,6 @@ def _elsewhere(info: OpInfo) -> str:
         f"{info.name}: an operand lives on another simulated device than the current one: each backend object is a device of "
         "its own, and what is made outside every scope belongs to the one made last; make it inside `backend.on(stream)`"
     )
-
-
-def _has_fake(info: OpInfo) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(info.func.name(), torch._C.DispatchKey.Meta)
-
-
-def _meta_tensor(meta: Meta) -> Tensor:
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=META)
-
-
-def _zeros(meta: Meta) -> Tensor:
-    made = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
-    return made.zero_()
 
 
 _SCALARS = frozenset({int, bool, str, complex, torch.dtype, torch.layout, torch.memory_format, type(None)})

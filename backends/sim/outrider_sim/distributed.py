@@ -69,20 +69,21 @@ class SimWork(dist.Work):
 def current(backend: SimBackend) -> SimStream:
     """The stream that is current on the device for the calling thread."""
     queue = backend.sim.machine.stream
-    return next((s for s in backend.streams if s.native is queue), backend.default_stream)  # type: ignore[return-value]
+    return next((s for s in backend.streams if s.native is queue), backend.default_stream)  # type: ignore[return-value]  # ours are sim's
 
 
 _ProcessGroup: Any = dist.ProcessGroup  # whose methods are overloads; torch gives these operands alone
 
 
-class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
+class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has no stub: Any
     """One rank's side of a group of torch.distributed."""
 
     def __init__(self, backend: SimBackend, name: str, ranks: Sequence[int], store: Any) -> None:
         world = backend.sim.machine.rank
         super().__init__(list(ranks).index(world), len(ranks))
         self.backend = backend
-        self.seam: SimGroup = backend.create_group(f"torch {name}", ranks=ranks, rank=world, store=store)  # type: ignore[assignment]
+        made = backend.create_group(f"torch {name}", ranks=ranks, rank=world, store=store)
+        self.seam: SimGroup = made  # type: ignore[assignment]  # a simulated backend makes no other
         self._streams: dict[tuple[str, int], SimStream] = {}
         self._called = name
         self._index, self._count = self.seam.rank, self.seam.size
@@ -101,7 +102,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """The backend."""
         return NAME
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:  # noqa: N802  (torch calls it so)
         """The backend, as torch's C++ asks."""
         return NAME
 
@@ -134,7 +135,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _stream(self, channel: str = "", peer: int = -1) -> SimStream:
         if (channel, peer) not in self._streams:
             name = f"{self.seam.name}{f' {channel} {peer}' if channel else ''}"
-            self._streams[channel, peer] = self.backend.create_stream(name)  # type: ignore[assignment]
+            self._streams[channel, peer] = self.backend.create_stream(name)  # type: ignore[assignment]  # sim's
         return self._streams[channel, peer]
 
     def _run(self, verb: Callable[[SimStream], None], held: Sequence[Tensor], channel: str = "", peer: int = -1) -> SimWork:
@@ -398,9 +399,9 @@ class _Options:
 
 def _group(name: Any) -> SimProcessGroup:
     if isinstance(name, dist.ProcessGroup):
-        return name  # type: ignore[return-value]
+        return name  # type: ignore[return-value]  # of a simulated backend: ours
     found: Any = torch._C._distributed_c10d._resolve_process_group(name)
-    return found  # type: ignore[no-any-return]
+    return found  # type: ignore[no-any-return]  # what this module registered
 
 
 class Functional:

@@ -244,7 +244,7 @@ class Exchange:
     @staticmethod
     def _held(half: Half) -> bool:
         queue = half.stream.queue if half.stream is not None else None
-        return bool(queue) and queue[0].target is half  # type: ignore[index,unused-ignore]
+        return bool(queue) and queue[0].target is half  # type: ignore[index,unused-ignore]  # some mypy forgets the check
 
     def graph(self) -> str:
         """Who waits for whom, and where that closes a circle."""

@@ -6,6 +6,7 @@ gets the baton is a decision of the strategy like any other.
 
 from __future__ import annotations
 
+import _thread
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -17,6 +18,25 @@ if TYPE_CHECKING:
     from outrider_sim.scheduler import Scheduler
 
 
+class Baton:
+    """What a parked thread waits for. A lock of the interpreter itself: tools that watch how threads hand over must not take
+    the scheduler's turns for the program's.
+    """
+
+    def __init__(self) -> None:
+        self._lock = _thread.allocate_lock()
+        self._lock.acquire()
+
+    def acquire(self) -> None:
+        """Block until it's given."""
+        self._lock.acquire()
+
+    def release(self) -> None:
+        """Give it; once is enough."""
+        if self._lock.locked():
+            self._lock.release()
+
+
 class HostThreads:
     """Starts, joins and gives up host threads of one scheduler."""
 
@@ -26,14 +46,14 @@ class HostThreads:
         self.failed: list[tuple[HostThread, BaseException]] = []  # in the order in which they did
 
     def spawn(self, fn: Callable[[], None], name: str = "") -> HostThread:
-        """Start a host thread. It runs when the strategy picks it; its current streams are the caller's."""
+        """Start a host thread. It runs when the strategy picks it; its current streams are the default ones."""
         scheduler = self._scheduler
         scheduler.point(Action("spawn"))
-        thread = HostThread(self.count, name, [(machine, machine.stream) for machine in scheduler.machines])
+        thread = HostThread(self.count, name, [(machine, machine.default) for machine in scheduler.machines])
         self.count += 1
-        thread.baton = threading.Semaphore(0)
+        thread.baton = Baton()
         if scheduler.main.baton is None:
-            scheduler.main.baton = threading.Semaphore(0)
+            scheduler.main.baton = Baton()
         thread.clock = scheduler.thread.clock
         thread.saved = [each.save() for each in scheduler.ambient]
 
@@ -114,7 +134,7 @@ class HostThreads:
                 thread.baton.release()
             thread.os.join()
         if scheduler.main.baton is not None:
-            scheduler.main.baton = threading.Semaphore(0)
+            scheduler.main.baton = Baton()
         scheduler.threads = [scheduler.main]
 
 

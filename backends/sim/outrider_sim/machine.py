@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 class _Local(threading.local):
     stream: StreamQueue | None = None
+    fresh: bool | None = None  # a thread of Python's that chose no stream
 
 
 class Machine(Failing):
@@ -222,14 +223,22 @@ class Machine(Failing):
     @property
     def stream(self) -> StreamQueue:
         """The calling thread's current stream."""
-        return self.local.stream or self.main_stream
+        local = self.local
+        if local.stream is not None:
+            return local.stream
+        if local.fresh is None:
+            ident = threading.get_ident()
+            known = getattr(threading, "_active", {}).get(ident)
+            # Threads that aren't Python's (a library's workers) follow the thread that made the machine.
+            foreign = known is None or isinstance(known, threading._DummyThread)
+            local.fresh = ident != self._main_ident and not foreign
+        return self.default if local.fresh else self.main_stream
 
     def set_stream(self, stream: StreamQueue) -> StreamQueue:
         """Make `stream` current on the calling thread; returns the one before."""
         local = self.local
-        before = local.stream or self.main_stream
+        before = self.stream
         if threading.get_ident() == self._main_ident:
-            # Threads that never chose a stream (autograd's workers) follow the thread that made the machine.
             self.main_stream = stream
         else:
             local.stream = stream
@@ -322,10 +331,16 @@ class Machine(Failing):
         self._block(lambda: not any(stream.queue for stream in self.streams), "the device", None)
 
     def query(self, done: Callable[[], bool], target: Any) -> bool:
-        """Ask without blocking; a point at which the strategy may let the device go on first."""
+        """Ask without blocking; a point at which the strategy may let the device go on first.
+
+        Whoever asks again and again gets a yes in the end, under every strategy.
+        """
         self.scheduler.queries = True
         self.point(Action("query", target))
         answer = done()
+        if not answer and self.lost is None:
+            self.scheduler.refuse()
+            answer = done()
         if self.lost is not None:
             raise self.lost_again()
         if answer:

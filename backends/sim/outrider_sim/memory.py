@@ -43,17 +43,18 @@ class Block:
         self.address = address
         with torch._C._InferenceMode(False):  # an inference tensor couldn't be written outside that mode
             bytes_ = torch.empty(nbytes, dtype=torch.uint8)
-            self.fill = bytes_.view(torch.int16)
+            # Not by torch: memory is freed wherever Python drops it, under any mode or transform.
+            self.fill = bytes_.view(torch.int16).numpy()
         self.typed: dict[torch.dtype, Tensor] = {torch.uint8: bytes_}
         # One tensor for each way in which the block was ever used: loops find theirs here.
         self.views: dict[Meta, Tensor] = {}
         self.last: int | None = None
         if poison:
-            self.fill.fill_(_PATTERN)
+            self.fill.fill(_PATTERN)
 
     def fill_poison(self) -> None:
         """Overwrite everything with the pattern."""
-        self.fill.fill_(_PATTERN)
+        self.fill.fill(_PATTERN)
 
     def inner(self, meta: Meta) -> Tensor:
         """The host tensor over these bytes with the given shape, strides and dtype, from offset 0."""
@@ -94,13 +95,17 @@ class Allocation:
         self.nbytes = nbytes
         self.stream = stream
         self.line = ""
-        self.users: list[tuple[StreamQueue, int]] | None = None
+        self.users: list[StreamQueue] | None = None
 
     def used_by(self, stream: StreamQueue) -> None:
-        """Don't hand the memory out again before what `stream` holds now has run."""
+        """Don't hand the memory out again before what `stream` holds when it is freed has run."""
         if self.users is None:
             self.users = []
-        self.users.append((stream, stream.issued))
+        if stream not in self.users:
+            self.users.append(stream)
+            tap = self.machine_memory.machine.tap
+            if tap is not None:
+                tap.shared(self, stream)
 
     def __del__(self) -> None:
         self.machine_memory.release(self)
@@ -175,8 +180,9 @@ class Memory:
         tap = self.machine.tap
         if tap is not None:
             tap.freed(allocation)
-        if allocation.users is not None and any(stream.done < issued for stream, issued in allocation.users):
-            self._held.append((block, allocation.users))
+        users = [(stream, stream.issued) for stream in allocation.users or () if stream.done < stream.issued]
+        if users:
+            self._held.append((block, users))
         else:
             self._give_back(block)
 

@@ -60,6 +60,13 @@ class Seeded:
         return Seeded(self._info, seed, None)
 
 
+def put(made: Tensor, value: Tensor) -> None:
+    """Put a host kernel's result into the memory that was allocated for it. Raises `RuntimeError` for another shape."""
+    if value.shape != made.shape:
+        raise RuntimeError(f"the result has shape {tuple(value.shape)}, memory was taken for {tuple(made.shape)}")
+    made.copy_(value)
+
+
 def scatter(outs: Sequence[Tensor | None], returns: tuple[str | None, ...], result: Any) -> None:
     """Put a host kernel's results into the memory that was allocated for them."""
     values: list[Any] = []
@@ -71,7 +78,7 @@ def scatter(outs: Sequence[Tensor | None], returns: tuple[str | None, ...], resu
             values.extend(value if isinstance(value, list | tuple) else (value,))
     for made, value in zip(outs, values, strict=True):
         if made is not None:
-            made.copy_(value)
+            put(made, value)
 
 
 def results_of(

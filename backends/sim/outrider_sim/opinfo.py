@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from outrider_sim.emulated import EMULATED
+
 # Composite operators that never return an alias of an operand: run whole, as one operation, when they arrive whole
 # (under inference_mode). Any other composite is decomposed, for one that may alias would tear a view off its base.
 WHOLE = frozenset(
@@ -73,6 +75,8 @@ class OpInfo:
     """
 
     __slots__ = (
+        "by_host",
+        "emulated",
         "fresh",
         "func",
         "indexing",
@@ -82,7 +86,9 @@ class OpInfo:
         "native",
         "out",
         "out_names",
+        "outs",
         "plans",
+        "probed",
         "random",
         "random_if",
         "resolvers",
@@ -98,12 +104,16 @@ class OpInfo:
     def __init__(self, func: Any) -> None:
         schema = func._schema
         self.func = func
-        self.run: Callable[..., Any] = func._op
+        self.emulated = EMULATED.get(schema.name)
+        self.run: Callable[..., Any] = self.emulated or func._op
         self.name: str = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
         self.native = schema.name.startswith("aten::")
         self.plans: dict[Any, Any] = {}
+        self.probed: dict[Any, bool] = {}  # kinds of operands that were tried → whether `out` writes in place
         self.resolvers: Any = {}  # operands that are indexed by data: how to find their rows
         self.names = tuple(argument.name for argument in schema.arguments)
+        self.by_host = False  # torch's meta kernel gives other shapes than the host's
+        self.outs = frozenset(a.name for a in schema.arguments if a.is_out)
         self.writes = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
         self.returns = tuple(_operand_of(schema, r) for r in schema.returns)
         self.fresh = self.returns == (None,) and str(schema.returns[0].type) == "Tensor"
@@ -119,7 +129,8 @@ class OpInfo:
         simple = self.way is Way.COMPUTE and not self.writes
         self.out: Any = None
         self.out_names: tuple[str, ...] = ()
-        if simple:
+        # Losses reduce in the tensor that they are given: they resize it, with a warning, and back.
+        if simple and self.emulated is None and "reduction" not in self.names:
             self.out, self.out_names = self._find_out(schema)
 
     def _classify(self, schema: Any, tags: Any) -> Way:
@@ -167,9 +178,13 @@ def _operand_of(schema: Any, result: Any) -> str | None:
 class Plan:
     """What the results of one call look like. `outs` are the metas of new tensors in order; None where a result is None."""
 
-    __slots__ = ("cost", "outs", "structure")
+    __slots__ = ("cost", "out", "outs", "resized", "structure")
 
-    def __init__(self, outs: tuple[Any, ...], structure: Any, cost: float) -> None:
+    def __init__(
+        self, outs: tuple[Any, ...], structure: Any, cost: float, out: bool = False, resized: tuple[Any, ...] = ()
+    ) -> None:
+        self.resized = resized  # operands that must get memory first: name and meta
+        self.out = out  # the overload that writes into given tensors does
         self.outs = outs
         self.structure = structure
         self.cost = cost

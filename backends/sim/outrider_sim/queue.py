@@ -223,6 +223,7 @@ class HostThread:
         "name",
         "os",
         "ready",
+        "refused",
         "saved",
         "step",
         "streams",
@@ -244,6 +245,7 @@ class HostThread:
         self.finished = False
         self.error: BaseException | None = None
         self.clock = 0.0
+        self.refused = 0  # how often it asked, and the answer was no
         self.saved: list[Any] = []  # what it saw of the process when it last ran
 
     def __str__(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -14,40 +14,113 @@ from outrider.device import Access
 from outrider_sim.tensor import SimTensor
 
 
-def _index_dim0(name: str) -> Callable[[Mapping[str, Any]], Tensor | None]:
-    def rows(arguments: Mapping[str, Any]) -> Tensor | None:
-        if arguments.get("dim", 0) != 0:
+class Elements(NamedTuple):
+    """Byte offsets, from the beginning of the operand, of the elements that an operation touches."""
+
+    offsets: Tensor
+
+
+Found = Tensor | Elements | None
+"""Rows of the first dimension, or elements; None: it may touch everything."""
+
+_MOST = 1 << 18
+"""Elements of an operand up to which its elements are told apart."""
+
+
+def _offsets(operand: Tensor) -> Tensor:
+    """The byte offset of each element, in the operand's shape."""
+    size = operand.element_size()
+    made = torch.zeros((), dtype=torch.int64)
+    for dim, (count, stride) in enumerate(zip(operand.shape, operand.stride(), strict=True)):
+        steps = torch.arange(count, dtype=torch.int64) * (stride * size)
+        made = made + steps.view([-1 if d == dim else 1 for d in range(operand.dim())])
+    return made.expand(operand.shape)
+
+
+def _picked(name: str, pick: Callable[[Tensor, Mapping[str, Any]], Tensor]) -> Callable[[Mapping[str, Any]], Found]:
+    """The elements of operand `name` that `pick` would take from a tensor of its shape."""
+
+    def elements(arguments: Mapping[str, Any]) -> Found:
+        operand: Tensor = arguments[name]
+        if operand.numel() > _MOST:
             return None
-        index: Tensor = arguments[name]
-        return index.flatten()
+        return Elements(pick(_offsets(operand), arguments).flatten())
 
-    return rows
+    return elements
 
 
-def _first_index(arguments: Mapping[str, Any]) -> Tensor | None:
-    indices = arguments["indices"]
+def _along(index: str) -> Callable[[Mapping[str, Any]], Found]:
+    """Whole slices along a dimension."""
+    others = _picked("self", lambda offsets, a: offsets.index_select(a.get("dim", 0), a[index].flatten()))
+
+    def found(arguments: Mapping[str, Any]) -> Found:
+        if arguments["self"].dim() == 0:
+            return None
+        if arguments.get("dim", 0) % arguments["self"].dim() == 0:
+            rows: Tensor = arguments[index].flatten()
+            return rows
+        return others(arguments)
+
+    return found
+
+
+def _rows_of_weight(arguments: Mapping[str, Any]) -> Found:
+    index: Tensor = arguments["indices"]
+    return index.flatten()
+
+
+def _by_indices(arguments: Mapping[str, Any]) -> Found:
+    indices, operand = arguments["indices"], arguments["self"]
     first = indices[0]
-    if first is None or first.dtype == torch.bool:
+    if len(indices) == 1 and first is not None and first.dtype not in (torch.bool, torch.uint8):
+        index: Tensor = first.flatten()
+        return torch.where(index < 0, index + operand.shape[0], index)
+    if operand.numel() > _MOST:
         return None
-    index: Tensor = first.flatten()
-    return torch.where(index < 0, index + arguments["self"].shape[0], index)
+    kept = [slice(None) if i is None else i for i in indices]
+    return Elements(_offsets(operand)[tuple(kept)].flatten())
 
 
-_FIRST = MappingProxyType({"self": _first_index})
+_INDICES = MappingProxyType({"self": _by_indices})
+_SCATTERS = MappingProxyType({"self": _picked("self", lambda offsets, a: _reached(offsets, a["dim"], a["index"]))})
+_TAKES = MappingProxyType({"self": _picked("self", lambda offsets, a: offsets.take(a["index"]))})
+_MASKS = MappingProxyType({"self": _picked("self", lambda offsets, a: offsets[a["mask"].expand(offsets.shape)])})
+_ALONG = MappingProxyType({"self": _along("index")})
 
-ATEN: Mapping[str, Mapping[str, Callable[[Mapping[str, Any]], Tensor | None]]] = MappingProxyType(
+
+def _reached(offsets: Tensor, dim: int, index: Tensor) -> Tensor:
+    if offsets.dim() == 0 or index.dim() == 0:
+        return offsets.reshape(-1)
+    return offsets.gather(dim, index)
+
+
+ATEN: Mapping[str, Mapping[str, Callable[[Mapping[str, Any]], Found]]] = MappingProxyType(
     {
-        "aten::embedding": MappingProxyType({"weight": _index_dim0("indices")}),
-        "aten::index_select": MappingProxyType({"self": _index_dim0("index")}),
-        "aten::index_copy_": MappingProxyType({"self": _index_dim0("index")}),
-        "aten::index_add_": MappingProxyType({"self": _index_dim0("index")}),
-        "aten::index_fill_.int_Scalar": MappingProxyType({"self": _index_dim0("index")}),
-        "aten::index.Tensor": _FIRST,
-        "aten::index_put_": _FIRST,
-        "aten::_index_put_impl_": _FIRST,
+        "aten::embedding": MappingProxyType({"weight": _rows_of_weight}),
+        "aten::index_select": _ALONG,
+        "aten::index_copy_": _ALONG,
+        "aten::index_add_": _ALONG,
+        "aten::index_reduce_": _ALONG,
+        "aten::index_fill_.int_Scalar": _ALONG,
+        "aten::index_fill_.int_Tensor": _ALONG,
+        "aten::index.Tensor": _INDICES,
+        "aten::index_put_": _INDICES,
+        "aten::_index_put_impl_": _INDICES,
+        "aten::gather": _SCATTERS,
+        "aten::scatter_.src": _SCATTERS,
+        "aten::scatter_.value": _SCATTERS,
+        "aten::scatter_.reduce": _SCATTERS,
+        "aten::scatter_.value_reduce": _SCATTERS,
+        "aten::scatter_add_": _SCATTERS,
+        "aten::scatter_reduce_.two": _SCATTERS,
+        "aten::take": _TAKES,
+        "aten::put_": _TAKES,
+        "aten::masked_fill_.Scalar": _MASKS,
+        "aten::masked_fill_.Tensor": _MASKS,
+        "aten::masked_scatter_": _MASKS,
     }
 )
-"""Operators of torch whose first dimension is indexed by data. None from a resolver: it may touch everything."""
+"""Operators of torch that are indexed by data."""
 
 
 class Resolver:
@@ -57,7 +130,7 @@ class Resolver:
 
     def __init__(
         self,
-        resolvers: Mapping[str, Callable[[Mapping[str, Any]], Tensor | None]],
+        resolvers: Mapping[str, Callable[[Mapping[str, Any]], Found]],
         bound: Mapping[str, Any],
         accesses: Sequence[Access],
         native: bool,
@@ -79,16 +152,21 @@ class Resolver:
         access again where the rows can't be told.
         """
         found: list[Access] = []
-        known: dict[Callable[[Mapping[str, Any]], Tensor | None], Tensor | None] = {}
+        known: dict[Callable[[Mapping[str, Any]], Found], Found] = {}
         for name, resolve in self._resolvers.items():
             whole = self._accesses.get(name)
             if whole is None:
                 continue
             if resolve not in known:  # keys and values have the same rows
-                known[resolve] = resolve(self._bound)
+                try:
+                    known[resolve] = resolve(self._bound)
+                except (IndexError, RuntimeError):  # the operation itself is about to say what is wrong
+                    known[resolve] = None
             rows = known[resolve]
             if rows is None:
                 found.append(whole)
+            elif isinstance(rows, Elements):
+                found.extend(_runs(whole, rows.offsets, self._looks[name][2]))
             else:
                 found.extend(self._spread(whole, rows, *self._looks[name]))
         return tuple(found)
@@ -112,6 +190,27 @@ class Resolver:
             Access(whole.storage, start, end, whole.write, None, None, whole.argument)
             for start, end in zip(starts, ends, strict=True)
         ]
+
+
+def _runs(whole: Access, offsets: Tensor, itemsize: int) -> list[Access]:
+    """The elements as runs of bytes: neighbours are one, and runs of one length at one distance are one access."""
+    low = numpy.unique(offsets.numpy())
+    if not low.size:
+        return []
+    gaps = numpy.flatnonzero(low[1:] != low[:-1] + itemsize) + 1
+    starts = low[numpy.concatenate(([0], gaps))]
+    ends = low[numpy.concatenate((gaps - 1, [-1]))] + itemsize
+    if len(starts) > 2:
+        step = int(starts[1] - starts[0])
+        length = int(ends[0] - starts[0])
+        if bool((numpy.diff(starts) == step).all()) and bool((ends - starts == length).all()):
+            start, end = whole.start + int(starts[0]), whole.start + int(ends[-1])
+            shape, stride = (len(starts), length // itemsize), (step, itemsize)
+            return [Access(whole.storage, start, end, whole.write, shape, stride, whole.argument)]
+    return [
+        Access(whole.storage, whole.start + start, whole.start + end, whole.write, None, None, whole.argument)
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+    ]
 
 
 def _inner(value: Any) -> Any:

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from outrider_sim.machine import Machine
 
 
+REFUSALS = 64
+"""As often a thread may hear that something hasn't run before somebody else goes on, whatever the strategy."""
+
+
 class Ambient(Protocol):
     """State of the process that each host thread sees as its own."""
 
@@ -129,7 +133,7 @@ class Scheduler:
         self.hosts.count = 1
         if self.exchange is not None:
             self.exchange.forget()
-        self.main.step = 0
+        self.main.step = self.main.refused = 0
         self.main.clock = 0.0
         if self.names is not None:
             self.names.clear()
@@ -160,6 +164,32 @@ class Scheduler:
             # Whoever meets the failure, every other thread must end too: none of them can be picked any more.
             self.diverged = self.diverged or error
             raise
+
+    def refuse(self) -> None:
+        """The calling thread asked what has run, and the answer is no. Every so often somebody else takes a step then: a host
+        that asks until the answer is yes would never end under a strategy that favours it.
+
+        The oldest operation goes, or another host thread where none can. It's the same step in a replay, which counts alike.
+        """
+        me = self.thread
+        me.refused += 1
+        if me.refused % REFUSALS:
+            return
+        if not self.asks:
+            self.note_lazy(me, 0)
+        with self.lock, self.quiet():
+            heads = [stream for stream in self.streams if stream.queue and can_run(stream.queue[0])]
+            if heads:
+                if self.options.late_copies:
+                    heads = [stream for stream in heads if stream.queue[0].kind != Kind.COPY] or heads
+                oldest = min(heads, key=age)
+                oldest.machine.execute(oldest)
+                return
+            others = [thread for thread in self._candidates() if isinstance(thread, HostThread) and thread is not me]
+        if others:
+            steps = sum(thread.step for thread in self.threads if thread is not me)
+            went_on: Callable[[], bool] = lambda: sum(t.step for t in self.threads if t is not me) > steps  # noqa: E731
+            self.turns(me, Action("query"), went_on, "another thread")
 
     def _take_turns(self, me: HostThread) -> None:
         while True:

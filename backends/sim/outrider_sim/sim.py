@@ -17,7 +17,7 @@ from outrider_sim.queue import Action, StreamQueue
 from outrider_sim.source import python_line
 
 
-def _quiet() -> AbstractContextManager[Any]:
+def quiet() -> AbstractContextManager[Any]:
     """Run host kernels below everything that is ambient where they happen to run: modes, autocast, autograd."""
     guard: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(_AMBIENT)
     return guard
@@ -29,6 +29,8 @@ _AMBIENT = (
     | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
     | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerBackMode)
 )
 
 
@@ -41,7 +43,7 @@ class Sim:
         self.backend: Any = lambda: None  # a weak reference to the backend object
         self.device = torch.device(options.name, rank)
         self.machine: Machine = Machine(options, None if first is None else first.machine.scheduler, rank)
-        self.machine.scheduler.quiet = _quiet
+        self.machine.scheduler.quiet = quiet
         self.machine.sim = self
         self.memory = Memory(self.machine)
         self.memory.sim = self

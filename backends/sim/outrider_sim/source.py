@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from functools import cache
+from threading import get_ident
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_NODES = 1 << 16
 _HERE = os.path.dirname(__file__) + os.sep
 
 
@@ -32,3 +35,33 @@ def python_line() -> str:
             return _line(frame.f_code, frame.f_lineno)
         frame = frame.f_back
     return ""
+
+
+class Lines:
+    """Where what runs now was written: in a backward, the line of the forward that the node belongs to.
+
+    Torch numbers nodes as it makes them, and makes an operator's node right before it carries the operator out.
+    """
+
+    def __init__(self) -> None:
+        self._of_nodes: dict[int, tuple[int, str]] = {}
+
+    def now(self) -> str:
+        """`file:line` for an operator that torch calls."""
+        if torch._C._current_graph_task_id() != -1:
+            node: Any = torch._C._current_autograd_node()
+            known = self._of_nodes.get(node._sequence_nr()) if node is not None else None
+            if known is not None:
+                return known[1]
+            return python_line()
+        line = python_line()
+        if line and torch.is_grad_enabled():
+            number = torch._C._autograd._get_sequence_nr() - 1
+            thread = get_ident()
+            known = self._of_nodes.get(number)
+            if known is None or known[0] != thread:
+                if len(self._of_nodes) > _NODES:
+                    for old in list(self._of_nodes)[: _NODES // 2]:
+                        del self._of_nodes[old]
+                self._of_nodes[number] = (thread, line)
+        return line

@@ -27,6 +27,9 @@ class Tap(Protocol):
     def allocated(self, allocation: Any, previous: int | None) -> None:
         """Memory was handed out; `previous` is the identity that the bytes had before."""
 
+    def shared(self, allocation: Any, stream: StreamQueue) -> None:
+        """`record_stream`: the memory isn't handed out again before `stream` is past what it holds at the release."""
+
     def freed(self, allocation: Any) -> None:
         """The last reference went."""
 
@@ -72,6 +75,10 @@ class SeamTap:
         self._observer.allocated(allocation.id, allocation.nbytes, stream.name or stream.label, allocation.line)
         if previous is not None:
             self._observer.address_reused(allocation.id, previous)
+
+    def shared(self, allocation: Any, stream: StreamQueue) -> None:
+        """The allocator waits for another stream as well."""
+        self._observer.memory_shared(allocation.id, stream.name or stream.label)
 
     def freed(self, allocation: Any) -> None:
         """Memory came back."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from outrider_sim.saving import reduced
+
 if TYPE_CHECKING:
     from outrider.device import Access
     from outrider_sim.memory import Allocation
@@ -57,6 +59,7 @@ class SimTensor(Tensor):
 
     # torch calls the class, so the class has to know the device: set once, by the registration.
     _dispatch: ClassVar[Callable[..., Any]]
+    _failed: ClassVar[Callable[[BaseException], Any]]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -66,18 +69,10 @@ class SimTensor(Tensor):
     ) -> Any:
         """Every operation arrives here and is queued, done (views) or waited for (reads)."""
         del types
-        return cls._dispatch(func, args, kwargs)
-
-    def __tensor_flatten__(self) -> NoReturn:
-        """Never flattened: torch.nn looks for the method to learn that converting a module must swap its parameters in
-        place, which is what keeps tied weights tied.
-        """
-        raise NotImplementedError("a tensor of the simulated device has no inner tensors to flatten")
-
-    @staticmethod
-    def __tensor_unflatten__(*_: Any) -> NoReturn:
-        """The other half of the marker."""
-        raise NotImplementedError("a tensor of the simulated device can't be unflattened")
+        try:
+            return cls._dispatch(func, args, kwargs)
+        except BaseException as error:
+            return cls._failed(error)
 
     def data_ptr(self) -> int:
         """The simulated address of the first element."""
@@ -117,7 +112,7 @@ class SimTensor(Tensor):
         raise TypeError(f"can't convert {self.device} tensor to numpy; use Tensor.cpu() to copy it to the host first")
 
     def record_stream(self, stream: Any) -> None:
-        """Don't hand the memory out again before what `stream` holds now has run."""
+        """Don't hand the memory out again before what `stream` holds when it is freed has run."""
         queue = getattr(stream, "queue_state", stream)
         self._alloc.used_by(queue)
 
@@ -137,10 +132,9 @@ class SimTensor(Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Through the host: the default would pickle the whole block.
+        # As torch pickles any device's tensor: storages by reference, so that tensors which share one still do afterwards.
         del protocol
-        host = self.detach().cpu()
-        return (_rebuild, (host, str(self.device), self.requires_grad, getattr(self, "_is_param", False)))
+        return reduced(self)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         host = self.detach().cpu()
@@ -149,13 +143,6 @@ class SimTensor(Tensor):
         if self.requires_grad:
             tail += ", requires_grad=True"
         return f"{text[:-1]}{tail})"
-
-
-def _rebuild(host: Tensor, device: str, requires_grad: bool, parameter: bool) -> Tensor:
-    made = host.to(device)
-    if parameter:
-        return torch.nn.Parameter(made, requires_grad)
-    return made.requires_grad_(requires_grad)
 
 
 def wrap(inner: Tensor, meta: Meta, allocation: Allocation, device: torch.device) -> SimTensor:

@@ -46,6 +46,7 @@ class Stream:
         backend = _backend()
         made: Any = wrapped or backend.create_stream(f"s{len(backend.streams)}", priority=priority)
         self.wrapped: SimStream = made
+        self._scopes: list[Any] = []
 
     @property
     def queue_state(self) -> Any:
@@ -73,6 +74,32 @@ class Stream:
     def query(self) -> bool:
         """Whether everything enqueued so far has run."""
         return self.wrapped.query()
+
+    @property
+    def device(self) -> torch.device:
+        """The device that it belongs to."""
+        return self.wrapped.backend.device
+
+    @property
+    def device_index(self) -> int:
+        """That device's number."""
+        return self.device.index or 0
+
+    @property
+    def stream_id(self) -> int:
+        """Its number on the device."""
+        found: int = self.queue_state.id
+        return found
+
+    def __enter__(self) -> Stream:
+        """Place torch work on it inside the block."""
+        self._scopes.append(self.wrapped.backend.on(self.wrapped))
+        self._scopes[-1].__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Back to the stream before."""
+        self._scopes.pop().__exit__(None, None, None)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.wrapped is self.wrapped
@@ -224,6 +251,11 @@ def _empty_cache() -> None:
     _backend().sim.memory.empty_cache()
 
 
+def _memory_info() -> tuple[int, int]:
+    memory = _backend().sim.memory
+    return memory.limit - memory.allocated, memory.limit
+
+
 def make_module(name: str) -> ModuleType:
     """The module for the device called `name`."""
     module = ModuleType(f"torch.{name}", "A simulated accelerator.")
@@ -247,10 +279,7 @@ def make_module(name: str) -> ModuleType:
         "manual_seed": _manual_seed,
         "manual_seed_all": _manual_seed,
         "max_memory_allocated": lambda device=None: _backend().sim.memory.peak,
-        "mem_get_info": lambda device=None: (
-            _backend().sim.memory.limit - _backend().sim.memory.allocated,
-            _backend().sim.memory.limit,
-        ),
+        "mem_get_info": lambda device=None: _memory_info(),
         "memory_allocated": lambda device=None: _backend().sim.memory.allocated,
         "memory_reserved": lambda device=None: _backend().sim.memory.reserved,
         "set_device": _set_device,

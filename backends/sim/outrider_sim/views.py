@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outrider_sim.meta import contiguous
+from outrider_sim.meta import Meta, contiguous
 from outrider_sim.opinfo import PLAN_LIMIT, OpInfo
+from outrider_sim.saving import HostStorage, moved
 from outrider_sim.tensor import SimTensor, wrap
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ class Views:
         if info.name.startswith("aten::set_"):
             return self._set(target, args[1:])
         if info.name.startswith("aten::resize_"):
-            return self._resize(target, tuple(args[1]))
+            shape = args[1].shape if isinstance(args[1], Tensor) else args[1]
+            return self._resize(target, tuple(shape))
         moved = torch.as_strided(target._inner, target._meta.shape, target._meta.stride, target._inner.storage_offset())
         info.run(moved, *args[1:], **kwargs)
         self._become(target, moved)
@@ -87,16 +89,40 @@ class Views:
             torch.ops.aten.as_strided_.default(target, inner.shape, inner.stride(), inner.storage_offset())
 
     def _set(self, target: SimTensor, operands: Sequence[Any]) -> SimTensor:
+        if operands and isinstance(operands[0], HostStorage):
+            whole = moved(operands[0])
+            # Torch leaves an argument out that is its default: the strides of a scalar.
+            whole_of_it = (0, (operands[0].nbytes() // target._meta.itemsize,))
+            offset, shape, *rest = operands[1:] if len(operands) > 2 else whole_of_it
+            stride = rest[0] if rest else contiguous(tuple(shape))
+            typed = whole._inner
+            if target._meta.dtype is not torch.uint8:
+                size = target._meta.itemsize
+                typed = typed[: typed.numel() // size * size].view(target._meta.dtype)
+            return self._take_over(target, torch.as_strided(typed, shape, stride, offset), whole)
         if len(operands) != 1 or not isinstance(operands[0], SimTensor):
             raise RuntimeError("set_: a tensor of the simulated device can only become another one of it")
-        target._alloc = operands[0]._alloc
-        self._become(target, operands[0]._inner)
+        return self._take_over(target, operands[0]._inner, operands[0])
+
+    def _take_over(self, target: SimTensor, inner: Tensor, owner: SimTensor) -> SimTensor:
+        made = wrap(inner, self._core.metas.of(inner), owner._alloc, owner.device)
+        with torch._C._DisableTorchDispatch():
+            Tensor.data.__set__(target, made)  # type: ignore[attr-defined]
+        target._inner, target._alloc, target._meta, target._seen = made._inner, made._alloc, made._meta, None
         return target
+
+    def renew(self, target: SimTensor, meta: Meta) -> SimTensor:
+        """Memory of its own for an empty tensor, which gets a shape."""
+        sim = self._core.current
+        made = self._core.allocate(sim, meta, sim.machine.stream)
+        return self._take_over(target, made._inner, made)
 
     def _resize(self, target: SimTensor, shape: tuple[int, ...]) -> SimTensor:
         if target._meta.shape == torch.Size(shape):
             return target
         meta = self._core.metas.get(torch.Size(shape), contiguous(shape), target._meta.dtype)
+        if not target._meta.numel and meta.extent > target._alloc.nbytes:
+            return self.renew(target, meta)
         if meta.extent > target._alloc.nbytes:
             raise RuntimeError(
                 f"resize_ to {shape} needs {meta.extent} bytes, the storage has {target._alloc.nbytes}: memory of the "

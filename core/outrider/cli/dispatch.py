@@ -21,7 +21,7 @@ from rich.console import Console
 
 from outrider.cli.commands import commands
 from outrider.cli.lazy import group
-from outrider.cli.report import Interrupted, Report, exit_code, to_json
+from outrider.cli.report import Interrupted, Report, Unsaid, exit_code, to_json
 from outrider.cli.stopping import Stop
 from outrider.cli.streams import kept_for_json, prepare_streams, write, write_json
 from outrider.device.errors import OutriderError
@@ -73,7 +73,7 @@ def _run(arguments: Sequence[str], json_out: TextIO | None, stop: Stop) -> int:
     # Not command.main(): that turns Ctrl-C and a closed pipe into exits of its own.
     with command.make_context("outrider", list(arguments), obj=tuple(arguments)) as context:
         report = command.invoke(context)
-    if isinstance(report, Report):
+    if isinstance(report, Report) and not report.silent:
         if json_out is not None:
             text = to_json(report.data)
             stop.done = True  # a signal from here on would make it two objects
@@ -105,7 +105,7 @@ def _report_failure(error: BaseException, json_out: TextIO | None, *, asked: int
     data: dict[str, object] = {}
     match error:
         case typer.Exit():  # --help, which has been written; with --json to standard error
-            if json_out is not None:
+            if json_out is not None and not isinstance(error, Unsaid):
                 with suppress(OSError):
                     write_json(json_out, to_json({"exit_code": error.exit_code}))
             return _finish(error.exit_code)

@@ -42,16 +42,9 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """Which model runs where, what drafts for it, how its iterations are launched, and how large the engine is."""
+class LaunchOptions:
+    """How an engine's iterations are launched, and how large it is."""
 
-    model: ModelOption = None
-    draft: DraftOption = None
-    backend: BackendOption = None
-    speculate: SpeculateOption = None
-    draft_tokens: DraftTokensOption = 4
-    draft_topk: DraftTopkOption = 1
-    draft_nodes: DraftNodesOption = None
     dtype: DtypeOption = None
     mode: ModeOption = None
     graphs: GraphsOption = None
@@ -61,18 +54,6 @@ class EngineOptions:
     page_size: PageSizeOption = None
     max_requests: MaxRequestsOption = None
     prefill_chunk: PrefillChunkOption = None
-    tune_seconds: TuneOption = 0.0
-
-    def speculation(self) -> Speculation:
-        """The checkpoints and the proposer. Raises :class:`CheckpointError` where one can't be found."""
-        return Speculation.choose(
-            self.speculate,
-            model=self.model,
-            draft=self.draft,
-            draft_tokens=self.draft_tokens,
-            draft_topk=self.draft_topk,
-            draft_nodes=self.draft_nodes,
-        )
 
     def running(self) -> Running:
         """How iterations are launched."""
@@ -86,6 +67,31 @@ class EngineOptions:
             page_size=self.page_size,
             max_requests=self.max_requests,
             prefill_chunk=self.prefill_chunk,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(LaunchOptions):
+    """Which model runs where, what drafts for it, how its iterations are launched, and how large the engine is."""
+
+    model: ModelOption = None
+    draft: DraftOption = None
+    backend: BackendOption = None
+    speculate: SpeculateOption = None
+    draft_tokens: DraftTokensOption = 4
+    draft_topk: DraftTopkOption = 1
+    draft_nodes: DraftNodesOption = None
+    tune_seconds: TuneOption = 0.0
+
+    def speculation(self) -> Speculation:
+        """The checkpoints and the proposer. Raises :class:`CheckpointError` where one can't be found."""
+        return Speculation.choose(
+            self.speculate,
+            model=self.model,
+            draft=self.draft,
+            draft_tokens=self.draft_tokens,
+            draft_topk=self.draft_topk,
+            draft_nodes=self.draft_nodes,
         )
 
     def loader(self, speculation: Speculation, **others: Any) -> Callable[..., Engine]:
@@ -157,7 +163,7 @@ def with_options(command: Callable[..., Result]) -> Callable[..., Result]:
         made = {name: record(**{each: given.pop(each) for each in names}) for name, (record, names) in records.items()}
         return command(**given, **made)
 
-    del call.__wrapped__  # type: ignore[attr-defined]  # its signature would be taken for this one
+    del call.__wrapped__  # its signature would be taken for this one
     call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call

@@ -38,7 +38,11 @@ def tuned_directory() -> Path | None:
 
 def rank_environment() -> dict[str, str] | None:
     """What torchrun, or a command that starts ranks, says to one of them; None: this process isn't one."""
-    return dict(os.environ) if RANK_VARIABLE in os.environ else None
+    if RANK_VARIABLE not in os.environ:
+        return None
+    # Where a peer is gone torch prints its own stack, many times. Read when torch is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    return dict(os.environ)
 
 
 def rank_variables(*, rank: int, world: int, port: int, pipe: int) -> dict[str, str]:

@@ -6,6 +6,7 @@ waits. The first rank does what one process would; the others follow it, and pri
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -21,11 +22,13 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.environment import rank_environment, rank_variables
-from outrider.cli.report import Report
+from outrider.cli.report import Report, Unsaid
 from outrider.cli.stopping import Stopped
 from outrider.device.errors import BackendError, ConfigError, DeviceError, OutriderError
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
+
     from outrider.device import Backend
     from outrider.engine.ranks.parallel import ParallelConfig
     from outrider.engine.ranks.ranks import Ranks
@@ -55,13 +58,18 @@ _POLL_S = 0.05
 _GRACE_S = 1.5
 """So long ranks have to end by themselves once one has failed."""
 _STORE_S = 30.0
+_SAY_S = 3.0
+_SILENCE_S = 5.5
+"""Longer than a rank may be silent, for :class:`Watch` tells of it then."""
 _UNSAID = 70
 """Exit code of a rank that leaves it to others to say what happened."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a process is among the ranks, as torchrun's environment says: ``local`` is its number on this host."""
+    """Where a process is among the ranks, as torchrun's environment says: ``local`` is its number on this host. ``agent``:
+    torchrun itself started it, for the ``attempt``-th time: it can start ranks again, which meet in the same store.
+    """
 
     rank: int
     world: int
@@ -70,6 +78,8 @@ class Place:
     port: int
     store_is_elsewhere: bool
     pipe: int | None
+    agent: bool = False
+    attempt: int = 0
 
     @classmethod
     def find(cls) -> Place | None:
@@ -86,12 +96,26 @@ class Place:
                 port=int(found["MASTER_PORT"]),
                 store_is_elsewhere=found.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
                 pipe=int(found["OUTRIDER_RANK_PIPE"]) if "OUTRIDER_RANK_PIPE" in found else None,
+                agent="TORCHELASTIC_RUN_ID" in found,
+                attempt=int(found.get("TORCHELASTIC_RESTART_COUNT", "0")),
             )
         except (KeyError, ValueError) as error:
             raise ConfigError(
                 f"RANK is set, as torchrun does, but what comes with it can't be read ({error}); expected numbers in RANK, "
                 "WORLD_SIZE, LOCAL_RANK and MASTER_PORT, and a host in MASTER_ADDR"
             ) from None
+
+    def connect(self, *, serves: bool = False, seconds: float = _STORE_S) -> Store:
+        """The store where all ranks meet. ``serves``: it's in this process."""
+        from datetime import timedelta
+
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
+
+        store = TCPStore(
+            self.address, self.port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=seconds)
+        )
+        # What ranks said that were started before lies there still.
+        return PrefixStore(f"outrider/attempt {self.attempt}", store) if self.attempt else store
 
 
 class Joined:
@@ -138,10 +162,6 @@ class Joined:
         place = self.place
         if place is None or self.ranks is not None:
             return self.ranks
-        from datetime import timedelta
-
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
         from outrider.engine.ranks.parallel import ParallelConfig
         from outrider.engine.ranks.ranks import Ranks
         from outrider.engine.ranks.room import Room
@@ -155,37 +175,54 @@ class Joined:
             )
         if place.pipe is not None:
             end_with(place.pipe)
-
-        def connect(*, serves: bool) -> TCPStore:
-            return TCPStore(
-                place.address, place.port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=_STORE_S)
-            )
-
-        store = connect(serves=place.rank == 0 and not place.store_is_elsewhere)
-        self._room = Room(connect(serves=False), "outrider")
+        store = place.connect(serves=place.rank == 0 and not place.store_is_elsewhere)
+        self._room = Room(place.connect(), "outrider")
         self.ranks = ranks = Ranks(backend, parallel, rank=place.rank, store=store)
-        self._watch = Watch(ranks, self._room, speaks=place.pipe is None and place.rank == 0)
+        if place.pipe is None:  # nobody sees the others end: their silence tells
+            ranks.hears_s = _SILENCE_S
+        starter = os.getppid() if place.agent else None
+        self._watch = Watch(ranks, self._room, speaks=place.pipe is None and place.rank == 0, starter=starter)
         self._watch.start()
         return ranks
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         del kind, traceback
         if self.ranks is None or self._watch is None or self.place is None:
+            if self.place is not None and isinstance(error, OutriderError) and _said_elsewhere(self.place, error):
+                raise Unsaid(1) from error
             return
         self._watch.stop()
+        from outrider.engine.ranks.records import RanksFailed
+        from outrider.engine.ranks.watch import first_is_lost
+
         speaks = error is not None and self.place.rank == 0 and not _of_the_ranks(error)
+        first = ""
         with suppress(Exception):  # whoever hears of it may be gone
             if error is None:
                 self._room.beat(self.ranks.rank, self._room.ENDED)
             elif speaks:
                 self._room.speaks()
             else:
-                self.ranks.fail(error)
+                first = self.ranks.fail(error)
         self.ranks.close()
+        if self.place.agent and first_is_lost(first):
+            raise RanksFailed(first) from error
         if error is None or speaks or (self.place.pipe is None and self.place.rank == 0):
             return
         if _of_the_ranks(error) or self.place.pipe is None:
-            raise typer.Exit(_UNSAID) from error  # whoever started the ranks says it, or the first of them
+            raise Unsaid(_UNSAID) from error  # whoever started the ranks says it, or the first of them
+
+
+def _said_elsewhere(place: Place, error: OutriderError) -> bool:
+    """Whether another rank says the same, before the ranks have met: the same options are wrong on all of them."""
+    if not place.agent or not place.store_is_elsewhere:
+        return False
+    key = hashlib.sha256(f"{type(error).__name__}: {error}".encode()).hexdigest()
+    try:
+        count: int = place.connect(seconds=_SAY_S).add(f"outrider/said/{key}", 1)
+    except RuntimeError:
+        return False
+    return count > 1
 
 
 def _of_the_ranks(error: BaseException) -> bool:
@@ -220,7 +257,7 @@ class _Processes:
         self._stack = ExitStack()
 
     def __enter__(self) -> _Processes:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
 
         from outrider.engine.ranks.room import Room
 
@@ -243,10 +280,10 @@ class _Processes:
         command = [sys.executable, "-m", "outrider.cli.main", *self._arguments]
         environment = rank_variables(rank=rank, world=self._parallel.world, port=port, pipe=pipe)
         if rank == 0:
-            out: Any = self._stack.enter_context(tempfile.TemporaryFile()) if self._json else None  # noqa: SIM115
+            out: Any = self._stack.enter_context(tempfile.TemporaryFile()) if self._json else None  # noqa: SIM115  (the stack closes it)
             self._out = out
             return subprocess.Popen(command, env=environment, pass_fds=(pipe,), stdout=out, start_new_session=True)
-        errors = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        errors = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  (the stack closes it)
         self._errors.append(errors)
         return subprocess.Popen(
             command,
@@ -283,7 +320,8 @@ class _Processes:
         if rank is not None and code is not None and code < 0:
             last = self._room.last_beat(rank).partition(" ")[2]
             self._room.fail(f"rank {rank} was ended by {signal.Signals(-code).name}; {last or 'it had not begun'}")
-        until = time.monotonic() + _GRACE_S
+        hangs = (self._room.failure or "").startswith("rank 0 hangs")  # nothing comes from it
+        until = time.monotonic() + _GRACE_S * (not hangs)
         while self._started[0].poll() is None and (time.monotonic() < until or self._room.spoken):
             time.sleep(_POLL_S)
         first = self._started[0].poll()

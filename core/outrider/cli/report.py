@@ -25,11 +25,23 @@ BackendOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The result of a command. `main` prints it: commands print nothing but what they stream."""
+    """The result of a command. `main` prints it: commands print nothing but what they stream. ``silent``: nothing is printed,
+    with ``--json`` neither, since another process tells people.
+    """
 
     data: Mapping[str, object]
     render: Callable[[Console], None]
     exit_code: int = 0
+    silent: bool = False
+
+    @classmethod
+    def told_elsewhere(cls) -> Report:
+        """What a rank has that follows another one."""
+        return cls(data={}, render=lambda console: None, silent=True)
+
+
+class Unsaid(typer.Exit):
+    """The command ends with an exit code and prints nothing: another process tells people why."""
 
 
 class Interrupted(KeyboardInterrupt):

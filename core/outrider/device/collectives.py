@@ -425,7 +425,7 @@ class Communicating:
         Raises :class:`CapabilityError` where the backend has no collectives, :class:`ConfigError` for ranks that aren't
         distinct or don't hold ``rank``, and :class:`CollectiveError` where a rank doesn't come.
         """
-        backend: Backend = self  # type: ignore[assignment]
+        backend: Backend = self  # type: ignore[assignment]  # only Backend inherits this
         if not backend.capabilities.collectives:
             raise CapabilityError(
                 f"{backend.label} doesn't declare collectives, so it runs on one rank; {name!r} can't be made"
@@ -441,5 +441,5 @@ class Communicating:
     def _create_group(self, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float) -> Group:
         """Vendor's verb for :meth:`create_group`."""
         del ranks, rank, store, timeout_s
-        backend: Backend = self  # type: ignore[assignment]
+        backend: Backend = self  # type: ignore[assignment]  # only Backend inherits this
         raise CapabilityError(f"{backend.label} declares collectives but its plugin makes no group ({name!r})")

@@ -19,7 +19,7 @@ from outrider._renamed import Renamed, adopt_overrides
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
 
     from outrider.device.backend import Backend
     from outrider.device.collectives import Collective, Decision, Group
@@ -132,6 +132,9 @@ class Observer:
 
     def allocated(self, storage: int, nbytes: int, stream: str, location: str) -> None:
         """Memory was handed out, in the order of ``stream``; host memory has the stream ``"host"``."""
+
+    def memory_shared(self, storage: int, stream: str) -> None:
+        """``record_stream``: once freed, the memory isn't handed out before ``stream`` is past what it holds by then."""
 
     def freed(self, storage: int, stream: str) -> None:
         """The last reference went; the memory may be handed out again in the order of ``stream``."""

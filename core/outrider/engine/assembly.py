@@ -162,7 +162,7 @@ def assemble(
             penalties=config.penalties,
         )
         staging = Staging(backend, entries=entries, capacity=capacity, max_requests=config.max_requests)
-        probes = Probes(model.kernels, proposer, vocabulary=model.config.vocab_size)
+        probes = Probes(model.kernels, proposer, vocabulary=model.config.vocab_size, ranks=model.ranks is not None)
         results = Results(
             backend,
             entries=entries,

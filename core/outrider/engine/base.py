@@ -8,9 +8,7 @@ from contextlib import contextmanager
 
 from outrider.device import Backend, ConfigError
 from outrider.engine.admission import Admission
-from outrider.engine.assembly import (
-    EngineParts,
-)
+from outrider.engine.assembly import EngineParts
 from outrider.engine.config import Choice, DecidedConfig
 from outrider.engine.loop import Loop
 from outrider.engine.ranks.commands import Command, Forget
@@ -20,8 +18,7 @@ from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.owner import Owner
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.scheduler import Scheduler
-from outrider.engine.stats import EngineLoad
-from outrider.engine.stats import EngineStats as EngineStats
+from outrider.engine.stats import EngineLoad, EngineStats
 from outrider.engine.streams import Streams
 from outrider.model import LanguageModel, Tokenizer
 from outrider.speculative.proposer import Proposer

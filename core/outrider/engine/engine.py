@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -56,7 +57,7 @@ from outrider.engine.requests.streaming import RequestStream
 from outrider.engine.resolve import resolve
 from outrider.engine.situation import situation_of
 from outrider.engine.stages import Iteration
-from outrider.engine.stats import EngineStats as EngineStats
+from outrider.engine.stats import EngineStats as EngineStats  # for who imports it from here
 from outrider.engine.warm_up import warm_up
 from outrider.errors import RequestError
 from outrider.model import LanguageModel, Media, Tokenizer, VisionTower
@@ -149,7 +150,12 @@ class Engine(MovingRequests):
         if course is not None:  # everything is compiled: from here on a rank that doesn't come is lost
             watchdog.limit_s = min(watchdog.limit_s or course.ranks.config.timeout_s, course.ranks.config.timeout_s)
         self._lifeline, self._scheduler, self._requests = loop.lifeline, loop.scheduler, loop.requests
-        self._grammars = Grammars(tokenizer, vocabulary=model.config.vocab_size, ends=model.config.eos_token_ids)
+        self._grammars = Grammars(
+            tokenizer,
+            vocabulary=model.config.vocab_size,
+            ends=model.config.eos_token_ids,
+            seconds=math.inf if course is None else course.compile_seconds,
+        )
         self._admission = Admission(
             config=config,
             model=model.config,

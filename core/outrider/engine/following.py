@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from outrider.device import ConfigError
 from outrider.engine.loop import Loop
-from outrider.engine.ranks.commands import Ask
+from outrider.engine.ranks.commands import Ask, GiveOver, Resume
 from outrider.engine.ranks.course import Course
+from outrider.engine.ranks.records import RanksDiffer
 from outrider.errors import RequestError
 
 Calls = Mapping[type, Callable[[Any], object]]
@@ -37,9 +37,15 @@ def follow(course: Course, calls: Calls, loop: Loop) -> None:
         while True:
             record = course.next()
             for command in course.commands:
-                # What is refused is refused on every rank, and the first one's caller is told.
-                with suppress(RequestError):
+                try:
                     calls[type(command)](command)
+                except RequestError as error:
+                    # What is told before it's checked is refused on every rank, and the first one's caller hears of it.
+                    if not isinstance(command, GiveOver | Resume):
+                        raise RanksDiffer(
+                            f"rank {course.ranks.rank} refuses a {type(command).__name__} that rank 0 took: {error}; start "
+                            "all ranks with the same options, files and software"
+                        ) from error
             if record.act == "iterate":
                 loop.iterate()
             elif record.act == "drain":

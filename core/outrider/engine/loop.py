@@ -101,7 +101,7 @@ class Loop:
         with self.lifeline.working("running an iteration"):
             batch = self._next_batch()
             if self.course is not None:
-                self.course.act("iterate", decisions_of(batch))
+                self.course.act("iterate", decisions_of(batch), then=lambda: self.step.shape(batch))
             if batch is not None:
                 try:
                     self._in_flight.append(self._launch(batch))
@@ -154,10 +154,13 @@ class Loop:
                 self._handle_oldest()
             return self.step.launch(batch)
         except BaseException as error:
-            if self.course is None:
+            alone = isinstance(error, RequestFailed) and batch.together is None  # tensor-parallel ranks fail alike
+            if self.course is None or alone:
                 self._undo(batch, failed=isinstance(error, DeviceFault))
-            elif not isinstance(error, RequestFailed):
-                self.lifeline.part(error)  # the others have launched it, or wait in the middle of it
+                raise
+            stopped = self.lifeline.part(error)  # the others have launched it, or wait in the middle of it
+            if isinstance(error, RequestFailed):
+                raise stopped from error
             raise
 
     def _undo(self, *unlaunched: Batch, failed: bool = True) -> None:
@@ -216,8 +219,8 @@ class Loop:
         """Queue new tokens for their receiver. Where a probe found a bad value, end the request instead."""
         bad = outcome.bad.get(request.id, ())
         if bad:
-            # No request may share a page whose keys and values may be bad as well.
-            self.scheduler.pages.forget_all()
+            if any(each.spoils for each in bad):  # no request may share a page whose keys and values may be bad as well
+                self.scheduler.pages.forget_all()
             found = "; ".join(str(each) for each in bad)
             self.end(request, FinishReason.ERROR, f"request {request.id}: {found}")
             return

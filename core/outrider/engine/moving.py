@@ -17,7 +17,6 @@ from outrider.engine.requests.hand_over import HandOver
 from outrider.engine.requests.lent import Expected, Lent
 from outrider.engine.requests.request import FinishReason, Request, StepOutput
 from outrider.engine.requests.request_state import RequestState
-from outrider.engine.stats import EngineStats as EngineStats
 from outrider.errors import RequestError
 
 

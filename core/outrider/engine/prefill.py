@@ -13,9 +13,9 @@ from outrider.engine.requests.features import Features
 from outrider.engine.requests.request import RequestFailed
 from outrider.engine.state.agreed import agreed
 from outrider.engine.state.attention_plans import AttentionPlans, Planned
-from outrider.engine.state.masks import Masks
+from outrider.engine.state.masks import Masks, late
 from outrider.engine.state.options import OptionTable
-from outrider.engine.state.probes import Probes
+from outrider.engine.state.probes import GUIDE_LATE, MEDIA_FAILED, Probes
 from outrider.engine.state.results import Results
 from outrider.engine.state.rows import FutureMap, RowTable
 from outrider.engine.state.staging import Packer, PrefillInputs, Staging, prefill_attention, prefill_inputs
@@ -55,6 +55,7 @@ class Prefill:
         self._future = future
         self._options = options
         self._masks = masks
+        self._walks = model.ranks is None or model.ranks.decides
         self._attention = attention
         self._probes = probes
         self._staging = staging
@@ -65,8 +66,11 @@ class Prefill:
 
     def launch(self, batch: Batch, packer: Packer) -> None:
         """Enqueue the chunks. Only a prompt's last chunk publishes and stashes."""
-        features = Features.of(tuple(chunk.request for chunk in batch.prefill))
+        requests = tuple(chunk.request for chunk in batch.prefill)
+        features = Features.of(requests)
         with self._backend.on(self._forward):
+            if self._model.ranks is not None:  # no other rank has walked
+                self._results.say(GUIDE_LATE, dict.fromkeys(late(requests), ""), prefill=True)
             inputs = prefill_inputs(batch.prefill, self._staging, packer.segments)
             seq_lens_host = HostSeqLens(tuple(chunk.end for chunk in batch.prefill), self._capacity)
             self.run(inputs, features, seq_lens_host, self._features(batch, inputs.tokens.shape[0]))
@@ -141,7 +145,7 @@ class Prefill:
         self._probes.look("target.logits", logits, self._results.found_in_prefill(logits.shape[0]))
         options = self._options.gather(features, inputs.rows)
         shaped = logits
-        if features.guided and self._masks is not None:
+        if features.guided and self._masks is not None and self._walks:
             masks = self._masks.of_prompts(logits.shape[0])
             shaped = kernels.apply_token_bitmask(logits.unsqueeze(1), masks.unsqueeze(1)).squeeze(1)
         if options is not None:
@@ -174,7 +178,7 @@ class Prefill:
         embeddings = torch.zeros((tokens, model.config.hidden_size), dtype=model.dtype, device=model.device)
         embedded = torch.zeros(tokens, dtype=torch.bool, device=model.device)
         begin = 0
-        for chunk in batch.prefill:
+        for index, chunk in enumerate(batch.prefill):
             end = begin + chunk.end - chunk.start
             if chunk.request.media is not None:
                 place = embeddings[begin:end], embedded[begin:end]
@@ -184,6 +188,10 @@ class Prefill:
                 except DeviceError:
                     raise
                 except Exception as error:  # what transformers' tower says of this image
-                    raise RequestFailed(chunk.request, error) from error
+                    if model.ranks is None:
+                        raise RequestFailed(chunk.request, error) from error
+                    # The other ranks run this iteration: go on with nothing in its place, and end the request behind it.
+                    embeddings[begin:end] = 0
+                    self._results.say(MEDIA_FAILED, {index: f"{type(error).__name__}: {error}"}, prefill=True)
             begin = end
         return embeddings, embedded

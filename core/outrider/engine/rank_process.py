@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
 
 from outrider.engine.engine import Engine
 from outrider.engine.ranks.codec import decode

@@ -49,7 +49,7 @@ def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> 
         slots=proposer.slots,
         token_bytes=kept + proposer.token_bytes,
         prompt_token_bytes=model.dtype.itemsize
-        * (_HIDDEN_AT_ONCE * config.hidden_size + _INNER_AT_ONCE * config.intermediate_size),
+        * (_HIDDEN_AT_ONCE * config.hidden_size + _INNER_AT_ONCE * config.inner_width),
         drafted_token_bytes=_LOGITS_AT_ONCE * torch.float32.itemsize * config.vocab_size,
         # counts for penalties
         request_bytes=torch.int32.itemsize * config.vocab_size + (_GRAPHS_REQUEST_BYTES if captures else 0),

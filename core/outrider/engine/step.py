@@ -21,9 +21,11 @@ What a stage reads and writes is its record in :mod:`outrider.engine.stage_io`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, Backend, StepMode, Waiter
+from outrider.device import AttentionMetadata, Backend, Decision, StepMode, Waiter
 from outrider.engine.fences import FenceSet
 from outrider.engine.graphs import Runner
 from outrider.engine.prefill import Prefill
@@ -46,8 +48,9 @@ from outrider.engine.stage_io import (
 from outrider.engine.stages import Iteration, Stages
 from outrider.engine.state.buffers import DecodeInputs, VerifyInputs, VerifyOutputs
 from outrider.engine.state.intake import Intake
-from outrider.engine.state.masks import Masks
+from outrider.engine.state.masks import Masks, late
 from outrider.engine.state.plans import PlanAtJoin, Plans
+from outrider.engine.state.probes import GUIDE_LATE
 from outrider.engine.state.results import Results, Ticket
 from outrider.engine.state.rows import SeqLensRing
 from outrider.engine.state.staging import Packer
@@ -104,6 +107,7 @@ class Step:
         self._runner = runner
         self._called = called
         self._masks = masks
+        self._walks = ranks is None or ranks.decides  # the others take its tokens, whatever a grammar allows here
         self._plans = plans
         self._results = results
         self._seq_lens_ring = seq_lens_ring
@@ -128,6 +132,23 @@ class Step:
         if streams.update is not None:
             fences.params_free.signal(streams.forward)
 
+    def shape(self, batch: Batch | None) -> Mapping[str, Decision]:
+        """What ranks must decide alike of how a batch is run: ``mode`` of its decoding part, and the ``bucket`` that holds
+        it; ``prompts``: tokens of a prefill from a graph. None each where there is nothing of the kind.
+        """
+        if batch is None:
+            return {"prompts": None, "mode": None, "bucket": None}
+        launched = batch.launched
+        replayed = None if self._prefill_graphs is None else self._prefill_graphs.bucket(launched)
+        mode, bucket = None, None
+        if launched.decode:
+            features = batch.features
+            mode = "called" if features.guided else str(self._mode)
+            runner = self._runner_for(features)
+            bucket = runner.batch(len(launched.decode), self._drafted(launched), features, 0, None).bucket
+        prompts = None if replayed is None else replayed.tokens
+        return {"prompts": prompts, "mode": mode, "bucket": bucket}
+
     def launch(self, batch: Batch) -> Ticket:
         """Enqueue one iteration; returns the ticket for its results. With other data-parallel groups it does what they do, if
         need be with idle requests.
@@ -146,6 +167,9 @@ class Step:
 
         fences.inputs_ready.wait(streams.forward)
         fences.results_taken.wait(streams.forward)
+        if self._ranks is not None:
+            with self._backend.on(streams.forward):
+                self._results.say_nothing()
         if any(request.params.penalized for request in batch.admitted):
             with self._backend.on(streams.forward):
                 self._intake.begin_counts(packer)
@@ -178,7 +202,7 @@ class Step:
         self._intake.upload(packer, entry, schedule)
         with self._backend.on(schedule):
             self._intake.update_rows(batch, packer)
-        if self._masks is not None and any(chunk.request.guidance is not None for chunk in batch.prefill):
+        if self._masks is not None and self._walks and any(chunk.request.guidance is not None for chunk in batch.prefill):
             self._masks.first(batch.prefill, entry, schedule)
         if not fused:
             if self._sync.published_waiter is Waiter.HOST:
@@ -224,7 +248,7 @@ class Step:
         for name, buffer in at_join.written_again(self._sync).items():
             self._backend.mark_stale(buffer, f"{name} as they were before the join")
 
-        masks = self._mask(batch, decode, draft, entry) if decode.features.guided else None
+        masks = self._mask(batch, decode, draft, entry) if decode.features.guided and self._walks else None
         fences.plan_ready.wait(streams.forward)
         with self._backend.on(streams.forward):
             self._sync.after_join(at_join)
@@ -244,6 +268,9 @@ class Step:
             masks.copy_out(draft, entry, streams.copy)
             fences.draft_on_host[entry].signal(streams.copy)
         behind = masks.behind(batch.decode, decode.drafted, entry, fences.draft_on_host[entry], streams.schedule)
+        if self._ranks is not None:  # no other rank has walked
+            with self._backend.on(streams.forward):
+                self._results.say(GUIDE_LATE, dict.fromkeys(late(batch.decode), ""))
         fences.masks_ready.signal(streams.schedule)
         fences.masks_ready.wait(streams.forward)
         return behind
@@ -293,10 +320,12 @@ class Step:
         """What the stages are told."""
         # Earlier iterations grew each request by a path at most; this one also writes the slots of the whole tree.
         bound = max(request.length_bound(self._growth) for request in batch.decode) + self._writes_ahead
-        drafted = self._nodes if batch.drafted is None else batch.drafted
         return self._runner_for(features).batch(
-            len(batch.decode), drafted, features, min(bound, self._capacity), seq_lens_host
+            len(batch.decode), self._drafted(batch), features, min(bound, self._capacity), seq_lens_host
         )
+
+    def _drafted(self, batch: Batch) -> int:
+        return self._nodes if batch.drafted is None else batch.drafted
 
     def _runner_for(self, features: Features) -> Runner:
         """Graphs know of no masks: a batch with a guided request is called."""

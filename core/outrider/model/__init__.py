@@ -6,7 +6,7 @@ through its KernelSet.
 
 from outrider.model.cache import KVCache
 from outrider.model.checkpoint_config import checkpoint_dtype, supported_families
-from outrider.model.config import ModelConfig, VisionConfig
+from outrider.model.config import ExpertsConfig, ModelConfig, VisionConfig
 from outrider.model.decoder import Decoder, DecoderWeights
 from outrider.model.eagle import EagleHead, EagleWeights
 from outrider.model.eagle3 import Eagle3Head, Eagle3Weights
@@ -36,6 +36,7 @@ __all__ = [
     "Eagle3Weights",
     "EagleHead",
     "EagleWeights",
+    "ExpertsConfig",
     "ForwardInput",
     "KVCache",
     "LanguageModel",

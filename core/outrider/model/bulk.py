@@ -45,9 +45,10 @@ class Extent:
         """Where a cut of this tensor, of ``shape`` and whole, lies."""
         if cut is None:
             return self
-        columns = math.prod(shape[1:])
+        columns = math.prod(shape[1:]) if cut.dim == 0 and cut.matrix is None else shape[-1]
         if cut.dim == 0:
-            return replace(self, offset=self.offset + cut.start * columns * self.dtype.itemsize)
+            first = cut.start if cut.matrix is None else cut.matrix * shape[1] + cut.start
+            return replace(self, offset=self.offset + first * columns * self.dtype.itemsize)
         offset = self.offset + cut.start * self.dtype.itemsize
         return replace(self, offset=offset, run=cut.stop - cut.start, pitch=columns)
 

@@ -14,6 +14,7 @@ from outrider.device import ConfigError
 from outrider.errors import CheckpointError, shown
 from outrider.model.config import ModelConfig, VisionConfig
 from outrider.model.config_fields import MAX_CONTEXT, config_fields, is_whole
+from outrider.model.expert_configs import EXPERT_FAMILIES, REFUSED, layer_windows, mixtral, qwen2_moe, qwen3_moe
 from outrider.model.location import refuse_other_formats
 from outrider.model.reading import describe, present, read_json, reading
 from outrider.model.rope import RopeConfig, inverse_frequencies
@@ -33,6 +34,9 @@ def read_model_config(directory: Path, name: str = "config.json") -> ModelConfig
     raw = read_json(path)
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in _FAMILIES:
+        reason = REFUSED.get(family) if isinstance(family, str) else None
+        if reason is not None:
+            raise CheckpointError(f"{path}: model_type is {shown(family)}, which isn't supported: {reason}")
         raise CheckpointError(
             f"{path}: model_type is {shown(family)} (architectures {shown(raw.get('architectures'))}), which isn't "
             f"supported; supported are {', '.join(sorted(_FAMILIES))}; other decoders may run through transformers' own "
@@ -69,7 +73,7 @@ def hf_config(family: str, raw: dict[str, Any]) -> HfConfig:
     """The config as transformers reads it, given the keys that we know alone; :class:`ConfigError` if it can't."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    known = config_fields(raw, vision=family in _VISION_FAMILIES)
+    known = config_fields(raw, vision=family in _VISION_FAMILIES, experts=family in EXPERT_FAMILIES)
     try:
         return CONFIG_MAPPING[family].from_dict(known)
     except Exception as error:  # its validators raise many kinds
@@ -101,7 +105,7 @@ def _mistral(hf: HfConfig) -> dict[str, Any]:
 
 
 def _qwen2(hf: HfConfig) -> dict[str, Any]:
-    return {"attention_bias": True, "windows": _layer_windows(hf)}
+    return {"attention_bias": True, "windows": layer_windows(hf)}
 
 
 def _qwen3(hf: HfConfig) -> dict[str, Any]:
@@ -109,7 +113,7 @@ def _qwen3(hf: HfConfig) -> dict[str, Any]:
         "attention_bias": hf.attention_bias,
         "output_bias": hf.attention_bias,
         "qk_norm": True,
-        "windows": _layer_windows(hf),
+        "windows": layer_windows(hf),
     }
 
 
@@ -117,10 +121,13 @@ _FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType
     {
         "llama": _llama,
         "mistral": _mistral,
+        "mixtral": mixtral,
         "qwen2": _qwen2,
         "qwen2_5_vl": _qwen2,
+        "qwen2_moe": qwen2_moe,
         "qwen2_vl": _qwen2,
         "qwen3": _qwen3,
+        "qwen3_moe": qwen3_moe,
     }
 )
 _VISION_FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl"})
@@ -143,14 +150,6 @@ def _vision(hf: HfConfig) -> VisionConfig:
         merge=hf.vision_config.spatial_merge_size,
         tokens_per_second=getattr(hf.vision_config, "tokens_per_second", 0),
     )
-
-
-def _layer_windows(hf: HfConfig) -> tuple[int, ...]:
-    kinds = {"full_attention": 0, "sliding_attention": hf.sliding_window or 0}
-    unknown = sorted(set(hf.layer_types) - set(kinds))
-    if unknown:
-        raise ConfigError(f"layer_types has {shown(unknown)}, expected {' or '.join(kinds)}")
-    return tuple(kinds[kind] for kind in hf.layer_types)
 
 
 def _rope(hf: HfConfig, *, mrope: bool) -> RopeConfig:

@@ -22,6 +22,7 @@ MAX_VOCABULARY = 1 << 24
 MAX_CONTEXT = 1 << 24
 _MAX_WIDTH = 1 << 20
 _MAX_ITEMS = 4096
+_MAX_EXPERTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,11 @@ def record(inside: Mapping[str, Field]) -> Field:
     return Field("a JSON object", lambda value: isinstance(value, dict), True, inside)
 
 
+def choice_of(*values: float | bool) -> Field:
+    """One of these values."""
+    return Field(f"{' or '.join(map(str, values))}", lambda value: any(value is each or value == each for each in values))
+
+
 def choice(*names: str) -> Field:
     """One of these strings."""
     return Field(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
@@ -86,6 +92,7 @@ TEXT = Field("a string", lambda value: isinstance(value, str) and len(value) <= 
 _WIDTH, _CONTEXT, _HEADS = whole(1, _MAX_WIDTH, empty=False), whole(1, MAX_CONTEXT, empty=False), whole(1, 1 << 16)
 _LAYERS = whole(1, MAX_LAYERS, empty=False)
 _TOKEN = whole(0, MAX_VOCABULARY)
+_EXPERTS = whole(0, _MAX_EXPERTS, empty=False)
 _SCALE = number(1e-6, 1e6)
 _KIND = choice(*ROPE_KINDS, "mrope")
 
@@ -136,6 +143,28 @@ TEXT_MODEL: Mapping[str, Field] = MappingProxyType(
         "tie_word_embeddings": FLAG,
         "bos_token_id": _TOKEN,
         "eos_token_id": either(_TOKEN, items(_TOKEN)),
+    }
+)
+EXPERTS: Mapping[str, Field] = MappingProxyType(
+    {
+        **TEXT_MODEL,
+        "num_local_experts": _EXPERTS,
+        "num_experts": _EXPERTS,
+        "num_experts_per_tok": whole(1, _MAX_EXPERTS, empty=False),
+        "moe_intermediate_size": _WIDTH,
+        "shared_expert_intermediate_size": _WIDTH,
+        "norm_topk_prob": FLAG,
+        "decoder_sparse_step": whole(0, MAX_LAYERS, empty=False),
+        "mlp_only_layers": items(whole(0, MAX_LAYERS)),
+        "qkv_bias": FLAG,
+        # What only other families do: it must be as if it weren't there.
+        "n_group": choice_of(1),
+        "topk_group": choice_of(1),
+        "routed_scaling_factor": choice_of(1, 1.0),
+        "scoring_func": choice("softmax"),
+        "topk_method": choice("greedy"),
+        "mlp_bias": choice_of(False),
+        "quantization_config": Field("none: quantised mixtures of experts aren't supported", lambda value: False),
     }
 )
 _PATCH = whole(1, 1024, empty=False)
@@ -219,6 +248,9 @@ def check_any_config(raw: Mapping[str, Any], tensors: int) -> None:
                 raise ConfigError(f"{key} is {shown(value)}, expected at most {most} of a checkpoint of {tensors} tensors")
 
 
-def config_fields(raw: Mapping[str, Any], *, vision: bool) -> dict[str, Any]:
-    """What of a config.json is read. Raises :class:`ConfigError` as :func:`checked` does."""
-    return checked(raw, _WITH_VISION if vision else TEXT_MODEL)
+def config_fields(raw: Mapping[str, Any], *, vision: bool, experts: bool = False) -> dict[str, Any]:
+    """What of a config.json is read: of a model with ``vision``, with ``experts``, or of neither kind.
+
+    Raises :class:`ConfigError` as :func:`checked` does.
+    """
+    return checked(raw, _WITH_VISION if vision else EXPERTS if experts else TEXT_MODEL)

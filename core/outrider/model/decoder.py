@@ -16,6 +16,7 @@ from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
+from outrider.model.mixture import MixtureLayer
 from outrider.model.pending import Pending, add_rms_norm, added
 from outrider.model.ranks import ModelRanks
 from outrider.model.rotary import rotary
@@ -50,7 +51,7 @@ class Decoder(LanguageModel):
             config.rope, config.head_size, config.max_context, kernels=kernels, dtype=self.dtype, device=self.device
         )
         self._layers = tuple(
-            DecoderLayer(config, layer, kernels, window=window, ranks=ranks)
+            (DecoderLayer if layer.router is None else MixtureLayer)(config, layer, kernels, window=window, ranks=ranks)
             for layer, window in zip(weights.layers, config.windows, strict=True)
         )
 

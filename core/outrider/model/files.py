@@ -77,8 +77,7 @@ class _SafetensorsFile(TensorFile):
             if cut is None:
                 tensor: Tensor = self._file.get_tensor(name)
             else:
-                whole = self._file.get_slice(name)
-                tensor = whole[cut.start : cut.stop] if cut.dim == 0 else whole[:, cut.start : cut.stop]
+                tensor = self._file.get_slice(name)[cut.index(len(self.shapes[name]))]
         return tensor
 
     def extent(self, name: str) -> Extent | None:
@@ -108,7 +107,7 @@ class _TorchFile(TensorFile):
 
     def read(self, name: str, cut: Cut | None = None) -> Tensor:
         whole = self._state[name].detach()
-        return whole if cut is None else whole.narrow(cut.dim, cut.start, cut.stop - cut.start)
+        return whole if cut is None else whole[cut.index(whole.dim())]
 
 
 def _check_archive(path: Path, size: int) -> None:

@@ -90,6 +90,7 @@ def head_config(
     with reading(directory / "config.json", "the config of a head"):
         return replace(
             config,
+            experts=None,  # a head's layer has an MLP, whatever its target has
             attention_bias=f"{layer}.self_attn.q_proj.bias" in present,
             output_bias=f"{layer}.self_attn.o_proj.bias" in present,
             rope=_head_rope(directory, config, target.config),

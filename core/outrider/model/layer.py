@@ -44,6 +44,9 @@ class LayerWeights:
 
     ``qkv`` [(Hq + 2 Hkv) D, H], ``output`` [H, Hq D], ``gate_up`` [2 I, H], ``down`` [H, I], the norms [H], ``q_norm``
     and ``k_norm`` [D]. ``attention_norm`` is None in an EAGLE head that doesn't norm the input of its layer.
+
+    A mixture of E experts has a ``router`` [E, H], ``gate_up`` [E, 2 I, H] and ``down`` [E, H, I]; with a shared expert of
+    inner size Is also ``shared_gate_up`` [2 Is, H], ``shared_down`` [H, Is] and ``shared_gate`` [1, H].
     """
 
     qkv: Tensor
@@ -58,6 +61,10 @@ class LayerWeights:
     down_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    router: Tensor | None = None
+    shared_gate_up: Tensor | None = None
+    shared_down: Tensor | None = None
+    shared_gate: Tensor | None = None
 
 
 class DecoderLayer:
@@ -109,7 +116,7 @@ class DecoderLayer:
             normed = add_rms_norm(pending, residual, weights.attention_norm, eps, kernels)
         return self.mlp(self.attend(normed, inputs, cos_sin, cache), residual)
 
-    def mlp(self, attended: Pending, residual: Tensor) -> Pending:
+    def mlp(self, attended: Product | Partial, residual: Tensor) -> Pending:
         """Add ``attended`` to ``residual`` [T, H] in place; returns what the MLP adds, pending."""
         weights = self._weights
         if isinstance(attended, Partial):
@@ -121,7 +128,7 @@ class DecoderLayer:
 
     def attend(
         self, normed: Tensor, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
-    ) -> Pending:
+    ) -> Product | Partial:
         """What attention adds for normed input [T, H], pending; writes keys and values to their slots."""
         config, weights, kernels = self._config, self._weights, self._kernels
         product, rotary = Product(normed, weights.qkv, weights.qkv_bias), RotaryArgs(*cos_sin, *cache, inputs.slots)
@@ -135,7 +142,7 @@ class DecoderLayer:
         kernels.rope_write_cache(q, k, v, *rotary)
         return self._look_back(q, inputs, cache)
 
-    def _look_back(self, q: Tensor, inputs: ForwardInput, cache: tuple[Tensor, Tensor]) -> Pending:
+    def _look_back(self, q: Tensor, inputs: ForwardInput, cache: tuple[Tensor, Tensor]) -> Product | Partial:
         """Attention of ``q`` [T, Hq, D] over the cache; what it adds, pending."""
         weights = self._weights
         out = self._kernels.paged_attention(q, *cache, inputs.attention, scale=self._scale, window=self._window)

@@ -10,6 +10,7 @@ from outrider.device import Backend
 from outrider.errors import CheckpointError
 from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder
+from outrider.model.expert_mapping import check_count
 from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.mapping import Piece, decoder_targets, decoder_weights, vision_name
 from outrider.model.ranks import ModelRanks
@@ -36,6 +37,7 @@ def load_decoder(
     shards = Shards() if ranks is None else ranks.shards
     local = shards.local(config, str(directory))
     files = open_checkpoint(Path(directory))
+    check_count(config, files.tensors, files.origin)
     targets = decoder_targets(config, files.tensors, shards)
     optional = {"lm_head.weight"} if config.tie_embeddings else set()
     if config.vision is not None:

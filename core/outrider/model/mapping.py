@@ -9,54 +9,20 @@ Letters: H hidden size, Hq query heads, Hkv key heads, D head size, I intermedia
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from outrider.model.config import ModelConfig
 from outrider.model.cuts import Cut
 from outrider.model.decoder import DecoderWeights
+from outrider.model.expert_mapping import expert_targets, stacked
 from outrider.model.layer import LayerWeights
+from outrider.model.pieces import Piece as Piece
+from outrider.model.pieces import Target as Target
 from outrider.model.shards import Shards
 
 WHOLE = Shards()
 """One rank that holds everything."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A tensor of the checkpoint: its name, the shape that it must have there, and what is read of it (None: all)."""
-
-    key: str
-    shape: tuple[int, ...]
-    cut: Cut | None = None
-
-    @property
-    def read_shape(self) -> tuple[int, ...]:
-        """Shape of what is read."""
-        if self.cut is None:
-            return self.shape
-        shape = list(self.shape)
-        shape[self.cut.dim] = self.cut.stop - self.cut.start
-        return tuple(shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A weight of the model: its name there, and the pieces that it's stacked from.
-
-    ``padding``: rows of zeros behind them.
-    """
-
-    name: str
-    pieces: tuple[Piece, ...]
-    padding: int = 0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the stacked weight."""
-        rows = sum(piece.read_shape[0] for piece in self.pieces) + self.padding
-        return (rows, *self.pieces[0].read_shape[1:])
 
 
 def layer_targets(
@@ -66,12 +32,14 @@ def layer_targets(
     *,
     attention_norm: bool = True,
     attention_width: int | None = None,
+    mlp: bool = True,
     shards: Shards = WHOLE,
 ) -> list[Target]:
     """Weights of one layer, called ``name`` in the model, ``prefix`` in the checkpoint.
 
     ``config`` is that of the checkpoint, ``shards`` what is read of it. ``attention_width`` is what the attention reads, the
-    hidden size unless told. Biases of what several ranks sum are read by the first one of them.
+    hidden size unless told; ``mlp``: whether the layer has one. Biases of what several ranks sum are read by the first of
+    them.
     """
     hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_size
     width = attention_width or hidden
@@ -101,7 +69,7 @@ def layer_targets(
     def attention(part: str, kind: str, *shape: int) -> tuple[str, tuple[int, ...]]:
         return f"self_attn.{part}.{kind}", shape
 
-    def mlp(part: str, kind: str, *shape: int) -> tuple[str, tuple[int, ...]]:
+    def gated(part: str, kind: str, *shape: int) -> tuple[str, tuple[int, ...]]:
         return f"mlp.{part}.{kind}", shape
 
     targets = [
@@ -112,10 +80,13 @@ def layer_targets(
             attention("v_proj", "weight", keys, width),
         ),
         target("output", attention("o_proj", "weight", hidden, queries)),
-        target("gate_up", mlp("gate_proj", "weight", inner, hidden), mlp("up_proj", "weight", inner, hidden)),
-        target("down", mlp("down_proj", "weight", hidden, inner)),
         target("mlp_norm", ("post_attention_layernorm.weight", (hidden,))),
     ]
+    if mlp:
+        targets.append(
+            target("gate_up", gated("gate_proj", "weight", inner, hidden), gated("up_proj", "weight", inner, hidden))
+        )
+        targets.append(target("down", gated("down_proj", "weight", hidden, inner)))
     if attention_norm:
         targets.append(target("attention_norm", ("input_layernorm.weight", (hidden,))))
     if config.attention_bias:
@@ -130,9 +101,9 @@ def layer_targets(
     if config.output_bias and shards.attention.rank == 0:
         targets.append(target("output_bias", attention("o_proj", "bias", hidden)))
     if config.mlp_bias:
-        targets.append(target("gate_up_bias", mlp("gate_proj", "bias", inner), mlp("up_proj", "bias", inner)))
+        targets.append(target("gate_up_bias", gated("gate_proj", "bias", inner), gated("up_proj", "bias", inner)))
     if config.mlp_bias and shards.mlp.rank == 0:
-        targets.append(target("down_bias", mlp("down_proj", "bias", hidden)))
+        targets.append(target("down_bias", gated("down_proj", "bias", hidden)))
     if config.qk_norm:
         targets.append(target("q_norm", ("self_attn.q_norm.weight", (config.head_size,))))
         targets.append(target("k_norm", ("self_attn.k_norm.weight", (config.head_size,))))
@@ -162,7 +133,10 @@ def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards
     vocabulary, hidden = config.vocab_size, config.hidden_size
     targets = [table_target("embedding", f"{stem}.embed_tokens.weight", vocabulary, hidden, shards)]
     for index in range(config.num_layers):
-        targets += layer_targets(config, f"{stem}.layers.{index}", f"layers.{index}", shards=shards)
+        prefix, mixture = f"{stem}.layers.{index}", config.has_experts(index)
+        targets += layer_targets(config, prefix, f"layers.{index}", mlp=not mixture, shards=shards)
+        if mixture:
+            targets += expert_targets(config, prefix, f"layers.{index}", present, shards)
     targets.append(Target("norm", (Piece(f"{stem}.norm.weight", (config.hidden_size,)),)))
     if not config.tie_embeddings:
         targets.append(table_target("head", "lm_head.weight", vocabulary, hidden, shards))
@@ -175,7 +149,12 @@ def decoder_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> Decod
         embedding=weights["embedding"],
         head=weights["embedding"] if config.tie_embeddings else weights["head"],
         norm=weights["norm"],
-        layers=tuple(layer_weights(weights, f"layers.{index}") for index in range(config.num_layers)),
+        layers=tuple(
+            LayerWeights(**stacked(config, weights, f"layers.{index}"))
+            if config.has_experts(index)
+            else layer_weights(weights, f"layers.{index}")
+            for index in range(config.num_layers)
+        ),
     )
 
 

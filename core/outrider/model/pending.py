@@ -17,13 +17,21 @@ class Partial(NamedTuple):
     ranks: ModelRanks
 
 
-Pending = Product | Partial
+class Made(NamedTuple):
+    """What is added [T, H], whole."""
+
+    value: Tensor
+
+
+Pending = Product | Partial | Made
 
 
 def add(pending: Pending, residual: Tensor, kernels: KernelSet) -> Tensor:
     """Add what is pending to ``residual`` [T, H] in place; returns it."""
     if isinstance(pending, Partial):
         return pending.ranks.add(pending.value, residual)
+    if isinstance(pending, Made):
+        return residual.add_(pending.value)
     return kernels.linear_add(*pending, residual)
 
 
@@ -31,6 +39,8 @@ def add_rms_norm(pending: Pending, residual: Tensor, norm: Tensor, eps: float, k
     """Add what is pending to ``residual`` [T, H] in place; returns its norm with ``norm`` [H]."""
     if isinstance(pending, Partial):
         return pending.ranks.add_rms_norm(kernels, pending.value, residual, norm, eps)
+    if isinstance(pending, Made):
+        return kernels.add_rms_norm(pending.value, residual, norm, eps)
     return kernels.linear_add_rms_norm(*pending, residual, norm, eps)
 
 
@@ -41,5 +51,7 @@ def added(pending: Pending | None, residual: Tensor, kernels: KernelSet) -> tupl
     if isinstance(pending, Partial):
         pending.ranks.add(pending.value, residual)
         return None, residual.clone()
-    # Made twice, here and for the norm: a few layers of a head that asks for it.
+    if isinstance(pending, Made):
+        return pending, residual + pending.value
+    # Computed twice, here and for the norm: a few layers of a head that asks for it.
     return pending, residual + kernels.linear(*pending)

@@ -118,6 +118,11 @@ class ModelRanks:
         self.tensor.all_gather(gathered, own.contiguous(), stream=self.stream)
         return gathered.movedim(0, -2).flatten(-2)[..., :vocabulary].contiguous()
 
+    @property
+    def decides(self) -> bool:
+        """Whether the other tensor-parallel ranks take what this one comes to, see :meth:`agree`."""
+        return self.tensor is None or self.tensor.rank == 0
+
     # -- decisions -------------------------------------------------------------------------------------------------
 
     def agree(self, values: Tensor) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from outrider.device import ConfigError, DecoderShape
-from outrider.model.config import ModelConfig
+from outrider.model.config import ExpertsConfig, ModelConfig
 from outrider.model.rope import RopeConfig
 
 _LLAMA3 = RopeConfig(kind="llama3", theta=500000.0, factor=8.0, original_context=8192)
@@ -56,7 +56,12 @@ def _qwen2(hidden: int, inner: int, layers: int, heads: tuple[int, int, int], vo
 
 def _qwen3(hidden: int, inner: int, layers: int, heads: tuple[int, int, int], **other: Any) -> ModelConfig:
     rope = RopeConfig(theta=1000000.0)
-    return _shape("qwen3", hidden, inner, layers, heads, 151936, 40960, rope=rope, rms_eps=1e-6, qk_norm=True, **other)
+    family = other.pop("family", "qwen3")
+    return _shape(family, hidden, inner, layers, heads, 151936, 40960, rope=rope, rms_eps=1e-6, qk_norm=True, **other)
+
+
+def _mixture(count: int, per_token: int, inner: int) -> ExpertsConfig:
+    return ExpertsConfig(count=count, per_token=per_token, intermediate_size=inner, renormalize=True)
 
 
 SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
@@ -68,6 +73,17 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
         "llama-3.2-1b": _llama3(2048, 8192, 16, (32, 8, 64), rope=_LLAMA32, tie_embeddings=True),
         "llama-3.2-3b": _llama3(3072, 8192, 28, (24, 8, 128), rope=_LLAMA32, tie_embeddings=True),
         "mistral-7b": _shape("mistral", 4096, 14336, 32, (32, 8, 128), 32768, 32768, rope=RopeConfig(theta=1000000.0)),
+        "mixtral-8x7b": _shape(
+            "mixtral",
+            4096,
+            14336,
+            32,
+            (32, 8, 128),
+            32000,
+            32768,
+            rope=RopeConfig(theta=1000000.0),
+            experts=_mixture(8, 2, 14336),
+        ),
         "phi-3-mini": _shape("llama", 3072, 8192, 32, (32, 32, 96), 32064, 4096),
         "qwen2.5-0.5b": _qwen2(896, 4864, 24, (14, 2, 64), 151936, tie_embeddings=True),
         "qwen2.5-1.5b": _qwen2(1536, 8960, 28, (12, 2, 128), 151936, tie_embeddings=True),
@@ -81,6 +97,7 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
         "qwen3-8b": _qwen3(4096, 12288, 36, (32, 8, 128)),
         "qwen3-14b": _qwen3(5120, 17408, 40, (40, 8, 128)),
         "qwen3-32b": _qwen3(5120, 25600, 64, (64, 8, 128)),
+        "qwen3-30b-a3b": _qwen3(2048, 6144, 48, (32, 4, 128), family="qwen3_moe", experts=_mixture(128, 8, 768)),
         "tiny": _shape("llama", 64, 128, 2, (4, 2, 16), 512, 1024),
     }
 )
@@ -144,5 +161,6 @@ def shard(config: ModelConfig, ranks: int) -> ModelConfig:
         num_heads=config.num_heads // ranks,
         num_kv_heads=max(1, config.num_kv_heads // ranks),
         intermediate_size=config.intermediate_size // ranks,
+        experts=None if config.experts is None else config.experts.shared_out(ranks),
         vocab_size=-(-config.vocab_size // ranks),
     )

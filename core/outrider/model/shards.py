@@ -68,12 +68,14 @@ class Shards:
             raise _odd(what, f"{config.num_kv_heads} key heads", ranks, "one that divides them, or that they divide")
         if config.intermediate_size % mlp:
             raise _odd(what, f"an intermediate_size of {config.intermediate_size}", mlp, "a number of ranks that divides it")
+        experts = config.experts
         first, last = self.kv_heads(config)
         return replace(
             config,
             num_heads=config.num_heads // ranks,
             num_kv_heads=last - first,
             intermediate_size=config.intermediate_size // mlp,
+            experts=None if experts is None else experts.shared_out(mlp),
         )
 
 

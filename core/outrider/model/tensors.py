@@ -102,6 +102,6 @@ def load_tensors(
             weight[row:].zero_()
     read_parts([part for part in parts if part.destination.numel()], backend, stream, done)
     for piece, rows in cast:
-        rows.copy_(files.read(piece.key, piece.cut).to(dtype))
+        rows.copy_(files.read(piece.key, piece.cut).to(dtype).reshape(rows.shape))
         done(piece.key)
     return weights

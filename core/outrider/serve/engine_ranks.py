@@ -91,6 +91,6 @@ class _Rank:
 
 
 def _meeting_place() -> Any:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -117,7 +117,7 @@ class Prompter:
             text = self._chat.text(messages, tools=tools, variables=variables, **options) if tools else ""
         except RequestError as error:
             raise bad_request(str(error), "messages") from error
-        if images and tokens.count(self._info.image_token) != len(images):
+        if images and sum(token == self._info.image_token for token in tokens) != len(images):
             raise bad_request("the chat template gave the images no place each; is it that of a vision model?", "messages")
         return Prompt(tokens, images, text)
 

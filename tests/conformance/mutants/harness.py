@@ -90,8 +90,8 @@ def run(base: str, apply: Callable, level: int, *more, tests: Iterable[str] = ()
 
 
 def run_all(jobs, at_a_time: int, seconds: float = 1e9) -> Iterator:
-    """`jobs` are (key, (base, apply, level, tests, first[, seed, near])); yields (key, outcome). Nothing new is begun after
-    so many `seconds`.
+    """`jobs` are (key, (base, apply, level, tests, first[, seed, near, patience])); yields (key, outcome). Nothing new begins
+    after so many `seconds`. `patience` multiplies the limits.
 
     This process stays without threads.
     """
@@ -133,14 +133,15 @@ def warm_up() -> None:
 class _Process:
     """One fork, and what it leaves behind."""
 
-    def __init__(self, base, apply, level, tests, first, seed=0, near="") -> None:
+    def __init__(self, base, apply, level, tests, first, seed=0, near="", patience=1.0) -> None:
+        self._longest = LONGEST * patience
         self._scratch = tempfile.TemporaryDirectory(prefix="outrider-mutant-")
         place = Path(self._scratch.name)
         self._journal, self._output = place / "journal", place / "output"
         self._start = time.perf_counter()
         self._pid = os.fork()
         if self._pid == 0:
-            _child(base, apply, level, tests, first, self._journal, self._output, place, seed, near)
+            _child(base, apply, level, tests, first, self._journal, self._output, place, seed, near, patience)
 
     def outcome(self) -> Outcome | None:
         """None while it runs."""
@@ -150,7 +151,7 @@ class _Process:
         if done:
             code = os.waitstatus_to_exitcode(status)
             broke = f"the process ended with {code}" if code else ""
-        elif seconds > LONGEST:
+        elif seconds > self._longest:
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
             broke = "the process hung"
@@ -176,7 +177,7 @@ def _read(entries, seconds, broke, text) -> Outcome:
     return Outcome(tuple(failed), len(ran), len(verdicts) - len(ran), seconds, broke, reached, text)
 
 
-def _child(base, apply, level, tests, first, journal, output, scratch, seed, near):
+def _child(base, apply, level, tests, first, journal, output, scratch, seed, near, patience):
     code = 70
     try:
         fd = os.open(output, os.O_WRONLY | os.O_CREAT)
@@ -201,7 +202,7 @@ def _child(base, apply, level, tests, first, journal, output, scratch, seed, nea
             "--tb=line",
         ]
         arguments += ["-p", "outrider_conformance.plugin", "--backend", made.spec, "--level", f"L{level}"]
-        arguments += ["--kit-timeout", str(PATIENCE if level < 4 else 5 * PATIENCE), *(["-x"] if first else [])]
+        arguments += ["--kit-timeout", str(patience * PATIENCE * (1 if level < 4 else 5)), *(["-x"] if first else [])]
         arguments += ["--kit-seed", str(seed), "--pyargs", *(chosen or ["outrider_conformance"])]
         code = 0 if int(pytest.main(arguments, plugins=[watch])) in (0, 1) else 71
         from conformance.mutants.generated import REACHED

@@ -27,10 +27,22 @@ def somewhere(findings, file):
     return any(file in location for location in locations(findings))
 
 
-@pytest.mark.parametrize("topk", [1, 3])
-def test_with_nothing_changed_the_programs_pass(sim, topk):
-    for each in (TWO, MANY):
-        Historical(sim, draft_topk=topk).passes(each, "program", "random", "pct")
+ALL_SCHEDULES = ("program", "random", "pct")
+
+
+@pytest.mark.parametrize(
+    ("topk", "programs", "schedules"),
+    [
+        (1, (TWO, MANY), ("program",)),
+        (1, (TWO,), ("pct",)),
+        (3, (TWO, MANY), ("random",)),
+        pytest.param(1, (TWO, MANY), ALL_SCHEDULES, marks=pytest.mark.slow),
+        pytest.param(3, (TWO, MANY), ALL_SCHEDULES, marks=pytest.mark.slow),
+    ],
+)
+def test_with_nothing_changed_the_programs_pass(sim, topk, programs, schedules):
+    for each in programs:
+        Historical(sim, draft_topk=topk).passes(each, *schedules)
 
 
 def test_1_the_plan_reads_a_tree_that_is_being_written(sim):

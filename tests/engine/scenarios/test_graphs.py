@@ -24,10 +24,18 @@ def sim():
     return get_backend("sim")
 
 
-@pytest.mark.parametrize("mode", ["staged", "fused"])
-def test_with_nothing_changed_the_programs_pass(sim, mode):
+@pytest.mark.parametrize(
+    ("mode", "schedules"),
+    [
+        ("staged", ("program",)),
+        ("fused", ("random",)),
+        pytest.param("staged", ("random", "pct"), marks=pytest.mark.slow),
+        pytest.param("fused", ("program", "pct"), marks=pytest.mark.slow),
+    ],
+)
+def test_with_nothing_changed_the_programs_pass(sim, mode, schedules):
     for each in (TWO, MANY):
-        Historical(sim, mode=mode, graphs=True).passes(each, "program", "random")
+        Historical(sim, mode=mode, graphs=True).passes(each, *schedules)
 
 
 def vision_engine(backend, directory):

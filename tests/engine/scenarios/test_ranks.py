@@ -1,6 +1,7 @@
 """Bugs that take several ranks, and those of one rank again on two. Numbers are those of docs/scenarios.md."""
 
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
@@ -70,6 +71,16 @@ def test_20_a_rank_that_drafts_another_length_is_named(explorer):
     assert decision_named(error.report) == "drafted"
 
 
+@pytest.mark.parametrize(("inject", "named"), [("bucket", "bucket"), ("abort", "admitted")])
+def test_20_a_rank_that_takes_another_bucket_or_misses_an_abort_is_named(explorer, inject, named):
+    """The bucket is decided before anything is launched; what the first rank has aborted is admitted by the other alone."""
+    rows = 1 if inject == "abort" else 3
+    one = program(request(6, 8), request(9, 6, step=1, abort=1), request(7, 4, step=2), max_requests=rows)
+    error = once(explorer, SPLIT, one, inject=inject)
+    assert isinstance(error, RaceError), error
+    assert decision_named(error.report) == named
+
+
 def test_21_an_idle_rank_takes_another_branch(explorer):
     """An idle rank takes part in every layer, with the graph and the passes of the busy ones."""
     for name, wanted in (("idle-rank-drafts-less", "draft_passes"), ("idle-rank-takes-another-bucket", "bucket")):
@@ -109,6 +120,21 @@ def test_padding_that_is_left_out_is_found_on_two_ranks_too(explorer):
     error = once(explorer, IDLE)
     assert isinstance(error, RaceError), error
     assert {finding.kind for finding in error.report} & STALENESS
+
+
+def test_positions_on_three_axes_that_no_graph_is_told_are_found_on_two_ranks_too(explorer):
+    """What the plan computes from where images are must come into the buffer that the graph reads (mrope)."""
+    pictured = replace(IDLE, proposer="eagle, images")
+    few = program(request(6, 8), request(4, 6, start=9), max_requests=2)
+    assert once(explorer, pictured, few) is None
+
+    def change(_, engine):
+        engine._parts.plans.into_graph = lambda inputs, verify, *, captured: None
+
+    explorer.change = change
+    error = once(explorer, pictured, few)
+    assert isinstance(error, RaceError), error
+    assert {finding.kind for finding in error.report} <= STALENESS
 
 
 def test_a_relay_on_another_stream_is_found_on_two_ranks_too(explorer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from outrider.cli.engine_options import LaunchOptions, with_options
 from outrider.cli.models import (
     DoorOption,
     DraftLengthOption,
@@ -19,18 +20,7 @@ from outrider.cli.models import (
     DraftOption,
     DraftTokensOption,
     DraftTopkOption,
-    DtypeOption,
-    GraphsOption,
-    KvMemoryOption,
-    MaxContextOption,
-    MaxRequestsOption,
     ModelOption,
-    ModeOption,
-    OverlapOption,
-    PageSizeOption,
-    PrefillChunkOption,
-    Running,
-    Sizes,
     SpeculateOption,
     Speculation,
     launched,
@@ -64,8 +54,10 @@ _KERNELS_SHOWN = 24
 _NAME_SHOWN = 72
 
 
+@with_options
 def decode(
     context: typer.Context,
+    *,
     batch: Annotated[str, typer.Option(metavar="1,4", help="Batch sizes, by commas.")] = "1",
     new_tokens: Annotated[int, typer.Option("--new-tokens", metavar="N", help="New tokens of each request.")] = 64,
     prompt_tokens: Annotated[
@@ -79,7 +71,6 @@ def decode(
     draft_topk: DraftTopkOption = 1,
     draft_nodes: DraftNodesOption = None,
     through_transformers: DoorOption = False,
-    dtype: DtypeOption = None,
     shape: Annotated[
         str | None,
         typer.Option(
@@ -94,15 +85,8 @@ def decode(
             help="With --shape, synthetic acceptance: tokens that an iteration yields on average.",
         ),
     ] = None,
-    mode: ModeOption = None,
-    graphs: GraphsOption = None,
-    overlap: OverlapOption = None,
+    options: LaunchOptions,
     draft_length: DraftLengthOption = None,
-    max_context: MaxContextOption = None,
-    kv_memory: KvMemoryOption = None,
-    page_size: PageSizeOption = None,
-    max_requests: MaxRequestsOption = None,
-    prefill_chunk: PrefillChunkOption = None,
     tensor_parallel: TensorParallelOption = 1,
     data_parallel: DataParallelOption = 1,
     plot: Annotated[
@@ -124,16 +108,10 @@ def decode(
     from outrider.cli.torch_probe import require_torch
 
     sizes, lengths = sizes_of(batch), sizes_of(prompt_tokens, "--prompt-tokens", "512,4096")
-    running = Running(mode=mode, graphs=graphs, overlap=overlap, draft_length=draft_length)
+    running, engine_sizes, dtype = replace(options.running(), draft_length=draft_length), options.sizes(), options.dtype
+    max_requests, max_context = options.max_requests, options.max_context
     if max_requests is not None and max_requests < max(sizes):
         raise ConfigError(f"--max-requests is {max_requests}, and --batch {max(sizes)} requests decode together; raise it")
-    engine_sizes = Sizes(
-        max_context=max_context,
-        kv_memory=kv_memory,
-        page_size=page_size,
-        max_requests=max_requests,
-        prefill_chunk=prefill_chunk,
-    )
     if new_tokens < 1:
         raise ConfigError(f"--new-tokens is {new_tokens}; expected at least 1")
     if plot is not None and plot.suffix != ".svg":
@@ -205,7 +183,7 @@ def decode(
     if engine.follows:
         with joined:
             engine.follow()
-        return Report(data={}, render=lambda console: None)
+        return Report.told_elsewhere()
     with joined, closing(engine):
         started = [f"{each}" for each in (engine.warm_up, engine.captured, engine.draft_length) if each is not None]
         known = sum(engine.model.kernels.compiled().values())

@@ -7,25 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from outrider.cli.models import (
-    DraftOption,
-    DraftTokensOption,
-    DtypeOption,
-    GraphsOption,
-    KvMemoryOption,
-    MaxContextOption,
-    MaxRequestsOption,
-    ModelOption,
-    ModeOption,
-    OverlapOption,
-    PageSizeOption,
-    PrefillChunkOption,
-    Running,
-    Sizes,
-    SpeculateOption,
-)
-from outrider.cli.report import BackendOption, JsonOption, Report
-from outrider_bench.engines import Asked
+from outrider.cli.engine_options import with_options
+from outrider.cli.report import JsonOption, Report
+from outrider_bench.engines import WorkOptions
 from outrider_bench.mixed_load import Arrivals, MixedLoad, length_range, token_ids
 
 if TYPE_CHECKING:
@@ -35,33 +19,18 @@ _AT_ONCE = 128
 _WARM_UP = 8  # an eighth of the load
 
 
+@with_options
 def mixed(
+    *,
     requests: Annotated[int, typer.Option(min=1, metavar="N", help="Requests, all at once.")] = 256,
     seed: Annotated[int, typer.Option(metavar="S", help="Draws the lengths.")] = 7,
     prompts: Annotated[str, typer.Option(metavar="A-B", help="Tokens of a prompt, uniform.")] = "32-1036",
     outputs: Annotated[str, typer.Option(metavar="A-B", help="New tokens of a request, uniform.")] = "16-400",
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    shape: Annotated[
-        str | None,
-        typer.Option("--shape", metavar="NAME|config.json", help="Random weights of this shape instead of a checkpoint."),
-    ] = None,
-    speculate: SpeculateOption = None,
-    draft_tokens: DraftTokensOption = 4,
+    options: WorkOptions,
     accept_length: Annotated[
         float | None,
         typer.Option("--accept-length", metavar="A", help="With --shape, synthetic acceptance, equal chances."),
     ] = None,
-    dtype: DtypeOption = None,
-    mode: ModeOption = None,
-    graphs: GraphsOption = None,
-    overlap: OverlapOption = None,
-    max_context: MaxContextOption = None,
-    kv_memory: KvMemoryOption = None,
-    page_size: PageSizeOption = None,
-    max_requests: MaxRequestsOption = None,
-    prefill_chunk: PrefillChunkOption = None,
-    backend: BackendOption = None,
     json_output: JsonOption = False,
 ) -> Report:
     """Serve a load of requests whose lengths are drawn: tokens a second, the time to first tokens and between tokens.
@@ -78,26 +47,7 @@ def mixed(
         outputs=length_range(outputs, "--outputs"),
     )
     require_torch()
-    asked = Asked(
-        backend=backend,
-        shape=shape,
-        model=model,
-        draft=draft,
-        speculate=speculate,
-        draft_tokens=draft_tokens,
-        accept_length=accept_length,
-        dtype=dtype,
-        running=Running(mode=mode, graphs=graphs, overlap=overlap),
-        sizes=Sizes(
-            max_context=max_context,
-            kv_memory=kv_memory,
-            page_size=page_size,
-            max_requests=max_requests,
-            prefill_chunk=prefill_chunk,
-        ),
-        requests=min(requests, _AT_ONCE),
-        context=drawn.longest + 2 * (draft_tokens + 1),
-    )
+    asked = options.asked(requests=min(requests, _AT_ONCE), context=drawn.longest, accept_length=accept_length)
     engine, described = asked.made(say=not json_output)
     _serve(engine, drawn.lengths[: -(-requests // _WARM_UP)], first=requests)
     known = sum(engine.model.kernels.compiled().values())

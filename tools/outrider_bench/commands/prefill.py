@@ -11,27 +11,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.models import (
-    DraftOption,
-    DraftTokensOption,
-    DtypeOption,
-    GraphsOption,
-    KvMemoryOption,
-    MaxContextOption,
-    MaxRequestsOption,
-    ModelOption,
-    ModeOption,
-    OverlapOption,
-    PageSizeOption,
-    PrefillChunkOption,
-    Running,
-    Sizes,
-    SpeculateOption,
-)
-from outrider.cli.report import BackendOption, JsonOption, Report
+from outrider.cli.engine_options import with_options
+from outrider.cli.report import JsonOption, Report
 from outrider.device.errors import ConfigError
 from outrider_bench.commands.decode import sizes_of
-from outrider_bench.engines import Asked
+from outrider_bench.engines import WorkOptions
 from outrider_bench.mixed_load import token_ids
 from outrider_sanitizer.files import write_whole
 
@@ -41,30 +25,15 @@ if TYPE_CHECKING:
 _GOES_ON = 8
 
 
+@with_options
 def prefill(
+    *,
     prompt_tokens: Annotated[
         str, typer.Option("--prompt-tokens", metavar="512,4096", help="Tokens of a prompt, several lengths by commas.")
     ] = "512,4096,16384",
     repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of each; the figures are medians.")] = 5,
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    shape: Annotated[
-        str | None,
-        typer.Option("--shape", metavar="NAME|config.json", help="Random weights of this shape instead of a checkpoint."),
-    ] = None,
-    speculate: SpeculateOption = None,
-    draft_tokens: DraftTokensOption = 4,
-    dtype: DtypeOption = None,
-    mode: ModeOption = None,
-    graphs: GraphsOption = None,
-    overlap: OverlapOption = None,
-    max_context: MaxContextOption = None,
-    kv_memory: KvMemoryOption = None,
-    page_size: PageSizeOption = None,
-    max_requests: MaxRequestsOption = None,
-    prefill_chunk: PrefillChunkOption = None,
+    options: WorkOptions,
     plot: Annotated[Path | None, typer.Option(metavar="F.svg", help="Draw the time over the prompt's length.")] = None,
-    backend: BackendOption = None,
     json_output: JsonOption = False,
 ) -> Report:
     """Measure the time to the first token of one prompt on an idle engine, the draft's part of the prompt included.
@@ -78,27 +47,7 @@ def prefill(
     if plot is not None and plot.suffix != ".svg":
         raise ConfigError(f"--plot is {str(plot)!r}; expected a file that ends in .svg")
     require_torch()
-    sizes = Sizes(
-        max_context=max_context,
-        kv_memory=kv_memory,
-        page_size=page_size,
-        max_requests=max_requests,
-        prefill_chunk=prefill_chunk,
-    )
-    asked = Asked(
-        backend=backend,
-        shape=shape,
-        model=model,
-        draft=draft,
-        speculate=speculate,
-        draft_tokens=draft_tokens,
-        accept_length=None,
-        dtype=dtype,
-        running=Running(mode=mode, graphs=graphs, overlap=overlap),
-        sizes=sizes,
-        requests=1,
-        context=max(lengths) + _GOES_ON + 2 * (draft_tokens + 1),
-    )
+    asked = options.asked(requests=1, context=max(lengths) + _GOES_ON)
     engine, described = asked.made(say=not json_output)
     rows = [_row(engine, length, repeat) for length in lengths]
     if plot is not None:

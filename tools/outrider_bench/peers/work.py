@@ -112,7 +112,13 @@ def checkpoint_config(config: ModelConfig, *, dtype: str, layers: int | None = N
             "high_freq_factor": rope.high_freq_factor,
             "original_max_position_embeddings": rope.original_context,
         }
-    named = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mistral": "MistralForCausalLM"}
+    named = {
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "mixtral": "MixtralForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+    }
     family = config.family if config.family in named else "llama"
     return {
         "architectures": [named.get(family, "LlamaForCausalLM")],
@@ -136,6 +142,22 @@ def checkpoint_config(config: ModelConfig, *, dtype: str, layers: int | None = N
         "eos_token_id": 2,
         "dtype": dtype,
         "torch_dtype": dtype,
+        **_experts(config),
+    }
+
+
+def _experts(config: ModelConfig) -> dict[str, object]:
+    """What config.json says of a mixture of experts."""
+    experts = config.experts
+    if experts is None:
+        return {}
+    return {
+        "num_local_experts" if config.family == "mixtral" else "num_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.renormalize,
+        "mlp_only_layers": list(experts.dense_layers),
+        "decoder_sparse_step": 1,
     }
 
 
@@ -151,7 +173,7 @@ def checkpoints(work: Work) -> Iterator[tuple[Path, Path]]:
 
     shape = shape_config(work.shape)
     # The draft is a Llama layer, whatever the target is: that is what published EAGLE heads are.
-    draft_shape = replace(shape, family="llama", qk_norm=False, attention_bias=False, tie_embeddings=False)
+    draft_shape = replace(shape, family="llama", qk_norm=False, attention_bias=False, tie_embeddings=False, experts=None)
     kept = (
         None if work.keep is None else Path(work.keep, "-".join([*Path(work.shape).parts[-2:], work.dtype]).replace("/", ""))
     )

@@ -12,11 +12,12 @@ from outrider_conformance.drawn.attention import ATTENTION
 from outrider_conformance.drawn.bookkeeping import BOOKKEEPING
 from outrider_conformance.drawn.choices import CHOICES
 from outrider_conformance.drawn.dense import DENSE
+from outrider_conformance.drawn.experts import EXPERTS
 from outrider_conformance.drawn.logits import LOGITS
 from outrider_conformance.drawn.problem import Dice, Drawn, Problem, Shape
 
 KERNELS: Mapping[str, Drawn] = MappingProxyType(
-    {drawn.kernel: drawn for drawn in (*DENSE, *ATTENTION, *CHOICES, *LOGITS, *BOOKKEEPING)}
+    {drawn.kernel: drawn for drawn in (*DENSE, *EXPERTS, *ATTENTION, *CHOICES, *LOGITS, *BOOKKEEPING)}
 )
 
 

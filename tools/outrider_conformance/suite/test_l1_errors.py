@@ -75,3 +75,24 @@ def test_work_around_a_fault_is_done(lab: Lab) -> None:
         expect([lab.peek(t) for t in (x, y, z)], [1.0, 2.0, 3.0], "what was enqueued before, behind and beside it")
 
     lab.always(program, schedules=6)
+
+
+@promise("Stream", "dropping the object neither cancels nor waits for its work.")
+@pytest.mark.parametrize("way", WAITS)
+def test_a_fault_outlives_its_stream(lab: Lab, way: str) -> None:
+    """The stream is dropped with the operation pending; who waits for what another stream did behind it is told."""
+    fallible(lab)
+
+    def program(backend: Backend) -> None:
+        (b,) = lab.streams("b")
+        a = backend.create_stream("dropped")
+        lab.slow(a)
+        backend.provoke_fault(a)
+        b.wait(lab.record(a, "made"))
+        del a
+        event = lab.record(b, "used")
+        with pytest.raises(DeviceFault):
+            WAITS[way](backend, b, event)
+        backend.synchronize()
+
+    lab.always(program, schedules=3)

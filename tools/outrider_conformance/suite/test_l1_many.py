@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 
 from outrider.device import Backend
 from outrider_conformance.lab import Lab, expect
 from outrider_conformance.promises import promise
+from outrider_conformance.verdict import not_applicable
 
 _MANY = 300
 """Beyond the 256 of a byte, and the places of small tables."""
@@ -16,6 +18,7 @@ _DEEP = 520
 _LONG = 33_000
 """Half of 16 bits, beyond which a difference of counters changes its sign."""
 _SECONDS = 1.0
+_ROUNDS, _WRITES = 4, 12
 
 
 @promise("Stream.query", "Whether everything enqueued on this stream so far has run.")
@@ -127,3 +130,46 @@ def test_a_copy_reads_a_value_that_is_repeated(lab: Lab) -> None:
     stream.synchronize()
     expect(made[0].cpu().tolist(), [[4.0, 5.0, 6.0, 7.0]] * 4, "a row that was repeated")
     expect(made[1].cpu().tolist(), [[n, n + 4.0, n + 8.0] for n in (0.0, 1.0, 2.0, 3.0)], "a matrix that was turned round")
+
+
+@promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
+@pytest.mark.parametrize("how", ["between each other", "behind each other"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
+def test_writers_of_neighbouring_elements_leave_each_other_alone(lab: Lab, dtype: torch.dtype, how: str) -> None:
+    """Two streams at a time fill and copy into one tensor, and no element is both's: an engine that reads a word or a row,
+    changes its part and writes it all back loses what came between.
+    """
+    if dtype.is_floating_point and dtype not in lab.backend.capabilities.dtypes:
+        not_applicable(f"{dtype} isn't declared")
+    count, cut = 255, 127  # no whole words of any size
+    ours, theirs = (slice(0, None, 2), slice(1, None, 2)) if how.startswith("between") else (slice(cut), slice(cut, None))
+
+    def program(backend: Backend) -> None:
+        a, b = lab.streams("a", "b")
+        pinned = backend.empty_pinned("of both", (count,), dtype).tensor
+        x, first, second = (lab.full(a, value, dtype=dtype, width=count) for value in (0, 3, 5))
+        for number in range(_ROUNDS):
+            lab.slow(a)
+            b.wait(lab.record(a))  # both begin at one moment
+            for turn in range(_WRITES):
+                with backend.on(a):
+                    x[ours].fill_(turn + number)
+                backend.copy_async(x[ours], first[ours], stream=a)
+                if turn % 2 == 0:
+                    with backend.on(b):
+                        x[theirs].copy_(second[theirs])
+                    backend.copy_async(x[theirs], second[theirs], stream=b)
+            if not how.startswith("between"):
+                backend.copy_async(pinned[theirs], second[theirs], stream=b)
+                backend.copy_async(pinned[ours], first[ours], stream=a)
+            backend.synchronize()
+            found = x.cpu()
+            expect(set(found[ours].tolist()), {3}, "the elements that one stream wrote")
+            expect(set(found[theirs].tolist()), {5}, "the elements that the other stream wrote")
+            if not how.startswith("between"):
+                expect(pinned.tolist(), [3] * cut + [5] * (count - cut), "pinned memory that both streams copied to")
+            with backend.on(a):
+                x.zero_()
+            a.synchronize()
+
+    lab.always(program, schedules=4)

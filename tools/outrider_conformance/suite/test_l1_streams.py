@@ -372,3 +372,27 @@ def test_the_device_synchronizes_streams_of_other_threads(lab: Lab) -> None:
     lab.later(made[0], x, 1)
     lab.backend.synchronize()
     expect(lab.peek(x), 1.0, "a late write of a stream that another thread made")
+
+
+@promise("Stream.record", "Complete a new generation of ``event`` after everything that was enqueued on this stream so far.")
+def test_a_record_covers_waits_behind_the_last_record(lab: Lab) -> None:
+    """A stream that does nothing but record, wait and record hands on the order: its second record isn't its first."""
+
+    def program(backend: Backend) -> None:
+        a, between, c = lab.streams("a", "between", "c")
+        x, y = lab.full(a, 0), lab.full(c, 0)
+        for value in (1.0, 2.0):
+            first = lab.record(between)
+            lab.later(a, x, value)
+            between.wait(lab.record(a))
+            second = lab.record(between)
+            c.wait(second)
+            lab.copy(c, y, x)
+            expect(lab.read(c, y), value, "what came through a stream that only waited")
+            second.synchronize()
+            first.synchronize()
+            last = lab.record(between)
+            between.synchronize()
+            assert last.query(), "the last record of a stream that was synchronised isn't over"
+
+    lab.always(program, schedules=8)

@@ -36,7 +36,10 @@ def test_tokens_in_every_mode_and_dtype(lab: Lab, mode: str, dtype: str) -> None
 @promise("KernelSet.unused_overrides", "Every other override must compute something itself where the kit calls it.")
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_an_overridden_kernel_computes_something_itself(observed: Observed, kernel: str) -> None:
-    """Of all its calls, by engines in each declared mode and by the kit's cases, at least one isn't left to others."""
+    """Of all its calls, by engines in each declared mode and by the kit's cases, at least one isn't left to others.
+
+    An override that does nothing but pass calls on has no path of its own: then the reference ran, and the report says so.
+    """
     judged = observed.judged(kernel)
     if judged is None:
         not_applicable("the kernel set doesn't override it")
@@ -45,9 +48,12 @@ def test_an_overridden_kernel_computes_something_itself(observed: Observed, kern
     if unused:
         expect(own, 0, f"calls of {kernel} that {name!r} computed, though it says that it never does ({unused})")
         not_applicable(f"never used here: {unused}")
+    if observed.passed_on(kernel):
+        not_applicable(f"the reference ran: the override passes on each of {left} calls, and has no other path")
     assert own, (
         f"{kernel} of {name!r} never computed anything: {left} calls were left to what it overrides, with operands "
-        f"{observed.shapes(kernel)}; nothing was shown of it. Declare in Capabilities the page_size and preferred_dtypes "
+        f"{observed.shapes(kernel)}; its own path ({observed.other_way(kernel)}) never ran. "
+        "Declare in Capabilities the page_size and preferred_dtypes "
         "that it takes, or name it in unused_overrides"
     )
 
@@ -59,6 +65,8 @@ def test_own_attention_serves_the_engine(observed: Observed, use: str) -> None:
     judged = observed.judged("paged_attention")
     if judged is None or judged[1]:
         not_applicable("attention is the reference's")
+    if observed.passed_on("paged_attention"):
+        not_applicable("the reference ran: the override passes every call on, and has no other path")
     own, left = observed.served("paged_attention", use), observed.left("paged_attention", use)
     if use == "draft" and observed.plans_on_host and not own:
         not_applicable("these kernels plan on the host, and passes of a draft aren't planned")

@@ -1,71 +1,83 @@
 """Change the engine in one place at a time and run drawn host programs on it: what survives isn't checked by them.
 
     python -m outrider_proof.mutations -n 8 --seconds 600 --out build/mutations.jsonl
-    python -m outrider_proof.mutations --modules outrider.engine.step --sample 20
+    python -m outrider_proof.mutations --sample 240 --seed 1
+    python -m outrider_proof.mutations --modules outrider.engine.step --class fences
 
-Each change runs in a process of its own, forked from one that has loaded the models and knows the right tokens from the
-engine as it is. A program tells by a wrong token, a race, a lost page or row, another acceptance, lost batching or overlap,
-an error, or by not ending. Without a change every program passes, or the command ends at once.
+Each change runs in a process of its own, forked from one that has loaded the models and knows, from the engine as it is, the
+right tokens, what each program costs and which lines it runs. The programs that reach the change run, the cheapest first. One
+tells by a wrong token, a race, a lost page or row, another acceptance, other costs, lost batching or overlap, an error, or by
+not ending. Without a change every program passes, or the command ends at once. What no program reaches isn't tried, and is
+counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import random
 import sys
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from outrider_proof.mutations.running import run
-from outrider_proof.mutations.sites import Site
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-LIMIT_S = 120.0
-"""What a change may take before it counts as one that hangs."""
+    from outrider_proof.mutations.sites import Site
 
 
 def main() -> int:
     """Parse the options, run, write. Exit code 1 where a change survived that isn't explained."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from outrider_proof.mutations.deck import MODULES
+    import torch
+
+    torch.set_num_threads(1)
+    from outrider_proof.mutations import deck
+    from outrider_proof.mutations.classes import CLASSES, class_of, sample
+    from outrider_proof.mutations.running import run
+    from outrider_proof.mutations.sites import sites
     from outrider_proof.mutations.survivors import explained
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-n", type=int, default=os.cpu_count(), help="processes")
-    parser.add_argument("--modules", nargs="+", default=list(MODULES), help="modules of the engine")
-    parser.add_argument("--sample", type=int, help="as many changes, drawn from all")
+    parser.add_argument("-n", type=int, default=os.cpu_count(), help="processes at a time")
+    parser.add_argument("--modules", nargs="+", default=list(deck.modules()), help="modules of the engine; all unless named")
+    parser.add_argument("--class", dest="kind", choices=[name for name, *_ in CLASSES], help="changes of this class")
+    parser.add_argument("--sample", type=int, help="as many changes, drawn evenly from each class")
     parser.add_argument("--seed", type=int, default=0, help="of that draw")
     parser.add_argument("--only", help="changes whose name has this")
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing new after this long")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for one change")
+    parser.add_argument("--programs", type=int, default=1_000, help="the most that judge one change; all unless named")
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds for a program that says nothing")
     parser.add_argument("--out", type=Path, help="a file for the records, lines of JSON; what it has is kept")
     options = parser.parse_args()
-    todo = chosen(options.modules, options.only, options.sample, options.seed)
+    every = [site for module in options.modules for site in sites(import_module(module))]
+    asked = [site for site in every if options.only is None or options.only in site.name]
+    asked = [site for site in asked if options.kind is None or class_of(site) == options.kind]
+    known = deck.warm(options.modules)
+    reached = [site for site in asked if any(each.reaches(site) for each in known)]
+    todo = reached if options.sample is None else sample(reached, options.sample, options.seed)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-    records = run(todo, processes=options.n, seconds=options.seconds, limit=options.limit, out=options.out)
-    return told(records, len(todo), explained)
+    limits = deck.Limits(processes=options.n, seconds=options.seconds, patience=options.patience, programs=options.programs)
+    records = run(todo, known, limits, options.out)
+    _tell_unreached([site for site in asked if site not in set(reached)], len(asked))
+    return _told(records, len(todo), explained)
 
 
-def chosen(modules: list[str], only: str | None, sample: int | None, seed: int) -> list[Site]:
-    """The changes to be tried."""
-    from importlib import import_module
-
-    from outrider_proof.mutations.sites import sites
-
-    every = [site for module in modules for site in sites(import_module(module))]
-    some = [site for site in every if only is None or only in site.name]
-    return some if sample is None else random.Random(seed).sample(some, min(sample, len(some)))
+def _tell_unreached(sites: list[Site], asked: int) -> None:
+    print(f"{len(sites)} of {asked} changes are in lines that no program runs; they aren't tried")
+    for module, count in sorted(Counter(site.module for site in sites).items()):
+        print(f"  not run: {count} of {module}")
 
 
-def told(records: list[dict[str, Any]], planned: int, explained: Any) -> int:
+def _told(records: list[dict[str, Any]], planned: int, explained: Callable[[str], str | None]) -> int:
     """Print the figures and the survivors; the exit code."""
-    by_module = Counter(record["module"] for record in records)
     alive = [record for record in records if record["by"] is None]
-    for module, count in by_module.items():
-        left = sum(record["module"] == module for record in alive)
-        print(f"{module}: {count - left} of {count} killed")
+    for key in ("class", "module"):
+        for name, count in sorted(Counter(record[key] for record in records).items()):
+            left = sum(record[key] == name for record in alive)
+            print(f"{name}: {count - left} of {count} killed")
     print(Counter(record["by"] for record in records if record["by"] is not None).most_common())
     open_ones = [record for record in alive if explained(record["name"]) is None]
     print(f"{len(records)} of {planned} tried, {len(alive)} survived, {len(alive) - len(open_ones)} of these explained")

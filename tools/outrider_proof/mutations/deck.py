@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import select
 import signal
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
+from unittest.mock import patch
 
 from outrider import SamplingParams
+from outrider.device import Graph, Stream
 from outrider.device.errors import DeviceFault, OutriderError
 from outrider_proof.checks import once
+from outrider_proof.guides import guide
+from outrider_proof.mutations.options import OPTIONED, judged
+from outrider_proof.mutations.reach import Lines, lines_run
 from outrider_proof.mutations.sites import Site, apply
 from outrider_proof.proposers import EXTREMES
 from outrider_proof.setups import (
@@ -31,29 +40,14 @@ from outrider_proof.setups import (
     simulated,
 )
 
-_ENGINE = (
-    "loop",
-    "step",
-    "stages",
-    "plan_stages",
-    "prefill",
-    "graphs",
-    "requests.scheduler",
-    "requests.pages",
-    "requests.request",
-    "requests.batch",
-    "state.rows",
-    "state.staging",
-    "state.buffers",
-    "state.plans",
-    "state.results",
-    "state.intake",
-    "state.transfer",
-    "state.attention_plans",
-)
-_SPECULATIVE = ("eagle", "tree", "mtp", "draft_model", "ngram", "cached")
-MODULES = (*(f"outrider.engine.{name}" for name in _ENGINE), *(f"outrider.speculative.{name}" for name in _SPECULATIVE))
-"""What is changed: everything between the scheduler and the device, and the proposers."""
+
+def modules() -> tuple[str, ...]:
+    """What is changed: every module of the engine and of the proposers, found by walking their packages."""
+    found = []
+    for name in ("outrider.engine", "outrider.speculative"):
+        package = import_module(name)
+        found += [each.name for each in pkgutil.walk_packages(package.__path__, f"{name}.") if not each.ispkg]
+    return tuple(sorted(found))
 
 
 def programs() -> list[tuple[Setup, int]]:
@@ -86,15 +80,32 @@ def _judges() -> list[tuple[str, Callable[[], str]]]:
     judges: list[tuple[str, Callable[[], str]]] = [
         (f"{setup.name}, {number}", partial(_judged, setup, number)) for setup, number in programs()
     ]
+    judges += [(f"options, {setup.name}, {number}", partial(judged, setup, number)) for setup, number in OPTIONED]
     judges += [(f"faults in {', '.join(map(str, each))}", partial(_faulted, *each)) for each in FAULTY]
     return judges
 
 
 def _judged(setup: Setup, number: int) -> str:
-    outcome = once(setup, draw(number))
+    with _replays() as replayed:
+        outcome = once(setup, draw(number))
     if outcome.error:
         return outcome.error
-    return "" if outcome.counts == _costs.setdefault((setup, number), outcome.counts) else "OtherCosts"
+    costs = outcome.counts | replayed
+    return "" if costs == _costs.setdefault((setup, number), costs) else "OtherCosts"
+
+
+@contextmanager
+def _replays() -> Generator[Counter[str]]:
+    """How often graphs are replayed meanwhile, by their names: a stage that is called instead has the same results."""
+    found: Counter[str] = Counter()
+    replay = Graph.replay
+
+    def counted(graph: Graph, stream: Stream) -> int:
+        found[f"replays of {graph.name}"] += 1
+        return replay(graph, stream)
+
+    with patch.object(Graph, "replay", counted):
+        yield found
 
 
 _costs: dict[tuple[Setup, int], dict[str, int]] = {}
@@ -112,6 +123,9 @@ def _faulted(proposer: str, mode: str, like: str, number: int) -> str:
     (engine,) = engines_for(setup, replace(program, arrivals=tuple(arrivals)))
     free = engine.free_pages, engine.free_rows
     ids = [engine.add_request(prompt_and_media(proposer, a)[0], SamplingParams(max_tokens=a.max_tokens)) for a in arrivals]
+    for request, arrival in zip(ids, arrivals, strict=True):
+        if arrival.guided:
+            guide(engine, request)
     got: dict[int, list[int]] = {request: [] for request in ids}
     raised = steps = 0
     while engine.has_unfinished:
@@ -132,54 +146,134 @@ def _faulted(proposer: str, mode: str, like: str, number: int) -> str:
     return "" if costs == _costs.setdefault((setup, -number), costs) else "OtherCosts"
 
 
-def warm() -> None:
-    """Load the models and find the right tokens and costs, with the engine as it is. Raises :class:`Unfit`."""
-    for name, judge in _judges() * 2:
-        error = judge()
-        if error:
-            raise Unfit(f"{name} fails without any change: {error}")
+@dataclass(frozen=True)
+class Known:
+    """What a program does on the engine as it is: the lines that it runs, and its seconds of this process's time, traced."""
+
+    name: str
+    judge: Callable[[], str]
+    lines: Lines
+    seconds: float
+
+    def reaches(self, site: Site) -> bool:
+        """Whether a line of the statement that ``site`` changes is run."""
+        first, last = site.span
+        return any((site.module, line) in self.lines for line in range(first, last + 1))
 
 
-def judge(site: Site, limit: float) -> tuple[str | None, str | None]:
-    """(what killed the change, in which program), in a process of its own; (None, None): it survived."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        _child(site, writer)
-    os.close(writer)
-    said, end = b"", time.monotonic() + limit
-    while time.monotonic() < end:
-        ready, _, _ = select.select([reader], [], [], end - time.monotonic())
-        piece = os.read(reader, 4096) if ready else b""
-        if not piece:
-            break
-        said += piece
-    over = time.monotonic() >= end
-    os.close(reader)
-    if over:
-        os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    lines = said.decode().splitlines()
-    if over:
-        return "hang", lines[-1] if lines else None
-    if lines and lines[-1] == "survived":
-        return None, None
-    *_, at = ["", *lines[: -1 if "\t" in lines[-1] else None]] if lines else ["", ""]
-    by = lines[-1].partition("\t")[2] if lines and "\t" in lines[-1] else "crash"
-    return by, at
+def warm(changed: Sequence[str]) -> list[Known]:
+    """Load the models and find the right tokens, the costs and the lines that run of the modules ``changed``.
+
+    All that is of the engine as it is. The cheapest program comes first: most changes die in it. Raises :class:`Unfit`.
+    """
+    known = []
+    for again in (False, True):  # what is loaded once and kept isn't run a second time, nor by a change's process
+        for name, judge_one in _judges():
+            began = time.process_time()
+            with lines_run(changed if again else ()) as lines:
+                error = judge_one()
+            if error:
+                raise Unfit(f"{name} fails without any change: {error}")
+            if again:
+                known.append(Known(name, judge_one, frozenset(lines), time.process_time() - began))
+    return sorted(known, key=lambda each: each.seconds)
 
 
-def _child(site: Site, writer: int) -> None:
+class Trial:
+    """A change that is being judged, in a process of its own, by those of ``known`` that reach it: the others can't tell.
+
+    ``most``: no more programs than that, the first of them. A program that takes several times its seconds of the processor
+    hangs, and so does one that waits and says nothing for ``patience`` seconds.
+    """
+
+    def __init__(self, site: Site, known: Sequence[Known], patience: float, most: int) -> None:
+        self.site = site
+        self.programs = [each for each in known if each.reaches(site)][:most]
+        self._patience, self._said, self._silent = patience, b"", False
+        self.began = self._heard = time.monotonic()
+        self.reader, writer = os.pipe()
+        self._child = os.fork()
+        if self._child == 0:
+            os.close(self.reader)
+            _child(site, self.programs, writer)
+        os.close(writer)
+
+    def over(self) -> bool:
+        """Take in what it said, if anything; whether it has ended."""
+        while select.select([self.reader], [], [], 0)[0]:
+            piece = os.read(self.reader, 4096)
+            if not piece:
+                return True
+            self._said, self._heard = self._said + piece, time.monotonic()
+        if _runs(self._child):  # or would, if the machine weren't busy elsewhere; its seconds are limited as it is
+            self._heard = time.monotonic()
+        self._silent = time.monotonic() - self._heard > self._patience
+        return self._silent
+
+    def result(self) -> tuple[str | None, str | None]:
+        """(what killed the change, in which program), once it's over; (None, None): it survived."""
+        os.close(self.reader)
+        if self._silent:
+            os.kill(self._child, signal.SIGKILL)
+        _, status = os.waitpid(self._child, 0)
+        *before, last = self._said.decode().splitlines() or [""]
+        if self._silent or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
+            return "hang", last
+        if last == "survived":
+            return None, None
+        _, tab, by = last.partition("\t")
+        return (by, before[-1] if before else None) if tab else ("crash", last)
+
+
+def _runs(process: int) -> bool:
+    """Whether a thread of the process has something to compute, as Linux tells it; False where nobody tells."""
+    states = []
+    for status in Path(f"/proc/{process}/task").glob("*/stat"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            states.append(status.read_text().rpartition(") ")[2][:1])
+    return "R" in states
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """``processes`` at a time; nothing begins after so many ``seconds``; ``patience`` with a program that says nothing.
+
+    ``programs``: the most that judge one change.
+    """
+
+    processes: int
+    seconds: float = 1e9
+    patience: float = 120.0
+    programs: int = 1_000
+
+
+def judge_all(sites: Sequence[Site], known: Sequence[Known], limits: Limits) -> Iterator[Trial]:
+    """Trials that are over, in the order in which they end."""
+    end = time.monotonic() + limits.seconds
+    waiting, running = list(reversed(sites)), list[Trial]()
+    while waiting or running:
+        if time.monotonic() > end:
+            waiting.clear()
+        while waiting and len(running) < limits.processes:
+            running.append(Trial(waiting.pop(), known, limits.patience, limits.programs))
+        select.select([each.reader for each in running], [], [], 1.0)
+        for trial in [each for each in running if each.over()]:
+            running.remove(trial)
+            yield trial
+
+
+def _child(site: Site, known: Sequence[Known], writer: int) -> None:
     """Say the program before it begins, then what it showed; end without what other ends do."""
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     try:
         apply(import_module(site.module), site)
-        for name, judge_one in _judges():
-            os.write(writer, f"{name}\n".encode())
-            error = judge_one()
+        for each in known:
+            os.write(writer, f"{each.name}\n".encode())
+            signal.setitimer(signal.ITIMER_PROF, 3 * each.seconds + 3)
+            error = each.judge()
             if error:
                 os.write(writer, f"by\t{error}\n".encode())
                 break

@@ -14,7 +14,7 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FunctionType, ModuleType
 
 _TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -37,6 +37,7 @@ class Site:
     """One change: ``function`` of ``module`` by its qualified name, the ``rule``, and what the source says before and after.
 
     ``number``: its place among the changes of the module. ``turn``: its place among those of the function that read the same.
+    ``span``: the first and the last line of the statement that it is in; of an ``if`` or a loop, of its head.
     """
 
     module: str
@@ -47,6 +48,7 @@ class Site:
     after: str
     number: int
     turn: int = 1
+    span: tuple[int, int] = (0, 0)
 
     @property
     def name(self) -> str:
@@ -62,6 +64,7 @@ class _Change:
     node: ast.AST
     into: Callable[[ast.AST], ast.AST]
     rule: str
+    span: tuple[int, int] = (0, 0)
 
 
 def sites(module: ModuleType) -> list[Site]:
@@ -74,7 +77,7 @@ def sites(module: ModuleType) -> list[Site]:
         text = (function, change.rule, before, after)
         turns[text] += 1
         line = getattr(change.node, "lineno", 0)
-        found.append(Site(module.__name__, function, line, change.rule, before, after, number, turns[text]))
+        found.append(Site(module.__name__, function, line, change.rule, before, after, number, turns[text], change.span))
     return found
 
 
@@ -99,9 +102,9 @@ def _short(node: ast.AST) -> str:
 def _changes(tree: ast.Module) -> Iterator[tuple[str, _Change]]:
     for function, node in _functions(tree, ""):
         for statement in node.body:
-            for each in _walk(statement):
+            for each, span in _walk(statement, (0, 0)):
                 for change in _of(each):
-                    yield function, change
+                    yield function, replace(change, span=span)
 
 
 def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -113,17 +116,22 @@ def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDe
             yield f"{prefix}{child.name}", child
 
 
-def _walk(node: ast.AST) -> Iterator[ast.AST]:
-    """Nodes that run; annotations, raised errors and assertions don't count."""
+def _walk(node: ast.AST, span: tuple[int, int]) -> Iterator[tuple[ast.AST, tuple[int, int]]]:
+    """Nodes that run, and the lines of their statement; annotations, raised errors and assertions don't count."""
     if isinstance(node, ast.Raise | ast.Assert):
         return
-    yield node
+    if isinstance(node, ast.stmt):
+        body = getattr(node, "body", None)
+        last = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno or node.lineno
+        span = node.lineno, last
+    yield node, span
+    refuses = isinstance(node, ast.If) and all(isinstance(each, ast.Raise) for each in node.body)
     for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns", "decorator_list", "type_comment", "format_spec"):
+        if (refuses and name == "test") or name in ("annotation", "returns", "decorator_list", "type_comment", "format_spec"):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
-                yield from _walk(child)
+                yield from _walk(child, span)
 
 
 def _of(node: ast.AST) -> Iterator[_Change]:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 REASONS: dict[str, str] = {
-    "Request.take: leave out: self.logprobs.extend(kept)": (
-        "log-probabilities: no program asks for any; the engine's own tests hold them against the reference"
+    "MtpProposer.relay: one more: 0 → 1": "equivalent: all heads have one target (a single head: IndexError)",
+    "DynamicTree._choose: one more: 1 → 2 (9)": "equivalent: the root's parent is any number below 0",
+    "GraphRunner.run: leave an operand out: not isinstance(stage, Capturable) or stage not in self._which": (
+        "equivalent: a stage that isn't captured has no work, and then isn't replayed either"
+    ),
+    "HostSeqLens.padded: one more: 0 → 1": "equivalent: what attention gives for padding is dropped, and page 0 can be read",
+    "self.captured_prefill = None if prefill_graphs is None else": (
+        "a report: tests/engine/test_prefill_graphs.py reads it, no program does"
     ),
     "Plans.into_graph: leave out: verify.static_rope_positions.copy_": (
         "programs with images run staged here; tests/engine/test_vision_requests.py leaves the copy out, and it's named"

@@ -100,6 +100,16 @@ class InvariantKernels(KernelSet):
         """A row at a time: vector code computes the end of a buffer otherwise than its middle."""
         return _each(self._inner.silu_mul, gate_up)
 
+    def route(self, logits: Tensor, count: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+        """A row at a time."""
+        rows = [self._inner.route(row.clone(), count, renormalize=renormalize) for row in logits.split(1)]
+        weights, chosen = zip(*rows, strict=True)
+        return torch.cat(weights), torch.cat(chosen)
+
+    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """A token at a time."""
+        return _each(lambda token, share, own: self._inner.experts(token, share, own, gate_up, down), x, weights, chosen)
+
     def rope_write_cache(
         self,
         q: Tensor,

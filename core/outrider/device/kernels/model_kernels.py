@@ -109,6 +109,25 @@ class ModelKernels:
         """``silu(gate) * up`` for ``gate_up`` [T, 2*I] → [T, I]."""
         return torch.ops.outrider.silu_mul(gate_up)  # type: ignore[no-any-return]
 
+    # -- mixtures of experts: E experts, k of them for a token, inner size I -------------------------------------------
+
+    def route(self, logits: Tensor, count: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+        """Which ``count`` experts a token goes to, by its router's ``logits`` [T, E] → weights [T, k], experts int64 [T, k].
+
+        Softmax over all experts, in float32 or wider; the likeliest, in descending order, of equal ones the first. Weights
+        are their probabilities, divided by their sum if ``renormalize``; in float32, or in float64 for such logits.
+        """
+        return torch.ops.outrider.route(logits, count, renormalize)  # type: ignore[no-any-return]
+
+    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """The sum over a token's experts of ``weights`` [T, k] times :meth:`silu_mul` of ``x`` [T, H] with the expert's
+        ``gate_up`` [E, 2*I, H], then with its ``down`` [E, H, I] → [T, H].
+
+        ``chosen`` int64 [T, k] are experts, each at most once for a token: what :meth:`route` returns. Which experts those
+        are is known on the device alone.
+        """
+        return torch.ops.outrider.experts(x, weights, chosen, gate_up, down)  # type: ignore[no-any-return]
+
     # -- the cache, and attention over it --------------------------------------------------------------------------
 
     def rope_write_cache(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device.kernels import bookkeeping, reference, shaping
+from outrider.device.kernels import bookkeeping, experts, reference, shaping
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "DEF")
@@ -47,6 +47,32 @@ def _normed(x: Tensor, weight: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _routed(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """What routing returns."""
+    torch._check(
+        logits.dim() == 2 and 0 < count <= logits.shape[1],
+        lambda: f"{count} experts of a token, of router logits {tuple(logits.shape)}; expected [T, E], at most E of them",
+    )
+    shape = (logits.shape[0], count)
+    weights = logits.new_empty(shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return weights, logits.new_empty(shape, dtype=torch.int64)
+
+
+def _mixed(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """What experts return."""
+    fits = x.dim() == 2 and gate_up.dim() == 3 and chosen.dim() == 2 and weights.shape == chosen.shape
+    fits = fits and chosen.shape[0] == x.shape[0] and gate_up.shape[2] == x.shape[1]
+    fits = fits and down.shape == (gate_up.shape[0], x.shape[1], gate_up.shape[1] // 2)
+    torch._check(
+        fits,
+        lambda: (
+            f"experts of {tuple(x.shape)} with weights {tuple(weights.shape)} of {tuple(chosen.shape)}, gate and up "
+            f"{tuple(gate_up.shape)}, down {tuple(down.shape)}; expected [T, H], [T, k] twice, [E, 2 I, H], [E, H, I]"
+        ),
+    )
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 _define(
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
     reference.rms_norm,
@@ -73,6 +99,16 @@ _define(
     "Tensor? tree_mask, int max_query, int max_kv, float scale, int window) -> Tensor",
     reference.paged_attention,
     lambda q, *rest: q.new_empty(q.shape),
+)
+_define(
+    "route(Tensor logits, int count, bool renormalize) -> (Tensor, Tensor)",
+    experts.route,
+    lambda logits, count, renormalize: _routed(logits, count),
+)
+_define(
+    "experts(Tensor x, Tensor weights, Tensor chosen, Tensor gate_up, Tensor down) -> Tensor",
+    experts.experts,
+    lambda *operands: _mixed(*operands),
 )
 _define(
     "sample(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, int lane) -> Tensor",

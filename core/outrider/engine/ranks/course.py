@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from outrider.device import ConfigError
 from outrider.engine.ranks.codec import decode, encode
@@ -33,6 +33,13 @@ class Course:
         if not self.leads and self._record is None:
             raise ConfigError("this engine follows that of rank 0, which takes all calls; call follow() here")
 
+    @property
+    def compile_seconds(self) -> float | None:
+        """What compiling a guide may take: the others compile it while the first one waits for them. They refuse nothing that
+        the first one took: None.
+        """
+        return self.ranks.config.timeout_s / 4 if self.leads else None
+
     def tell(self, command: Command) -> None:
         """Leading: a call changes the engine; the others hear of it with the next act. Following: nothing.
 
@@ -41,15 +48,23 @@ class Course:
         if self.leads:
             self._commands.append(encode(command, Command))
 
-    def act(self, name: Act, decisions: Decisions | None = None) -> None:
-        """What happens now: published where this rank leads; checked against what was published where it follows."""
-        if self.leads and not self.over:
-            self._log.publish(Record(tuple(self._commands), name, decisions))
-            self._commands.clear()
-        for what, value in (decisions or {}).items():
-            self.ranks.decide(what, value)
-        if not self.leads and self._record is not None:
-            self._check(self._record.decisions, decisions)
+    def act(self, name: Act, decisions: Decisions | None = None, then: Callable[[], Decisions] | None = None) -> None:
+        """What happens now: published where this rank leads; checked against what was published where it follows. ``then``:
+        decisions that follow from ``decisions``, asked for once these agree.
+        """
+        if self.leads:
+            decided = decisions if then is None else {**(decisions or {}), **then()}
+            if not self.over:
+                self._log.publish(Record(tuple(self._commands), name, decided))
+                self._commands.clear()
+            self._decide(decided)
+            return
+        self._decide(decisions)
+        self._check(decisions)
+        if then is not None:
+            following = then()
+            self._decide(following)
+            self._check(following)
 
     def ask(self, said: str) -> tuple[str, ...]:
         """Leading: have what is beside the engine of each other rank answer, and wait for that; in order of ranks."""
@@ -88,9 +103,16 @@ class Course:
         drafted = None if decisions is None else decisions.get("drafted")
         return drafted if isinstance(drafted, int) else None
 
-    def _check(self, theirs: Decisions | None, ours: Decisions | None) -> None:
-        for name, value in (theirs or {}).items():
-            mine = None if ours is None else ours.get(name)
+    def _decide(self, decisions: Decisions | None) -> None:
+        for what, value in (decisions or {}).items():
+            self.ranks.decide(what, value)
+
+    def _check(self, ours: Decisions | None) -> None:
+        if self._record is None:
+            return
+        theirs = self._record.decisions or {}
+        for name, mine in (ours or {}).items():
+            value = theirs.get(name)
             if mine != value:
                 raise RanksDiffer(
                     f"rank {self.ranks.rank} comes to {name} = {mine!r}, and rank 0 decided {value!r}: "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
 
 from outrider.device import Backend, ConfigError
 from outrider.engine.config import DecidedConfig, EngineConfig
@@ -77,9 +78,19 @@ class RankProcesses:
                 child.stdin.write(encode(work, Work).encode() + b"\n")
                 child.stdin.flush()
             self.ranks = Ranks(backend, parallel, rank=0, store=store)
+            self.ranks.who_ended = self._who_ended
         except BaseException:
             self.close()
             raise
+
+    def _who_ended(self) -> str | None:
+        for rank, child in enumerate(self._children, start=1):
+            code = child.poll()
+            if code is not None and code < 0:
+                return f"rank {rank} was ended by {signal.Signals(-code).name}"
+            if code:
+                return f"rank {rank} ended with exit code {code}"
+        return None
 
     def close(self) -> None:
         """Wait until they have ended, as they do behind the engine's end; those that don't are ended. Allowed twice."""

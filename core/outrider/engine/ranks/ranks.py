@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Mapping
+import time
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
 
 from outrider.device import Backend, CollectiveError, Decision, DeviceStuck, Group, OutriderError
 from outrider.engine.ranks.codec import decode, encode
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.records import RanksDiffer, RanksFailed, RecordLog, came
-from outrider.engine.ranks.room import Room
+from outrider.engine.ranks.room import GONE, Room
 from outrider.engine.requests.hand_over import HandOver
 from outrider.model import ModelRanks
 
@@ -22,7 +23,8 @@ _START_S = 600.0
 """Seconds that ranks wait for each other while they start: one may read its weights from a slower disk."""
 _LIBRARY_S = 120.0
 _HEAR_S = 1.0
-"""So long a rank that lost the others waits to hear who failed before it says so itself."""
+"""So long a rank that lost the others waits to hear who failed before it says so itself, unless it's told otherwise."""
+_ASK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,10 @@ class Ranks:
         self.model = ModelRanks(config.shards(rank), tensor=self.tensor, data=self.data)
         self.handed_over: dict[str, HandOver] = {}
         """This rank's part of requests that left an engine, by a key that all ranks know, until another engine took them."""
+        self.hears_s = _HEAR_S
+        """So long it waits to hear who failed, where it lost the others."""
+        self.who_ended: Callable[[], str | None] | None = None
+        """Where this process started the others: what it knows of one that has ended."""
 
     def _group(self, kind: str, ranks: tuple[int, ...]) -> Group | None:
         if len(ranks) == 1:
@@ -147,13 +153,29 @@ class Ranks:
     def fail(self, error: BaseException) -> str:
         """Tell the others that this rank can't go on; returns what the first one said that told them."""
         if isinstance(error, CollectiveError | DeviceStuck):
-            with suppress(RuntimeError, OutriderError):  # most likely another rank's failure
-                self.room.hear(_HEAR_S)
+            self._hear()
         said = f"rank {self.rank} failed: {type(error).__name__}: {error} ({self.progress})"
-        first = self.room.fail(said)
-        self._say(self._meetings, _Word(None, first))  # whoever waits for this rank needn't any more
+        try:
+            first = self.room.fail(said)
+            self._say(self._meetings, _Word(None, first))  # whoever waits for this rank needn't any more
+        except RuntimeError:  # what a store raises
+            first = f"{GONE}: {self.progress}"
         self.close()
         return first
+
+    def _hear(self) -> None:
+        """Wait until it's known who failed: most likely another rank."""
+        if self.who_ended is None:
+            with suppress(RuntimeError, OutriderError):
+                self.room.hear(self.hears_s)
+            return
+        until = time.monotonic() + self.hears_s
+        while self.room.failure is None and time.monotonic() < until:
+            ended = self.who_ended()
+            if ended is not None:
+                self.room.fail(f"{ended}; rank {self.rank} waited for it: {self.progress}")
+            else:
+                time.sleep(_ASK_S)
 
     @contextmanager
     def starting(self) -> Generator[None]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
+
+GONE = "the process where the ranks meet has ended"
 
 
 class Room:
@@ -12,6 +14,8 @@ class Room:
 
     ENDED = "ended"
     """The last sign of a rank that ended as it should."""
+    STARTS = "+"
+    """Ends the first word of the signs of a rank that hasn't decided anything."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store

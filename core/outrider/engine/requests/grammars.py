@@ -5,6 +5,7 @@ Compiling belongs to no thread: a server calls :meth:`Grammars.compile` beside t
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
@@ -37,9 +38,19 @@ def available() -> bool:
 
 
 class Grammars:
-    """Compiled guides of one tokenizer. Any thread may call it. ``ends``: the model's end-of-sequence tokens."""
+    """Compiled guides of one tokenizer. Any thread may call it. ``ends``: the model's end-of-sequence tokens. ``seconds``:
+    what compiling a guide may take, if that's less than usual; None: whatever it takes, where another rank has compiled it.
+    """
 
-    def __init__(self, tokenizer: Tokenizer | None, *, vocabulary: int, ends: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocabulary: int,
+        ends: tuple[int, ...],
+        seconds: float | None = math.inf,
+    ) -> None:
+        self._seconds = seconds
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._ends = ends
@@ -55,6 +66,9 @@ class Grammars:
 
         Raises :class:`ConfigError` where guides can't be compiled, and :class:`RequestError` for one that can't be.
         """
+        limit = None if self._seconds is None else min(self._seconds, COMPILE_SECONDS)
+        if self._seconds != math.inf and self._tokenizer is not None and available():
+            self._ready()  # made once: what other ranks wait for is the guide alone
         with self._lock:
             found = self._made.get(guide)
             if found is not None:
@@ -70,10 +84,10 @@ class Grammars:
                 future = self._making[guide] = Future()
                 threading.Thread(target=self._run, args=(guide, future), name="outrider-guide", daemon=True).start()
         try:
-            return future.result(timeout=COMPILE_SECONDS)
+            return future.result(timeout=limit)
         except Late:
             raise RequestError(
-                f"compiling the guide takes more than {COMPILE_SECONDS:.0f} s; make it smaller: fewer optional properties, "
+                f"compiling the guide takes more than {limit:.0f} s; make it smaller: fewer optional properties, "
                 "less nesting, lower counts"
             ) from None
 

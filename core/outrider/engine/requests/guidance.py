@@ -90,6 +90,11 @@ class Guidance:
         self._unbanned = ~words_with(banned, vocabulary) if banned else None
 
     @property
+    def late(self) -> bool:
+        """Whether a walk took too long: :meth:`take` refuses whatever comes then."""
+        return self._late
+
+    @property
     def over(self) -> bool:
         """Whether the output is complete, and nothing may follow."""
         return self._matcher.over

@@ -84,6 +84,11 @@ class Masks:
         return target
 
 
+def late(requests: Sequence[Request]) -> list[int]:
+    """The places of those whose grammar took too long to walk."""
+    return [index for index, request in enumerate(requests) if request.guidance is not None and request.guidance.late]
+
+
 def _ring(backend: Backend, name: str, entries: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[PinnedBuffer]:
     return [backend.empty_pinned(f"{name}[{entry}]", shape, dtype) for entry in range(entries)]
 

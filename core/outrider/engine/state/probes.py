@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from outrider.device import KernelSet
+from outrider.engine.requests.guidance import WALK_SECONDS
 from outrider.speculative.proposer import Proposer
+
+HOST = "host"
+"""Not a buffer: what a host that is alone with it says of a request, so that the other ranks end the request too."""
+GUIDE_LATE, MEDIA_FAILED = range(2)
+_SAID = {
+    GUIDE_LATE: f"finding what its guide allows took more than {WALK_SECONDS:g} s; write the guide with fewer ways to read a "
+    "text",
+    MEDIA_FAILED: "its media can't be read by the rank that does so",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +37,35 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class BadValue:
-    """What a probe found in one request: the flat index of the first bad value in the request's part of ``buffer``."""
+    """What a probe found in one request: the flat index of the first bad value in the request's part of ``buffer``. Of
+    :data:`HOST` it's the reason; ``text`` is what this rank itself says of it.
+    """
 
     buffer: str
     index: int
     value: int | None
     bounds: tuple[int, int] | None
+    text: str = ""
+
+    @property
+    def spoils(self) -> bool:
+        """Whether the request's keys and values may be bad as well."""
+        return (self.buffer, self.index) != (HOST, GUIDE_LATE)
 
     def __str__(self) -> str:
+        if self.buffer == HOST:
+            return self.text or _SAID[self.index]
         if self.bounds is None:
             return f"{self.buffer} holds NaN at index {self.index}"
         return f"{self.buffer} holds {self.value} at index {self.index}, expected {self.bounds[0]} to {self.bounds[1] - 1}"
 
 
 class Probes:
-    """The probes of an engine, in a fixed order, so that each has its columns in the results."""
+    """The probes of an engine, in a fixed order, so that each has its columns in the results. ``ranks``: there are several,
+    whose hosts can say something of a request (:data:`HOST`).
+    """
 
-    def __init__(self, kernels: KernelSet, proposer: Proposer, *, vocabulary: int) -> None:
+    def __init__(self, kernels: KernelSet, proposer: Proposer, *, vocabulary: int, ranks: bool = False) -> None:
         self._kernels = kernels
         tokens = (0, vocabulary)
         found = [
@@ -55,6 +77,8 @@ class Probes:
             if not proposer.is_tree:
                 found.append(Probe("draft.probs", None))
         found.append(Probe("target.logits", None))
+        if ranks:
+            found.append(Probe(HOST, None))
         self.probes = tuple(found)
         self._index = {probe.buffer: i for i, probe in enumerate(found)}
 
@@ -80,11 +104,12 @@ class Probes:
         bounds = self.probes[self._index[name]].bounds
         self._kernels.gather_checked(source, rows, out, found[:, self.columns(name)], bounds=bounds)
 
-    def read(self, row: Sequence[int]) -> tuple[BadValue, ...]:
-        """Host: what one request's ``width`` numbers say."""
+    def read(self, row: Sequence[int], text: str = "") -> tuple[BadValue, ...]:
+        """Host: what one request's ``width`` numbers say. ``text``: what this host said of it."""
         bad = []
         for i, probe in enumerate(self.probes):
             index, value = row[2 * i], row[2 * i + 1]
             if index >= 0:
-                bad.append(BadValue(probe.buffer, index, None if probe.bounds is None else value, probe.bounds))
+                said = text if probe.buffer == HOST else ""
+                bad.append(BadValue(probe.buffer, index, None if probe.bounds is None else value, probe.bounds, said))
         return tuple(bad)

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from outrider.device import Backend, Fence, Group, PinnedBuffer, Stream
+from outrider.engine.ranks.records import RanksDiffer
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.features import logprobs_of
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.state.logprobs import LogprobBuffers
-from outrider.engine.state.probes import BadValue, Probes
+from outrider.engine.state.probes import HOST, BadValue, Probes
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Redeems the results of one launched iteration, once. ``logprobs``: their generation, if the iteration has some."""
+    """Redeems the results of one launched iteration, once. ``logprobs``: their generation, if the iteration has some.
+    ``said``: what this host said of requests, by their row in the results.
+    """
 
     batch: Batch
     entry: int
     generation: int
     logprobs: int | None = None
+    said: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ class Results:
         self._max_requests = max_requests
         self._probes = probes
         self._tokens = depth + 2
+        self._said: dict[int, str] = {}
         shape = (2 * max_requests, self._tokens + probes.width)
         self._device = torch.full(shape, -1, dtype=torch.int64, device=backend.device)
         self._shared = None if data is None else self._device.new_empty((data.size, *shape))
@@ -83,6 +88,26 @@ class Results:
     def found_in_prefill(self, count: int) -> Tensor:
         """The same for ``count`` prefill chunks."""
         return self._device[self._max_requests : self._max_requests + count, self._tokens :]
+
+    def say(self, reason: int, requests: Mapping[int, str], *, prefill: bool = False) -> None:
+        """End requests of this iteration on all ranks, for a ``reason`` that this host alone knows of; on forward, before the
+        ranks agree on what was found. ``requests``: a text for each, by its place in the batch.
+        """
+        for place, text in requests.items():
+            row = place + self._max_requests * prefill
+            self._device[row, self._host] = reason
+            self._said[row] = text
+
+    def say_nothing(self) -> None:
+        """An iteration begins; on forward, behind the copy of the one before."""
+        for row in self._said:
+            self._device[row, self._host] = -1
+        self._said = {}
+
+    @property
+    def _host(self) -> int:
+        first: int = self._probes.columns(HOST).start
+        return self._tokens + first
 
     def write_prefill(self, tokens: Tensor) -> None:
         """First tokens [S]; on forward."""
@@ -110,7 +135,7 @@ class Results:
         generation = buffer.renew()
         self._backend.copy_async(buffer.tensor, self._device if self._shared is None else self._shared, stream=stream)
         logprobs = self._logprobs.copy_out(entry, stream) if _wants_logprobs(batch) else None
-        return Ticket(batch, entry, generation, logprobs)
+        return Ticket(batch, entry, generation, logprobs, dict(self._said))
 
     def redeem(self, ticket: Ticket, copied: Fence) -> tuple[Outcome, ...]:
         """Host: wait until the copy has landed, then read it: what came of the batch of each data-parallel group."""
@@ -125,9 +150,14 @@ class Results:
         )
 
     def _outcome(self, ticket: Ticket, batch: Batch, group: int, rows: list[list[int]]) -> Outcome:
-        bad = {request.id: self._probes.read(rows[i][self._tokens :]) for i, request in enumerate(batch.decode)}
-        for i, chunk in enumerate(batch.prefill):
-            bad[chunk.request.id] = self._probes.read(rows[self._max_requests + i][self._tokens :])
+        own = self._data is None or group == self._data.rank
+        said = ticket.said if own else {}
+        places = [(i, request.id) for i, request in enumerate(batch.decode)]
+        places += [(self._max_requests + i, chunk.request.id) for i, chunk in enumerate(batch.prefill)]
+        bad = {request: self._probes.read(rows[row][self._tokens :], said.get(row, "")) for row, request in places}
+        for row, request in places:
+            if row in said and not any(each.buffer == HOST for each in bad[request]):
+                raise RanksDiffer(f"request {request} failed on this rank, and not on the first of its group: {said[row]}")
         decoded = tuple(tuple(rows[i][1 : rows[i][0] + 2]) for i in range(len(batch.decode)))
         firsts = tuple(rows[self._max_requests + i][1] if chunk.final else None for i, chunk in enumerate(batch.prefill))
         logprobs = self._read_logprobs(ticket, batch, group, decoded, firsts)

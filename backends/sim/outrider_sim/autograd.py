@@ -1,0 +1,92 @@
+"""Errors inside a backward.
+
+Torch's engine holds a guard of the device while it runs a node, and for devices from outside the guard asks Python. A Python
+error that is under way at that moment ends the process. So an operator that fails, and that the engine called with no Python
+frame between, tells the failure in another way: it returns a `Failure`, which no operator's result may be. Torch raises its
+own error over that, which the guard survives, and `Engine` raises the one that was meant.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+
+class Failure:
+    """What an operator returns instead of raising."""
+
+    def __init__(self, error: BaseException, number: int) -> None:
+        self._text = f"{error} (failure {number} of the simulated device)"
+        self.mark = f"(failure {number} of the simulated device)"
+
+    def __str__(self) -> str:
+        return self._text
+
+
+class _Failures:
+    """Errors that wait to be raised by the call of the engine that they ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._kept: dict[str, BaseException] = {}
+
+    def keep(self, error: BaseException) -> Failure:
+        with self._lock:
+            failure = Failure(error, next(self._numbers))
+            self._kept[failure.mark] = error
+            if len(self._kept) > 64:
+                self._kept.pop(next(iter(self._kept)))
+            return failure
+
+    def meant(self, text: str) -> BaseException | None:
+        """The error behind torch's, whose message is `text`."""
+        with self._lock:
+            for mark in list(self._kept):
+                if mark in text:
+                    return self._kept.pop(mark)
+            return self._kept.popitem()[1] if self._kept and "failure" in text else None
+
+
+class Engine(torch._C._ImperativeEngine):  # type: ignore[misc]
+    """Torch's engine, which raises what an operator of the device meant to raise."""
+
+    failures: _Failures
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """See torch."""
+        try:
+            # On the calling thread, which makes it one actor with what it enqueued before and after.
+            with torch.autograd.set_multithreading_enabled(False):
+                return super().run_backward(*args, **kwargs)
+        except Exception as error:
+            meant = self.failures.meant(str(error))
+            if meant is None:
+                raise
+            raise meant from error
+
+
+_BODY: CodeType = Engine.run_backward.__code__
+
+
+def install() -> Callable[[BaseException], Failure]:
+    """Make the engine ours; returns what an operator does about an error: raise it, or give back what to return instead."""
+    engine = Engine()
+    engine.failures = failures = _Failures()
+    Variable._execution_engine = engine
+
+    def failed(error: BaseException) -> Failure:
+        """To be called where torch called an operator."""
+        frame = sys._getframe(1).f_back
+        if frame is None or frame.f_code is _BODY:  # no Python frame between, that could see an error
+            return failures.keep(error)
+        raise error
+
+    return failed

@@ -1,0 +1,160 @@
+"""Names of torch that need C++ from a device's vendor, given to the simulated device in Python.
+
+Torch's slot for devices from outside forwards three questions to Python. Generators, streams, pinned memory and what
+`torch.accelerator` does aren't among them: without these they raise, or answer with a stream that orders nothing.
+For any other device each name does what it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from outrider_sim.tensor import SimTensor
+
+if TYPE_CHECKING:
+    from outrider_sim.dispatch import Dispatcher
+
+
+def install(kind: str, dispatcher: Dispatcher) -> Iterator[Any]:
+    """Replace the names, for devices called `kind`; yields what must be kept."""
+    _modules_swap()
+    _generators(kind)
+    _streams(kind)
+    _accelerator()
+    yield _pinned_factories(dispatcher)
+
+
+def _modules_swap() -> None:
+    # A module that moves to the device must exchange its parameters' contents, which keeps tied weights tied.
+    import torch.nn.modules.module as module
+
+    before: Any = module.is_traceable_wrapper_subclass  # type: ignore[attr-defined]
+    module.is_traceable_wrapper_subclass = lambda t: isinstance(t, SimTensor) or before(t)  # type: ignore[attr-defined]
+
+
+class _Replaced(type):
+    """The class of a name that makes objects of the device's class for the device, and torch's for others."""
+
+    of_torch: type
+    of_device: type
+    kind: str
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, (cls.of_torch, cls.of_device))
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, (cls.of_torch, cls.of_device))
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.of_torch, name)
+
+
+def _replace(name: str, of_device: type, kind: str, *, default: bool) -> type:
+    """A class for `torch.NAME`; `default`: without a device, the device's."""
+    of_torch: type = getattr(torch, name)
+
+    class Name(metaclass=_Replaced):
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            device = kwargs.get("device", args[0] if args else None)
+            if device is None or isinstance(device, int):
+                mine = default
+            else:
+                mine = isinstance(device, torch.device | str) and torch.device(device).type == kind
+            return (of_device if mine else of_torch)(*args, **kwargs)
+
+    Name.of_torch, Name.of_device, Name.kind = of_torch, of_device, kind
+    Name.__name__ = Name.__qualname__ = name
+    Name.__module__, Name.__doc__ = "torch", of_torch.__doc__
+    return Name
+
+
+class Generator(torch._C.Generator):
+    """Random numbers of a program's own: a generator of the host, from which each operator draws its seed."""
+
+    place: torch.device
+
+    def __new__(cls, device: Any = None) -> Generator:
+        """A generator for `device`."""
+        made = super().__new__(cls, "cpu")
+        found = torch.device(device)
+        made.place = torch.device(found.type, found.index or 0)
+        return made
+
+    def __init__(self, device: Any = None) -> None:
+        del device
+
+    @property
+    def device(self) -> torch.device:
+        """The device that it is for."""
+        return self.place
+
+
+def _generators(kind: str) -> None:
+    torch.Generator = _replace("Generator", Generator, kind, default=False)  # type: ignore[misc,assignment]
+
+
+def _streams(kind: str) -> None:
+    from outrider_sim.torch_module import Event, Stream
+
+    class TimedEvent(Event):
+        """torch.Event takes a device first."""
+
+        def __init__(self, device: Any = None, **options: Any) -> None:
+            del device
+            super().__init__(**options)
+
+    torch.Stream = _replace("Stream", Stream, kind, default=True)  # type: ignore[misc,assignment]
+    torch.Event = _replace("Event", TimedEvent, kind, default=True)  # type: ignore[misc,assignment]
+
+
+def _accelerator() -> None:
+    from outrider_sim import torch_module as module
+
+    # torch.accelerator asks these; the device is the only accelerator of a process that has it.
+    for name, answer in {
+        "_accelerator_synchronizeDevice": module.synchronize,
+        "_accelerator_getStream": module.current_stream,
+        "_accelerator_setStream": module.set_stream,
+        "_accelerator_getDeviceIndex": lambda: module._backend().sim.machine.rank,
+        "_accelerator_setDeviceIndex": module._set_device,
+        "_accelerator_deviceCount": module._device_count,
+        "_accelerator_isAllocatorInitialized": lambda: True,
+        "_accelerator_emptyCache": module._empty_cache,
+        "_accelerator_getMemoryInfo": lambda index: module._memory_info(),
+    }.items():
+        if hasattr(torch._C, name):
+            setattr(torch._C, name, answer)
+
+
+def _pinned_factories(dispatcher: Dispatcher) -> Any:
+    """Host factories with `pin_memory=True`: everything that makes a tensor asks one of these two for memory."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def wrap(name: str, position: int) -> None:
+        kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+        layout = "layout"
+
+        def make(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            pinned = kwargs.get("pin_memory", args[position] if len(args) > position else None)
+            if not pinned:
+                return kernel.call_boxed(keys, *args, **kwargs)
+            if kwargs.get(layout) not in (None, torch.strided):
+                raise NotImplementedError("pinned memory of the simulated device is strided")
+            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            made = dispatcher.current.pinned(tuple(args[0]), dtype)
+            if name == "empty_strided" and tuple(args[1]) != made.stride():
+                raise NotImplementedError("pinned memory of the simulated device is contiguous when it's made")
+            return made
+
+        library.impl(name, make, "CPU", with_keyset=True)
+
+    import warnings
+
+    with warnings.catch_warnings():  # that another kernel was there is what's meant
+        warnings.simplefilter("ignore")
+        wrap("empty.memory_format", 4)
+        wrap("empty_strided", 5)
+    return library

@@ -1,0 +1,78 @@
+"""Torch references of a mixture of experts: which experts a token goes to, and what they compute.
+
+Shapes: T tokens, E experts, k experts of a token, H hidden size, I inner size of an expert. Every shape follows from those of
+the operands, so nothing is read from the device, and a capture works.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.device.kernels.reference import silu_mul
+
+_GATHERED_BYTES = 64 << 20
+"""So many bytes of weights are copied at a time; one expert's at least."""
+
+
+def route(logits: Tensor, count: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """Softmax over all experts, the ``count`` likeliest, and their share of each other if ``renormalize``."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # Stable: of equal ones the first, on every device.
+    likely, order = wide.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    weights, chosen = likely[:, :count], order[:, :count].contiguous()
+    return (weights / weights.sum(-1, keepdim=True) if renormalize else weights.contiguous()), chosen
+
+
+def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The weighted sum of what each token's experts make of it.
+
+    The pairs of token and expert are sorted by expert and laid out in blocks of one expert each, so that a block is a product
+    of matrices. The weights of a block are copied beside each other: about three times the bytes that a kernel would read.
+    A block has as many rows as an expert has tokens if they are spread evenly. So one token copies the weights of its own
+    experts alone, and many tokens copy each expert's weights about twice.
+    """
+    tokens, count = chosen.shape
+    size = _block(tokens * count, gate_up.shape[0])
+    rows, expert_of, place = _blocks(chosen, gate_up.shape[0], size)
+    padded = x.index_select(0, rows).view(-1, size, x.shape[1])  # [blocks, rows of a block, H]
+    each = (gate_up[0].numel() + down[0].numel()) * gate_up.element_size()
+    made = [
+        torch.bmm(
+            silu_mul(torch.bmm(part, gate_up.index_select(0, own).mT)),
+            down.index_select(0, own).mT,
+        )
+        for part, own in zip(
+            padded.split(max(1, _GATHERED_BYTES // each)), expert_of.split(max(1, _GATHERED_BYTES // each)), strict=True
+        )
+    ]
+    out = torch.cat(made).flatten(0, 1).index_select(0, place).view(tokens, count, -1)
+    return (out.to(weights.dtype) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def _block(pairs: int, experts: int) -> int:
+    """Rows of a block: a power of two."""
+    size = 1
+    while size * experts < pairs:
+        size *= 2
+    return size
+
+
+def _blocks(chosen: Tensor, experts: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row of the blocks its token, of each block its expert, and where each pair of token and expert lies."""
+    tokens, count = chosen.shape
+    pairs, flat = tokens * count, chosen.flatten()
+    index = torch.arange(pairs, device=chosen.device)
+    if size == 1:
+        return index // count, flat, index
+    blocks = (pairs + min(experts, pairs) * (size - 1)) // size  # there are never more
+    counts = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
+    ends = ((counts + size - 1) // size).cumsum(0)
+    first_row = (ends - (counts + size - 1) // size) * size
+    ordered, order = flat.sort(stable=True)
+    rank = index - (counts.cumsum(0) - counts).index_select(0, ordered)  # among the pairs of the same expert
+    row = first_row.index_select(0, ordered) + rank
+    token_of = flat.new_zeros(blocks * size).scatter_(0, row, order // count)  # rows without a pair compute the first token
+    place = torch.empty_like(row).scatter_(0, order, row)
+    expert_of = torch.searchsorted(ends, torch.arange(blocks, device=chosen.device), right=True).clamp_(max=experts - 1)
+    return token_of, expert_of, place

@@ -1,0 +1,98 @@
+"""What the configs of families with experts say, and why others of them aren't run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from outrider.device import ConfigError
+from outrider.errors import shown
+from outrider.model.config import ExpertsConfig
+
+EXPERT_FAMILIES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})
+
+_LATENT = (
+    "its attention (MLA) caches one latent vector a token, and the paged cache holds keys and values of one size; it doesn't "
+    "run through transformers here either"
+)
+_GROUPS = (
+    "its experts are chosen by a sigmoid with a bias, in groups of them, which isn't done here; it may run through "
+    "transformers' own code, slower: --through-transformers"
+)
+_LATENTS = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "kimi_k2",
+    "kimi_k25",
+    "longcat_flash",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+)
+_GROUPED = ("glm4_moe", "dots1", "exaone_moe", "ernie4_5_moe", "minimax_m2")
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(_LATENTS, _LATENT),
+        **dict.fromkeys(_GROUPED, _GROUPS),
+        "gpt_oss": "its attention has sinks and its experts have biases and a clamped activation, which aren't done here",
+    }
+)
+"""Model types with experts that aren't run, and why."""
+
+Hf = Any
+
+
+def mixtral(hf: Hf) -> dict[str, Any]:
+    """Every layer is a mixture; the experts' size is the config's intermediate_size."""
+    experts = ExpertsConfig(
+        count=hf.num_local_experts,
+        per_token=hf.num_experts_per_tok,
+        intermediate_size=hf.intermediate_size,
+        renormalize=True,
+    )
+    return {"experts": experts, "windows": (hf.sliding_window or 0,) * hf.num_hidden_layers}
+
+
+def qwen2_moe(hf: Hf) -> dict[str, Any]:
+    """With a shared expert, which every token goes to."""
+    experts = _experts(hf, shared=hf.shared_expert_intermediate_size)
+    return {"attention_bias": hf.qkv_bias, "experts": experts, "windows": layer_windows(hf)}
+
+
+def qwen3_moe(hf: Hf) -> dict[str, Any]:
+    """With norms of queries and keys, as in the dense family."""
+    return {
+        "attention_bias": hf.attention_bias,
+        "output_bias": hf.attention_bias,
+        "qk_norm": True,
+        "experts": _experts(hf, shared=0),
+        "windows": (hf.sliding_window or 0,) * hf.num_hidden_layers,
+    }
+
+
+def _experts(hf: Hf, *, shared: int) -> ExpertsConfig | None:
+    """Layers without experts are those in mlp_only_layers, and all but every decoder_sparse_step-th."""
+    layers, step = hf.num_hidden_layers, hf.decoder_sparse_step
+    if step < 1:
+        raise ConfigError(f"decoder_sparse_step is {step}, expected a whole number from 1 on")
+    dense = {index for index in range(layers) if (index + 1) % step} | {each for each in hf.mlp_only_layers if each < layers}
+    if not hf.num_experts or len(dense) == layers:
+        return None
+    return ExpertsConfig(
+        count=hf.num_experts,
+        per_token=hf.num_experts_per_tok,
+        intermediate_size=hf.moe_intermediate_size,
+        renormalize=hf.norm_topk_prob,
+        shared_size=shared,
+        dense_layers=tuple(sorted(dense)),
+    )
+
+
+def layer_windows(hf: Hf) -> tuple[int, ...]:
+    """What a token of each layer sees, by layer_types."""
+    kinds = {"full_attention": 0, "sliding_attention": hf.sliding_window or 0}
+    unknown = sorted(set(hf.layer_types) - set(kinds))
+    if unknown:
+        raise ConfigError(f"layer_types has {shown(unknown)}, expected {' or '.join(kinds)}")
+    return tuple(kinds[kind] for kind in hf.layer_types)

@@ -1,0 +1,67 @@
+"""MixtureLayer: a decoder layer with a mixture of experts in place of its MLP.
+
+Which experts a token goes to is decided and used on the device. Letters: T new tokens, H hidden size, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.device import ConfigError, KernelSet, Product
+from outrider.model.config import ModelConfig
+from outrider.model.layer import DecoderLayer, LayerWeights
+from outrider.model.pending import Made, Partial, Pending, add_rms_norm
+from outrider.model.ranks import ModelRanks
+
+
+class MixtureLayer(DecoderLayer):
+    """Attention as in any layer, then a token's experts, and the shared expert where there is one.
+
+    On several ranks each has a part of the inner size of every expert; all of them route alike, from the same bits.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: LayerWeights,
+        kernels: KernelSet,
+        *,
+        window: int,
+        ranks: ModelRanks | None = None,
+    ) -> None:
+        super().__init__(config, weights, kernels, window=window, ranks=ranks)
+        if config.experts is None or weights.router is None:
+            raise ConfigError("a layer has a router, and the config has no experts; expected both or none")
+        self._experts = config.experts
+        self._router = weights.router
+        self._gate_up, self._down = _plain(weights.gate_up), _plain(weights.down)
+
+    def mlp(self, attended: Product | Partial, residual: Tensor) -> Pending:
+        """Add ``attended`` to ``residual`` [T, H] in place; returns what the experts add, pending."""
+        normed = add_rms_norm(attended, residual, self._weights.mlp_norm, self._config.rms_eps, self._kernels)
+        if not isinstance(attended, Partial):
+            return Made(self._mixed(normed))
+        ranks = attended.ranks
+        made = self._mixed(ranks.gather_tokens(normed))
+        return Partial(ranks.scatter_tokens(made, normed.shape[0]), ranks)
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        """What the experts make of normed ``x`` [T, H]."""
+        kernels, weights, experts = self._kernels, self._weights, self._experts
+        logits = kernels.linear(x, self._router)
+        shares, chosen = kernels.route(logits, experts.per_token, renormalize=experts.renormalize)
+        made = kernels.experts(x, shares, chosen, self._gate_up, self._down)
+        if weights.shared_gate_up is None or weights.shared_down is None or weights.shared_gate is None:
+            return made
+        shared = kernels.linear(kernels.linear_silu_mul(x, weights.shared_gate_up), weights.shared_down)
+        return made.add_(torch.sigmoid(kernels.linear(x, weights.shared_gate)) * shared)
+
+
+def _plain(weight: object) -> Tensor:
+    """A stack of experts. Raises :class:`ConfigError` for one in another form than a tensor: there are no products for it."""
+    if not isinstance(weight, Tensor):
+        raise ConfigError(
+            f"the experts' weights are a {type(weight).__name__}, expected a tensor: quantised experts aren't supported"
+        )
+    return weight

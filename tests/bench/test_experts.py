@@ -1,0 +1,46 @@
+"""Benches of mixtures of experts: shapes, their configs, and the bytes of an iteration."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outrider import Engine
+from outrider.model import EagleHead, ModelConfig
+from outrider.model.mixture import MixtureLayer
+from outrider.model.shapes import SHAPES
+from outrider_bench.limits import iteration_bytes
+from outrider_bench.peers.work import checkpoint_config
+from outrider_bench.random_weights import random_decoder, random_eagle
+from outrider_proof import tiny
+from outrider_proof.tiny import plain_config
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b"])
+def test_a_config_says_what_the_shape_has(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(checkpoint_config(SHAPES[name], dtype="bfloat16")))
+    read = ModelConfig.from_checkpoint(tmp_path)
+    shape = SHAPES[name]
+    assert replace(read, bos_token_id=None, eos_token_ids=(), rope=shape.rope) == shape
+
+
+def test_random_weights_have_experts_and_their_head_has_none():
+    small = replace(SHAPES["tiny"], experts=replace(SHAPES["mixtral-8x7b"].experts, intermediate_size=8))
+    model = random_decoder(small, backend=tiny.BACKEND, dtype=torch.float32)
+    assert all(isinstance(layer, MixtureLayer) for layer in model._layers)
+    assert model.weights.layers[0].gate_up.shape == (8, 16, 64)
+    head = random_eagle(model, backend=tiny.BACKEND)
+    assert isinstance(head, EagleHead)
+    assert head.config.experts is None
+
+
+def test_bytes_of_the_experts_in_use_counted_by_hand():
+    engine = Engine(tiny.mixture(), tiny.BACKEND, config=plain_config(max_context=32, dtype="float64"))
+    weights = engine.model.weights
+    experts = sum(each.gate_up.nbytes + each.down.nbytes for each in weights.layers if each.router is not None)
+    slots = [getattr(layer, name) for layer in weights.layers for name in layer.__slots__]
+    own = {id(each): each for each in slots if each is not None}  # norms of a layer are one tensor here
+    others = sum(each.nbytes for each in own.values()) - experts + weights.norm.nbytes + weights.head.nbytes
+    assert iteration_bytes(engine, batch=1, context=0) == pytest.approx(others + experts * 2 / 5)
+    assert iteration_bytes(engine, batch=2, context=0) == pytest.approx(others + experts * (1 - 0.6**2))

@@ -1,0 +1,189 @@
+"""Mixtures of experts: logits and tokens of transformers, both layouts of a checkpoint, and what is refused."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.test_decoder import PROMPT, TOLERANCE, agree
+from outrider.device import ConfigError
+from outrider.errors import CheckpointError
+from outrider.model import ModelConfig, ModelRanks, Shard, Shards, load_decoder
+from outrider.model.expert_configs import REFUSED
+from outrider.model.shapes import SHAPES, shard
+from outrider_proof.checkpoints import MIXTURES, write_checkpoint
+
+OLD = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mixtral")
+    return path, write_checkpoint(path, "mixtral", num_hidden_layers=2)
+
+
+def edited(source, target, change=lambda tensors: tensors, **config):
+    """A copy of a checkpoint with other tensors and another config."""
+    tensors = change(load_file(source / "model.safetensors"))
+    save_file({key: value.contiguous() for key, value in tensors.items()}, target / "model.safetensors")
+    content = json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(content | config))
+    return target
+
+
+def fused(tensors):
+    """The stacks that transformers has in memory, in place of a tensor for each expert."""
+    made, stacks = {}, {}
+    for key, value in tensors.items():
+        found = re.fullmatch(r"(.*)\.experts\.(\d+)\.(w\d)\.weight", key)
+        if found is None:
+            made[key] = value
+        else:
+            stacks.setdefault(found[1], {})[found[3], int(found[2])] = value
+    for stem, parts in stacks.items():
+        count = 1 + max(number for _, number in parts)
+        both = [torch.cat((parts["w1", number], parts["w3", number])) for number in range(count)]
+        made[f"{stem}.experts.gate_up_proj"] = torch.stack(both)
+        made[f"{stem}.experts.down_proj"] = torch.stack([parts["w2", number] for number in range(count)])
+    return made
+
+
+def renamed(tensors):
+    """As other writers name Mixtral's experts."""
+    made = {}
+    for key, value in tensors.items():
+        name = key.replace("block_sparse_moe", "mlp")
+        for old, new in OLD.items():
+            name = name.replace(f".{old}.", f".{new}.")
+        made[name] = value
+    return made
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_tokens_and_logits_of_transformers(tmp_path, backend, name):
+    agree(tmp_path, backend, write_checkpoint(tmp_path, name))
+
+
+@pytest.mark.parametrize(
+    "change", [fused, renamed, lambda tensors: renamed(fused(tensors))], ids=["fused", "renamed", "both"]
+)
+def test_other_layouts(tmp_path, backend, mixtral, change):
+    path, reference = mixtral
+    agree(edited(path, tmp_path, change), backend, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["read as it is", "cast"])
+@pytest.mark.parametrize("change", [lambda tensors: tensors, fused], ids=["each", "fused"])
+def test_ranks_have_parts_of_every_expert(tmp_path, backend, mixtral, change, dtype):
+    path, _ = mixtral
+    edited(path, tmp_path, change)
+    whole = load_decoder(tmp_path, backend=backend, dtype=dtype).weights.layers[1]
+    parts = []
+    for rank in range(2):
+        own = Shard(rank, 2)
+        ranks = ModelRanks(Shards(attention=own, mlp=own, vocabulary=own))
+        loaded = load_decoder(tmp_path, backend=backend, dtype=dtype, ranks=ranks)
+        assert loaded.config.experts.intermediate_size == 24
+        parts.append(loaded.weights.layers[1])
+    halves = [torch.cat([part.gate_up.chunk(2, dim=1)[half] for part in parts], dim=1) for half in range(2)]
+    assert torch.equal(torch.cat(halves, dim=1), whole.gate_up)
+    assert torch.equal(torch.cat([part.down for part in parts], dim=2), whole.down)
+    assert all(torch.equal(part.router, whole.router) for part in parts)
+
+
+def without(key):
+    return lambda tensors: {name: value for name, value in tensors.items() if name != key}
+
+
+def reshaped(key, *shape):
+    return lambda tensors: tensors | {key: torch.zeros(shape)}
+
+
+EXPERT, GATE = "model.layers.1.block_sparse_moe.experts.3.w2.weight", "model.layers.0.block_sparse_moe.gate.weight"
+BIAS = "model.layers.0.block_sparse_moe.gate.e_score_correction_bias"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (without(EXPERT), rf"missing: '{re.escape(EXPERT)}' \[32, 48\]"),
+        (without(GATE), re.escape(f"missing: '{GATE}' [4, 32]")),
+        (reshaped(EXPERT, 32, 40), rf"'{re.escape(EXPERT)}' has shape \[32, 40\], expected \[32, 48\]"),
+        (reshaped(GATE, 5, 32), rf"'{re.escape(GATE)}' has shape \[5, 32\], expected \[4, 32\]"),
+        (reshaped(BIAS, 4), rf"not expected: '{re.escape(BIAS)}' \[4\]"),
+        (
+            lambda tensors: fused(tensors) | {"model.layers.0.block_sparse_moe.experts.down_proj": torch.zeros(3, 32, 48)},
+            r"experts.down_proj' has shape \[3, 32, 48\], expected \[4, 32, 48\]",
+        ),
+        (
+            lambda tensors: without("model.layers.1.block_sparse_moe.experts.gate_up_proj")(fused(tensors)),
+            r"missing: 'model.layers.1.block_sparse_moe.experts.gate_up_proj' \[4, 96, 32\]",
+        ),
+    ],
+    ids=["no expert", "no router", "expert's shape", "router's shape", "bias of the router", "stack's shape", "no stack"],
+)
+def test_a_broken_checkpoint_names_the_tensor(tmp_path, backend, mixtral, change, told):
+    edited(mixtral[0], tmp_path, change)
+    with pytest.raises(CheckpointError, match=told):
+        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (
+            {"num_local_experts": 4000},
+            "4000 experts in each of 2 layers without stacks",
+        ),
+        ({"num_experts_per_tok": 5}, "a token goes to 5 experts, expected at most the 4"),
+        ({"n_group": 4}, "n_group is 4, expected 1"),
+        ({"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid', expected one of softmax"),
+        ({"routed_scaling_factor": 2.5}, "routed_scaling_factor is 2.5, expected 1"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quanti"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_config_that_cannot_be(tmp_path, backend, mixtral, config, told):
+    edited(mixtral[0], tmp_path, **config)
+    with pytest.raises(CheckpointError, match=told):
+        load_decoder(tmp_path, backend=backend, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("family", "told"), [("deepseek_v3", "MLA"), ("glm4_moe", "in groups"), ("gpt_oss", "sinks")])
+def test_families_that_are_refused_say_why(tmp_path, family, told):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(CheckpointError, match=rf"model_type is '{family}', which isn't supported: .*{told}"):
+        ModelConfig.from_checkpoint(tmp_path)
+
+
+def test_what_is_refused_is_known_to_transformers():
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    assert {name for name in REFUSED if name not in CONFIG_MAPPING} <= {"kimi_k2"}  # its checkpoints bring their own code
+
+
+def test_padding_and_company_leave_a_token_alone(tmp_path, backend, mixtral):
+    from model.harness import Driver
+
+    path, reference = mixtral
+    driver = Driver(load_decoder(path, backend=backend, dtype=torch.float32))
+    logits = driver.logits([(driver.sequence(), PROMPT), (driver.sequence(), PROMPT[3:9])], padding=5)
+    for prompt, found in ((PROMPT, logits[: len(PROMPT)]), (PROMPT[3:9], logits[len(PROMPT) : len(PROMPT) + 6])):
+        with torch.no_grad():
+            assert torch.allclose(found, reference(torch.tensor([prompt])).logits[0], rtol=0, atol=TOLERANCE)
+
+
+def test_shapes_with_experts():
+    config = SHAPES["qwen3-30b-a3b"]
+    assert (config.experts.count, config.experts.per_token, config.inner_width) == (128, 8, 8 * 768)
+    assert shard(config, 4).experts.intermediate_size == 192
+    assert shard(SHAPES["mixtral-8x7b"], 2).experts.intermediate_size == 7168
+
+
+def test_experts_that_cannot_be_shared_out(mixtral):
+    config = ModelConfig.from_checkpoint(mixtral[0])
+    with pytest.raises(ConfigError, match="can't be shared out among 5 ranks"):
+        Shards(mlp=Shard(0, 5)).local(config, "it")

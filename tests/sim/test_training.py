@@ -1,0 +1,298 @@
+"""Twenty training loops end with the losses and weights that they have on the host."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+STEPS = 3
+
+
+def data(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def classes(count, kinds, seed=2):
+    return torch.randint(kinds, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+class Last(nn.Module):
+    """A recurrent network and a head on its last output."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.inner = kind(5, 6, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.inner(x)[0][:, -1])
+
+
+class Language(nn.Module):
+    """Embedding, a transformer layer under a causal mask, a head that is tied to the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1]).to(tokens.device)
+        return self.head(self.layer(self.embedding(tokens), src_mask=mask, is_causal=True))
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return (x + self.two(F.relu(self.norm(self.one(x))))).mean((2, 3))
+
+
+class Encoder(nn.Module):
+    """A variational autoencoder whose noise is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode, self.decode = nn.Linear(6, 4), nn.Linear(2, 6)
+
+    def forward(self, x):
+        mean, log = self.encode(x).chunk(2, -1)
+        return self.decode(mean + log.exp()), mean, log
+
+
+def supervised(model, x, y, loss, make=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)):
+    """A loop over one batch."""
+
+    def run(device):
+        torch.manual_seed(0)
+        net = model().to(device)
+        optimizer = make(net.parameters())
+        given, target = x.to(device), y.to(device)
+        losses = []
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            value = loss(net(given), target)
+            value.backward()
+            optimizer.step()
+            losses.append(value.item())
+        return losses, net
+
+    return run
+
+
+def gan(device):
+    torch.manual_seed(0)
+    maker, judge = nn.Linear(4, 6).to(device), nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 1)).to(device)
+    one, two = torch.optim.Adam(maker.parameters(), 0.01), torch.optim.Adam(judge.parameters(), 0.01)
+    real, noise = data(8, 6).to(device), data(8, 4, seed=3).to(device)
+    yes, no = torch.ones(8, 1, device=device), torch.zeros(8, 1, device=device)
+    losses = []
+    for _ in range(STEPS):
+        two.zero_grad()
+        judged = F.binary_cross_entropy_with_logits(judge(real), yes)
+        judged = judged + F.binary_cross_entropy_with_logits(judge(maker(noise).detach()), no)
+        judged.backward()
+        two.step()
+        one.zero_grad()
+        made = F.binary_cross_entropy_with_logits(judge(maker(noise)), yes)
+        made.backward()
+        one.step()
+        losses += [judged.item(), made.item()]
+    return losses, nn.ModuleList([maker, judge])
+
+
+def amp(device):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3)).to(device)
+    optimizer, scaler = torch.optim.SGD(net.parameters(), 0.1), torch.amp.GradScaler("sim", enabled=device != "cpu")
+    x, y = data(8, 6).to(device), classes(8, 3).to(device)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+            loss = F.cross_entropy(net(x).float(), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    return losses, net
+
+
+def clipped(device):
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3).to(device)
+    optimizer = torch.optim.AdamW(net.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    x, y = data(8, 6).to(device), classes(8, 3).to(device)
+    losses = []
+    for _ in range(STEPS):
+        for part in range(2):  # gradients of two halves
+            loss = F.cross_entropy(net(x[part::2]), y[part::2]) / 2
+            loss.backward()
+            losses.append(loss.item())
+        losses.append(nn.utils.clip_grad_norm_(net.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        scheduler.step()
+    return losses, net
+
+
+def checkpointed(device):
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    first, second = nn.Linear(6, 8).to(device), nn.Linear(8, 1).to(device)
+    optimizer = torch.optim.RMSprop([*first.parameters(), *second.parameters()], 0.01)
+    x = data(8, 6).to(device)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = second(checkpoint(lambda t: first(t).tanh(), x, use_reentrant=False)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, nn.ModuleList([first, second])
+
+
+def lbfgs(device):
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1).to(device)
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
+    x, y = data(8, 4).to(device), data(8, 1, seed=5).to(device)
+    losses = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.mse_loss(net(x), y)
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return losses, net
+
+
+def resumed(device):
+    """State of model and optimizer goes through a file in the middle."""
+    import io
+
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3).to(device)
+    optimizer = torch.optim.Adam(net.parameters(), 0.1)
+    x, y = data(8, 6).to(device), classes(8, 3).to(device)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        file = io.BytesIO()
+        torch.save([net.state_dict(), optimizer.state_dict()], file)
+        file.seek(0)
+        model, state = torch.load(file, map_location=device)
+        net = nn.Linear(6, 3).to(device)
+        net.load_state_dict(model)
+        optimizer = torch.optim.Adam(net.parameters(), 0.1)
+        optimizer.load_state_dict(state)
+    return losses, net
+
+
+def second_order(device):
+    """One step of a learner inside the loss of another."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.ones(4, device=device))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    x, y = data(8, 4).to(device), data(8, seed=5).to(device)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        inner = ((x @ weight - y) ** 2).mean()
+        (slope,) = torch.autograd.grad(inner, weight, create_graph=True)
+        outer = ((x @ (weight - 0.1 * slope) - y) ** 2).mean()
+        outer.backward()
+        optimizer.step()
+        losses.append(outer.item())
+    return losses, nn.ParameterList([weight])
+
+
+def variational(result, target):
+    made, mean, log = result
+    return F.mse_loss(made, target) - 0.5 * (1 + log - mean.square() - log.exp()).mean()
+
+
+def tokens(logits, target):
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+IMAGES, SEQUENCES = data(4, 3, 8, 8), data(4, 7, 5)
+TOKENS = classes(24, 11).view(4, 6)
+
+LOOPS = {
+    "cnn": supervised(
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3)),
+        IMAGES, classes(4, 3), F.cross_entropy,
+    ),
+    "lstm": supervised(lambda: Last(nn.LSTM), SEQUENCES, classes(4, 3), F.cross_entropy),
+    "amp": amp,
+    "gru": supervised(lambda: Last(nn.GRU), SEQUENCES, classes(4, 3), F.cross_entropy),
+    "rnn": supervised(lambda: Last(nn.RNN), SEQUENCES, classes(4, 3), F.cross_entropy),
+    "transformer": supervised(Language, TOKENS, TOKENS.roll(-1, 1), tokens),
+    "gan": gan,
+    "residual": supervised(Residual, IMAGES, classes(4, 3), F.cross_entropy),
+    "autoencoder": supervised(Encoder, data(8, 6), data(8, 6), variational),
+    "unet": supervised(
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ELU(), nn.ConvTranspose2d(4, 3, 4, 2, 1)),
+        IMAGES, IMAGES.abs(), F.smooth_l1_loss,
+    ),
+    "depthwise": supervised(
+        lambda: nn.Sequential(nn.Conv2d(3, 6, 3, groups=3), nn.GroupNorm(2, 6), nn.SiLU(), nn.Flatten()),
+        IMAGES, classes(4, 6), F.cross_entropy,
+    ),
+    "upsampling": supervised(
+        lambda: nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(3, 3, 1), nn.Upsample(scale_factor=2, mode="bilinear")),
+        IMAGES, IMAGES, F.mse_loss,
+    ),
+    "one dimension": supervised(
+        lambda: nn.Sequential(nn.Conv1d(7, 4, 3), nn.BatchNorm1d(4), nn.Hardswish(), nn.Flatten(), nn.Linear(12, 3)),
+        SEQUENCES, classes(4, 3), F.cross_entropy, lambda p: torch.optim.Adagrad(p, 0.1),
+    ),
+    "bag of words": supervised(
+        lambda: nn.Sequential(nn.EmbeddingBag(11, 5), nn.Linear(5, 3)), TOKENS, classes(4, 3), F.cross_entropy
+    ),
+    "regression": supervised(
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.PReLU(), nn.Linear(8, 1)), data(8, 6), data(8, 1), F.huber_loss,
+        lambda p: torch.optim.NAdam(p, 0.01),
+    ),
+    "accumulated and clipped": clipped,
+    "checkpointed": checkpointed,
+    "closures": lbfgs,
+    "resumed": resumed,
+    "second order": second_order,
+}  # fmt: skip
+IN_CI = ("cnn", "lstm", "amp")
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.filterwarnings("ignore:.*aot_autograd.*")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in IN_CI else SLOW) for name in LOOPS])
+def test_a_training_loop_ends_as_on_the_host(sim, name):
+    sim(strategy="lazy" if name in IN_CI else "program")
+    expected, here = LOOPS[name]("cpu")
+    losses, there = LOOPS[name]("sim")
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if name == "amp" else {"rtol": 1e-3, "atol": 1e-4}
+    assert losses == pytest.approx(expected, rel=tolerance["rtol"], abs=tolerance["atol"])
+    assert len(set(losses)) > 1  # it learnt something
+    for one, other in zip(here.parameters(), there.parameters(), strict=True):
+        assert other.device.type == "sim"
+        torch.testing.assert_close(other.detach().cpu(), one.detach(), **tolerance)
+
+
+def test_there_are_twenty():
+    assert len(LOOPS) == 20

@@ -1,0 +1,65 @@
+"""What a change is about, so that a sample has its share of each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from outrider_proof.mutations.sites import Site
+
+CLASSES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("fences", (".fences", ".streams", ".probes"), ("fence", "signal(", "wait", "_done", "_ready", "_free.", "record(")),
+    ("graph keys", (".graphs", ".prefill_graphs", ".plan_stages"), ("graph", "capture", "replay", "bucket")),
+    ("padding", (".staging", ".places", ".seq_lens"), ("pad", "bucket", "_MULTIPLE", "cumsum", "fill_(", "zero_(")),
+    (
+        "policies",
+        (".options", ".situation", ".resolve", ".draft_length", ".draft_costs", ".assembly"),
+        ("sync.", "policy", "overlap", "waiter", "exact", "plans_on_host", "mode"),
+    ),
+    (
+        "scheduler transitions",
+        (
+            ".scheduler",
+            ".request",
+            ".pages",
+            ".batch",
+            ".admission",
+            ".loop",
+            ".moving",
+            ".lending",
+            ".groups",
+            ".request_state",
+        ),
+        ("retire", "preempt", "in_flight", "finished", "admit"),
+    ),
+    ("results", (".results", ".outbox", ".stats", ".hand_over", ".engine"), ("result", "output", "emitted", "accepted")),
+    ("state", (".state.",), ()),
+    ("drafts", (".speculative.",), ()),
+)
+"""Name of a class; ends or parts of its modules' names; words of a change. A change is of the first class of whose modules it
+is, else of the first of whose words it has one, else of ``other``."""
+
+
+def class_of(site: Site) -> str:
+    """The class of a change."""
+    module = f"{site.module}"
+    for name, modules, _ in CLASSES:
+        if any(module.endswith(part) for part in modules if not part.endswith(".")):
+            return name
+    text = f"{site.function} {site.before}"
+    for name, modules, words in CLASSES:
+        if any(word in text for word in words) or any(part in module for part in modules if part.endswith(".")):
+            return name
+    return "other"
+
+
+def sample(sites: Sequence[Site], count: int, seed: int) -> list[Site]:
+    """As many from each class while it has any; in an order in which every beginning is such a sample too."""
+    dice = random.Random(seed)
+    drawn: dict[str, list[Site]] = {}
+    for site in dice.sample(list(sites), len(sites)):
+        drawn.setdefault(class_of(site), []).append(site)
+    found: list[Site] = []
+    while any(drawn.values()) and len(found) < count:
+        found += [left.pop() for _, left in sorted(drawn.items()) if left]
+    return found[:count]

@@ -1,0 +1,193 @@
+"""Faults in memory that is shared by address, handed out again, or indexed by data."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from outrider.device import Backend, CaptureContext
+from outrider_sanitizer.findings import Kind
+from outrider_sanitizer.races.program import Race, expect, filled, order
+
+
+def shared_pool(backend: Backend, fixed: bool) -> None:
+    """Two graphs take their temporaries from one pool, so these lie at one address; their replays must not overlap."""
+    forward, draft = backend.create_stream("forward"), backend.create_stream("draft")
+    pool = backend.create_graph_pool("steps")
+
+    def body(context: CaptureContext) -> None:
+        between = context.inputs["x"] * 2.0
+        context.outputs["y"].copy_(between + 1.0)
+
+    made = []
+    for stream, name, value in ((forward, "verify", 1.0), (draft, "propose", 5.0)):
+        x, y = filled(backend, stream, value), filled(backend, stream, 0.0)
+        backend.synchronize()
+        # Captured on one stream, as pools are: a free block is that of a stream.
+        graph = backend.capture(name, body, stream=forward, inputs={"x": x}, outputs={"y": y}, pool=pool)
+        made.append((graph, y))
+    backend.synchronize()
+    made[0][0].replay(forward)
+    if fixed:
+        order(forward, draft)
+    made[1][0].replay(draft)
+    backend.synchronize()
+    expect(backend, made[0][1], 3.0)
+    expect(backend, made[1][1], 11.0)
+
+
+def record_stream(backend: Backend, fixed: bool) -> None:
+    """A tensor is freed while another stream reads it; `record_stream` makes the allocator wait for that stream."""
+    forward, copy = backend.create_stream("forward"), backend.create_stream("copy")
+    x = filled(backend, forward, 7.0)
+    order(forward, copy)
+    if fixed:
+        x.record_stream(copy.native)
+    with backend.on(copy):
+        y = x * 1.0  # after the call: what counts is what the stream holds when the tensor is freed
+    del x
+    other = filled(backend, forward, 1.0)
+    expect(backend, y, 7.0)
+    del other
+
+
+def pin_memory(backend: Backend, fixed: bool) -> None:
+    """`Tensor.pin_memory()` writes the buffer that it returns, on the thread that called it."""
+    copy = backend.create_stream("copy")
+    x = filled(backend, copy, 0.0)
+    made: list[torch.Tensor] = []
+
+    def pin() -> None:
+        made.append(torch.full((4,), 3.0).pin_memory())
+
+    thread = threading.Thread(target=pin, name="pinner")
+    thread.start()
+    if fixed:
+        thread.join()
+    while not made:
+        time.sleep(0)
+    backend.copy_async(x, made[0], stream=copy)
+    copy.synchronize()
+    thread.join()
+    expect(backend, x, 3.0)
+
+
+def _indexed(backend: Backend, *bodies: object) -> None:
+    first, second = backend.create_stream("first"), backend.create_stream("second")
+    x = torch.zeros(4, 4, device=backend.device)
+    backend.synchronize()
+    for stream, body in zip((first, second), bodies, strict=True):
+        with backend.on(stream):
+            body(x)  # type: ignore[operator]
+    backend.synchronize()
+    expect(backend, x[:, :2], 1.0)
+
+
+def _index(backend: Backend, *values: int) -> torch.Tensor:
+    return torch.tensor(values, device=backend.device)
+
+
+def indexed_columns(backend: Backend, fixed: bool) -> None:
+    """Two streams write columns that they pick by an index."""
+    mine, theirs = _index(backend, 0, 1), _index(backend, *((2, 3) if fixed else (1, 3)))
+    ones, twos = torch.ones(4, 2, device=backend.device), torch.full((4, 2), 2.0, device=backend.device)
+    _indexed(backend, lambda x: x.index_copy_(1, mine, ones), lambda x: x.index_copy_(1, theirs, twos))
+
+
+def indexed_elements(backend: Backend, fixed: bool) -> None:
+    """Two streams write elements of the same rows."""
+    rows = _index(backend, 0, 1, 2, 3)
+    mine, theirs = _index(backend, 0, 0, 0, 0), _index(backend, *((1, 1, 1, 1) if fixed else (1, 1, 0, 1)))
+    one = torch.ones((), device=backend.device)
+    _only_columns(backend, lambda x: x.index_put_((rows, mine), one), lambda x: x.index_put_((rows, theirs), one * 2))
+
+
+def _only_columns(backend: Backend, *bodies: object) -> None:
+    first, second = backend.create_stream("first"), backend.create_stream("second")
+    x = torch.zeros(4, 4, device=backend.device)
+    backend.synchronize()
+    for stream, body in zip((first, second), bodies, strict=True):
+        with backend.on(stream):
+            body(x)  # type: ignore[operator]
+    backend.synchronize()
+    expect(backend, x[:, 0], 1.0)
+
+
+def scattered(backend: Backend, fixed: bool) -> None:
+    """Two streams scatter into the same rows."""
+    mine = torch.zeros(4, 1, dtype=torch.int64, device=backend.device)
+    theirs = torch.full((4, 1), 2 if fixed else 0, dtype=torch.int64, device=backend.device)
+    _only_columns(backend, lambda x: x.scatter_(1, mine, 1.0), lambda x: x.scatter_(1, theirs, 2.0))
+
+
+def masked(backend: Backend, fixed: bool) -> None:
+    """Two streams fill what their masks say."""
+    mine = torch.tensor([True, False, False, False], device=backend.device).expand(4, 4)
+    theirs = torch.tensor([not fixed, True, False, False], device=backend.device).expand(4, 4)
+    _only_columns(backend, lambda x: x.masked_fill_(mine, 1.0), lambda x: x.masked_fill_(theirs, 2.0))
+
+
+def backward(backend: Backend, fixed: bool) -> None:
+    """A gradient is read on another stream than the backward ran on."""
+    forward, reduce = backend.create_stream("forward"), backend.create_stream("reduce")
+    with backend.on(forward):
+        weight = torch.ones(4, device=backend.device, requires_grad=True)
+        loss = (weight * 3.0).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+    if fixed:
+        order(forward, reduce)
+    with backend.on(reduce):
+        assert weight.grad is not None
+        seen = weight.grad * 1.0
+    expect(backend, seen, 3.0)
+
+
+def _write_write(name: str, about: str, body: object) -> Race:
+    return Race(
+        name=name,
+        about=about,
+        body=body,  # type: ignore[arg-type]
+        kind=Kind.WRITE_AFTER_WRITE,
+        names=("record an event on 'first'", "make 'second' wait"),
+    )
+
+
+RACES = (
+    Race(
+        name="graphs-that-share-a-pool",
+        about="Temporaries of two graphs lie at one address, and nothing orders the replays.",
+        body=shared_pool,
+        kind=Kind.WRITE_AFTER_WRITE,
+        names=("make 'draft' wait",),
+        visible=False,
+    ),
+    Race(
+        name="record-stream",
+        about="A tensor is freed while another stream reads it, and the allocator wasn't told.",
+        body=record_stream,
+        kind=Kind.REUSE,
+        names=("after aten::mul",),
+    ),
+    Race(
+        name="pin-memory",
+        about="A buffer that another thread pinned is sent without waiting for that thread.",
+        body=pin_memory,
+        kind=Kind.READ_AFTER_WRITE,
+        names=("order host thread pinner",),
+        visible=False,
+    ),
+    _write_write("indexed-columns", "Columns picked by an index overlap.", indexed_columns),
+    _write_write("indexed-elements", "Elements picked by two indices overlap.", indexed_elements),
+    _write_write("scatters-along-rows", "Two scatters reach the same elements.", scattered),
+    _write_write("masks", "Two masks overlap.", masked),
+    Race(
+        name="gradient-across-streams",
+        about="A gradient is read before the backward has written it.",
+        body=backward,
+        kind=Kind.READ_AFTER_WRITE,
+        names=("record an event on 'forward'", "make 'reduce' wait"),
+        visible=False,
+    ),
+)
