@@ -98,7 +98,7 @@ def test_only_programs_that_run_the_line_judge(one_program):
     (known,) = one_program
     assert known.reaches(site(FREED))
     unreached = [each for each in sites(scheduler) if not known.reaches(each)]
-    assert 0 < len(unreached) < len(sites(scheduler)) / 2
+    assert 0 < len(unreached) < len(sites(scheduler))
 
 
 def test_guided_programs_with_faults_guide_their_requests():

@@ -100,8 +100,9 @@ def _unrun(code: CodeType, ran: set[int]) -> int | None:
     for node in _inside(function):
         if isinstance(node, ast.IfExp | ast.BoolOp) and _asks_super(node):
             return node.lineno
-        simple = isinstance(node, ast.stmt) and not hasattr(node, "body") and not hasattr(node, "cases")
-        if simple and not _is_text(node) and not ran & set(range(node.lineno, (node.end_lineno or node.lineno) + 1)):
+        if not isinstance(node, ast.stmt) or hasattr(node, "body") or hasattr(node, "cases") or _is_text(node):
+            continue
+        if not ran & set(range(node.lineno, (node.end_lineno or node.lineno) + 1)):
             return node.lineno
     return None
 

@@ -162,3 +162,28 @@ def test_a_copy_of_a_slice_leaves_its_neighbours_alone(lab: Lab) -> None:
     backend.copy_async(pinned.tensor[5:7], x[4:6], stream=stream)
     stream.synchronize()
     expect(pinned.tensor.tolist(), [0, 1, 2, 3, 4, 2, 3, 7], "a slice copied to the host")
+
+
+@promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
+@pytest.mark.parametrize("where", ["on the device", "to the host", "to the device"])
+def test_copies_reach_far_into_a_tensor(lab: Lab, where: str) -> None:
+    """Behind 2**24 bytes and elements, where registers of 24 bits and numbers in float32 end."""
+    backend = lab.backend
+    far, count = 2**24 + 1, 67
+    (stream,) = lab.streams("s")
+    large = lab.full(stream, 1, dtype=torch.uint8, width=far + count)
+    small = lab.full(stream, 2, dtype=torch.uint8, width=count)
+    pinned = backend.empty_pinned("p", (count,), torch.uint8).tensor
+    pinned.fill_(3)
+    if where == "to the host":
+        with backend.on(stream):
+            large[far:].fill_(5)
+        backend.copy_async(pinned, large[far:], stream=stream)
+        stream.synchronize()
+        expect(set(pinned.tolist()), {5}, "what a copy found far behind")
+        return
+    backend.copy_async(large[far:], small if where == "on the device" else pinned, stream=stream)
+    stream.synchronize()
+    found = large.cpu()
+    expect(set(found[far:].tolist()), {2 if where == "on the device" else 3}, "what a copy wrote far behind")
+    expect(bool((found[:far] == 1).all()), True, "that everything before it stayed as it was")

@@ -40,4 +40,4 @@ def lines_run(modules: Sequence[str]) -> Generator[set[tuple[str, int]]]:
         yield found
     finally:
         sys.settrace(before)
-        threading.settrace(before_threads)  # type: ignore[arg-type]  # None is what it takes to trace no thread
+        threading.settrace(before_threads)
