@@ -70,6 +70,7 @@ def one_program():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deck, "programs", lambda: [(Setup("none", "staged"), 2)])
         patch.setattr(deck, "FAULTY", ())
+        patch.setattr(deck, "OPTIONED", ())
         return deck.warm([scheduler.__name__])
 
 
