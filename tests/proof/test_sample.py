@@ -54,7 +54,14 @@ def test_a_program_under_some_schedules(setup, number):
         (Setup("eagle-tree", "graphs"), "draft_outputs_ready", "wait", "plan", "live"),
         (Setup("mtp", "fused"), "inputs_ready", "record", None, "live"),
         (Setup("none", "staged"), "handed_over", "wait", "forward", "live"),
-        (Setup("eagle", "fused"), "plan_ready", "wait", "forward", "unused"),
+        (
+            Setup("eagle", "fused"),
+            "plan_ready",
+            "wait",
+            "forward",
+            "live",
+        ),  # in iterations with a guided request, which are staged
+        (Setup("eagle", "graphs"), "params_bound", "wait", "forward", "unused"),
         (Setup("eagle", "graphs", "npu"), "params_free", "wait", "update", "live"),
         (Setup("eagle", "graphs", "npu"), "params_bound", "wait", "forward", "live"),
         (Setup("none", "graphs", "npu"), "params_bound", "wait", "forward", "live"),  # one rebind, the last on its stream

@@ -136,7 +136,8 @@ class StreamOrdering(Lanes):
         point = waiting.popleft()
         if not waiting:
             del self._awaited[key]
-        late = point.sequence != self.sequence
+        # What comes behind it in the same replay may have been looked at: temporaries of a graph lie over each other.
+        late = point.sequence != self.sequence or point.epoch != point.actor.clock[point.number]
         for access in accesses:
             self.touch(point, access, self.memory.shadow(access.storage), late)
 
