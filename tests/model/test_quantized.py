@@ -318,7 +318,7 @@ def test_a_config_beside_the_config(tmp_path, backend, plain):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     agree(plain, state, tmp_path, backend, products=8)
     (tmp_path / "quantize_config.json").rename(tmp_path / "hf_quant_config.json")
-    with pytest.raises(CheckpointError, match="as NVIDIA's ModelOpt writes them, which isn't supported"):
+    with pytest.raises(CheckpointError, match="as ModelOpt writes them, which isn't supported"):
         ours(tmp_path, backend)
 
 

@@ -69,7 +69,7 @@ def _given(directory: Path, name: str) -> tuple[Path, Any]:
             return directory / other, read_json(directory / other)
     if present(directory / _MODELOPT):
         raise CheckpointError(
-            f"{directory / _MODELOPT}: weights are quantised as NVIDIA's ModelOpt writes them, which isn't supported; "
+            f"{directory / _MODELOPT}: weights are quantised as ModelOpt writes them, which isn't supported; "
             f"supported are {', '.join(_METHODS)}; {_INSTEAD}"
         )
     return path, None

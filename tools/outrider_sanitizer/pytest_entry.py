@@ -1,0 +1,14 @@
+"""What pytest loads by itself where Outrider is installed: the plugin, unless ``-p`` has named it already."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider_sanitizer import pytest_plugin
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Register the plugin, which adds its options then. Its old name is another name of the same module."""
+    del parser
+    if not pluginmanager.is_registered(pytest_plugin):
+        pluginmanager.register(pytest_plugin, pytest_plugin.__name__)
