@@ -26,6 +26,7 @@ def test_a_backend_that_does_not_run_fused(outrider):
 
 
 def test_a_request_that_ends_with_an_error_is_exit_1(outrider, monkeypatch):
+    from outrider.engine.state.probes import BadValue
     from outrider.engine.state.results import Results
 
     redeem = Results.redeem
@@ -33,7 +34,7 @@ def test_a_request_that_ends_with_an_error_is_exit_1(outrider, monkeypatch):
     def bad(self, ticket, copied):
         outcomes = redeem(self, ticket, copied)
         if ticket.batch.decode:
-            outcomes[0].bad[ticket.batch.decode[0].id] = ("target.logits holds NaN at index 3",)
+            outcomes[0].bad[ticket.batch.decode[0].id] = (BadValue("target.logits", 3, None, None),)
         return outcomes
 
     monkeypatch.setattr(Results, "redeem", bad)
