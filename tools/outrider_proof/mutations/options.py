@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from dataclasses import replace
+from typing import Any
 
 from outrider import Engine, SamplingParams
 from outrider_proof.decode_program import Arrival
@@ -37,8 +38,8 @@ def drawn_params(setup: Setup, number: int) -> tuple[tuple[Arrival, SamplingPara
     return tuple(found)
 
 
-def _options(dice: random.Random, *, drawn: bool, tokens: int) -> dict[str, object]:
-    kinds: list[dict[str, object]] = [
+def _options(dice: random.Random, *, drawn: bool, tokens: int) -> dict[str, Any]:
+    kinds: list[dict[str, Any]] = [
         {"repetition_penalty": dice.choice((0.5, 1.5, 3.0))},
         {"presence_penalty": dice.choice((-2.0, 1.0, 2.0)), "frequency_penalty": dice.choice((0.0, 0.5, -1.0))},
         {"logit_bias": {dice.randrange(VOCABULARY): dice.choice((-50.0, 4.0, 2.0)) for _ in range(4)}},
@@ -46,10 +47,10 @@ def _options(dice: random.Random, *, drawn: bool, tokens: int) -> dict[str, obje
         {"stop_token_ids": tuple(dice.sample(range(VOCABULARY), 3)), "min_tokens": dice.randint(0, tokens)},
     ]
     if drawn:
-        hot: dict[str, object] = {"temperature": dice.choice((0.3, 1.0, 2.0)), "seed": dice.randrange(2**40)}
+        hot: dict[str, Any] = {"temperature": dice.choice((0.3, 1.0, 2.0)), "seed": dice.randrange(2**40)}
         shares = [{"top_k": dice.randint(1, 6)}, {"top_p": dice.choice((0.3, 0.9))}, {"min_p": dice.choice((0.05, 0.5))}]
         kinds += [hot | share for share in shares] * 2
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     for kind in dice.sample(kinds, dice.randint(1, 3)):
         found |= kind
     return found
