@@ -65,7 +65,8 @@ def product(x: Number, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
         error = error + _PARTS * UNIT[dtype] * magnitude
     if bias is None:
         return rounded(Number(value, error), dtype)
-    error = error + UNIT[dtype] * value.abs()  # the bias may meet a product that is rounded already
+    error = error + UNIT[dtype] * value.abs()  # the bias may meet a product that is rounded already,
+    error = error + growth(w.shape[-1], wide(dtype)) * bias.double().abs()  # or the sum may begin with it
     return rounded(Number(value + bias.double(), error), dtype)
 
 

@@ -48,7 +48,11 @@ def _options(dice: random.Random, *, drawn: bool, tokens: int) -> dict[str, Any]
     ]
     if drawn:
         hot: dict[str, Any] = {"temperature": dice.choice((0.3, 1.0, 2.0)), "seed": dice.randrange(2**40)}
-        shares = [{"top_k": dice.randint(1, 6)}, {"top_p": dice.choice((0.3, 0.9))}, {"min_p": dice.choice((0.05, 0.5))}]
+        shares: list[dict[str, Any]] = [
+            {"top_k": dice.randint(1, 6)},
+            {"top_p": dice.choice((0.3, 0.9))},
+            {"min_p": dice.choice((0.05, 0.5))},
+        ]
         kinds += [hot | share for share in shares] * 2
     found: dict[str, Any] = {}
     for kind in dice.sample(kinds, dice.randint(1, 3)):
