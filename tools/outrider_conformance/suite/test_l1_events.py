@@ -206,15 +206,16 @@ def test_synchronize_waits_for_the_latest_generation(lab: Lab) -> None:
 
 @promise("Event.synchronize_within", "True once the generation has completed")
 def test_synchronize_within_waits_like_synchronize(lab: Lab) -> None:
-    """With a limit that is far away it orders the host as synchronize does."""
+    """With a limit that is far away it orders the host as synchronize does, behind each of several long pieces of work."""
 
     def program(backend: Backend) -> None:
         (a,) = lab.streams("a")
         x = lab.full(a, 0)
-        lab.later(a, x, 1)
+        for piece in (1, 2, 3):
+            lab.later(a, x, piece)
         event = lab.record(a)
         assert event.synchronize_within(60.0), "a minute wasn't enough"
-        expect(lab.peek(x), 1.0, "what the host read behind the generation")
+        expect(lab.peek(x), 3.0, "what the host read behind the generation")
 
     lab.always(program)
 
