@@ -128,14 +128,8 @@ class AnyModelOptions(DecodeOptions):
 
     def speculation(self) -> Speculation:
         """The checkpoints and the proposer, and whether the model runs through transformers."""
-        return Speculation.choose(
-            self.speculate,
-            model=self.model,
-            draft=self.draft,
-            draft_tokens=self.draft_tokens,
-            draft_topk=self.draft_topk,
-            draft_nodes=self.draft_nodes,
-            quantized=self.quantized,
+        return replace(
+            super().speculation(),
             through_transformers=self.through_transformers,
             trust_remote_code=self.trust_remote_code,
         )

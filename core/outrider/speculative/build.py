@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 
@@ -41,6 +42,7 @@ class DraftOptions:
 
 
 Builder = Callable[[DraftOptions], Proposer]
+_Head = TypeVar("_Head")
 
 
 def build(name: str, options: DraftOptions, *, builders: Mapping[str, Builder] | None = None) -> Proposer:
@@ -63,6 +65,18 @@ def _directory(options: DraftOptions, name: str, what: str) -> Path:
     if options.directory is None:
         raise ConfigError(f"speculate={name!r} needs the directory of {what}; give draft_dir (--draft)")
     return options.directory
+
+
+def _read(load: Callable[..., _Head], options: DraftOptions, name: str, what: str) -> _Head:
+    """What drafts on top of the target, from its directory."""
+    return load(
+        _directory(options, name, what),
+        target=options.target,
+        backend=options.backend,
+        dtype=options.dtype,
+        progress=options.progress,
+        quantized=options.quantized,
+    )
 
 
 def _no_nodes(options: DraftOptions, name: str) -> None:
@@ -88,42 +102,16 @@ def _with_head(head: DraftHead, options: DraftOptions) -> Proposer:
 
 
 def _eagle(options: DraftOptions) -> Proposer:
-    directory = _directory(options, "eagle", "an EAGLE head")
-    head = load_eagle(
-        directory,
-        target=options.target,
-        backend=options.backend,
-        dtype=options.dtype,
-        progress=options.progress,
-        quantized=options.quantized,
-    )
-    return _with_head(head, options)
+    return _with_head(_read(load_eagle, options, "eagle", "an EAGLE head"), options)
 
 
 def _eagle3(options: DraftOptions) -> Proposer:
-    directory = _directory(options, "eagle3", "an EAGLE-3 head")
-    head = load_eagle3(
-        directory,
-        target=options.target,
-        backend=options.backend,
-        dtype=options.dtype,
-        progress=options.progress,
-        quantized=options.quantized,
-    )
-    return _with_head(head, options)
+    return _with_head(_read(load_eagle3, options, "eagle3", "an EAGLE-3 head"), options)
 
 
 def _mtp(options: DraftOptions) -> Proposer:
     _no_nodes(options, "mtp")
-    directory = _directory(options, "mtp", "heads of multi-token prediction")
-    heads = load_mtp(
-        directory,
-        target=options.target,
-        backend=options.backend,
-        dtype=options.dtype,
-        progress=options.progress,
-        quantized=options.quantized,
-    )
+    heads = _read(load_mtp, options, "mtp", "heads of multi-token prediction")
     return MtpProposer(heads, draft_tokens=options.draft_tokens, branches=options.topk)
 
 
