@@ -130,13 +130,13 @@ def _sync_foreign(base):
 def _thread_stream(base):
     from outrider_sim.machine import Machine
 
-    main = threading.get_ident()
+    main, right = threading.get_ident(), Machine.stream.fget
 
     def get(self):
-        if threading.get_ident() != main and self.local.thread is None:
+        if threading.get_ident() != main and self.scheduler.local.thread is None:
             reach()
             return self.main_stream
-        return self.local.stream or self.main_stream
+        return right(self)
 
     Machine.stream = property(get)
 
