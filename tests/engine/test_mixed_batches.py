@@ -51,6 +51,11 @@ def test_prompts_get_a_quarter_of_the_budget_at_least():
     assert prompts(made.next_batch()) == [12]
 
 
+def test_a_budget_that_is_not_given_has_room_for_all_drafts_and_a_chunk():
+    made = tiny.engine(MAKERS["eagle"](tiny.target(), tiny.BACKEND), max_requests=5, prefill_chunk=16)
+    assert made._scheduler._limits.token_budget == 5 * (3 + 1) + 16
+
+
 @given(
     budget=st.integers(8, 200),
     chunk=st.integers(2, 100),
