@@ -134,11 +134,11 @@ def test_a_page_is_known_by_all_that_its_contents_depend_on():
     assert not [name for name, other in others.items() if key == replace(key, **{name: other})]
 
 
-def hand_made(*, pages, spare=0):
+def hand_made(*, pages, spare=0, growth=1, prefill_chunk=64):
     return Scheduler(
         rows=FreeList("request row", 4),
         pages=PagePool(count=pages + 1, page_size=4, ahead=0, share=False),
-        limits=SchedulerLimits(growth=1, slots=1, spare=spare, prefill_chunk=64),
+        limits=SchedulerLimits(growth=growth, slots=1, spare=spare, prefill_chunk=prefill_chunk),
     )
 
 
@@ -154,6 +154,19 @@ def test_who_has_pages_already_does_not_wait_behind_who_has_none():
 
 def test_a_request_at_its_longest_holds_its_scattered_slots_as_well():
     assert [hand_made(pages=9, spare=spare).most_pages(8) for spare in (0, 1, 4, 5)] == [2, 3, 3, 4]
+
+
+def test_who_does_not_decode_yet_takes_no_pages_for_it():
+    made = hand_made(pages=9, growth=4, prefill_chunk=5)
+    request = Request(0, (1,) * 15, SamplingParams(max_tokens=20), frozenset())
+    made.add(request)
+    held = []
+    for _ in range(3):
+        made.next_batch()
+        held.append(len(request.pages))
+    assert held == [4, 4, 4]
+    made.next_batch()
+    assert len(request.pages) > 4
 
 
 def test_giving_back_what_nobody_holds_raises():

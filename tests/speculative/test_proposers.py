@@ -10,6 +10,7 @@ from hypothesis import given
 from drawing import some_and_many
 from outrider import Engine, SamplingParams
 from outrider.device import AttentionMetadata, Graph, KernelSet
+from outrider.engine.state.plans import Plans
 from outrider.model import ForwardInput, KVCache
 from outrider.registry import get_backend
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
@@ -104,6 +105,21 @@ def test_lengths_that_are_declared_for_graphs_are_those_of_calls(name, monkeypat
             engine.step()
     assert len(rebound) > 4
     assert called == rebound
+
+
+def test_drafts_behind_the_context_have_its_last_position(monkeypatch):
+    """No token of them is kept; where models have a table of positions, it ends there."""
+    positions, planned = [], Plans.from_lengths
+
+    def noted(plans, inputs, verify):
+        planned(plans, inputs, verify)
+        positions.append(int(verify.positions.max()))
+
+    monkeypatch.setattr(Plans, "from_lengths", noted)
+    engine = tiny.engine(PROPOSERS["eagle"](), max_context=12)
+    for length in (3, 5):
+        engine.generate([range(1, length + 1)], SamplingParams(max_tokens=12 - length, ignore_eos=True))
+    assert max(positions) == 11
 
 
 def acceptance(proposer, **config):
