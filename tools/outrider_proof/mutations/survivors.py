@@ -40,7 +40,7 @@ REASONS: dict[str, str] = {
         "matters where two hashes are the same: tests/engine/test_pages.py compares such keys"
     ),
     "Places.attention: one more: 1 → 2 (2)": "kernels that take queries apart: tests/speculative/test_proposers.py (uniform)",
-    "PrefillGraphs.bucket: change a flag: True → False": "costs alone: tests/engine/test_prefill_graphs.py (what is replayed)",
+    "PrefillGraphs.bucket: change a flag: True → False": "costs alone: tests/engine/test_prefill_graphs.py",
     "Verify.run: turn a comparison: outputs.path is not None": "trees' own caches: tests/speculative/test_draft_state.py",
     "Verify.run: change a flag: True → False": "equivalent: a model gives as many states as it's asked for",
     "Plans.__init__: one more: 1 → 2": "trees of several requests: tests/speculative/test_draft_state.py",
@@ -67,6 +67,7 @@ REASONS: dict[str, str] = {
     "Guidance.along: leave out: words.fill_(EVERYTHING)": "rows that nobody walks: tests/engine/test_guided.py",
     "Guidance.along: one more: 0 → 1 (3)": "trees under guides: tests/engine/test_guided.py",
     "LogprobBuffers.__init__: one more: 1 → 2": "equivalent: a column more, which nobody reads",
+    "build_scheduler: one more: 1 → 2 (3)": "a default: tests/engine/test_mixed_batches.py reads it",
     "Results.__init__: one more: 2 → 3 (2)": "equivalent: rows more, which nobody reads",
     "MtpProposer._flat: one more: 0 → 1 (4)": "equivalent: what attention gives for padding is dropped",
     "MtpProposer.__init__: one more: 0 → 1 (2)": "equivalent: all heads have one config (a single head: IndexError)",
