@@ -136,6 +136,19 @@ def test_what_is_drawn_does_not_depend_on_the_lengths(cpu):
     assert [result.token_ids for result in both[0]] == [result.token_ids for result in both[1]]
 
 
+def test_the_policy_is_told_what_was_accepted(cpu):
+    class Noting(FixedLength):
+        def observe(self, drafted, accepted):
+            assert drafted == 3
+            told.extend(accepted)
+
+    told = []
+    made = engine(cpu, "eagle", policy=Noting(3))
+    made.generate(PROMPTS, SamplingParams(max_tokens=12))
+    assert len(told) == made.stats.request_iterations
+    assert sum(told) == made.stats.verified_tokens - made.stats.request_iterations > 0
+
+
 @pytest.mark.parametrize("mode", [{}, {"mode": "fused"}], ids=["staged", "fused"])
 def test_costs_are_measured_for_each_length_and_size(cpu, mode):
     made = engine(cpu, "eagle", draft_length="load", **mode)

@@ -450,6 +450,24 @@ def test_masks_along_a_tree_are_those_of_a_walk_to_each_node(data):
     assert "isn't allowed by the guide" in refused
 
 
+def test_what_an_interrupted_walk_left_is_undone_before_the_next_mask():
+    """The next mask may be a prompt's: after an interrupt, requests begin again."""
+
+    class Interrupted(Residues):
+        def fill(self, words, index):
+            if index:
+                raise KeyboardInterrupt
+            super().fill(words, index)
+
+    state = Guidance(Interrupted(9), vocabulary=9)
+    masks, wanted = torch.zeros((2, words_of(9)), dtype=torch.int32), torch.zeros((1, words_of(9)), dtype=torch.int32)
+    with pytest.raises(KeyboardInterrupt):
+        state.along((0,), (-1, 0), masks)
+    state.first(masks, 0)
+    Residues(9).fill(wanted, 0)
+    assert torch.equal(masks[:1], wanted)
+
+
 PATTERNS = st.recursive(
     st.sampled_from(["a", "[b-d]", "\\d", "\\W", "[^x]", ".", "é", "[^\\s1]", "-", "\\.", "[\\]^]"]),
     lambda inner: st.one_of(

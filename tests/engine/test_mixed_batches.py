@@ -51,6 +51,12 @@ def test_prompts_get_a_quarter_of_the_budget_at_least():
     assert prompts(made.next_batch()) == [12]
 
 
+def test_a_budget_that_is_not_given_has_room_for_all_drafts_and_a_chunk():
+    made = tiny.engine(MAKERS["eagle"](tiny.target(), tiny.BACKEND), max_requests=5, prefill_chunk=16)
+    limits = made._scheduler._limits
+    assert (limits.token_budget, limits.gather_tokens) == (5 * (3 + 1) + 16, 16)
+
+
 @given(
     budget=st.integers(8, 200),
     chunk=st.integers(2, 100),
@@ -100,6 +106,14 @@ def test_a_prompt_waits_for_a_bounded_time():
     made = gathering()
     add(made, 1, 8, first=8)
     assert [prompts(made.next_batch()) for _ in range(5)] == [[], [], [], [8], []]
+
+
+def test_iterations_without_a_new_prompt_do_not_count_as_waiting():
+    made = gathering()
+    for _ in range(2):
+        assert prompts(made.next_batch()) == []
+    add(made, 1, 8, first=8)
+    assert [prompts(made.next_batch()) for _ in range(4)] == [[], [], [], [8]]
 
 
 def test_few_running_requests_and_long_prompts_do_not_wait():

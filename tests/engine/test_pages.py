@@ -1,12 +1,14 @@
 """Rows, pages, shared prefixes and preemption: who owns what, on drawn histories."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
 from outrider.device import SeamError
-from outrider.engine.requests.pages import FreeList, PagePool
+from outrider.engine.requests.pages import FreeList, PageKey, PagePool
 from outrider.engine.requests.request import FinishReason, Request
 from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
 
@@ -121,6 +123,49 @@ def test_a_draft_needs_one_token_more_than_the_page():
         first = [pool.take(), pool.take()]
         pool.register(first, (1, 2, 3, 4), 4, None, 0)
         assert len(pool.match((1, 2, 9, 9))[0]) == expected
+
+
+def test_a_page_is_known_by_all_that_its_contents_depend_on():
+    """The index compares keys only where their hashes are the same, which no drawn history gets to."""
+    parent = PageKey(None, (1, 2), (3,))
+    key = PageKey(parent, (3, 4), (5,), "image")
+    assert key == PageKey(parent, (3, 4), (5,), "image")
+    others = {"parent": PageKey(None, (1, 2), (3,)), "tokens": (3, 5), "ahead": (6,), "extra": None}
+    assert not [name for name, other in others.items() if key == replace(key, **{name: other})]
+
+
+def hand_made(*, pages, spare=0, growth=1, prefill_chunk=64):
+    return Scheduler(
+        rows=FreeList("request row", 4),
+        pages=PagePool(count=pages + 1, page_size=4, ahead=0, share=False),
+        limits=SchedulerLimits(growth=growth, slots=1, spare=spare, prefill_chunk=prefill_chunk),
+    )
+
+
+def test_who_has_pages_already_does_not_wait_behind_who_has_none():
+    """Its pages are what the others wait for."""
+    made = hand_made(pages=5)
+    large, has_pages = (Request(i, (1,) * n, SamplingParams(max_tokens=2), frozenset()) for i, n in enumerate((15, 6)))
+    assert made.reserve(has_pages)
+    made.add(large)
+    made.add(has_pages)
+    assert made.next_batch().admitted == (has_pages,)
+
+
+def test_a_request_at_its_longest_holds_its_scattered_slots_as_well():
+    assert [hand_made(pages=9, spare=spare).most_pages(8) for spare in (0, 1, 4, 5)] == [2, 3, 3, 4]
+
+
+def test_a_request_that_is_over_takes_no_more_pages():
+    made = hand_made(pages=9, growth=4)
+    request = Request(0, (1,) * 15, SamplingParams(max_tokens=20), frozenset())
+    made.add(request)
+    for _ in range(2):
+        made.next_batch()
+    held = len(request.pages)
+    request.finish_reason = FinishReason.LENGTH  # an iteration is in flight
+    made.next_batch()
+    assert len(request.pages) == held
 
 
 def test_giving_back_what_nobody_holds_raises():

@@ -1,10 +1,12 @@
 """Prompts from graphs: the same tokens as from calls, in buckets that chunks don't fill, and what is never replayed."""
 
+import itertools
+
 import pytest
 from tests.engine.conftest import Tiny
 
 from outrider import Engine, SamplingParams
-from outrider.device import CapabilityError, ConfigError
+from outrider.device import CapabilityError, ConfigError, MemoryInfo
 from outrider.engine.config import EngineConfig
 from outrider.engine.prefill_graphs import PrefillGraphs, token_buckets
 from outrider.engine.requests.batch import Batch, PrefillChunk
@@ -95,7 +97,7 @@ def test_what_only_calls_serve_is_called(bundle, tiny_tokens, monkeypatch):
 def test_nobody_is_padded_by_much():
     assert token_buckets(2048)[:4] == (16, 64, 128, 256)
     assert token_buckets(2048)[-2:] == (1792, 2048)
-    assert token_buckets(9) == (9,)
+    assert [token_buckets(most) for most in (9, 16, 64)] == [(9,), (16,), (16, 64)]
     assert {512, 1024} < set(token_buckets(2048))
 
 
@@ -115,6 +117,16 @@ def test_a_bucket_is_the_least_that_holds_the_chunks(tiny64):
     assert [bucket(chunk) for chunk in chunks] == [16, 16, 40]
     assert bucket(*chunks[:2]) == 40
     assert bucket(*chunks) is None
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_the_memory_that_capturing_takes_is_reported_where_the_device_tells(limited, monkeypatch):
+    """On a device that has less free each time that it's asked."""
+    backend = get_backend("sim" if limited else "cpu")
+    looks = itertools.count(1)
+    monkeypatch.setattr(backend, "memory_info", lambda: MemoryInfo(total=2**34, free=2**34 - 5 * next(looks), allocated=0))
+    engine = Tiny(backend).engine(prefill_graphs=16, mode="fused", **SIZES)
+    assert [engine.captured.bytes, engine.captured_prefill.bytes] == ([5, 5] if limited else [None, None])
 
 
 def test_what_was_asked_for_and_cant_be_is_an_error(tiny64):

@@ -1,10 +1,13 @@
 """What the engine refuses, and how requests end."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from outrider import EngineConfig, SamplingParams
 from outrider.device import ConfigError
-from outrider.engine.requests.request import FinishReason
+from outrider.engine.requests.media import _spans
+from outrider.engine.requests.request import FinishReason, Request
 from outrider.errors import RequestError
 from outrider_proof import tiny
 
@@ -135,3 +138,17 @@ def test_no_iteration_is_launched_that_adds_to_nobodys_output(overlap, others):
     assert tuple(record.output) == tiny.plain((1, 2, 3), 8)[: len(record.output)]
     assert record.iterations == 7, "the prompt gives a token, each iteration one more"
     assert engine.stats.iterations == (11 if others else 8)
+
+
+def test_only_what_a_guide_refuses_counts_as_refused():
+    for most, reason in ((1, FinishReason.LENGTH), (2, None)):
+        output = Request(0, (1, 2), SamplingParams(max_tokens=most), frozenset()).take((5,), ())
+        assert (output.finish_reason, output.refused) == (reason, False)
+
+
+@pytest.mark.parametrize("before", range(4))
+def test_an_image_is_where_its_first_placeholder_is(before):
+    vision = SimpleNamespace(image_token=7, video_token=8)
+    media = SimpleNamespace(grid=SimpleNamespace(features=lambda _: 3))
+    found = _spans([media, media], (*(1,) * before, 7, 7, 7, 2, 8, 8, 8), vision)
+    assert [(span.start, span.end) for span in found] == [(before, before + 3), (before + 4, before + 7)]

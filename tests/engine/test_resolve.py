@@ -141,6 +141,11 @@ def test_modes_that_are_given_stay():
     assert decided(replace(LLAMA_8B, no_overlap_fused=True), mode="staged").overlap is True
 
 
+def test_the_reason_for_graphs_is_what_the_device_declares():
+    assert why(decided(mode="staged"), "graphs") == "the device captures them"
+    assert why(decided(HOST), "graphs") == "the device captures none"
+
+
 def test_the_host_keeps_small_sizes_and_a_quarter_of_its_memory():
     made = decided(HOST)
     assert (made.mode, made.graphs, made.overlap) == ("staged", False, False)

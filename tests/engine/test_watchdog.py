@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from outrider import Engine, EngineConfig, SamplingParams
-from outrider.device import ConfigError, DeadlockError, DeviceLost, DeviceStuck, EngineStopped, polling
+from outrider.device import ConfigError, DeadlockError, DeviceLost, DeviceStuck, EngineStopped, Fence, polling
 from outrider.device.polling import poll
+from outrider.engine.recovery.watchdog import Watchdog
 from outrider.model import load_decoder, load_eagle
 from outrider.speculative.eagle import EagleProposer
 from outrider_cpu.backend import CpuBackend
@@ -204,6 +205,35 @@ def test_without_a_limit_the_device_itself_is_asked_to_wait(bundled_dir, expecte
     backend = create_backend(0, {})
     engine = engine_on(backend, bundled_dir, device_timeout_s=None)
     assert [done.token_ids for done in engine.generate(PROMPTS, PARAMS)] == expected
+
+
+class Asked(Fence):
+    """Notes for how long the host waits at it; None: for ever."""
+
+    mechanism = "none"
+
+    def __init__(self):
+        super().__init__("asked")
+        self.limits = []
+
+    signal = wait = done = None  # nobody asks
+
+    def wait_host(self):
+        self.limits.append(None)
+
+    def wait_host_within(self, seconds):
+        self.limits.append(seconds)
+        return True
+
+
+@pytest.mark.parametrize("limit", [None, 2.5])
+def test_the_host_waits_as_long_as_the_limit_says(limit):
+    fence, watchdog = Asked(), Watchdog(limit)
+    watched = watchdog.around(lambda inner: inner)(fence)
+    assert "the host: came past no fence yet" in str(watchdog.stuck(watched, "it waits"))
+    watched.wait_host()
+    assert fence.limits == [limit]
+    assert "the host: came past asked (generation 0)" in str(watchdog.stuck(watched, "it waits"))
 
 
 @pytest.mark.parametrize("takes", [0.03, 0.1, 0.5, 2.0])

@@ -9,14 +9,16 @@ from hypothesis import given
 
 from drawing import some_and_many
 from outrider import Engine, SamplingParams
-from outrider.device import AttentionMetadata, KernelSet
+from outrider.device import AttentionMetadata, Graph, KernelSet
+from outrider.engine.state.plans import Plans
 from outrider.model import ForwardInput, KVCache
+from outrider.registry import get_backend
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.tree import DynamicTree, FixedTree
-from outrider_proof import tiny
+from outrider_proof import proposers, tiny
 from outrider_proof.tiny import plain_config
 from speculative.programs import ENGINES, check, programs
 
@@ -49,6 +51,75 @@ test_any_program_gives_plain_greedy_tokens, test_many_programs_give_plain_greedy
     some=3,
     many=8,
 )
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_a_uniform_pass_has_as_many_new_tokens_as_it_says(name, monkeypatch):
+    """Kernels of some devices take the queries apart by that number; the host's find them by their offsets."""
+    kind, passes = type(tiny.BACKEND.kernels), []
+    attention = kind.paged_attention
+
+    def noted(kernels, q, k_cache, v_cache, metadata, **named):
+        if metadata.uniform:
+            passes.append((q.shape[0], metadata.seq_lens.shape[0] * metadata.max_query))
+        return attention(kernels, q, k_cache, v_cache, metadata, **named)
+
+    monkeypatch.setattr(kind, "paged_attention", noted)
+    engine = tiny.engine(PROPOSERS[name](), prefill_chunk=4)
+    engine.generate([(3,), (1, 2, 3, 4, 5, 6)], SamplingParams(max_tokens=6, ignore_eos=True))
+    assert passes
+    assert all(tokens == told for tokens, told in passes)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle-tree", "mtp", "draft-model", "draft-model-tree"])
+def test_lengths_that_are_declared_for_graphs_are_those_of_calls(name, monkeypatch):
+    """What a device takes as host integers: of each pass by its name, iteration after iteration."""
+    backend = get_backend("sim:like=npu")
+    loading = backend.create_stream("load")
+    with backend.on(loading):
+        target = proposers.decoder(tiny.target(), backend)
+        made = [proposers.MAKERS[name](target, backend) for _ in range(2)]
+    loading.synchronize()
+    rebound, called, kind = set(), set(), type(target.kernels)
+    update, attention = Graph.update_params, kind.paged_attention
+
+    def rebind(graph, params, *, stream):
+        rebound.update((each, tuple(lengths)) for each, lengths in params.items())
+        update(graph, params, stream=stream)
+
+    def attend(kernels, q, k_cache, v_cache, metadata, **named):
+        exact = metadata.seq_lens_host
+        if exact is not None:
+            called.add((exact.name, tuple(exact.value)))
+        return attention(kernels, q, k_cache, v_cache, metadata, **named)
+
+    for graphs, proposer in zip((True, False), made, strict=True):
+        config = plain_config(dtype="float64", max_context=32, max_requests=1, graphs=graphs, prefix_cache=False)
+        engine = Engine(target, backend, proposer=proposer, config=config)
+        engine.add_request([1, 2, 3, 4, 5], SamplingParams(max_tokens=8, ignore_eos=True))
+        engine.step()  # the prompt is called in both
+        monkeypatch.setattr(Graph, "update_params", rebind)
+        if not graphs:
+            monkeypatch.setattr(kind, "paged_attention", attend)
+        while engine.has_unfinished:
+            engine.step()
+    assert len(rebound) > 4
+    assert called == rebound
+
+
+def test_drafts_behind_the_context_have_its_last_position(monkeypatch):
+    """No token of them is kept; where models have a table of positions, it ends there."""
+    positions, planned = [], Plans.from_lengths
+
+    def noted(plans, inputs, verify):
+        planned(plans, inputs, verify)
+        positions.append(int(verify.positions.max()))
+
+    monkeypatch.setattr(Plans, "from_lengths", noted)
+    engine = tiny.engine(PROPOSERS["eagle"](), max_context=12)
+    for length in (3, 5):
+        engine.generate([range(1, length + 1)], SamplingParams(max_tokens=12 - length, ignore_eos=True))
+    assert max(positions) == 11
 
 
 def acceptance(proposer, **config):
