@@ -451,8 +451,6 @@ def test_masks_along_a_tree_are_those_of_a_walk_to_each_node(data):
 
 
 def test_what_an_interrupted_walk_left_is_undone_before_the_next_mask():
-    """The next mask may be a prompt's: after an interrupt, requests begin again."""
-
     class Interrupted(Residues):
         def fill(self, words, index):
             if index:
