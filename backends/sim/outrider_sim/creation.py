@@ -79,6 +79,13 @@ class Creation:
         sim = self._core.current
         return self._core.allocate(sim, plan.outs[0], sim.machine.stream)
 
+    def filled_like(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Memory that looks like an operand, with values that don't depend on it, here or on another device."""
+        elsewhere = kwargs.get("device")
+        if elsewhere is not None and elsewhere.type != self._core.device.type and isinstance(args[0], SimTensor):
+            return info.run(args[0]._inner, *args[1:], **kwargs)
+        return self._core.compute(info, args, kwargs)
+
     def factory(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SimTensor:
         """`arange` and its like: no tensor operand, values made by a kernel on the device."""
         named = {**kwargs, "device": META}

@@ -45,6 +45,7 @@ from outrider_sim.tensor import SimTensor, wrap
 from outrider_sim.views import Views
 
 _IGNORE: Mapping[str, Any] = {}
+_LIKE = frozenset({"aten::empty_like", "aten::new_empty", "aten::new_empty_strided"})
 
 
 class Dispatcher:
@@ -156,8 +157,10 @@ class Dispatcher:
         special = self._special.get(info.name)
         if special is not None:
             handler: Callable[..., Any] = lambda args, kwargs: special(*args, **kwargs)  # noqa: E731
-            if info.name in ("aten::empty_like", "aten::new_empty", "aten::new_empty_strided"):
-                handler = partial(self.creation.empty_like, info)
+        elif info.name in _LIKE:
+            handler = partial(self.creation.empty_like, info)
+        elif info.way is Way.COMPUTE and any(argument.name == "device" for argument in func._schema.arguments):
+            handler = partial(self.creation.filled_like, info)
         else:
             handler = partial(self._ways[info.way], info)
         self._handlers[func] = handler
