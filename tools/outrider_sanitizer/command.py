@@ -62,10 +62,14 @@ def sanitize(
 
 
 def _run(registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str]) -> tuple[list[Findings], str | None]:
+    from outrider_sanitizer.spellings import spelled
+
     reports: list[Findings] = []
-    code, failure = run_script(
-        path, argv, registry.create(spec), lambda made, stack: reports.append(stack.enter_context(_watch(made)))
-    )
+    first = registry.create(spec)
+    with spelled(first):
+        code, failure = run_script(
+            path, argv, first, lambda made, stack: reports.append(stack.enter_context(_watch(made, first)))
+        )
     if failure is None and code:
         failure = f"exit code {code}"
     # A backend that nothing was done with has nothing to say, unless it's the only one.
@@ -96,10 +100,11 @@ def _ignore(_: object) -> None:
     """What the scope gives isn't needed."""
 
 
-def _watch(backend: Backend) -> AbstractContextManager[Findings]:
+def _watch(backend: Backend, first: Backend) -> AbstractContextManager[Findings]:
     from outrider_sanitizer import watch
 
-    return watch(backend)
+    # What torch tells of a device is told once: to who watches the backend that the script was given.
+    return watch(backend, torch_calls=backend is first)
 
 
 def show(console: Console, report: Findings, advice: bool) -> None:

@@ -69,6 +69,7 @@ class _Operands(NamedTuple):
     empty: bool  # it allocates and writes nothing
     waits: bool  # it gives a value to the host
     rows: frozenset[str]
+    at_once: int  # where `non_blocking` is among the arguments, -1 where it isn't
 
 
 def _operands(func: Any) -> _Operands:
@@ -76,13 +77,15 @@ def _operands(func: Any) -> _Operands:
     name: str = schema.name
     writes = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     fresh = any(r.alias_info is None and "Tensor" in str(r.type) for r in schema.returns)
+    names = tuple(a.name for a in schema.arguments)
     return _Operands(
-        names=tuple(a.name for a in schema.arguments),
+        names=names,
         writes=writes,
         fresh=fresh,
         empty=fresh and name.split("::")[-1].startswith(("empty", "new_empty")),
         waits=name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"),
         rows=frozenset(ROW_ACCESS.get(name, ("self", "weight") if name in _INDEXED else ())),
+        at_once=names.index("non_blocking") if "non_blocking" in names else -1,
     )
 
 
@@ -236,6 +239,11 @@ class DerivedSanitizer(Sanitizer):
         known = self._storages.known(tensor)
         return _extent(tensor, known[0].number, False, "", -1) if known is not None else None
 
+    def _placed(self) -> str:
+        """The stream of what the calling thread does on the device now."""
+        scope = self._scope
+        return scope[-1] if scope else _AMBIENT
+
     # -- operators -------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -294,20 +302,28 @@ class DerivedSanitizer(Sanitizer):
             _tensors(name, value, inputs)
         outputs: list[tuple[str, Tensor]] = []
         _tensors("out", result, outputs)
+        blocking = False
+        if operands.at_once >= 0:
+            given = args[operands.at_once] if len(args) > operands.at_once else kwargs.get("non_blocking")
+            blocking = not given
         with self._lock:
             self._freed()
-            self._note(func, operands, inputs, outputs)
+            self._note(func, operands, inputs, outputs, blocking)
 
     def _freed(self) -> None:
         for known in self._storages.gone():
             self.freed(known.number, known.home or _AMBIENT)
 
     def _note(
-        self, func: Any, operands: _Operands, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]]
+        self,
+        func: Any,
+        operands: _Operands,
+        inputs: list[tuple[str, Tensor]],
+        outputs: list[tuple[str, Tensor]],
+        blocking: bool,
     ) -> None:
-        scope = self._scope
-        on_device = bool(scope) if self._host_only else any(_on(t, self.backend) for _, t in (*inputs, *outputs))
-        stream = (scope[-1] if scope else _AMBIENT) if on_device else "host"
+        on_device = bool(self._scope) if self._host_only else any(_on(t, self.backend) for _, t in (*inputs, *outputs))
+        stream = self._placed() if on_device else HOST
         location = here()
         accesses: list[Access] = []
         seen: set[int] = set()
@@ -328,6 +344,7 @@ class DerivedSanitizer(Sanitizer):
         for name, tensor in outputs:
             found = self._storages.known(tensor)
             if found is None:
+                fresh |= operands.fresh  # memory that isn't watched was filled from what is
                 continue
             if found[0].number in seen:
                 if not any(tensor is t for _, t in inputs):  # a view: it keeps the storage, and has an age
@@ -337,25 +354,30 @@ class DerivedSanitizer(Sanitizer):
             self._storages.note(tensor)
             fresh = True
             if found[1]:
-                found[0].home = "host" if found[0].pinned or stream == "host" else stream
+                found[0].home = HOST if found[0].pinned or stream == HOST else stream
                 self.allocated(found[0].number, tensor.untyped_storage().nbytes(), found[0].home, location)
+                self.found(tensor, found[0])
             if not operands.empty:
                 accesses.append(_extent(tensor, found[0].number, True, name, -1))
         if not accesses or not (fresh or operands.writes or operands.waits):
             return  # views and questions move no bytes
-        if stream == "host":
+        if stream == HOST:
             for access in accesses:
                 self.host_accessed(access, location)
             return
         self.launched(Operation(func._schema.name, stream, self._step(stream), tuple(accesses), location))
-        if operands.waits or self._pageable(inputs, outputs):
+        if operands.waits or self._over(inputs, outputs, blocking):
             self._ordering.stream_synchronized(stream)
 
-    def _pageable(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]]) -> bool:
-        """A copy with pageable host memory at one end has run when it returns."""
+    def found(self, tensor: Tensor, known: _Known) -> None:
+        """A storage was seen for the first time, as a result."""
+
+    def _over(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]], blocking: bool) -> bool:
+        """Whether it has run when it returns: a copy with the host that may block, or one with pageable memory at an end."""
         if self._host_only:
             return False
-        return any(t.device.type == "cpu" and t.dim() > 0 and self._storages.known(t) is None for _, t in (*inputs, *outputs))
+        host = [t for _, t in (*inputs, *outputs) if t.device.type == "cpu" and t.dim() > 0]
+        return bool(host) and (blocking or any(self._storages.known(t) is None for t in host))
 
 
 class _Mode(TorchDispatchMode):

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import sys
 
-_INSIDE = ("outrider.device", "outrider_sanitizer", "outrider_", "torch", "contextlib", "threading", "weakref", "concurrent.")
+_INSIDE = (
+    "outrider.device",
+    "outrider_sanitizer",
+    "outrider_",
+    "torch",
+    "triton",
+    "contextlib",
+    "threading",
+    "weakref",
+    "concurrent.",
+)
 
 _PROGRAMS = "outrider_sanitizer.races"
 

@@ -15,23 +15,33 @@ if TYPE_CHECKING:
     from outrider.device import Backend
 
 
-def _make(backend: Backend, rows_apart: bool, ranks: Ranks | None) -> Sanitizer:
+def _make(backend: Backend, rows_apart: bool, ranks: Ranks | None, torch_calls: bool) -> Sanitizer:
     if backend.capabilities.reports_accesses:
         return Sanitizer(backend, ranks)
+    if torch_calls:
+        from outrider_sanitizer.torch_calls import TorchSanitizer, trace_of
+
+        trace = trace_of(backend)
+        if trace is not None:
+            return TorchSanitizer(backend, trace, ranks, rows_apart=rows_apart)
     from outrider_sanitizer.dispatch import DerivedSanitizer  # it imports torch, which a command's help does without
 
     return DerivedSanitizer(backend, ranks, rows_apart=rows_apart)
 
 
 @contextmanager
-def watch(backend: Backend, *, rows_apart: bool = True) -> Generator[Report]:
+def watch(backend: Backend, *, rows_apart: bool = True, torch_calls: bool = False) -> Generator[Report]:
     """Sanitize what runs inside the ``with``; the report fills as it goes and is complete at its end.
 
     On a backend that reports its memory accesses nothing else is needed. Elsewhere they are derived from torch's
     dispatcher on the calling thread and on the threads that it starts. There, two accesses whose rows are decided by data
     are taken to be disjoint; without ``rows_apart`` they're taken to overlap, which finds more and may raise false alarms.
+
+    ``torch_calls``: also what the program does past the seam, with torch's own streams, events and graphs, where torch
+    tells of it (its CUDA module); for one backend of a device at a time. A backend that reports its accesses reports
+    these too.
     """
-    with watching(backend, rows_apart=rows_apart) as sanitizer:
+    with watching(backend, rows_apart=rows_apart, torch_calls=torch_calls) as sanitizer:
         yield sanitizer.report
 
 
@@ -50,10 +60,12 @@ def watch_ranks(backends: Iterable[Backend], *, rows_apart: bool = True) -> Gene
 
 
 @contextmanager
-def watching(backend: Backend, *, rows_apart: bool = True, ranks: Ranks | None = None) -> Generator[Sanitizer]:
+def watching(
+    backend: Backend, *, rows_apart: bool = True, ranks: Ranks | None = None, torch_calls: bool = False
+) -> Generator[Sanitizer]:
     """:func:`watch`, for tools that also ask where streams stand; ``ranks``: shared with the sanitizers of other ranks."""
     with ExitStack() as stack:
-        sanitizer = _make(backend, rows_apart, ranks)
+        sanitizer = _make(backend, rows_apart, ranks, torch_calls)
         backend.attach(sanitizer)
         stack.callback(backend.detach)
         stack.enter_context(host_edges(sanitizer, sanitizer.thread_scope))

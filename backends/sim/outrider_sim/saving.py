@@ -17,6 +17,7 @@ from torch import Tensor
 from outrider_sim.meta import Meta
 
 if TYPE_CHECKING:
+    from outrider_sim.memory import Allocation
     from outrider_sim.tensor import SimTensor
 
 _BEFORE_TORCHS = 9
@@ -44,14 +45,13 @@ def _host_storage(size: int, place: torch.device) -> HostStorage:
     return made
 
 
-def _bytes_of(tensor: SimTensor) -> Tensor:
-    """All bytes of the storage, as a tensor on the device."""
+def bytes_of(allocation: Allocation, device: torch.device) -> Tensor:
+    """All bytes of a storage, as a tensor on the device."""
     from outrider_sim.tensor import wrap
 
-    allocation = tensor._alloc
     meta = Meta((allocation.nbytes,), (1,), torch.uint8)
     inner = torch.as_strided(allocation.block.typed[torch.uint8], meta.shape, meta.stride, 0)
-    return wrap(inner, meta, allocation, tensor.device)
+    return wrap(inner, meta, allocation, device)
 
 
 def reduced(tensor: SimTensor) -> Any:
@@ -70,9 +70,9 @@ def reduced(tensor: SimTensor) -> Any:
     storage = _SAVED.get(allocation.id)
     if storage is None:
         with torch.no_grad():
-            held = _bytes_of(tensor).cpu()
+            held = bytes_of(allocation, tensor.device).cpu()
         storage = _host_storage(allocation.nbytes, tensor.device)
-        _bytes_on_host(storage).copy_(held)
+        bytes_on_host(storage).copy_(held)
         _SAVED[allocation.id] = storage
     looks: tuple[Any, ...] = (
         tensor.storage_offset(),
@@ -85,7 +85,8 @@ def reduced(tensor: SimTensor) -> Any:
     return torch._utils._rebuild_tensor_v2, (typed, *looks)
 
 
-def _bytes_on_host(storage: torch.UntypedStorage) -> Tensor:
+def bytes_on_host(storage: torch.UntypedStorage) -> Tensor:
+    """The bytes of a host storage."""
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
@@ -93,7 +94,7 @@ def moved(storage: HostStorage) -> SimTensor:
     """The storage's bytes on its device: the same tensor each time."""
     if storage.moved is None:
         with torch.no_grad():
-            storage.moved = _bytes_on_host(storage).to(storage.place)
+            storage.moved = bytes_on_host(storage).to(storage.place)
     found: SimTensor = storage.moved
     return found
 
@@ -113,7 +114,7 @@ def install(name: str) -> None:
         if found is None:
             return None
         made = _host_storage(storage.nbytes(), found)
-        _bytes_on_host(made).copy_(_bytes_on_host(storage))
+        bytes_on_host(made).copy_(bytes_on_host(storage))
         return made
 
     torch.serialization.register_package(_BEFORE_TORCHS, tag, restore)

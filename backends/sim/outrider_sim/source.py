@@ -14,12 +14,15 @@ import torch
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _NODES = 1 << 16
 _HERE = os.path.dirname(__file__) + os.sep
+_PARTS = tuple(os.sep.join(("", *parts, "")) for parts in (("outrider", "device"), ("triton", "runtime")))
+_MODES = ("__torch_function__", "__torch_dispatch__")
+"""What torch calls on the way to an operator, in whoever's file: the line that matters is further out."""
 
 
 @cache
 def _inside(code: CodeType) -> bool:
     name = code.co_filename
-    return name.startswith((_TORCH, _HERE, "<")) or f"{os.sep}outrider{os.sep}device{os.sep}" in name
+    return name.startswith((_TORCH, _HERE, "<")) or code.co_name in _MODES or any(part in name for part in _PARTS)
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from outrider_sim.saving import reduced
+from outrider_sim.saving import bytes_of, bytes_on_host, reduced
 
 if TYPE_CHECKING:
     from outrider.device import Access
@@ -20,7 +20,7 @@ _make = Tensor._make_wrapper_subclass
 
 
 class SimStorage:
-    """What `untyped_storage()` answers: the identity and size of a simulated storage, without its bytes."""
+    """What `untyped_storage()` answers: a simulated storage, whose bytes are copied and never seen."""
 
     def __init__(self, allocation: Allocation, device: torch.device) -> None:
         self._allocation = allocation
@@ -36,6 +36,17 @@ class SimStorage:
 
     size = nbytes
     __len__ = nbytes
+
+    def cpu(self) -> torch.UntypedStorage:
+        """A copy of the bytes on the host; waits for the current stream."""
+        with torch.no_grad():
+            return bytes_of(self._allocation, self.device).cpu().untyped_storage()
+
+    def copy_(self, source: torch.UntypedStorage, non_blocking: bool | None = None) -> SimStorage:
+        """Fill it from a host storage of its size, on the current stream."""
+        with torch.no_grad():
+            bytes_of(self._allocation, self.device).copy_(bytes_on_host(source), non_blocking=bool(non_blocking))
+        return self
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SimStorage) and other._allocation is self._allocation

@@ -258,8 +258,11 @@ def _memory_info() -> tuple[int, int]:
 
 def make_module(name: str) -> ModuleType:
     """The module for the device called `name`."""
+    from outrider_sim import torch_graphs as graphs
+
     module = ModuleType(f"torch.{name}", "A simulated accelerator.")
     members: dict[str, Any] = {
+        "CUDAGraph": graphs.CUDAGraph,
         "Event": Event,
         "Stream": Stream,
         "StreamContext": stream,
@@ -274,7 +277,10 @@ def make_module(name: str) -> ModuleType:
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "get_device_name": lambda device=None: f"simulated, like {_backend().sim.options.like.name}",
         "get_rng_state": _get_rng_state,
+        "graph": graphs.graph,
+        "graph_pool_handle": graphs.graph_pool_handle,
         "is_available": lambda: True,
+        "is_current_stream_capturing": graphs.is_current_stream_capturing,
         "is_initialized": lambda: True,
         "manual_seed": _manual_seed,
         "manual_seed_all": _manual_seed,

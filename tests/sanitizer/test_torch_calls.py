@@ -1,0 +1,83 @@
+"""Plain torch programs under the sanitizer: what torch tells of streams, events, graphs and memory is enough."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.device import DeviceError
+from outrider_sanitizer import Kind, watch
+from outrider_sanitizer.races import RACES
+from outrider_sanitizer.spellings import spelled
+from outrider_sim.backend import SimBackend
+from sanitizer.over_sim import watched
+
+PROGRAMS = Path(__file__).parent / "torch_gaps"
+GAPS = {
+    "views": {Kind.WRITE_AFTER_WRITE},
+    "reuse": {Kind.REUSE},
+    "replay": {Kind.WRITE_AFTER_READ},
+    "pinned": {Kind.READ_AFTER_WRITE},
+    "threads": {Kind.READ_AFTER_WRITE},
+    "kernel": {Kind.READ_AFTER_WRITE, Kind.WRITE_AFTER_WRITE},  # interpreted, it writes what it read back
+    "flood": {Kind.WRITE_AFTER_READ},
+    "accelerator": {Kind.READ_AFTER_WRITE},
+}
+NEEDS_MORE = ("scatters", "indexed-columns", "indexed-elements", "scatters-along-rows", "masks")
+"""Rows by data: without the device's help they count as disjoint."""
+
+
+@pytest.fixture
+def argv(monkeypatch: Any) -> list[str]:
+    given = ["script"]
+    monkeypatch.setattr(sys, "argv", given)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return given
+
+
+def run(name: str) -> None:
+    runpy.run_path(os.fspath(PROGRAMS / f"{name}.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_a_gap_is_found_on_the_simulated_device(name: str, argv: list[str]) -> None:
+    for word, expected in (("wrong", GAPS[name]), ("right", set())):
+        argv[1:] = [word]
+        backend = SimBackend()
+        with spelled(backend), watch(backend) as report:
+            run(name)
+        assert {finding.kind for finding in report} == expected, f"{word}: {report}"
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_a_gap_is_found_by_what_torch_tells(name: str, argv: list[str], monkeypatch: Any) -> None:
+    for word, expected in (("wrong", GAPS[name]), ("right", set())):
+        argv[1:] = [word]
+        backend = SimBackend()
+        with spelled(backend), watched(backend, monkeypatch) as sanitizer:
+            run(name)
+        assert {finding.kind for finding in sanitizer.report} == expected, f"{word}: {sanitizer.report}"
+
+
+CORPUS = [race for race in RACES.values() if not race.needs and race.name not in NEEDS_MORE]
+
+
+@pytest.mark.parametrize("race", [pytest.param(race, id=race.name) for race in CORPUS])
+def test_the_corpus_is_judged_as_the_device_judges_it(race: Any, monkeypatch: Any) -> None:
+    for program, wrong in ((race.wrong, True), (race.right, False)):
+        kinds = []
+        for scope in (watch, lambda backend: watched(backend, monkeypatch)):
+            backend = SimBackend()
+            with scope(backend) as found:
+                try:
+                    program(backend)
+                    backend.synchronize()
+                except (AssertionError, DeviceError):
+                    assert wrong
+            kinds.append({finding.kind for finding in getattr(found, "report", found)})
+        assert kinds[0] == kinds[1]

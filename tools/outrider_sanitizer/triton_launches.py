@@ -1,0 +1,156 @@
+"""Launches of Triton kernels: what each reads and writes, taken from its arguments and its compiled form.
+
+A kernel's intermediate representation says which of its pointers it loads from and which it stores to. Which bytes
+behind a pointer it touches isn't known, so an access is the whole tensor.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+_NAME = re.compile(r"%[A-Za-z0-9_$.\-]+")
+_PARAMETER = re.compile(r"(%[A-Za-z0-9_$.\-]+): (!tt\.(?:ptr|tensordesc))")
+_CARRIED = re.compile(r"(%[A-Za-z0-9_$.\-]+) = (%[A-Za-z0-9_$.\-]+)")
+_POINTS = ("!tt.ptr", "!tt.tensordesc")
+_ATOMIC = ("tt.atomic_", "tt.descriptor_reduce")
+_STORES = ("tt.store", "tt.descriptor_store", "tt.descriptor_scatter", *_ATOMIC)
+_LOADS = ("tt.load", "tt.descriptor_load", "tt.descriptor_gather", *_ATOMIC)
+_OPAQUE = ("tt.call", "tt.extern_elementwise", "tt.elementwise_inline_asm", "tt.int_to_ptr", "scf.while", "cf.")
+"""After these the text doesn't say any more where a pointer comes from."""
+
+_Held = dict[str, frozenset[int]]
+
+
+class Pointers(NamedTuple):
+    """The pointers of a kernel by position: which it loads from, which it stores to."""
+
+    number: int
+    read: frozenset[int]
+    written: frozenset[int]
+
+
+def pointers(ttir: str) -> Pointers | None:
+    """What a kernel does with its pointers, from its Triton IR as text; None where the text doesn't say.
+
+    A pointer that is computed from another stands for the same memory; so does what a loop or a branch hands on.
+    """
+    lines = [line.strip() for line in ttir.splitlines()]
+    functions = [line for line in lines if line.startswith("tt.func")]
+    if len(functions) != 1 or any(_operation(line).startswith(_OPAQUE) for line in lines):
+        return None
+    names = [name for name, _ in _PARAMETER.findall(functions[0])]
+    held: _Held = {name: frozenset((at,)) for at, name in enumerate(names)}
+    size = -1
+    while size != sum(map(len, held.values())):  # a loop hands its values to its beginning
+        size = sum(map(len, held.values()))
+        read, written = _walk(lines, held)
+    return Pointers(len(names), read, written)
+
+
+def _operation(line: str) -> str:
+    return (line.partition(" = ")[2] if line.startswith("%") else line).lstrip('"')
+
+
+def _walk(lines: Sequence[str], held: _Held) -> tuple[frozenset[int], frozenset[int]]:
+    """One pass: the pointers that are loaded from and stored to, as far as ``held`` knows; it learns more."""
+    nothing: frozenset[int] = frozenset()
+    read = written = nothing
+    blocks: list[tuple[str, list[str]]] = []  # what is open: its result, and the names that it carries
+    for line in lines:
+        operation = _operation(line)
+        operands = _NAME.findall(operation)
+        made = line.partition(" = ")[0].partition(":")[0] if line.startswith("%") else ""
+        if operation.startswith(_STORES):
+            written |= held.get(operands[0], nothing)
+        if operation.startswith(_LOADS):
+            read |= held.get(operands[0], nothing)
+        elif operation.startswith("scf.yield") and blocks:
+            result, carried = blocks[-1]
+            for at, name in enumerate(operands):
+                for target in (result, carried[at]) if at < len(carried) else (result,):
+                    held[target] = held.get(target, nothing) | held.get(name, nothing)
+        elif operation.startswith("scf.for"):
+            for name, start in _CARRIED.findall(operation.partition("iter_args")[2]):
+                held[name] = held.get(name, nothing) | held.get(start, nothing)
+                held[made] = held.get(made, nothing) | held[name]
+        elif made and any(kind in operation for kind in _POINTS):
+            held[made] = held.get(made, nothing).union(*(held.get(name, nothing) for name in operands))
+        closes, opens = line.startswith("}"), line.endswith("{")
+        block = blocks.pop() if closes and blocks else ("", [])
+        if opens:
+            carried = [name for name, _ in _CARRIED.findall(operation.partition("iter_args")[2])]
+            blocks.append(block if closes else (made, carried))
+    return read, written
+
+
+Told = Callable[[str, Sequence[tuple[str, Any, bool, bool]]], None]
+"""A kernel's name; its tensors: name, tensor, whether it's read, whether it's written."""
+
+
+@contextmanager
+def launches(told: Told) -> Generator[bool]:
+    """Tell of each launch while the scope lasts. Gives whether a program can launch any: without Triton, none is seen."""
+    jit = _jit()
+    if jit is None:
+        yield False
+        return
+    before = jit.__dict__["run"]
+    known: WeakKeyDictionary[Any, Pointers | None] = WeakKeyDictionary()
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        compiled = before(self, *args, **kwargs)
+        if compiled is not None and not kwargs.get("warmup"):
+            told(f"triton::{self.__name__}", _operands(known, compiled, _bound(self, args, kwargs)))
+        return compiled
+
+    jit.run = run
+    try:
+        yield True
+    finally:
+        jit.run = before
+
+
+def _jit() -> Any:
+    # Only where torch or the program brings it: importing Triton starts its driver's discovery.
+    from importlib.util import find_spec
+
+    if find_spec("triton") is None:
+        return None
+
+    return sys.modules["triton.runtime.jit"].JITFunction
+
+
+def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """A kernel's tensors by name, in the order of its parameters."""
+    given = dict(zip(function.arg_names, args, strict=False)) | kwargs
+    found: list[tuple[str, Any]] = []
+    for name in function.arg_names:
+        _flat(name, given.get(name), found)
+    return found
+
+
+def _flat(name: str, value: Any, into: list[tuple[str, Any]]) -> None:
+    if isinstance(value, tuple | list):
+        for item in value:
+            _flat(name, item, into)
+        return
+    inner = getattr(value, "base", value) if type(value).__name__ in ("TensorWrapper", "TensorDescriptor") else value
+    if hasattr(inner, "data_ptr"):
+        into.append((name, inner))
+
+
+def _operands(
+    known: WeakKeyDictionary[Any, Pointers | None], compiled: Any, tensors: list[tuple[str, Any]]
+) -> list[tuple[str, Any, bool, bool]]:
+    if compiled not in known:
+        text = getattr(compiled, "asm", {}).get("ttir")
+        known[compiled] = pointers(str(text)) if text else None
+    found = known[compiled]
+    if found is None or found.number != len(tensors):
+        return [(name, tensor, True, True) for name, tensor in tensors]
+    return [(name, tensor, at in found.read, at in found.written) for at, (name, tensor) in enumerate(tensors)]
