@@ -86,7 +86,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --retries 1 --extra-index-url $(TORCH_INDEX) torch
 	@$(BIN)/python -c "import tomllib; groups = tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']; \
 		print(*groups['dev'], *groups['docs'], sep='\n')" > $(VENV)/dev.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement $(VENV)/dev.txt --editable .
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement $(VENV)/dev.txt --editable '.[models]'
 	@touch $@
 
 clean:

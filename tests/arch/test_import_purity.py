@@ -69,8 +69,8 @@ def test_no_command_needs_torch_for_its_help():
     assert_clean(run([*VENDOR, "torch"], "\n".join(f"import {module}" for module in modules)))
 
 
-CHECKPOINTS = ["transformers", "tokenizers", "safetensors"]
-SEAM_ALONE = ["outrider_sanitizer", "outrider_trace", "outrider_sim", "outrider_conformance"]
+CHECKPOINTS = ["transformers", "tokenizers", "safetensors", "PIL"]
+SEAM_ALONE = ["outrider.device", "outrider_sanitizer", "outrider_trace", "outrider_sim", "outrider_conformance"]
 ENGINE = [
     "engines",
     "observed",
@@ -117,3 +117,24 @@ def test_the_blocker_catches(blocked, code):
     result = run(blocked, code)
     assert result.returncode == 1
     assert "was imported" in result.stderr
+
+
+WITHOUT_MODELS = """
+    import sys
+    sys.modules.update(dict.fromkeys({missing!r}))
+    from outrider.cli.main import main
+    for command in ({help!r}, ["backends"], ["sanitize", "--backend", "sim", "--", {program!r}, "right"]):
+        assert main([*command]) == 0, command
+    for command in (["generate", "--prompt", "x"], ["serve"], ["bench", "decode", "--backend", "cpu"]):
+        assert main([*command]) == 1, command
+"""
+
+
+def test_commands_without_the_extra_for_models():
+    """What needs no model works; the rest says in one line what to install."""
+    program = ROOT / "tests" / "sanitizer" / "torch_gaps" / "views.py"
+    code = textwrap.dedent(WITHOUT_MODELS).format(missing=CHECKPOINTS, help=["doctor"], program=str(program))
+    result = run([], code)
+    assert_clean(result)
+    expected = "pip install 'outrider[models]'"
+    assert [expected in line for line in result.stderr.strip().splitlines()] == [True] * 3, result.stderr

@@ -23,6 +23,9 @@ def pins(text):
 PINS = pins((ROOT / "constraints.txt").read_text(encoding="utf-8"))
 
 
+RUNTIME = [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["models"]]
+
+
 def brought(name, seen):
     """``name`` and what it requires here, and so on."""
     name = canonicalize_name(name)
@@ -38,8 +41,7 @@ def brought(name, seen):
 
 @pytest.mark.parametrize("group", ["runtime", "dev", "docs"])
 def test_what_we_name_is_pinned_within_its_range(group):
-    project = PROJECT["project"]["dependencies"] if group == "runtime" else PROJECT["dependency-groups"][group]
-    for requirement in map(Requirement, project):
+    for requirement in map(Requirement, RUNTIME if group == "runtime" else PROJECT["dependency-groups"][group]):
         name = canonicalize_name(requirement.name)
         assert name in PINS, f"{name} has no version in constraints.txt"
         assert requirement.specifier.contains(PINS[name]), f"{name}: {PINS[name]} isn't within {requirement.specifier}"
@@ -47,7 +49,7 @@ def test_what_we_name_is_pinned_within_its_range(group):
 
 def test_what_comes_along_at_run_time_is_pinned():
     seen = set()
-    for requirement in map(Requirement, PROJECT["project"]["dependencies"]):
+    for requirement in map(Requirement, RUNTIME):
         brought(requirement.name, seen)
     accelerator = {name for name in seen if name.startswith(("nvidia-", "cuda-"))}  # torch pins what its builds need
     assert "pillow" in seen

@@ -198,3 +198,29 @@ def test_devices_of_two_backends_dont_mix(sim):
         weights + 1
     with here.on(mine):
         assert (weights + 1).tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        torch.empty_like,
+        torch.zeros_like,
+        torch.rand_like,
+        lambda t, device: torch.full_like(t, 2.0, device=device),
+        lambda t, device: t.new_empty(3, device=device),
+        lambda t, device: t.new_zeros(3, device=device),
+    ],
+)
+def test_a_tensor_made_like_one_of_the_device_lands_where_it_is_asked_for(made, device):
+    like = torch.ones(4, device=device)
+    assert made(like, device="cpu").device.type == "cpu"
+    assert made(like, device=device).device == like.device
+    assert torch.zeros_like(like, device="cpu").tolist() == [0.0] * 4
+
+
+def test_the_bytes_of_a_storage_go_to_the_host_and_back(device):
+    x = torch.arange(4.0, device=device)
+    kept = x.untyped_storage().cpu()
+    x.zero_()
+    x.untyped_storage().copy_(kept)
+    assert x.tolist() == [0.0, 1.0, 2.0, 3.0]

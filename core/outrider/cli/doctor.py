@@ -19,7 +19,7 @@ from outrider.device.errors import OutriderError
 from outrider.device.plugin import SEAM_VERSION
 from outrider.registry import Registry
 
-_PACKAGES = ("numpy", "pluggy", "transformers", "tokenizers", "safetensors", "typer", "rich")
+_PACKAGES = ("numpy", "pluggy", "transformers", "tokenizers", "safetensors", "pillow", "typer", "rich")
 
 
 def doctor(

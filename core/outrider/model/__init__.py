@@ -1,8 +1,12 @@
 """The model layer: decoders and EAGLE heads on a backend's kernels, checkpoint loading, the tokenizer.
 
 Nothing here names a device: tensors live where the backend says, and every computation that a device may do faster goes
-through its KernelSet.
+through its KernelSet. It needs the extra ``models``; importing it raises :class:`~outrider.device.ConfigError` without.
 """
+
+from outrider.model.extra import require_models
+
+require_models()
 
 from outrider.model.cache import KVCache
 from outrider.model.checkpoint_config import checkpoint_dtype, supported_families

@@ -1,0 +1,66 @@
+"""Which of its pointers a Triton kernel reads and writes, from its intermediate representation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider_sanitizer.triton_launches import launches, pointers
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, str]:
+    """What the compiler makes of each kernel."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = [sys.executable, str(Path(__file__).with_name("ttir_kernels.py"))]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "written"),
+    [("add", {0, 1}, {2}), ("loop", {0, 2}, {1, 2}), ("swaps", {2}, {0, 1}), ("picks", {2}, {0, 1, 2})],
+)
+def test_reads_and_writes_are_told_apart(name: str, read: set[int], written: set[int], texts: dict[str, str]) -> None:
+    found = pointers(texts[name])
+    assert found is not None
+    assert (found.number, found.read, found.written) == (3, read, written)
+
+
+def test_what_cannot_be_followed_counts_as_unknown(texts: dict[str, str]) -> None:
+    text = texts["add"]
+    assert pointers(text.replace("tt.return", "tt.call @other() : () -> ()\n    tt.return")) is None
+    assert pointers("") is None
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_launch_tells_its_tensors(known: bool, texts: dict[str, str], monkeypatch: Any) -> None:
+    from triton.runtime.jit import JITFunction
+
+    def add(x, y, out, n, BLOCK):
+        pass
+
+    compiled = type("Kernel", (), {"asm": {"ttir": texts["add"]} if known else {}})()
+    monkeypatch.setattr(JITFunction, "run", lambda self, *args, **kwargs: compiled)
+    told = []
+    x, y, out = (torch.zeros(4) for _ in range(3))
+    with launches(lambda name, tensors: told.append((name, tensors))) as there:
+        assert there
+        JITFunction(add)[(1,)](x, y, out=out, n=4, BLOCK=128)
+    JITFunction(add)[(1,)](x, y, out, 4, BLOCK=128)
+    ((name, tensors),) = told
+    assert name == "triton::add"
+    assert [tensor is given for (_, tensor, _, _), given in zip(tensors, (x, y, out), strict=True)] == [True] * 3
+    ways = [(read, written) for _, _, read, written in tensors]
+    assert ways == ([(True, False), (True, False), (False, True)] if known else [(True, True)] * 3)
