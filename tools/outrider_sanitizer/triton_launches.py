@@ -7,7 +7,6 @@ behind a pointer it touches isn't known, so an access is the whole tensor.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -121,8 +120,9 @@ def _jit() -> Any:
 
     if find_spec("triton") is None:
         return None
+    from triton.runtime.jit import JITFunction
 
-    return sys.modules["triton.runtime.jit"].JITFunction
+    return JITFunction
 
 
 def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
