@@ -10,17 +10,21 @@ from typing import Any
 import torch
 from torch.cuda import _gpu_trace as trace
 
-from outrider.device import Observer
+from outrider.device import Capabilities, KernelSet, Observer, SpeculativeSync, TorchDeviceBackend
+from outrider.device.torch_backend import TorchStream
 from outrider_sanitizer.dispatch import _Known
 from outrider_sanitizer.hostsync import host_edges
 from outrider_sanitizer.torch_calls import TorchSanitizer
 from outrider_sim import torch_graphs, torch_module
+from outrider_sim.backend import SimBackend
 from outrider_sim.pinned import PinnedTensor
 from outrider_sim.tensor import SimTensor
 
 
 def handle(stream: Any) -> int:
     """As CUDA has it: the default stream is 0."""
+    if isinstance(stream, TorchStream):
+        stream = stream.native.wrapped
     return 0 if stream.name == "default" else 1 + int(stream.queue_state.id)
 
 
@@ -99,9 +103,9 @@ class Trace(Observer):
 class OverSim(TorchSanitizer):
     """Where torch's own is asked for a handle, the simulated device answers."""
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, sim: Any, backend: Any) -> None:
         super().__init__(backend, trace)
-        self._storages = Storages(backend)  # type: ignore[assignment]
+        self._storages = Storages(sim)  # type: ignore[assignment]
         self._module = SimpleNamespace(CUDAGraph=torch_graphs.CUDAGraph, Event=torch_module.Event, Stream=torch_module.Stream)
         self.asked = False  # a query by torch's name is seen there
 
@@ -124,10 +128,10 @@ class OverSim(TorchSanitizer):
 
 
 @contextmanager
-def watched(backend: Any, monkeypatch: Any) -> Generator[TorchSanitizer]:
-    """What `outrider sanitize` does on a GPU, here over the simulated device."""
+def watched(backend: Any, monkeypatch: Any, over: Any = None) -> Generator[TorchSanitizer]:
+    """What `outrider sanitize` does on a GPU, here over the simulated device; `over`: the backend that it knows."""
     monkeypatch.setattr(torch._C, "_activate_gpu_trace", lambda: None)
-    sanitizer = OverSim(backend)
+    sanitizer = OverSim(backend, over or backend)
     backend.attach(Trace(sanitizer))
     try:
         with host_edges(sanitizer, sanitizer.thread_scope), sanitizer.scope(), sanitizer.thread_scope():
@@ -135,3 +139,26 @@ def watched(backend: Any, monkeypatch: Any) -> Generator[TorchSanitizer]:
     finally:
         backend.detach()
         sanitizer.finish()
+
+
+class OverNames(TorchDeviceBackend):
+    """A backend of the kind that GPUs have, on the simulated device's torch module."""
+
+    def __init__(self) -> None:
+        capabilities = Capabilities(
+            asynchronous=True, concurrent_streams=True, captures_graphs=True, forks_in_capture=True, dtypes=frozenset()
+        )
+        super().__init__("over", "sim", 0, capabilities=capabilities, kernels=KernelSet(), speculative_sync=SpeculativeSync)
+
+    def _new_graph(self) -> Any:
+        return torch_graphs.CUDAGraph()
+
+
+@contextmanager
+def watched_names(monkeypatch: Any) -> Generator[tuple[OverNames, TorchSanitizer]]:
+    """The same for a program of the seam, whose backend makes torch's streams, events and graphs."""
+    sim, backend = SimBackend(), OverNames()
+    with watched(sim, monkeypatch, backend) as sanitizer:
+        backend.attach(sanitizer)
+        yield backend, sanitizer
+        backend.detach()

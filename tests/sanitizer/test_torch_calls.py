@@ -15,7 +15,7 @@ from outrider_sanitizer import Kind, watch
 from outrider_sanitizer.races import RACES
 from outrider_sanitizer.spellings import spelled
 from outrider_sim.backend import SimBackend
-from sanitizer.over_sim import watched
+from sanitizer.over_sim import watched, watched_names
 
 PROGRAMS = Path(__file__).parent / "torch_gaps"
 GAPS = {
@@ -81,3 +81,46 @@ def test_the_corpus_is_judged_as_the_device_judges_it(race: Any, monkeypatch: An
                     assert wrong
             kinds.append({finding.kind for finding in getattr(found, "report", found)})
         assert kinds[0] == kinds[1]
+
+
+OF_GRAPHS = ("input-overwritten", "fence-before-the-replay", "output-after-the-next-replay", "graphs-that-share-a-pool")
+
+
+@pytest.mark.parametrize(
+    "name", [*OF_GRAPHS, "read-after-write", "reuse-across-streams", "host-read-early", "loop-over-query"]
+)
+def test_a_backend_that_makes_torchs_own_is_told_of_once(name: str, monkeypatch: Any) -> None:
+    """The seam's graphs are known with their inputs and outputs; streams and events by what torch tells."""
+    race = RACES[name]
+    for program, expected in ((race.wrong, {race.kind}), (race.right, set())):
+        with watched_names(monkeypatch) as (backend, sanitizer):
+            try:
+                program(backend)
+                backend.synchronize()
+            except (AssertionError, DeviceError):
+                assert expected
+        assert {finding.kind for finding in sanitizer.report} == expected, str(sanitizer.report)
+        assert not sanitizer.report.advice or expected
+
+
+QUERIES = """
+import torch
+
+x = torch.ones(1024, device="cuda")
+host = torch.zeros(1024, pin_memory=True)
+host.copy_(x, non_blocking=True)
+done = torch.cuda.Event()
+done.record()
+while not done.query():
+    pass
+host.tolist()
+"""
+
+
+def test_a_query_that_says_yes_orders_the_host(monkeypatch: Any) -> None:
+    for text, clean in ((QUERIES, True), (QUERIES.replace("while not done.query():\n    pass", ""), False)):
+        backend = SimBackend()
+        with spelled(backend), watched(backend, monkeypatch) as sanitizer:
+            sanitizer.asked = True  # type: ignore[attr-defined]  # the trace has no queries
+            exec(compile(text, "script.py", "exec"), {"__name__": "__main__"})
+        assert sanitizer.report.clean is clean, str(sanitizer.report)
