@@ -117,7 +117,8 @@ def _both(observer: Observer) -> Callable[[Any], Any]:
 
 def _own(condition: threading.Condition) -> bool:
     """Whether a program made the condition, and not one of the classes here, which tell more exactly."""
-    return condition.__dict__.get("_outrider_own", False)  # type: ignore[no-any-return]
+    found: bool = condition.__dict__.get("_outrider_own", False)
+    return found
 
 
 def _condition_made(original: Any) -> Any:
@@ -158,13 +159,10 @@ def _condition_waits(observer: Observer) -> Callable[[Any], Any]:
     """Waiting gives the lock up, and takes it again, also where nobody notified."""
 
     def wrap(original: Any) -> Any:
+        meets = _both(observer)(original)
+
         def wait(self: threading.Condition, *args: Any, **kwargs: Any) -> Any:
-            if not _own(self):
-                return original(self, *args, **kwargs)
-            observer.host_released(self)
-            result = original(self, *args, **kwargs)
-            observer.host_acquired(self)
-            return result
+            return (meets if _own(self) else original)(self, *args, **kwargs)
 
         return wait
 
@@ -214,7 +212,7 @@ def _locks(observer: Observer, before: Any) -> Any:
 def _simple_queues(observer: Observer, before: Any) -> Any:
     """A class for `queue.SimpleQueue`, which is C."""
 
-    class SimpleQueue(before):  # type: ignore[misc]
+    class SimpleQueue(before):  # type: ignore[misc]  # a class that is only known at run time
         def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
             observer.host_released(self)
             super().put(item, block, timeout)
