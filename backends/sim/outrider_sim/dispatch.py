@@ -27,6 +27,7 @@ from outrider_sim.operands import (
     Seeded,
     boolean_index,
     extent,
+    is_strided,
     leaves_host,
     note_access,
     probability,
@@ -199,7 +200,7 @@ class Dispatcher:
         return value
 
     def _convert_host(self, value: Tensor, key: list[Any], info: OpInfo) -> Tensor:
-        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+        if not is_strided(value):
             raise NotImplementedError(
                 f"{info.name}: an operand isn't strided, and the simulated device has strided tensors only"
             )
@@ -261,9 +262,9 @@ class Dispatcher:
             if plan.out:
                 run = info.out
                 for name, made in zip(info.out_names, outs, strict=True):
-                    named[name] = made._inner  # type: ignore[union-attr]
+                    named[name] = made._inner  # type: ignore[union-attr]  # such a plan has no result that is None
             elif len(outs) == 1 and info.fresh:
-                post = partial(put, outs[0]._inner)  # type: ignore[union-attr]
+                post = partial(put, outs[0]._inner)  # type: ignore[union-attr]  # nor has one of a single result
             else:
                 post = partial(scatter, [None if made is None else made._inner for made in outs], info.returns)
         if sim.diverges:

@@ -129,6 +129,11 @@ def repin(result: Any, owner: PinnedTensor) -> Any:
     return result
 
 
+def is_strided(tensor: Tensor) -> bool:
+    """Whether a tensor is of the kind that the simulated device has."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
 def leaves_host(kwargs: Mapping[str, Any], device: torch.device) -> bool:
     """Whether a call on host tensors makes something on the device."""
     target = kwargs.get("device")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider_sim.meta import Meta, Metas
-from outrider_sim.operands import CPU, META
+from outrider_sim.operands import CPU, META, is_strided
 from outrider_sim.opinfo import PLAN_LIMIT, OpInfo, Plan
 from outrider_sim.pinned import PinnedTensor
 from outrider_sim.sim import quiet
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 _PROBED = 1 << 22
 """Bytes of operands and results up to which a call is tried on zeros; larger ones run without their `out=` overload."""
+
+
+_Resized = tuple[tuple[str, Meta], ...]
 
 
 class Planner:
@@ -39,7 +42,7 @@ class Planner:
         """What the results look like, and how the call is run. Raises `NotImplementedError`, which names the operator, where
         it can't be.
         """
-        result, operands = self._shapes(info, args, kwargs)
+        result, operands, resized = self._shapes(info, args, kwargs)
         fresh: list[Any] = []
         structure: list[Any] = []
         results = result if isinstance(result, tuple) else (result,)
@@ -65,12 +68,12 @@ class Planner:
         if len(info.plans) > PLAN_LIMIT:
             info.plans.clear()
         out = False
-        if not self.resized and moved <= _PROBED:
+        if not resized and moved <= _PROBED:
             by_host = info.by_host
             out = self._probe(info, key, args, kwargs, tuple(fresh))
             if info.by_host and not by_host:
                 return self.plan(info, key, args, kwargs)
-        plan = info.plans[key] = Plan(tuple(fresh), tuple(structure), cost, out, self.resized)
+        plan = info.plans[key] = Plan(tuple(fresh), tuple(structure), cost, out, resized)
         return plan
 
     def _look(self, info: OpInfo, value: Tensor) -> Meta:
@@ -79,17 +82,18 @@ class Planner:
 
     @staticmethod
     def _strided(info: OpInfo, value: Tensor) -> None:
-        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+        if not is_strided(value):
             kind = "quantized" if value.is_quantized else "nested" if value.is_nested else str(value.layout)
             raise NotImplementedError(
                 f"{info.name}: the result would be {kind}, and the simulated device has strided tensors only; use the host"
             )
 
-    def _shapes(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Meta]]:
+    def _shapes(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Meta], _Resized]:
+        """What the results look like, the operands, and which of these must get memory first."""
         sketch = _Sketch(info, args, kwargs)
         with torch.no_grad(), torch._C._InferenceMode(False):
             if not info.native and not info.returns and not _has_fake(info):
-                return (), sketch.operands
+                return (), sketch.operands, ()
             try:
                 asked = None if info.by_host else info.emulated or info.func
                 with warnings.catch_warnings():  # of a resize, which is told below or happens
@@ -97,16 +101,16 @@ class Planner:
                     result = sketch.call(asked, _meta_tensor, META)
             except NotImplementedError:
                 result = self._on_zeros(info, sketch)
-        self.resized: tuple[tuple[str, Meta], ...] = ()
+        resized: _Resized = ()
         for name, made, meta in sketch.written:
             if made.shape != meta.shape and made.dtype == meta.dtype and not meta.numel and name in info.outs:
-                self.resized += ((name, self._metas.of(made)),)  # an empty `out=` takes the shape of the result
+                resized += ((name, self._metas.of(made)),)  # an empty `out=` takes the shape of the result
             elif made.shape != meta.shape or made.dtype != meta.dtype:
                 raise RuntimeError(
                     f"{info.name}: the result has shape {tuple(made.shape)}, but {name!r} has {tuple(meta.shape)}: a tensor "
                     "of the simulated device can't be resized by an operation; pass one of the right shape"
                 )
-        return result, sketch.operands
+        return result, sketch.operands, resized
 
     def _on_zeros(self, info: OpInfo, sketch: _Sketch) -> Any:
         try:
