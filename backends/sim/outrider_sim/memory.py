@@ -86,7 +86,7 @@ class Pool:
 class Allocation:
     """One use of a block. Dropping the last reference frees it. `id` is never used twice."""
 
-    __slots__ = ("block", "id", "line", "machine_memory", "nbytes", "stream", "users")
+    __slots__ = ("block", "id", "line", "machine_memory", "nbytes", "saved", "stream", "users")
 
     def __init__(self, memory: Memory, block: Block, ident: int, nbytes: int, stream: StreamQueue) -> None:
         self.machine_memory = memory
@@ -96,6 +96,7 @@ class Allocation:
         self.stream = stream
         self.line = ""
         self.users: list[StreamQueue] | None = None
+        self.saved: Any = None  # weakly, the bytes on the host while they're being pickled
 
     def used_by(self, stream: StreamQueue) -> None:
         """Don't hand the memory out again before what `stream` holds when it is freed has run."""

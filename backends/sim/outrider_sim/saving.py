@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -30,17 +30,13 @@ class HostStorage(torch.UntypedStorage):
     moved: Any = None  # the bytes on the device, once a tensor needs them
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:  # type: ignore[override]  # torch's is a plain attribute
         """Where a tensor over it is to be."""
         return self.place
 
 
-# Tensors that are pickled together find the same host storage; it lives as long as the pickler keeps it.
-_SAVED: WeakValueDictionary[int, HostStorage] = WeakValueDictionary()
-
-
 def _host_storage(size: int, place: torch.device) -> HostStorage:
-    made = HostStorage(size)  # type: ignore[no-untyped-call]
+    made = HostStorage(size)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     made.place = place
     return made
 
@@ -67,13 +63,14 @@ def reduced(tensor: SimTensor) -> Any:
         place = str(tensor.device)
         return torch._utils._rebuild_device_tensor_from_cpu_tensor, (values, tensor.dtype, place, tensor.requires_grad)
     allocation = tensor._alloc
-    storage = _SAVED.get(allocation.id)
+    # Tensors that are pickled together find the same host storage; it lives as long as the pickler keeps it.
+    storage: HostStorage | None = allocation.saved() if allocation.saved is not None else None
     if storage is None:
         with torch.no_grad():
             held = bytes_of(allocation, tensor.device).cpu()
         storage = _host_storage(allocation.nbytes, tensor.device)
         bytes_on_host(storage).copy_(held)
-        _SAVED[allocation.id] = storage
+        allocation.saved = ref(storage)
     looks: tuple[Any, ...] = (
         tensor.storage_offset(),
         tuple(tensor.shape),
