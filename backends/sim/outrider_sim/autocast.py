@@ -42,7 +42,7 @@ addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot s
 
 def register(library: Any, kind: str) -> None:
     """Add the kernels to `library`, for autocast on devices called `kind`."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]  # the stubs lack it
 
     def eligible(value: Any) -> bool:
         return (

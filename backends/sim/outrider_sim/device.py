@@ -146,7 +146,7 @@ def _register(name: str, options: SimOptions) -> Registered:
 
 
 def _libraries(dispatcher: Dispatcher, failed: Callable[[BaseException], Any]) -> Iterator[Any]:
-    """Kernels for the calls that reach PrivateUse1 below Python's key, and an autocast that lets everything pass."""
+    """Kernels for the calls that reach PrivateUse1 below Python's key, and autocast with its lists of operators."""
     aten = torch.library.Library("aten", "IMPL")
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     explicit = torch._C.DispatchKey.CompositeExplicitAutograd

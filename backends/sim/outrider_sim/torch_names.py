@@ -27,7 +27,7 @@ def install(kind: str, dispatcher: Dispatcher) -> Iterator[Any]:
     _streams(kind)
     _accelerator()
     for entered in (SimTensor.__torch_dispatch__, PinnedTensor.__torch_dispatch__):
-        untraced(entered.__func__.__code__)  # type: ignore[attr-defined]
+        untraced(entered.__func__.__code__)  # type: ignore[attr-defined]  # a class method, for mypy a function
     yield _pinned_factories(dispatcher)
 
 
@@ -42,8 +42,9 @@ def _modules_swap() -> None:
     # A module that moves to the device must exchange its parameters' contents, which keeps tied weights tied.
     import torch.nn.modules.module as module
 
-    before: Any = module.is_traceable_wrapper_subclass  # type: ignore[attr-defined]
-    module.is_traceable_wrapper_subclass = lambda t: isinstance(t, SimTensor) or before(t)  # type: ignore[attr-defined,assignment]
+    names: Any = module  # it imports the function that is replaced, so for mypy it has none
+    before: Any = names.is_traceable_wrapper_subclass
+    names.is_traceable_wrapper_subclass = lambda t: isinstance(t, SimTensor) or before(t)
 
 
 class _Replaced(type):
@@ -89,7 +90,7 @@ class Generator(torch._C.Generator):
 
     def __new__(cls, device: Any = None) -> Generator:
         """A generator for `device`."""
-        made = super().__new__(cls, "cpu")  # type: ignore[call-arg]
+        made = super().__new__(cls, "cpu")  # type: ignore[call-arg]  # the stubs have __init__ alone
         found = torch.device(device)
         made.place = torch.device(found.type, found.index or 0)
         return made
@@ -98,13 +99,13 @@ class Generator(torch._C.Generator):
         del device
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:  # type: ignore[override]  # torch's is a plain attribute
         """The device that it is for."""
         return self.place
 
 
 def _generators(kind: str) -> None:
-    torch.Generator = _replace("Generator", Generator, kind, default=False)  # type: ignore[misc,assignment]
+    torch.Generator = _replace("Generator", Generator, kind, default=False)  # type: ignore[misc,assignment]  # a class's name is replaced
 
 
 def _streams(kind: str) -> None:
@@ -117,8 +118,8 @@ def _streams(kind: str) -> None:
             del device
             super().__init__(**options)
 
-    torch.Stream = _replace("Stream", Stream, kind, default=True)  # type: ignore[misc,assignment]
-    torch.Event = _replace("Event", TimedEvent, kind, default=True)  # type: ignore[misc,assignment]
+    torch.Stream = _replace("Stream", Stream, kind, default=True)  # type: ignore[misc,assignment]  # likewise
+    torch.Event = _replace("Event", TimedEvent, kind, default=True)  # type: ignore[misc,assignment]  # likewise
 
 
 def _accelerator() -> None:
