@@ -1,8 +1,8 @@
 """Engines of two ranks on two devices against an engine of one: ``ranks_on_devices.py BACKEND [PROMPTS] [TOKENS]``.
 
 The bundled model with its EAGLE head in float32, under tensor parallelism and under data parallelism, fused and overlapped.
-Tokens are those of one device; a difference passes only where that one's two best logits lie within 1e-5, and is counted. Then a
-few of the requests again with the sanitizer watching each rank, from the engine's making on. One line of JSON each.
+Tokens are those of one device; a difference passes only where that one's two best logits lie within 1e-5, and is counted.
+Then a few of the requests again with the sanitizer watching each rank, from the engine's making on. One line of JSON each.
 """
 
 from __future__ import annotations

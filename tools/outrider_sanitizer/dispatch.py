@@ -378,8 +378,8 @@ class _Mode(TorchDispatchMode):
 def _of_a_library() -> bool:
     """Whether the calling thread is one of a library's own, gloo's say, which works for a call that is reported as a whole.
 
-    Torch hands the mode on to threads of C++, which Python's ``threading`` doesn't know. Those that run a backward do what the
-    program asked for.
+    Torch hands the mode on to threads of C++, which Python's ``threading`` doesn't know. Those that run a backward do what
+    the program asked for.
     """
     return isinstance(threading.current_thread(), threading._DummyThread) and torch._C._current_graph_task_id() < 0
 
