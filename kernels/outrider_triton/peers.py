@@ -16,7 +16,7 @@ from outrider_triton.launch import launch, power_of_two
 if TYPE_CHECKING:
     from outrider.device import Group
 
-FUSED_BYTES = 512 << 10
+FUSED_BYTES = 1 << 20
 """Of one rank, up to which the fused kernel takes rows."""
 _BLOCK = 1024
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

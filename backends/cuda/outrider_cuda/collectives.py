@@ -1,5 +1,5 @@
-"""Groups of NVIDIA GPUs: NCCL. Small tensors go over memory of the peers where that was asked for (``cuda:peers=on``) and
-the GPUs of one host reach it. On devices it has failed so far, see docs/ranks.md.
+"""Groups of NVIDIA GPUs: NCCL, and memory of the peers for small tensors, where the GPUs of one host reach it
+(``cuda:peers=off``: NCCL alone).
 
 Three ways, by bytes of one rank: kernels that write into the peers' memory (:mod:`outrider_triton.peers`), torch's one-shot
 all-reduce over symmetric memory, and NCCL. `outrider bench collectives` measures them.
