@@ -89,14 +89,12 @@ class TorchSanitizer(DerivedSanitizer):
         self._names: dict[int, str] = {0: _DEFAULT}
         self._torch_events: dict[int, TorchEvent] = {}
         self._graphs: WeakKeyDictionary[Any, TorchGraph] = WeakKeyDictionary()
-        self._adopted: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._addresses: dict[int, _Known] = {}
         self._released: list[_Known] = []
         self._in_graphs: dict[int, int] = {}
         self._pooled: set[int] = set()
         self._backward: list[tuple[Any, Any]] = []
         self._failure: BaseException | None = None
-        self.replayed_graphs = 0
 
     # -- what torch tells ----------------------------------------------------------------------------------------------
 
@@ -263,7 +261,7 @@ class TorchSanitizer(DerivedSanitizer):
             finally:
                 self._scopes.native = None
                 made: Any = self._graphs.get(graph)
-                if made is not None and graph not in self._adopted:
+                if made is not None:  # else it's one of the seam's, which tells its end itself
                     with self._lock:
                         self._captured_all(made, failed)
 
@@ -272,7 +270,7 @@ class TorchSanitizer(DerivedSanitizer):
     def _wrap_replay(self, original: Any) -> Any:
         def replay(graph: Any) -> None:
             made: Any = self._graphs.get(graph)
-            if made is not None and graph not in self._adopted:
+            if made is not None:
                 made.generation += 1
                 self.backend.replays += 1
                 with self._lock:
@@ -283,7 +281,6 @@ class TorchSanitizer(DerivedSanitizer):
         return replay
 
     def _replays(self, graph: Graph, stream: str, generation: int) -> None:
-        self.replayed_graphs += 1
         self._ordering.replayed(graph, stream, generation)
         self._index[stream] = self._index.get(stream, 0) + 1 + self._captured.get(graph, 0)
 
@@ -418,7 +415,6 @@ class TorchSanitizer(DerivedSanitizer):
         native = getattr(self._scopes, "native", None)
         with self._lock:
             if native is not None:
-                self._adopted[native] = True
                 made: Any = self._graphs.pop(native)
                 self._ordering.capture_ended(made, True)
                 self._index = self._outside
@@ -427,7 +423,3 @@ class TorchSanitizer(DerivedSanitizer):
     def capture_ended(self, graph: Graph, failed: bool) -> None:
         with self._lock:
             self._captured_all(graph, failed)
-
-    def replayed(self, graph: Graph, stream: Stream, generation: int) -> None:
-        self.replayed_graphs += 1
-        super().replayed(graph, stream, generation)
