@@ -3,7 +3,7 @@
     python -m outrider_proof.rank_landing --programs 50
 
 What must hold: tokens are those of one rank, the sanitizer is silent, and no page or row is lost on either side. ``--drop``
-leaves a fence of the network card out on every device: the sanitizer, or the tokens, tell of all but ``pages_free``, which other
+leaves a fence of the network card out on every device: the sanitizer, or the tokens, tell; not of ``pages_free``, which other
 edges cover in these programs.
 """
 
