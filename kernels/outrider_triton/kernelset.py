@@ -27,6 +27,7 @@ from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead
 from outrider_triton.peers import FUSED_BYTES, PeerExchange
 from outrider_triton.prompts import PromptAttention, Prompts
+from outrider_triton.quantized import TritonQuantized
 from outrider_triton.table import STREAMED, AttentionConfig, MatmulConfig, Table, bucket
 from outrider_triton.tuning import TritonTuning
 
@@ -38,7 +39,7 @@ _TRITON = torch.ops.outrider
 _MOVES = 256
 
 
-class TritonKernels(TritonChoices, TritonBookkeeping, TritonTuning, KernelSet):
+class TritonKernels(TritonChoices, TritonBookkeeping, TritonQuantized, TritonTuning, KernelSet):
     """Kernels in Triton.
 
     ``facts``: the device. ``table``: what was measured on it; None: nothing. Whatever it has no entry for is derived from the
@@ -65,6 +66,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonTuning, KernelSet):
         self._scope = variants.Scope()
         self._exchanges: WeakKeyDictionary[Group, PeerExchange] = WeakKeyDictionary()
         self._derived: dict[tuple[str, int, int, int, int], MatmulConfig | None] = {}
+        self._derived_quantized = {}
         self._prompts = PromptAttention(facts)
         tuned = f"derived for {facts.architecture}" if table is None else f"tuned for {table.device}"
         self.name = f"triton, {tuned}" + (", everywhere" if everywhere else "")
