@@ -124,6 +124,8 @@ def _plain(facts: DeviceFacts, operator: str, m: int, n: int, stored: Stored) ->
         shared = {0} | {each for each in (-(-each // 8) * 8 for each in even) if most // 2 - (stored != PLAIN) < each < most}
         weight_rows = block_n * (2 if operator in _GATED else 1)
         warps = 8 if weight_rows * block_m > 4096 else 4
+        if stored.made:  # each warp makes numbers of its own: of 16 rows, as tall as its matrix unit takes them
+            warps = min(warps, block_n // 16)
         for each in sorted(shared):
             yield MatmulConfig(block_m, block_n, block_k, split, warps, stages, ahead, 0, each)
 
@@ -207,7 +209,8 @@ def estimate(
     tile = 1.0 if streamed else 1 + 8 * (1 / loaded + 1 / config.block_m)  # what a small one reads again
     unit = 2.0 * config.block_m * n * k * waste * tile * -(-m // config.block_m) / (_REACHED * facts.flops)
     if stored.made:
-        unit += stored.made * rounds * loaded * columns / (_WHOLE_NUMBERS * CLOCK)
+        busy = min(1.0, min(resident, rounds) * config.warps / 8)  # two warps for each of four schedulers
+        unit += stored.made * rounds * loaded * columns / (_WHOLE_NUMBERS * CLOCK) / busy
     behind = 0.0
     if config.split > 1:  # parts are written, and read by the norm
         behind = 8.0 * config.split * m * n / (_CACHED * facts.bytes_per_second) + 0.7e-6 * config.split

@@ -111,7 +111,7 @@ def plain_weight(weight: QuantizedWeight, dtype: torch.dtype, *, fp8: bool, pdl:
     launch(
         quantized.dequantize,
         (triton.cdiv(n, 16), triton.cdiv(k, 256)),
-        *(weight.data, weight.scales, weight.zero_points, out, n, k, weight.scales.shape[1]),
+        *(weight.data.view(torch.int8) if weight.format == "fp8" else weight.data, weight.scales, weight.zero_points, out, n, k, weight.scales.shape[1]),
         ROWS=rows,
         COLUMNS=columns,
         FORMAT=weight.format,
@@ -199,7 +199,7 @@ def _linear_quantized(
     launch(
         quantized.linear_quantized,
         (triton.cdiv(n, each), triton.cdiv(m, block_m)),
-        *(flat.view(torch.int8) if native else flat, x_scales, data.view(torch.int8) if format == "fp8" else data),
+        *(flat, x_scales, data.view(torch.int8) if format == "fp8" and not native else data),
         *(scales, zero_points, bias, out, m, n, k, flat.stride(0), groups, scales.shape[1]),
         *(each, ahead if held % 16 == 0 else 0),
         FORMAT=format,

@@ -255,6 +255,8 @@ def linear_quantized(
     WIDE: tl.constexpr = 2 if PACKED else 1
     HELD: tl.constexpr = SUB // WIDE
     TYPE: tl.constexpr = x.dtype.element_ty
+    NONE: tl.constexpr = 0.0 if NATIVE and FORMAT == "fp8" else 0
+    NOTHING: tl.constexpr = 0 if PACKED or (NATIVE and FORMAT == "int8") else 0.0
     PARTS: tl.constexpr = MODE == "block" or GROUP > 0
     held = k // WIDE
     if PDL:
@@ -275,13 +277,13 @@ def linear_quantized(
             at = start + sub * SUB
             place = at // WIDE
             if EVEN:
-                w = tl.load(tile + place, mask=mine[:, None], other=0, eviction_policy="evict_first")
-                t = tl.load(column + place, mask=known, other=0)
+                w = tl.load(tile + place, mask=mine[:, None], other=NONE, eviction_policy="evict_first")
+                t = tl.load(column + place, mask=known, other=NOTHING)
             else:
                 w = tl.load(
-                    tile + place, mask=mine[:, None] & (lane[None, :] + place < held), other=0, eviction_policy="evict_first"
+                    tile + place, mask=mine[:, None] & (lane[None, :] + place < held), other=NONE, eviction_policy="evict_first"
                 )
-                t = tl.load(column + place, mask=known & (lane[:, None] + place < held), other=0)
+                t = tl.load(column + place, mask=known & (lane[:, None] + place < held), other=NOTHING)
             if MODE == "fine":
                 groups = tl.arange(0, SUB // COLUMNS) + at // COLUMNS
                 inside = tl.minimum(groups, scale_columns - 1)
@@ -298,11 +300,9 @@ def linear_quantized(
                 part = tl.dot(low, even, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if PARTS else total)
                 part = tl.dot(high, odd, part)
             elif NATIVE and FORMAT == "fp8":
-                w8 = w.to(tl.float8e4nv, bitcast=True)
-                t8 = t.to(tl.float8e4nv, bitcast=True)
                 # Hopper's unit adds up e4m3 with few bits: so many columns, then in float32.
                 before = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if PARTS else total
-                part = tl.dot(w8, t8, before, max_num_imprecise_acc=min(SUB, 128))
+                part = tl.dot(w, t, before, max_num_imprecise_acc=min(SUB, 128))
             elif NATIVE:
                 part = tl.dot(w, t).to(tl.float32)
                 if not PARTS:
