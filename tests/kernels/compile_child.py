@@ -13,7 +13,19 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from outrider_triton.jit import attention, bookkeeping, choose, fused, matmul, peers, prompt_attention, rows, streamed
+from outrider_triton.jit import (
+    attention,
+    bookkeeping,
+    choose,
+    experts,
+    fused,
+    matmul,
+    peers,
+    prompt_attention,
+    quantized,
+    rows,
+    streamed,
+)
 
 HALF, WIDE, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
 HALVES = (
@@ -65,6 +77,49 @@ SHARED = {"SHARES": 16}
 VOCABULARY = {"SHARES": 16, "BLOCK": 1024}
 PEERS = {"RANK": 1, "SIZE": 2, "BLOCK": 1024}
 PEER_WORDS = {**dict.fromkeys(("words", "out", "epochs", "x", "residual", "weight"), INT), "peers": LONG}
+E4M3 = "*fp8e4nv"
+QUANTIZED = {
+    **PRODUCT,
+    **{"zeros": None, "x_scales": None, "ROWS": 1, "COLUMNS": 128, "GROUP": 0, "ZEROS": False, "ACTIVE": False},
+    **{"FORMAT": "int4", "NATIVE": False, "MODE": "block", "FP8": False, "ASM": False, "SUB": 128},
+}
+SCALES = {"k": "i32", "scales": HALF, "x_scales": WIDE, "zeros": "*i8"}
+CHOSEN = {"k": "i32", "chosen": LONG, "order": LONG, "expert_of": LONG, "shares": WIDE}
+FEW = {"order": None, "expert_of": None, "SORTED": False, "PAIRS": 32, "COUNT": 8}
+FEW |= {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN": True}
+MANY = {"SORTED": True, "PAIRS": 0, "COUNT": 8, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "EVEN": False}
+
+
+def quantized_kernels(capability):
+    """Formats as a device of this compute capability multiplies them (0: none of NVIDIA's)."""
+    fp8, whole = capability >= 89, capability >= 80
+    own = {**QUANTIZED, "FP8": fp8, "ASM": whole}
+    active = {name: value for name, value in own.items() if name != "x_scales"} | {"ACTIVE": True, "COLUMNS": 4096}
+    zeros = {name: value for name, value in own.items() if name != "zeros"} | {"ZEROS": True}
+    held = {"x": E4M3 if fp8 else "*fp16", "weight": E4M3 if fp8 else "*i8"}
+    return [
+        (quantized.quantize_rows, {"k": "i32", "out": E4M3 if fp8 else "*fp16", "scales": WIDE},
+         {"given": None, "FORMAT": "fp8", "GIVEN": False, "PLAIN": False, "BLOCK": 4096}),
+        (quantized.quantize_rows, {"k": "i32", "out": "*i8", "scales": WIDE, "given": WIDE},
+         {"FORMAT": "int8", "GIVEN": True, "PLAIN": False, "BLOCK": 4096}),
+        (quantized.dequantize, {**SCALES, "weight": "*i8"},
+         {"zeros": None, "ROWS": 128, "COLUMNS": 128, "FORMAT": "fp8", "ZEROS": False, "FP8": fp8, "BLOCK_N": 16, "BLOCK_K": 256}),
+        (quantized.dequantize, {**SCALES, "weight": "*u8"},
+         {"ROWS": 1, "COLUMNS": 32, "FORMAT": "int4", "ZEROS": True, "FP8": fp8, "BLOCK_N": 16, "BLOCK_K": 256}),
+        (quantized.linear_quantized, {**SCALES, **held}, {**active, "FORMAT": "fp8", "NATIVE": fp8, "MODE": "row", "SUB": 128}),
+        (quantized.linear_quantized, {**SCALES, **held},
+         {**active, "FORMAT": "fp8", "NATIVE": fp8, "MODE": "block", "COLUMNS": 128, "ROWS": 128, "GROUP": 128}),
+        (quantized.linear_quantized, {**SCALES, "weight": "*i8"}, {**own, "FORMAT": "fp8", "MODE": "row", "COLUMNS": 4096}),
+        (quantized.linear_quantized, {**SCALES, "x": "*i8" if whole else "*fp16", "weight": "*i8"},
+         {**active, "FORMAT": "int8", "NATIVE": whole, "MODE": "row"}),
+        (quantized.linear_quantized, {**SCALES, "weight": "*i8"}, {**zeros, "FORMAT": "int8"}),
+        (quantized.linear_quantized, {**SCALES, "weight": "*u8"}, own),
+        (quantized.linear_quantized, {**SCALES, "weight": "*u8"}, {**zeros, "EVEN": False}),
+        (quantized.linear_quantized, {**SCALES, "weight": "*u8"}, {**zeros, "MODE": "fine", "COLUMNS": 32}),
+        (quantized.linear_quantized, {**SCALES, "weight": "*u8", "x": "*fp16"}, {**active, "COLUMNS": 128}),
+    ]  # fmt: skip
+
+
 # What a name means depends on the kernel for a few of them.
 KERNELS = [
     (rows.rms_norm, {}, {"BLOCK": 4096}),
@@ -128,6 +183,12 @@ KERNELS = [
     ),
     *((peers.all_reduce_rms_norm, PEER_WORDS, {**PEERS, "BLOCK": 2048, "KIND": kind}) for kind in range(3)),
     (choose.accept_sampling, {"rows": "i32"}, {**SHARED, "LANE": 1, "NUM_DRAFT_TOKENS": 3}),
+    (experts.route, {"weights": WIDE, "chosen": LONG}, {"RENORMALIZE": True, "COUNT": 8, "BLOCK": 128}),
+    (experts.expert_gates, CHOSEN, FEW),
+    (experts.expert_gates, CHOSEN, {**MANY}),
+    (experts.expert_outputs, CHOSEN, {**FEW, "PAIRS": 0}),
+    (experts.expert_outputs, CHOSEN, {**MANY}),
+    (experts.add_experts, {"parts": HALF}, {"BLOCK": 1024}),
 ]
 RING = {"bias": None, "HAS_BIAS": False, "STEPS": 8, "BLOCK_M": 8, "BLOCK_K": 128, "STAGES": 4}
 SCALED = {**RING, "SCALED": True, "SHARES": 128}
@@ -150,14 +211,15 @@ READS_WEIGHTS = {"all_reduce_rms_norm", "rms_norm", "add_rms_norm", "linear_add"
 
 
 SOME = {"rms_norm", "linear_silu_mul", "scaled_silu_mul", "paged_attention", "copy_context", "accept_greedy"}
-SOME |= {"gather_requests", "exchange", "streamed_linear_add"}
+SOME |= {"gather_requests", "exchange", "streamed_linear_add", "linear_quantized", "expert_outputs"}
 
 
 def main() -> None:
     backend, architecture, warp, pdl, *some = sys.argv[1:]
     target = GPUTarget(backend, int(architecture) if architecture.isdigit() else architecture, int(warp))
-    last = {kernel: (types, constants) for kernel, types, constants in KERNELS}
-    for kernel, types, constants in KERNELS:
+    every = [*KERNELS, *quantized_kernels(target.arch if backend == "cuda" else 0)]
+    last = {kernel: (types, constants) for kernel, types, constants in every}
+    for kernel, types, constants in every:
         if some and (kernel.__name__ not in SOME or last[kernel] != (types, constants)):
             print(f"({kernel.__name__})")
             continue

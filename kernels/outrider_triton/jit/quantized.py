@@ -83,7 +83,9 @@ def _low_and_high(packed, TYPE: tl.constexpr, ASM: tl.constexpr):
 def _of_e4m3(bits, TYPE: tl.constexpr, FP8: tl.constexpr):
     """Numbers of e4m3 bytes. Without FP8 by hand: a float16 has one exponent bit more, and a bias that is 8 larger."""
     if FP8:
-        return bits.to(tl.float8e4nv, bitcast=True).to(TYPE)
+        half = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        # Compute capability 8.9 has no way from float16 to bfloat16 but through float32.
+        return half if TYPE == tl.float16 else half.to(tl.float32).to(TYPE)
     else:
         wide = bits.to(tl.int16)
         half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
