@@ -43,7 +43,7 @@ class TritonQuantized(KernelSet):
         stored = way.stored(weight.format)
         key = stored, n, k, bucket(m)
         if key not in self._derived_quantized:
-            self._derived_quantized[key] = choose(self.facts, "linear", m=m, n=n, k=k, stored=stored)
+            self._derived_quantized[key] = choose(self.facts, "linear_parts", m=m, n=n, k=k, stored=stored)
         return self._derived_quantized[key]
 
     def linear_quantized(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
@@ -77,7 +77,7 @@ class TritonQuantized(KernelSet):
         if way is None:
             return
         n, k = weight.shape
-        for each in every(self.facts, "linear", n=n, k=k, stored=way.stored(weight.format)):
+        for each in every(self.facts, "linear_parts", n=n, k=k, stored=way.stored(weight.format)):
             with ahead():
                 _TRITON.linear_quantized.triton(few, *operands, *self._way(way), each.as_list(), self.pdl)
 

@@ -181,10 +181,10 @@ def _linear_quantized(
 ) -> Tensor:
     weight = _record(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
     block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
-    torch._check(split == 1 and not descriptor, lambda: f"a product with a quantised weight can't be cut up as {config}")
+    torch._check(not descriptor, lambda: f"a product with a quantised weight can't be cut up as {config}")
     flat = _rows(x, weight)
     (m, k), n = flat.shape, shape[0]
-    out = x.new_empty((*x.shape[:-1], n))
+    parts = x.new_empty((split, m, n), dtype=torch.float32) if split > 1 else x.new_empty((*x.shape[:-1], n))
     group, groups, x_scales = 0, 1, None
     if activations:
         group = activation_group if activation_group < k else 0
@@ -198,9 +198,9 @@ def _linear_quantized(
     each = each or block_n
     launch(
         quantized.linear_quantized,
-        (triton.cdiv(n, each), triton.cdiv(m, block_m)),
+        (triton.cdiv(n, each), triton.cdiv(m, block_m), split),
         *(flat, x_scales, data.view(torch.int8) if format == "fp8" and not native else data),
-        *(scales, zero_points, bias, out, m, n, k, flat.stride(0), groups, scales.shape[1]),
+        *(scales, zero_points, bias if split == 1 else None, parts, m, n, k, flat.stride(0), groups, scales.shape[1]),
         *(each, ahead if held % 16 == 0 else 0),
         FORMAT=format,
         NATIVE=native,
@@ -210,17 +210,36 @@ def _linear_quantized(
         GROUP=group,
         ZEROS=zero_points is not None,
         ACTIVE=bool(activations),
-        HAS_BIAS=bias is not None,
+        HAS_BIAS=bias is not None and split == 1,
         FP8=fp8,
         ASM=asm,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         SUB=min(at_once, block_k) if at_once else block_k,
-        EVEN=k % block_k == 0,
+        SPLIT=split,
+        EVEN=k % (split * block_k) == 0,
         num_stages=stages,
         pdl=pdl,
         warps=warps,
+    )
+    return parts if split == 1 else _added(parts, bias, x, pdl)
+
+
+def _added(parts: Tensor, bias: Tensor | None, x: Tensor, pdl: bool) -> Tensor:
+    """The sum of ``parts`` [split, T, N] and of ``bias``, as a product of ``x``."""
+    split, _, n = parts.shape
+    out = x.new_empty((*x.shape[:-1], n))
+    block = 512
+    launch(
+        quantized.add_parts,
+        (triton.cdiv(out.numel(), block),),
+        *(parts, bias, out, out.numel(), n),
+        PARTS=split,
+        HAS_BIAS=bias is not None,
+        BLOCK=block,
+        pdl=pdl,
+        warps=2,
     )
     return out
 

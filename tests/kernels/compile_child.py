@@ -81,7 +81,7 @@ E4M3 = "*fp8e4nv"
 QUANTIZED = {
     **PRODUCT,
     **{"zeros": None, "x_scales": None, "ROWS": 1, "COLUMNS": 128, "GROUP": 0, "ZEROS": False, "ACTIVE": False},
-    **{"FORMAT": "int4", "NATIVE": False, "MODE": "block", "FP8": False, "ASM": False, "SUB": 128},
+    **{"FORMAT": "int4", "NATIVE": False, "MODE": "block", "FP8": False, "ASM": False, "SUB": 128, "SPLIT": 1},
 }
 SCALES = {"k": "i32", "scales": HALF, "x_scales": WIDE, "zeros": "*i8"}
 CHOSEN = {"k": "i32", "chosen": LONG, "order": LONG, "expert_of": LONG, "shares": WIDE}
@@ -117,6 +117,8 @@ def quantized_kernels(capability):
         (quantized.linear_quantized, {**SCALES, "weight": "*u8"}, {**zeros, "EVEN": False}),
         (quantized.linear_quantized, {**SCALES, "weight": "*u8"}, {**zeros, "MODE": "fine", "COLUMNS": 32}),
         (quantized.linear_quantized, {**SCALES, "weight": "*u8", "x": "*fp16"}, {**active, "COLUMNS": 128}),
+        (quantized.linear_quantized, {**SCALES, "weight": "*u8", "out": WIDE}, {**own, "SPLIT": 4}),
+        (quantized.add_parts, {"parts": WIDE}, {"bias": None, "PARTS": 4, "HAS_BIAS": False, "BLOCK": 512}),
     ]  # fmt: skip
 
 

@@ -242,6 +242,7 @@ def linear_quantized(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SUB: tl.constexpr,
+    SPLIT: tl.constexpr,
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -250,7 +251,8 @@ def linear_quantized(
     ``MODE`` "row": a scale for a whole row. "block": for at least the SUB columns that are multiplied at a time. "fine": for
     fewer, of which SUB is a multiple; it's multiplied with the weight. ``NATIVE``: the matrix unit takes both operands as they
     are stored. ``ACTIVE``: x was divided by ``x_scales [m, x_groups]``, one for each GROUP columns (0: for the row).
-    ``EVEN``: k is a multiple of BLOCK_K. int4: columns come in pairs, a byte each, and ``x`` likewise.
+    Split: part p is ``out [p, m, n]`` in float32, over its own share of k, without bias. ``EVEN``: k is a multiple of
+    SPLIT * BLOCK_K. int4: columns come in pairs, a byte each, and ``x`` likewise.
     """
     rows, mine, tokens = rows_and_tokens(each, n, 1, BLOCK_N, BLOCK_M)
     PACKED: tl.constexpr = FORMAT == "int4"
@@ -261,8 +263,13 @@ def linear_quantized(
     NOTHING: tl.constexpr = 0 if PACKED or (NATIVE and FORMAT == "int8") else 0.0
     PARTS: tl.constexpr = MODE == "block" or GROUP > 0
     held = k // WIDE
+    share = tl.program_id(2)
+    span = tl.cdiv(tl.cdiv(k, SPLIT), BLOCK_K) * BLOCK_K
+    begins = share * span
+    ends = tl.minimum(begins + span, k)
     if PDL:
-        ask_for_rows(weight + tl.minimum(rows, n - 1).to(tl.int64) * held, tl.minimum(ahead, held // 2))
+        first = weight + tl.minimum(rows, n - 1).to(tl.int64) * held + begins // WIDE
+        ask_for_rows(first, tl.minimum(ahead, (ends - begins) // (2 * WIDE)))
     begin(PDL)
 
     lane = tl.arange(0, HELD)
@@ -274,7 +281,7 @@ def linear_quantized(
         column = x + tokens.to(tl.int64)[None, :] * x_stride + lane[:, None]
     first_scale = (rows // ROWS) * scale_columns
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    for start in range(0, k, BLOCK_K):
+    for start in range(begins, ends, BLOCK_K):
         for sub in tl.static_range(BLOCK_K // SUB):
             at = start + sub * SUB
             place = at // WIDE
@@ -332,5 +339,19 @@ def linear_quantized(
         total *= tl.load(x_scales + tokens, mask=tokens < m, other=0.0)[None, :]
     if HAS_BIAS:
         total += tl.load(bias + rows, mask=mine, other=0.0).to(tl.float32)[:, None]
-    there = out + tokens.to(tl.int64)[None, :] * n + rows[:, None]
+    there = out + share.to(tl.int64) * m * n + tokens.to(tl.int64)[None, :] * n + rows[:, None]
     tl.store(there, total.to(out.dtype.element_ty), mask=known & mine[:, None])
+
+
+@triton.jit
+def add_parts(parts, bias, out, size, n, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """``out [m, n]``, of ``size`` numbers: the sum of PARTS of them, and of ``bias [n]``."""
+    begin(PDL)
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = lane < size
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts + part * size + lane, mask=inside, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + lane % n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + lane, total.to(out.dtype.element_ty), mask=inside)
