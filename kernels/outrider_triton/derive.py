@@ -200,7 +200,9 @@ def estimate(
     own = each * rows_of * columns * width
     loaded = (config.block_n if not streamed else 2 * _PAIRS) * (2 if operator in _GATED and not streamed else 1)
     # All that a ring holds is on its way; otherwise one tile is being multiplied, and another half of the time waited for.
-    flying = min(resident, rounds) * (config.stages - (0 if streamed else 1.5)) * min(loaded, 2 * each) * config.block_k * width
+    flying = (
+        min(resident, rounds) * (config.stages - (0 if streamed else 1.5)) * min(loaded, 2 * each) * config.block_k * width
+    )
     hidden = min(1.0, flying / (1.4 * _LATENCY * share))
     memory = max(programs * own / facts.bytes_per_second, rounds * own / (_ALONE * share)) / hidden
     tokens = programs * min(m, config.block_m) * columns * stored.token_bytes

@@ -66,13 +66,13 @@ class TritonExperts(KernelSet):
             return super().experts(x, weights, chosen, gate_up, down)
         operands = weights, chosen, gate_up, down
         if self._scope.first(("experts", x.dtype, gate_up.shape, chosen.shape[1])):
-            self._compile(x, *operands)
+            self._compile_experts(x, *operands)
         size, gates, outputs = self.experts_config(x.shape[0], chosen.shape[1], gate_up)
         return _TRITON.experts.triton(  # type: ignore[no-any-return]  # torch.ops has no types
             x, *operands, size, gates.as_list(), outputs.as_list(), self.pdl
         )
 
-    def _compile(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    def _compile_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> None:
         """Every configuration that these experts have for some number of tokens."""
         count = chosen.shape[1]
         few = [1 << power for power in range(power_of_two(_FEW).bit_length())]

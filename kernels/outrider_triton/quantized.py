@@ -56,7 +56,7 @@ class TritonQuantized(KernelSet):
         way = plan(self.facts, weight)
         operands = _operands(weight, bias)
         if self._scope.first(("linear_quantized", x.dtype, weight.label, weight.shape, bias is None)):
-            self._compile(x, weight, way, operands)
+            self._compile_quantized(x, weight, way, operands)
         config = None if way is None else self.quantized_config(x, weight, way)
         if way is None or config is None:
             scaled = _scales(x, weight, way)
@@ -69,7 +69,7 @@ class TritonQuantized(KernelSet):
         asm = self.facts.capability >= 80 and not triton.knobs.runtime.interpret
         return way.mode, way.columns, way.at_once, way.native, self.facts.fp8, asm
 
-    def _compile(self, x: Tensor, weight: QuantizedWeight, way: Plan | None, operands: tuple[object, ...]) -> None:
+    def _compile_quantized(self, x: Tensor, weight: QuantizedWeight, way: Plan | None, operands: tuple[object, ...]) -> None:
         """Every configuration that such a weight has for some number of tokens."""
         few = x.reshape(-1, x.shape[-1])[:4]
         with ahead():

@@ -1,9 +1,10 @@
-"""Products with quantised weights as operators (:mod:`outrider_triton.jit.quantized`), and how a weight's records decide them."""
+"""Products with quantised weights as operators (:mod:`outrider_triton.jit.quantized`), and how each weight is multiplied."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,7 @@ class Plan:
 
     def stored(self, format: str) -> Stored:
         """What the derivation asks."""
-        made = 0.0 if self.native else _MADE[format] * (1.0 if self.mode != "fine" else 3.0)
+        made = 0.0 if self.native else _MADE[format] * (1.0 if self.mode != "fine" else 1.3)
         bits = 4 if format == "int4" else 8
         return Stored(bits, 1 if self.native else 2, self.at_once, made)
 
@@ -58,7 +59,7 @@ def plan(facts: DeviceFacts, weight: QuantizedWeight) -> Plan | None:
     elif _power(columns) >= 64:
         mode, at_once = "block", min(_power(columns), _AT_ONCE)
     elif _power(columns) == columns and columns > 1:
-        mode, at_once = "fine", _AT_ONCE
+        mode, at_once = "fine", 2 * _AT_ONCE
     else:
         return None
     group = weight.activation_group if weight.activation_group < k else 0
@@ -111,7 +112,15 @@ def plain_weight(weight: QuantizedWeight, dtype: torch.dtype, *, fp8: bool, pdl:
     launch(
         quantized.dequantize,
         (triton.cdiv(n, 16), triton.cdiv(k, 256)),
-        *(weight.data.view(torch.int8) if weight.format == "fp8" else weight.data, weight.scales, weight.zero_points, out, n, k, weight.scales.shape[1]),
+        *(
+            weight.data.view(torch.int8) if weight.format == "fp8" else weight.data,
+            weight.scales,
+            weight.zero_points,
+            out,
+            n,
+            k,
+            weight.scales.shape[1],
+        ),
         ROWS=rows,
         COLUMNS=columns,
         FORMAT=weight.format,
@@ -250,9 +259,9 @@ _WEIGHT = (
 )
 
 
-def _empty(x: Tensor, data: Tensor, scales: Tensor, zeros: object, given: object, bias: object, *rest: object) -> Tensor:
-    shape = rest[2]
-    assert isinstance(shape, Sequence)
+def _empty(x: Tensor, *rest: Any) -> Tensor:
+    """``rest``: the operands behind x, as the schema has them."""
+    shape = rest[7]
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 

@@ -20,7 +20,7 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomFormat:
-    """A way that checkpoints are quantised. ``rows``, ``columns`` of a scale's block, 0: all. ``activations``: dynamic ones."""
+    """A way that checkpoints are quantised. ``rows``, ``columns`` of a scale's block, 0: all; ``activations`` are dynamic."""
 
     format: str
     rows: int = 1

@@ -80,9 +80,22 @@ PEER_WORDS = {**dict.fromkeys(("words", "out", "epochs", "x", "residual", "weigh
 E4M3 = "*fp8e4nv"
 QUANTIZED = {
     **PRODUCT,
-    **{"zeros": None, "x_scales": None, "ROWS": 1, "COLUMNS": 128, "GROUP": 0, "ZEROS": False, "ACTIVE": False},
-    **{"FORMAT": "int4", "NATIVE": False, "MODE": "block", "FP8": False, "ASM": False, "SUB": 128, "SPLIT": 1},
+    "zeros": None,
+    "x_scales": None,
+    "ROWS": 1,
+    "COLUMNS": 128,
+    "GROUP": 0,
+    "ZEROS": False,
+    "ACTIVE": False,
+    "FORMAT": "int4",
+    "NATIVE": False,
+    "MODE": "block",
+    "FP8": False,
+    "ASM": False,
+    "SUB": 128,
+    "SPLIT": 1,
 }
+PLAINLY = {"COLUMNS": 128, "BLOCK_N": 16, "BLOCK_K": 256}
 SCALES = {"k": "i32", "scales": HALF, "x_scales": WIDE, "zeros": "*i8"}
 CHOSEN = {"k": "i32", "chosen": LONG, "order": LONG, "expert_of": LONG, "shares": WIDE}
 FEW = {"order": None, "expert_of": None, "SORTED": False, "PAIRS": 32, "COUNT": 8}
@@ -103,10 +116,10 @@ def quantized_kernels(capability):
         (quantized.quantize_rows, {"k": "i32", "out": "*i8", "scales": WIDE, "given": WIDE},
          {"FORMAT": "int8", "GIVEN": True, "PLAIN": False, "BLOCK": 4096}),
         (quantized.dequantize, {**SCALES, "weight": "*i8"},
-         {"zeros": None, "ROWS": 128, "COLUMNS": 128, "FORMAT": "fp8", "ZEROS": False, "FP8": fp8, "BLOCK_N": 16, "BLOCK_K": 256}),
+         {**PLAINLY, "zeros": None, "ROWS": 128, "FORMAT": "fp8", "ZEROS": False, "FP8": fp8}),
         (quantized.dequantize, {**SCALES, "weight": "*u8"},
-         {"ROWS": 1, "COLUMNS": 32, "FORMAT": "int4", "ZEROS": True, "FP8": fp8, "BLOCK_N": 16, "BLOCK_K": 256}),
-        (quantized.linear_quantized, {**SCALES, **held}, {**active, "FORMAT": "fp8", "NATIVE": fp8, "MODE": "row", "SUB": 128}),
+         {**PLAINLY, "ROWS": 1, "FORMAT": "int4", "ZEROS": True, "FP8": fp8}),
+        (quantized.linear_quantized, {**SCALES, **held}, {**active, "FORMAT": "fp8", "NATIVE": fp8, "MODE": "row"}),
         (quantized.linear_quantized, {**SCALES, **held},
          {**active, "FORMAT": "fp8", "NATIVE": fp8, "MODE": "block", "COLUMNS": 128, "ROWS": 128, "GROUP": 128}),
         (quantized.linear_quantized, {**SCALES, "weight": "*i8"}, {**own, "FORMAT": "fp8", "MODE": "row", "COLUMNS": 4096}),

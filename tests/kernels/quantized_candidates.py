@@ -15,10 +15,10 @@ import torch
 from outrider_triton.derive import estimate, rank
 from outrider_triton.facts import facts_of
 from outrider_triton.kernelset import TritonKernels
+from outrider_triton.launch import ahead
 from outrider_triton.quantized import _operands
 from outrider_triton.quantized_ops import plan
 from outrider_triton.variants import Scope
-from outrider_triton.launch import ahead
 from outrider_tune.quantized import random_format, random_quantized
 
 SHAPES = {"gate and up": (28672, 4096), "down": (4096, 14336), "qkv": (6144, 4096), "output": (4096, 4096)}
@@ -93,7 +93,10 @@ def main() -> None:
     print(json.dumps({"compiled_s": 60 - (end - time.monotonic())}), flush=True)
     for m, name, label, n, k in jobs:
         first = random_quantized(random_format(name), n, k, device=device)
-        weights = [first, *(random_quantized(random_format(name), n, k, device=device) for _ in range(ROTATE // first.nbytes))]
+        weights = [
+            first,
+            *(random_quantized(random_format(name), n, k, device=device) for _ in range(ROTATE // first.nbytes)),
+        ]
         way, x = plan(facts, first), torch.randn(m, k, device=device).to(torch.bfloat16)
         stored = way.stored(first.format)
         for config in candidates(facts, stored, m, n, k):

@@ -10,6 +10,7 @@ import itertools
 import json
 import sys
 import time
+from functools import partial
 
 import torch
 
@@ -57,7 +58,7 @@ def products(kernels, device):
                 # Activations are quantised from what is in bfloat16, and by either side in its own precision.
                 right = REFERENCE.linear_quantized(x.double(), weight, bias.double())
                 own = wrong(REFERENCE.linear_quantized(x, weight, bias), right)
-                made = in_a_graph(lambda: kernels.linear_quantized(x, weight, bias))
+                made = in_a_graph(partial(kernels.linear_quantized, x, weight, bias))
                 yield f"{name} {n}x{k}, {m} tokens", wrong(made, right), own
 
 
@@ -67,7 +68,7 @@ def experts(kernels, device):
         x, logits = (torch.randn(m, size, device=device, generator=generator).to(torch.bfloat16) for size in (hidden, count))
         gate_up = torch.randn(count, 2 * inner, hidden, device=device, generator=generator).mul_(hidden**-0.5).to(x.dtype)
         down = torch.randn(count, hidden, inner, device=device, generator=generator).mul_(inner**-0.5).to(x.dtype)
-        weights, names = in_a_graph(lambda: kernels.route(logits, chosen, renormalize=True))
+        weights, names = in_a_graph(partial(kernels.route, logits, chosen, renormalize=True))
         right, wanted = REFERENCE.route(logits.double(), chosen, renormalize=True)
         yield f"route {count} experts, {m} tokens", wrong(weights, right) if torch.equal(names, wanted) else float("inf"), 0.0
         right = torch.zeros(m, hidden, dtype=torch.float64, device=device)
@@ -80,7 +81,7 @@ def experts(kernels, device):
                 break
         else:
             m_checked = m
-        made = in_a_graph(lambda: kernels.experts(x, weights, names, gate_up, down))
+        made = in_a_graph(partial(kernels.experts, x, weights, names, gate_up, down))
         own = REFERENCE.experts(x, weights, names, gate_up, down)
         yield f"experts {count}, {m} tokens", wrong(made[:m_checked], right), wrong(own[:m_checked], right)
 

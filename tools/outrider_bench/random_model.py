@@ -102,7 +102,9 @@ class RandomModel:
             model = Decoder(model.config, model.weights, with_acceptance_rates(model.kernels, self.accept_rates), ranks)
         if self.speculate != "eagle":
             return model, None
-        return model, EagleProposer(random_eagle(model, whole, backend=device, quantization=way), draft_tokens=self.draft_tokens)
+        return model, EagleProposer(
+            random_eagle(model, whole, backend=device, quantization=way), draft_tokens=self.draft_tokens
+        )
 
     def load(
         self,

@@ -16,8 +16,8 @@ from outrider.model.decoder import Decoder
 from outrider.model.eagle import EagleHead
 from outrider.model.head_mapping import eagle_targets, eagle_weights
 from outrider.model.mapping import Target, decoder_targets, decoder_weights
-from outrider.model.ranks import ModelRanks
 from outrider.model.products import Weight
+from outrider.model.ranks import ModelRanks
 from outrider.model.shapes import shape_config
 from outrider.model.shards import Shards
 from outrider.model.tensors import placed
@@ -31,7 +31,7 @@ __all__ = ["random_decoder", "random_eagle", "shape_config"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomQuantization:
-    """Weights of layers in the format ``name`` (:data:`outrider_tune.quantized.RANDOM_FORMATS`); ``head``: the output head too.
+    """Weights of layers in a format of :data:`outrider_tune.quantized.RANDOM_FORMATS`; ``head``: the output head too.
 
     Embeddings, norms, routers and experts are plain.
     """

@@ -1,7 +1,7 @@
 """Mixtures of experts: which experts a token goes to, and the products of those that some token goes to.
 
-Few tokens: a program finds on the device which expert is its own, and multiplies all tokens with it; what isn't the expert's is
-not stored. So each weight is read once, and nothing is sorted. Many tokens: pairs of token and expert lie sorted in blocks.
+Few tokens: a program finds on the device which expert is its own, and multiplies all tokens with it; what isn't the expert's
+is not stored. So each weight is read once, and nothing is sorted. Many tokens: pairs of token and expert are sorted.
 """
 
 from __future__ import annotations
@@ -81,10 +81,7 @@ def _own_pairs(
         pairs = tl.load(order + block * BLOCK_M + lane)
         expert = tl.load(expert_of + block)
     else:
-        if PAIRS:
-            expert = _nth_expert(chosen, block, m * count, PAIRS)
-        else:
-            expert = block.to(tl.int64)
+        expert = _nth_expert(chosen, block, m * count, PAIRS) if PAIRS else block.to(tl.int64)
         slot = tl.arange(0, COUNT)
         names = tl.load(
             chosen + lane[:, None] * count + slot[None, :], mask=(lane < m)[:, None] & (slot < count)[None, :], other=-2

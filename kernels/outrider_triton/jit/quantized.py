@@ -1,6 +1,6 @@
 """Products with quantised weights, few tokens at a time: bytes of the weight are read once, and made numbers on the way.
 
-As in :mod:`outrider_triton.jit.matmul`, the weight is the wide operand of the matrix unit and a program has ``each`` rows of it.
+As in :mod:`outrider_triton.jit.matmul`, the weight is the wide operand of the matrix unit, and a program has ``each`` rows.
 Scales meet the sums, not the weight, where a tile has one scale a row: so a weight costs no more instructions than it must.
 """
 
@@ -18,7 +18,7 @@ from outrider_triton.jit.matmul import rows_and_tokens
 @triton.jit
 def _low_and_high(packed, TYPE: tl.constexpr, ASM: tl.constexpr):
     """Both halves of each byte, less 8. ASM: two at a time, by writing them behind the leading bits of 128 or 1024."""
-    if ASM and TYPE == tl.bfloat16:
+    if ASM and tl.bfloat16 == TYPE:
         return tl.inline_asm_elementwise(
             """
             {
@@ -46,7 +46,7 @@ def _low_and_high(packed, TYPE: tl.constexpr, ASM: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    elif ASM and TYPE == tl.float16:
+    elif ASM and tl.float16 == TYPE:
         return tl.inline_asm_elementwise(
             """
             {
@@ -85,12 +85,12 @@ def _of_e4m3(bits, TYPE: tl.constexpr, FP8: tl.constexpr):
     if FP8:
         half = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
         # Compute capability 8.9 has no way from float16 to bfloat16 but through float32.
-        return half if TYPE == tl.float16 else half.to(tl.float32).to(TYPE)
+        return half if tl.float16 == TYPE else half.to(tl.float32).to(TYPE)
     else:
         wide = bits.to(tl.int16)
         half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
         half = tl.where((wide & 0x7F) == 0x7F, float("nan"), half).to(tl.float16)
-        return half if TYPE == tl.float16 else half.to(tl.float32).to(TYPE)
+        return half if tl.float16 == TYPE else half.to(tl.float32).to(TYPE)
 
 
 @triton.jit
@@ -145,6 +145,7 @@ def quantize_rows(
         scale = tl.where(scale > 0, scale, 1.0)
         wrong = tl.max((magnitude < float("inf")).to(tl.int32) ^ 1, axis=0)
     divided = value / scale
+    divided = tl.where(divided == divided, divided, 0.0)  # the scale says it, and a whole number couldn't
     if FORMAT == "fp8":
         divided = _nearest_e4m3(tl.minimum(tl.maximum(divided, -448.0), 448.0))
     else:
@@ -249,8 +250,8 @@ def linear_quantized(
     """``x [m, k] @ W [n, k].T`` for the weight that ``weight`` stands for, with a scale for each ROWS x COLUMNS of it.
 
     ``MODE`` "row": a scale for a whole row. "block": for at least the SUB columns that are multiplied at a time. "fine": for
-    fewer, of which SUB is a multiple; it's multiplied with the weight. ``NATIVE``: the matrix unit takes both operands as they
-    are stored. ``ACTIVE``: x was divided by ``x_scales [m, x_groups]``, one for each GROUP columns (0: for the row).
+    fewer, of which SUB is a multiple; it's multiplied with the weight. ``NATIVE``: the matrix unit takes both operands as
+    they are stored. ``ACTIVE``: x was divided by ``x_scales [m, x_groups]``, one for each GROUP columns (0: for the row).
     Split: part p is ``out [p, m, n]`` in float32, over its own share of k, without bias. ``EVEN``: k is a multiple of
     SPLIT * BLOCK_K. int4: columns come in pairs, a byte each, and ``x`` likewise.
     """
@@ -290,7 +291,10 @@ def linear_quantized(
                 t = tl.load(column + place, mask=known, other=NOTHING)
             else:
                 w = tl.load(
-                    tile + place, mask=mine[:, None] & (lane[None, :] + place < held), other=NONE, eviction_policy="evict_first"
+                    tile + place,
+                    mask=mine[:, None] & (lane[None, :] + place < held),
+                    other=NONE,
+                    eviction_policy="evict_first",
                 )
                 t = tl.load(column + place, mask=known & (lane[:, None] + place < held), other=NOTHING)
             if MODE == "fine":

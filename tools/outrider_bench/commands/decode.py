@@ -90,7 +90,7 @@ def decode(
         typer.Option(
             "--quantize",
             metavar="FORMAT",
-            help="With --shape, weights of layers in this format: fp8, fp8-tensor, fp8-block, int8, int4, int4-zeros, int4-32.",
+            help="With --shape, how layers are quantised: fp8, fp8-tensor, fp8-block, int8, int4, int4-zeros, int4-32.",
         ),
     ] = None,
     lm_head: Annotated[bool, typer.Option("--lm-head", help="With --quantize, the output head too.")] = False,
@@ -122,7 +122,9 @@ def decode(
     if max_requests is not None and max_requests < max(sizes):
         raise ConfigError(f"--max-requests is {max_requests}, and --batch {max(sizes)} requests decode together; raise it")
     if quantize is not None and shape is None:
-        raise ConfigError("--quantize makes random weights and goes with --shape alone: a checkpoint is quantised or it isn't")
+        raise ConfigError(
+            "--quantize makes random weights and goes with --shape alone: a checkpoint is quantised or it isn't"
+        )
     if lm_head and quantize is None:
         raise ConfigError("--lm-head says what --quantize takes too; leave it out, or name a format with --quantize")
     if new_tokens < 1:

@@ -146,9 +146,7 @@ def _cases(
     for name in quantized:
         for count in sizes:
             yield from placed(
-                quantized_cases(
-                    name, sizes_of, tokens=count, rotate_bytes=_ROTATE_BYTES, dtype=dtype, device=device.device
-                )
+                quantized_cases(name, sizes_of, tokens=count, rotate_bytes=_ROTATE_BYTES, dtype=dtype, device=device.device)
             )
     if quantized:
         return
