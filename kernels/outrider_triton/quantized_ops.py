@@ -21,7 +21,8 @@ from outrider_triton.launch import launch, power_of_two, warps_for
 _AT_ONCE = 128
 """Columns that are multiplied at a time where scales of groups meet the sums."""
 _MADE = {"int4": 1.7, "fp8": 1.0, "int8": 2.0}
-_LONGEST = 1 << 15
+LONGEST = 1 << 15
+"""Numbers of a row that one program holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def quantized_rows(
     m, k = x.shape
     group = group if 0 < group < k else k
     groups = -(-k // group)
-    torch._check(group <= _LONGEST, lambda: f"activations in groups of {group}, expected at most {_LONGEST}")
+    torch._check(group <= LONGEST, lambda: f"activations in groups of {group}, expected at most {LONGEST}")
     out = torch.empty((m, k), dtype=dtype, device=x.device)
     scales = torch.empty((m, groups), dtype=torch.float32, device=x.device)
     block = power_of_two(group)
@@ -179,6 +180,9 @@ def _linear_quantized(
     shape: Sequence[int],
     activations: str,
     activation_group: int,
+    x_scales: Tensor | None,
+    dtype: torch.dtype,
+    parts: bool,
     mode: str,
     columns: int,
     at_once: int,
@@ -188,17 +192,19 @@ def _linear_quantized(
     config: list[int],
     pdl: bool,
 ) -> Tensor:
+    """``x_scales``: ``x`` was quantised. ``parts``: what a split leaves, float32 [split, T, N] without the bias."""
     weight = _record(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
     block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
     torch._check(not descriptor, lambda: f"a product with a quantised weight can't be cut up as {config}")
     flat = _rows(x, weight)
     (m, k), n = flat.shape, shape[0]
-    parts = x.new_empty((split, m, n), dtype=torch.float32) if split > 1 else x.new_empty((*x.shape[:-1], n))
-    group, groups, x_scales = 0, 1, None
+    # The same where there's no split: one place for what a program writes.
+    made = torch.empty((split, m, n), dtype=torch.float32 if split > 1 else dtype, device=x.device)
+    group, groups = 0, 1
     if activations:
         group = activation_group if activation_group < k else 0
-        kept = data.dtype if native else torch.float16
-        flat, x_scales = quantized_rows(flat, activations, group, input_scale, kept, pdl)
+        if x_scales is None:
+            flat, x_scales = quantized_rows(flat, activations, group, input_scale, kept_dtype(data, native), pdl)
         groups = x_scales.shape[1]
     packed = format == "int4"
     if packed and (flat.data_ptr() % 4 or flat.stride(0) % 2):
@@ -209,7 +215,7 @@ def _linear_quantized(
         quantized.linear_quantized,
         (triton.cdiv(n, each), triton.cdiv(m, block_m), split),
         *(flat, x_scales, data.view(torch.int8) if format == "fp8" and not native else data),
-        *(scales, zero_points, bias if split == 1 else None, parts, m, n, k, flat.stride(0), groups, scales.shape[1]),
+        *(scales, zero_points, bias if split == 1 else None, made, m, n, k, flat.stride(0), groups, scales.shape[1]),
         *(each, ahead if held % 16 == 0 else 0),
         FORMAT=format,
         NATIVE=native,
@@ -232,13 +238,20 @@ def _linear_quantized(
         pdl=pdl,
         warps=warps,
     )
-    return parts if split == 1 else _added(parts, bias, x, pdl)
+    if split == 1:
+        return made.view(*x.shape[:-1], n)
+    return made if parts else _added(made, bias, x, dtype, pdl)
 
 
-def _added(parts: Tensor, bias: Tensor | None, x: Tensor, pdl: bool) -> Tensor:
+def kept_dtype(data: Tensor, native: bool) -> torch.dtype:
+    """That of quantised activations: the weight's, or one that holds the values of either format."""
+    return data.dtype if native else torch.float16
+
+
+def _added(parts: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype, pdl: bool) -> Tensor:
     """The sum of ``parts`` [split, T, N] and of ``bias``, as a product of ``x``."""
     split, _, n = parts.shape
-    out = x.new_empty((*x.shape[:-1], n))
+    out = torch.empty((*x.shape[:-1], n), dtype=dtype, device=x.device)
     block = 512
     launch(
         quantized.add_parts,
@@ -261,16 +274,94 @@ _WEIGHT = (
 
 def _empty(x: Tensor, *rest: Any) -> Tensor:
     """``rest``: the operands behind x, as the schema has them."""
-    shape = rest[7]
-    return x.new_empty((*x.shape[:-1], shape[0]))
+    return x.new_empty((*x.shape[:-1], rest[7][0]))
+
+
+def _empty_parts(x: Tensor, *rest: Any) -> Tensor:
+    n, dtype, parts, split = rest[7][0], rest[11], rest[12], rest[19][3]
+    if parts and split > 1:
+        return torch.empty((split, x.numel() // x.shape[-1], n), dtype=torch.float32, device=x.device)
+    return x.new_empty((*x.shape[:-1], n), dtype=dtype)
 
 
 # An overload of the operator whose operands it has.
 define(
-    f"linear_quantized.triton({_WEIGHT}, str mode, int columns, int at_once, bool native, bool fp8, bool asm, int[] config, "
-    "bool pdl) -> Tensor",
+    f"linear_quantized.triton({_WEIGHT}, Tensor? x_scales, ScalarType dtype, bool parts, str mode, int columns, int at_once, "
+    "bool native, bool fp8, bool asm, int[] config, bool pdl) -> Tensor",
     _linear_quantized,
-    _empty,
+    _empty_parts,
+)
+
+
+def _quantized(like: Tensor, k: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Room for quantised rows of ``k`` numbers, as many as ``like`` has, and for their scales."""
+    m = like.numel() // like.shape[-1]
+    scales = torch.empty((m, -(-k // group) if group else 1), dtype=torch.float32, device=like.device)
+    return torch.empty((m, k), dtype=dtype, device=like.device), scales
+
+
+def _add_rms_norm_quantize(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    format: str,
+    group: int,
+    dtype: torch.dtype,
+    pdl: bool,
+) -> tuple[Tensor, Tensor]:
+    """``x`` is [T, H], or [parts, T, H] of a product that was split. Returns the quantised norm and its scales."""
+    torch._check(
+        x.shape[-2:] == residual.shape and residual.is_contiguous() and x.is_contiguous(),
+        lambda: f"adding {tuple(x.shape)} to a residual of {tuple(residual.shape)}; expected equal, contiguous rows",
+    )
+    (m, size), block = residual.shape, power_of_two(residual.shape[1])
+    out, scales = _quantized(residual, size, group, dtype)
+    launch(
+        quantized.add_rms_norm_quantize,
+        (m,),
+        *(x, bias, residual, weight, out, scales, eps, size, residual.numel()),
+        FORMAT=format,
+        GROUP=min(group, block),
+        PARTS=1 if x.dim() == 2 else x.shape[0],
+        HAS_BIAS=bias is not None,
+        BLOCK=block,
+        pdl=pdl,
+        warps=warps_for(block),
+    )
+    return out, scales
+
+
+define(
+    "add_rms_norm.triton_quantize(Tensor x, Tensor? bias, Tensor(a!) residual, Tensor weight, float eps, str format, "
+    "int group, ScalarType dtype, bool pdl) -> (Tensor, Tensor)",
+    _add_rms_norm_quantize,
+    lambda x, bias, residual, weight, eps, format, group, dtype, pdl: _quantized(residual, residual.shape[-1], group, dtype),
+)
+
+
+def _silu_mul_quantize(gate_up: Tensor, format: str, group: int, dtype: torch.dtype, pdl: bool) -> tuple[Tensor, Tensor]:
+    size = gate_up.shape[-1] // 2
+    block = power_of_two(size)
+    out, scales = _quantized(gate_up, size, group, dtype)
+    launch(
+        quantized.silu_mul_quantize,
+        (out.shape[0],),
+        *(gate_up.contiguous(), out, scales, size),
+        FORMAT=format,
+        GROUP=min(group, block),
+        BLOCK=block,
+        pdl=pdl,
+        warps=warps_for(block),
+    )
+    return out, scales
+
+
+define(
+    "silu_mul.triton_quantize(Tensor gate_up, str format, int group, ScalarType dtype, bool pdl) -> (Tensor, Tensor)",
+    _silu_mul_quantize,
+    lambda gate_up, format, group, dtype, pdl: _quantized(gate_up, gate_up.shape[-1] // 2, group, dtype),
 )
 
 

@@ -115,6 +115,9 @@ def quantized_kernels(capability):
          {"given": None, "FORMAT": "fp8", "GIVEN": False, "PLAIN": False, "BLOCK": 4096}),
         (quantized.quantize_rows, {"k": "i32", "out": "*i8", "scales": WIDE, "given": WIDE},
          {"FORMAT": "int8", "GIVEN": True, "PLAIN": False, "BLOCK": 4096}),
+        (quantized.add_rms_norm_quantize, {"x": WIDE, "bias": HALF, "out": E4M3 if fp8 else "*fp16", "scales": WIDE},
+         {"FORMAT": "fp8", "GROUP": 128, "PARTS": 2, "HAS_BIAS": True, "BLOCK": 4096}),
+        (quantized.silu_mul_quantize, {"out": "*i8", "scales": WIDE}, {"FORMAT": "int8", "GROUP": 0, "BLOCK": 16384}),
         (quantized.dequantize, {**SCALES, "weight": "*i8"},
          {**PLAINLY, "zeros": None, "ROWS": 128, "FORMAT": "fp8", "ZEROS": False, "FP8": fp8}),
         (quantized.dequantize, {**SCALES, "weight": "*u8"},
@@ -222,6 +225,7 @@ STREAMED = [
 LATE = {"linear_silu_mul", "scaled_silu_mul", "streamed_silu_mul"}
 """One of them is in each layer: what starts behind it may read what was written before it (docs/kernels.md)."""
 READS_WEIGHTS = {"all_reduce_rms_norm", "rms_norm", "add_rms_norm", "linear_add", "streamed_linear_add"}
+READS_WEIGHTS |= {"add_rms_norm_quantize"}
 """Before the wait: weights, which no kernel writes."""
 
 

@@ -16,7 +16,6 @@ from outrider_triton.derive import estimate, rank
 from outrider_triton.facts import facts_of
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import ahead
-from outrider_triton.quantized import _operands
 from outrider_triton.quantized_ops import plan
 from outrider_triton.variants import Scope
 from outrider_tune.quantized import random_format, random_quantized
@@ -73,9 +72,7 @@ def main() -> None:
     def call_of(weights, x, way, config):
         def call(number):
             weight = weights[number % len(weights)]
-            torch.ops.outrider.linear_quantized.triton(
-                x, *_operands(weight, None), *kernels._way(way), config.as_list(), kernels.pdl
-            )
+            kernels._skinny(x, weight, None, way, config)
 
         return call
 

@@ -12,7 +12,7 @@ from outrider.device import ConfigError, KernelSet, Product
 from outrider.model.config import ModelConfig
 from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.pending import Made, Partial, Pending, add_rms_norm
-from outrider.model.products import OtherProduct
+from outrider.model.products import OtherProduct, plain
 from outrider.model.ranks import ModelRanks
 
 
@@ -36,7 +36,7 @@ class MixtureLayer(DecoderLayer):
             raise ConfigError("a layer has a router, and the config has no experts; expected both or none")
         self._experts = config.experts
         self._router = weights.router
-        self._gate_up, self._down = _plain(weights.gate_up), _plain(weights.down)
+        self._gate_up, self._down = plain(weights.gate_up), plain(weights.down)
 
     def mlp(self, attended: Product | OtherProduct | Partial, residual: Tensor) -> Pending:
         """Add ``attended`` to ``residual`` [T, H] in place; returns what the experts add, pending."""
@@ -57,12 +57,3 @@ class MixtureLayer(DecoderLayer):
             return made
         shared = kernels.linear(kernels.linear_silu_mul(x, weights.shared_gate_up), weights.shared_down)
         return made.add_(torch.sigmoid(kernels.linear(x, weights.shared_gate)) * shared)
-
-
-def _plain(weight: object) -> Tensor:
-    """A stack of experts. Raises :class:`ConfigError` for one in another form than a tensor: there are no products for it."""
-    if not isinstance(weight, Tensor):
-        raise ConfigError(
-            f"the experts' weights are a {type(weight).__name__}, expected a tensor: quantised experts aren't supported"
-        )
-    return weight

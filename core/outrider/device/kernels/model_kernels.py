@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.device.kernels import ops as _ops  # noqa: F401  (registers the operators)
 from outrider.device.kernels.metadata import AttentionMetadata, Product, RotaryArgs
-from outrider.device.kernels.quantized import QuantizedWeight
+from outrider.device.kernels.quantized import QuantizedProduct, QuantizedWeight
 
 if TYPE_CHECKING:
     from outrider.device.stream import Stream
@@ -117,6 +117,24 @@ class ModelKernels:
             weight.activations or "",
             weight.activation_group,
         )
+
+    def norm_linear_quantized(
+        self,
+        added: QuantizedProduct,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: QuantizedWeight,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """:meth:`linear_quantized` with ``weight`` and ``bias`` of :meth:`add_rms_norm` of ``added``: ``residual`` [T, H]
+        grows in place by that product, and its norm with ``norm`` [H] is what is multiplied → [T, out].
+
+        The sum may be rounded once instead of twice, and activations may be quantised from what wasn't rounded yet.
+        """
+        x = self.silu_mul(added.x) if added.gated else added.x
+        normed = self.add_rms_norm(self.linear_quantized(x, added.weight, added.bias), residual, norm, eps)
+        return self.linear_quantized(normed, weight, bias)
 
     # -- embeddings, norms, activation -----------------------------------------------------------------------------
 
