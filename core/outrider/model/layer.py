@@ -58,7 +58,8 @@ class LayerWeights:
     input of its layer.
 
     A mixture of E experts has a ``router`` [E, H], ``gate_up`` [E, 2 I, H] and ``down`` [E, H, I]; with a shared expert of
-    inner size Is also ``shared_gate_up`` [2 Is, H], ``shared_down`` [H, Is] and ``shared_gate`` [1, H].
+    inner size Is also ``shared_gate_up`` [2 Is, H], ``shared_down`` [H, Is] and ``shared_gate`` [1, H]. Quantised experts are
+    [E 2 I, H] and [E H, I].
     """
 
     qkv: Weight
@@ -73,10 +74,10 @@ class LayerWeights:
     down_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
-    router: Tensor | None = None
-    shared_gate_up: Tensor | None = None
-    shared_down: Tensor | None = None
-    shared_gate: Tensor | None = None
+    router: Weight | None = None
+    shared_gate_up: Weight | None = None
+    shared_down: Weight | None = None
+    shared_gate: Weight | None = None
 
 
 class DecoderLayer:

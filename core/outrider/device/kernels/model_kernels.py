@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.device.errors import ConfigError
 from outrider.device.kernels import ops as _ops  # noqa: F401  (registers the operators)
 from outrider.device.kernels.metadata import AttentionMetadata, Product, RotaryArgs
 from outrider.device.kernels.quantized import QuantizedProduct, QuantizedWeight
@@ -176,6 +177,40 @@ class ModelKernels:
         are is known on the device alone.
         """
         return torch.ops.outrider.experts(x, weights, chosen, gate_up, down)  # type: ignore[no-any-return]
+
+    def experts_quantized(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight
+    ) -> Tensor:
+        """As :meth:`experts`, with quantised weights: the experts' rows one behind the other, ``gate_up`` [E * 2 I, H] and
+        ``down`` [E * H, I], both stored and with activations in one way, no block of which has rows of two experts.
+
+        A backend's kernels do this in the formats that it declares for :meth:`linear_quantized`, which says what is quantised
+        when; what an expert's activation makes is, too.
+        """
+        hidden, inner = x.shape[1], down.shape[1]
+        expected = gate_up.shape[0] * hidden == down.shape[0] * 2 * inner and gate_up.shape[1] == hidden
+        ways = {(each.format, each.activations, each.activation_group) for each in (gate_up, down)}
+        if not expected or len(ways) > 1 or 2 * inner % gate_up.block[0] or hidden % down.block[0]:
+            raise ConfigError(
+                f"quantised experts are {list(gate_up.shape)} {gate_up.label} and {list(down.shape)} {down.label}; expected "
+                f"[E * 2 I, {hidden}] and [E * {hidden}, I], stored in one way, in blocks that end with an expert's rows"
+            )
+        operands = [
+            part
+            for each in (gate_up, down)
+            for part in (each.data, each.scales, each.zero_points, each.input_scale, list(each.block))
+        ]
+        return torch.ops.outrider.experts_quantized(  # type: ignore[no-any-return]  # torch.ops has no types
+            x,
+            weights,
+            chosen,
+            *operands,
+            down.shape[0] // hidden,
+            gate_up.format,
+            gate_up.activations or "",
+            gate_up.activation_group,
+            inner,
+        )
 
     # -- the cache, and attention over it --------------------------------------------------------------------------
 
