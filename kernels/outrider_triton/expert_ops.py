@@ -63,6 +63,35 @@ def sorted_pairs(chosen: Tensor, experts: int, size: int) -> tuple[Tensor, Tenso
     return laid, torch.searchsorted(ends, numbers, right=True).clamp_(max=experts - 1)
 
 
+def blocks_of(
+    chosen: Tensor, experts: int, size: int, most: int
+) -> tuple[Tensor | None, Tensor | None, int, dict[str, object]]:
+    """Pairs and experts of sorted blocks, if they are (``size``), how many programs look for an expert, and what they know.
+
+    ``most``: tokens of a block where nothing is sorted.
+    """
+    m, count = chosen.shape
+    own: dict[str, object] = {"SORTED": bool(size), "PAIRS": 0, "COUNT": power_of_two(count)}
+    if size:
+        order, expert_of = sorted_pairs(chosen, experts, size)
+        return order, expert_of, expert_of.shape[0], own
+    torch._check(m <= most, lambda: f"{m} tokens in a block of {most}")
+    pairs = m * count
+    if pairs <= _COMPARED and pairs < experts:
+        return None, None, pairs, own | {"PAIRS": power_of_two(pairs)}
+    return None, None, experts, own
+
+
+def added(parts: Tensor, x: Tensor, count: int, pdl: bool) -> Tensor:
+    """Rows like those of ``x``: sums of ``count`` rows of ``parts`` each."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    m, hidden = x.shape
+    block = min(power_of_two(hidden), 1024)
+    grid = (m, triton.cdiv(hidden, block))
+    launch(jit.add_experts, grid, parts, out, count, hidden, BLOCK=block, pdl=pdl, warps=warps_for(block))
+    return out
+
+
 def _experts(
     x: Tensor,
     weights: Tensor,
@@ -84,19 +113,9 @@ def _experts(
     x, chosen, weights = (each if each.stride(-1) == 1 else each.contiguous() for each in (x, chosen, weights))
     chosen, weights = chosen.contiguous(), weights.contiguous()
     pairs = m * count
-    order = expert_of = None
-    if size:
-        order, expert_of = sorted_pairs(chosen, experts, size)
-        blocks, compared = expert_of.shape[0], 0
-    else:
-        torch._check(m <= gates[0] and m <= outputs[0], lambda: f"{m} tokens in a block of {gates[0]}")
-        blocks = min(experts, pairs)
-        compared = power_of_two(pairs) if pairs <= _COMPARED and pairs < experts else 0
-        blocks = blocks if compared else experts
+    order, expert_of, blocks, own = blocks_of(chosen, experts, size, min(gates[0], outputs[0]))
     made = x.new_empty((pairs, inner))
     parts = x.new_empty((pairs, hidden))
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    own = {"SORTED": bool(size), "PAIRS": compared, "COUNT": power_of_two(count)}
     for kernel, config, operands, n, k in (
         (jit.expert_gates, gates, (x, chosen, order, expert_of, gate_up, made), inner, hidden),
         (jit.expert_outputs, outputs, (made, weights, chosen, order, expert_of, down, parts), hidden, inner),
@@ -116,10 +135,7 @@ def _experts(
             pdl=pdl,
             warps=warps,
         )
-    block = min(power_of_two(hidden), 1024)
-    grid = (m, triton.cdiv(hidden, block))
-    launch(jit.add_experts, grid, parts, out, count, hidden, BLOCK=block, pdl=pdl, warps=warps_for(block))
-    return out
+    return added(parts, x, count, pdl)
 
 
 define(

@@ -16,6 +16,7 @@ from outrider_triton.jit import (
     attention,
     bookkeeping,
     choose,
+    expert_quantized,
     experts,
     fused,
     matmul,
@@ -116,7 +117,20 @@ def _powers(most: int) -> tuple[int, ...]:
 def compiled() -> Mapping[str, int]:
     """Variants that this process has compiled or loaded, by kernel; none where they're interpreted."""
     found = {}
-    modules = attention, bookkeeping, choose, experts, fused, matmul, peers, prompt_attention, quantized, rows, streamed
+    modules = (
+        attention,
+        bookkeeping,
+        choose,
+        expert_quantized,
+        experts,
+        fused,
+        matmul,
+        peers,
+        prompt_attention,
+        quantized,
+        rows,
+        streamed,
+    )
     for module in modules:
         for name, kernel in vars(module).items():
             # Triton keeps, for each device, the compiled variants first in a tuple.

@@ -17,6 +17,7 @@ from outrider_triton.jit import (
     attention,
     bookkeeping,
     choose,
+    expert_quantized,
     experts,
     fused,
     matmul,
@@ -103,6 +104,10 @@ FEW |= {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN": True}
 MANY = {"SORTED": True, "PAIRS": 0, "COUNT": 8, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "EVEN": False}
 
 
+OF_EXPERTS = {"zeros": None, "BY_PAIR": True, "MODE": "block", "ROWS": 128, "COLUMNS": 128, "GROUP": 0, "ZEROS": False}
+OF_EXPERTS |= {"ACTIVE": False, "SUB": 128}
+
+
 def quantized_kernels(capability):
     """Formats as a device of this compute capability multiplies them (0: none of NVIDIA's)."""
     fp8, whole = capability >= 89, capability >= 80
@@ -134,6 +139,10 @@ def quantized_kernels(capability):
         (quantized.linear_quantized, {**SCALES, "weight": "*u8"}, {**zeros, "MODE": "fine", "COLUMNS": 32}),
         (quantized.linear_quantized, {**SCALES, "weight": "*u8", "x": "*fp16"}, {**active, "COLUMNS": 128}),
         (quantized.linear_quantized, {**SCALES, "weight": "*u8", "out": WIDE}, {**own, "SPLIT": 4}),
+        (expert_quantized.expert_quantized, {**CHOSEN, **SCALES, **held},
+         {**FEW, **OF_EXPERTS, "FORMAT": "fp8", "NATIVE": fp8, "ACTIVE": True, "GROUP": 128, "FP8": fp8, "ASM": whole}),
+        (expert_quantized.expert_quantized, {**CHOSEN, **SCALES, "weight": "*u8"},
+         {**MANY, **OF_EXPERTS, "FORMAT": "int4", "NATIVE": False, "x_scales": None, "FP8": fp8, "ASM": whole, "SUB": 64}),
         (quantized.add_parts, {"parts": WIDE}, {"bias": None, "PARTS": 4, "HAS_BIAS": False, "BLOCK": 512}),
     ]  # fmt: skip
 

@@ -26,6 +26,8 @@ def kernels(streamed):
         "fetch",
         "norm",
         "gated",
+        "own_pairs",
+        "sum_of_products",
         "rows_and_tokens",
         "ask_for_gates",
         "write_rotated",

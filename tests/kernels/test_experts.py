@@ -7,11 +7,13 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES
 from outrider.device import KernelSet
+from outrider.model.quantization.layouts import moved
 from outrider.model.shapes import SHAPES
 from outrider_triton.derive import shared_bytes
 from outrider_triton.expert_ops import sorted_pairs
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import MatmulConfig
+from outrider_tune.quantized import RandomFormat, random_quantized
 
 REFERENCE = KernelSet()
 # Tokens, experts, experts of a token, hidden and inner size: compared pairs, all experts, sorted blocks of several sizes.
@@ -93,3 +95,30 @@ def test_what_is_derived_fits(name, shape):
             assert cut.block_m >= (size or tokens)
             assert not cut.each
             assert cut.split == 1
+
+
+QUANTIZED = {
+    "fp8": RandomFormat(format="fp8", activations="fp8"),
+    "fp8 blocks": RandomFormat(format="fp8", rows=32, columns=128, activations="fp8", activation_group=128),
+    "int8": RandomFormat(format="int8", activations="int8"),
+    "int4": RandomFormat(format="int4", columns=128),
+    "int4 groups of 32, zeros": RandomFormat(format="int4", columns=32, zeros=True),
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantised_experts(name, tokens, kernels, device):
+    count, chosen, hidden, inner = 8, 2, 128, 160
+    cpu, dice = torch.device("cpu"), torch.Generator().manual_seed(4)
+    way = QUANTIZED[name]
+    gate_up = random_quantized(way, count * 2 * inner, hidden, device=cpu, generator=dice)
+    down = random_quantized(way, count * hidden, inner, device=cpu, generator=dice)
+    weights, names = REFERENCE.route(normal(tokens, count, seed=1), chosen, renormalize=True)
+    x = normal(tokens, hidden, seed=2).half()
+    first, second = (moved(each, device) for each in (gate_up, down))
+    made = kernels.experts_quantized(x.to(device), weights.to(device), names.to(device), first, second).cpu()
+    right = REFERENCE.experts_quantized(x.double(), weights.double(), names, gate_up, down)
+    own = REFERENCE.experts_quantized(x, weights, names, gate_up, down)
+    error, expected = ((each.double() - right).norm() / right.norm() for each in (made, own))
+    assert float(error) < max(2e-3, 1.5 * float(expected))

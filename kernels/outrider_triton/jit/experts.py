@@ -63,7 +63,7 @@ def _nth_expert(chosen, nth, pairs, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _own_pairs(
+def own_pairs(
     chosen,
     order,
     expert_of,
@@ -116,7 +116,7 @@ def expert_gates(
 ):
     """``out [pairs, n]``: silu of ``x [m, k]`` times an expert's gate, times x times its up; ``weight [experts, 2 n, k]``."""
     begin(PDL)
-    expert, pairs = _own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
+    expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
     if expert >= 0:
         hit = pairs >= 0
         rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -166,7 +166,7 @@ def expert_outputs(
 ):
     """``out [pairs, n]``: a pair's ``x [pairs, k]`` times its expert's ``weight [experts, n, k]``, times its share."""
     begin(PDL)
-    expert, pairs = _own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
+    expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
     if expert >= 0:
         hit = pairs >= 0
         rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -296,6 +296,108 @@ def _spread(grid, place, SHAPE: tl.constexpr, WIDTH: tl.constexpr):
     return tl.reshape(made, [SHAPE[0], SHAPE[1]])
 
 
+@triton.jit
+def sum_of_products(
+    tile,
+    column,
+    mine,
+    real,
+    tokens,
+    scales,
+    first_scale,
+    zeros,
+    x_scales,
+    x_groups,
+    scale_columns,
+    begins,
+    ends,
+    held,
+    TYPE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    MODE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    FP8: tl.constexpr,
+    ASM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUB: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Of ``tile``, pointers to rows [BLOCK_N, SUB] of the weight (``mine`` of them), and ``column``, to those of x
+    [SUB, BLOCK_M] (``real`` ones, in the places ``tokens`` of ``x_scales``): the sum over columns from ``begins`` to
+    ``ends``, in float32 [BLOCK_N, BLOCK_M]. Scales of whole rows are the caller's. ``held``: bytes of a row. Else see
+    :func:`linear_quantized`.
+    """
+    PACKED: tl.constexpr = FORMAT == "int4"
+    WIDE: tl.constexpr = 2 if PACKED else 1
+    HELD: tl.constexpr = SUB // WIDE
+    NONE: tl.constexpr = 0.0 if NATIVE and FORMAT == "fp8" else 0
+    NOTHING: tl.constexpr = 0 if PACKED or (NATIVE and FORMAT == "int8") else 0.0
+    PARTS: tl.constexpr = MODE == "block" or GROUP > 0
+    lane = tl.arange(0, HELD)
+    total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for start in range(begins, ends, BLOCK_K):
+        for sub in tl.static_range(BLOCK_K // SUB):
+            at = start + sub * SUB
+            place = at // WIDE
+            if EVEN:
+                w = tl.load(tile + place, mask=mine[:, None], other=NONE, eviction_policy="evict_first")
+                t = tl.load(column + place, mask=real[None, :], other=NOTHING)
+            else:
+                w = tl.load(
+                    tile + place,
+                    mask=mine[:, None] & (lane[None, :] + place < held),
+                    other=NONE,
+                    eviction_policy="evict_first",
+                )
+                t = tl.load(column + place, mask=real[None, :] & (lane[:, None] + place < held), other=NOTHING)
+            if MODE == "fine":
+                groups = tl.arange(0, SUB // COLUMNS) + at // COLUMNS
+                inside = tl.minimum(groups, scale_columns - 1)
+                grid = tl.where(mine, first_scale, 0)[:, None] + inside[None, :]
+                factor = _spread(scales, grid, [BLOCK_N, HELD], COLUMNS // WIDE)
+                less = _spread(zeros, grid, [BLOCK_N, HELD], COLUMNS // WIDE) if ZEROS else 0.0
+            if PACKED:
+                low, high = _low_and_high(w, TYPE, ASM)
+                even = (t & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
+                odd = ((t >> 16) & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
+                if MODE == "fine":
+                    low = ((low.to(tl.float32) - less) * factor).to(TYPE)
+                    high = ((high.to(tl.float32) - less) * factor).to(TYPE)
+                part = tl.dot(low, even, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if PARTS else total)
+                part = tl.dot(high, odd, part)
+            elif NATIVE and FORMAT == "fp8":
+                # Hopper's unit adds up e4m3 with few bits: so many columns, then in float32.
+                before = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if PARTS else total
+                part = tl.dot(w, t, before, max_num_imprecise_acc=min(SUB, 128))
+            elif NATIVE:
+                part = tl.dot(w, t).to(tl.float32)
+                if not PARTS:
+                    part += total
+            else:
+                number = _of_e4m3(w, TYPE, FP8) if FORMAT == "fp8" else w.to(tl.float32).to(TYPE)
+                if MODE == "fine":
+                    number = ((number.to(tl.float32) - less) * factor).to(TYPE)
+                part = tl.dot(number, t, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if PARTS else total)
+            if MODE == "block":
+                if ZEROS:
+                    if PACKED:
+                        whole = tl.sum(even.to(tl.float32) + odd.to(tl.float32), axis=0)
+                    else:
+                        whole = tl.sum(t.to(tl.float32), axis=0)
+                    zero = tl.load(zeros + first_scale + at // COLUMNS, mask=mine, other=0).to(tl.float32)
+                    part -= zero[:, None] * whole[None, :]
+                part *= tl.load(scales + first_scale + at // COLUMNS, mask=mine, other=0.0).to(tl.float32)[:, None]
+            if GROUP:
+                part *= tl.load(x_scales + tokens * x_groups + at // GROUP, mask=real, other=0.0)[None, :]
+            total = total + part if PARTS else part
+    return total
+
+
 @triton.jit(do_not_specialize=["m", "each", "ahead"])
 def linear_quantized(
     x,
@@ -344,10 +446,6 @@ def linear_quantized(
     PACKED: tl.constexpr = FORMAT == "int4"
     WIDE: tl.constexpr = 2 if PACKED else 1
     HELD: tl.constexpr = SUB // WIDE
-    TYPE: tl.constexpr = x.dtype.element_ty
-    NONE: tl.constexpr = 0.0 if NATIVE and FORMAT == "fp8" else 0
-    NOTHING: tl.constexpr = 0 if PACKED or (NATIVE and FORMAT == "int8") else 0.0
-    PARTS: tl.constexpr = MODE == "block" or GROUP > 0
     held = k // WIDE
     share = tl.program_id(2)
     span = tl.cdiv(tl.cdiv(k, SPLIT), BLOCK_K) * BLOCK_K
@@ -366,62 +464,36 @@ def linear_quantized(
     else:
         column = x + tokens.to(tl.int64)[None, :] * x_stride + lane[:, None]
     first_scale = (rows // ROWS) * scale_columns
-    total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    for start in range(begins, ends, BLOCK_K):
-        for sub in tl.static_range(BLOCK_K // SUB):
-            at = start + sub * SUB
-            place = at // WIDE
-            if EVEN:
-                w = tl.load(tile + place, mask=mine[:, None], other=NONE, eviction_policy="evict_first")
-                t = tl.load(column + place, mask=known, other=NOTHING)
-            else:
-                w = tl.load(
-                    tile + place,
-                    mask=mine[:, None] & (lane[None, :] + place < held),
-                    other=NONE,
-                    eviction_policy="evict_first",
-                )
-                t = tl.load(column + place, mask=known & (lane[:, None] + place < held), other=NOTHING)
-            if MODE == "fine":
-                groups = tl.arange(0, SUB // COLUMNS) + at // COLUMNS
-                inside = tl.minimum(groups, scale_columns - 1)
-                grid = tl.where(mine, first_scale, 0)[:, None] + inside[None, :]
-                factor = _spread(scales, grid, [BLOCK_N, HELD], COLUMNS // WIDE)
-                less = _spread(zeros, grid, [BLOCK_N, HELD], COLUMNS // WIDE) if ZEROS else 0.0
-            if PACKED:
-                low, high = _low_and_high(w, TYPE, ASM)
-                even = (t & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
-                odd = ((t >> 16) & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
-                if MODE == "fine":
-                    low = ((low.to(tl.float32) - less) * factor).to(TYPE)
-                    high = ((high.to(tl.float32) - less) * factor).to(TYPE)
-                part = tl.dot(low, even, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if PARTS else total)
-                part = tl.dot(high, odd, part)
-            elif NATIVE and FORMAT == "fp8":
-                # Hopper's unit adds up e4m3 with few bits: so many columns, then in float32.
-                before = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if PARTS else total
-                part = tl.dot(w, t, before, max_num_imprecise_acc=min(SUB, 128))
-            elif NATIVE:
-                part = tl.dot(w, t).to(tl.float32)
-                if not PARTS:
-                    part += total
-            else:
-                number = _of_e4m3(w, TYPE, FP8) if FORMAT == "fp8" else w.to(tl.float32).to(TYPE)
-                if MODE == "fine":
-                    number = ((number.to(tl.float32) - less) * factor).to(TYPE)
-                part = tl.dot(number, t, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if PARTS else total)
-            if MODE == "block":
-                if ZEROS:
-                    if PACKED:
-                        whole = tl.sum(even.to(tl.float32) + odd.to(tl.float32), axis=0)
-                    else:
-                        whole = tl.sum(t.to(tl.float32), axis=0)
-                    zero = tl.load(zeros + first_scale + at // COLUMNS, mask=mine, other=0).to(tl.float32)
-                    part -= zero[:, None] * whole[None, :]
-                part *= tl.load(scales + first_scale + at // COLUMNS, mask=mine, other=0.0).to(tl.float32)[:, None]
-            if GROUP:
-                part *= tl.load(x_scales + tokens * x_groups + at // GROUP, mask=tokens < m, other=0.0)[None, :]
-            total = total + part if PARTS else part
+    total = sum_of_products(
+        tile,
+        column,
+        mine,
+        tokens < m,
+        tokens,
+        scales,
+        first_scale,
+        zeros,
+        x_scales,
+        x_groups,
+        scale_columns,
+        begins,
+        ends,
+        held,
+        x.dtype.element_ty,
+        FORMAT,
+        NATIVE,
+        MODE,
+        COLUMNS,
+        GROUP,
+        ZEROS,
+        FP8,
+        ASM,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        SUB,
+        EVEN,
+    )
     if MODE == "row":
         total *= tl.load(scales + first_scale, mask=mine, other=0.0).to(tl.float32)[:, None]
     if ACTIVE and not GROUP:
