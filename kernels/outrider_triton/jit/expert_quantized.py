@@ -70,6 +70,12 @@ def expert_quantized(
         else:
             column = x + source.to(tl.int64)[None, :] * x_stride + lane[:, None]
         first_scale = (rows // ROWS) * scale_columns
+        # Loaded ahead of the loop: behind it, one release of the compiler loses where they are.
+        factor = tl.where(hit, 1.0, 0.0)
+        if ACTIVE and not GROUP:
+            factor *= tl.load(x_scales + source, mask=hit, other=0.0)
+        if BY_PAIR:
+            factor *= tl.load(shares + source, mask=hit, other=0.0)
         total = sum_of_products(
             tile,
             column,
@@ -102,9 +108,6 @@ def expert_quantized(
         )
         if MODE == "row":
             total *= tl.load(scales + first_scale, mask=mine, other=0.0).to(tl.float32)[:, None]
-        if ACTIVE and not GROUP:
-            total *= tl.load(x_scales + source, mask=hit, other=0.0)[None, :]
-        if BY_PAIR:
-            total *= tl.load(shares + source, mask=hit, other=0.0)[None, :]
+        total *= factor[None, :]
         there = out + tl.where(hit, pairs, 0)[None, :] * n + row[:, None]
         tl.store(there, total.to(out.dtype.element_ty), mask=hit[None, :] & mine[:, None])
