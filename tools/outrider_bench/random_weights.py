@@ -33,7 +33,7 @@ __all__ = ["random_decoder", "random_eagle", "shape_config"]
 class RandomQuantization:
     """Weights of layers in a format of :data:`outrider_tune.quantized.RANDOM_FORMATS`; ``head``: the output head too.
 
-    Embeddings, norms, routers and experts are plain.
+    Embeddings, norms and routers are plain; experts are quantised like any other product.
     """
 
     name: str
@@ -45,8 +45,7 @@ class RandomQuantization:
     def takes(self, target: Target) -> bool:
         """Whether this weight is quantised."""
         last = target.name.rpartition(".")[2]
-        stacked = last in ("gate_up", "down") and len(target.pieces) > 2
-        return (last in ("qkv", "output", "gate_up", "down", "fusion") and not stacked) or (last == "head" and self.head)
+        return last in ("qkv", "output", "gate_up", "down", "fusion") or (last == "head" and self.head)
 
     def check(self, backend: Backend) -> None:
         """Raise :class:`CapabilityError` where the backend has no kernels for the format."""
