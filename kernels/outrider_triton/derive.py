@@ -30,6 +30,7 @@ _ALONE = 1.15  # how much more than its share of the bandwidth a multiprocessor 
 _CACHED = 2.2  # how much faster than memory the second-level cache is
 _REACHED = 0.52  # share of the matrix units' rate that products reach whose tile is large
 _THREADS = 1536
+_GAP = 5e-6  # seconds between two products in a layer, about
 _WHOLE_NUMBERS = 64  # instructions on whole numbers a cycle of a multiprocessor
 _ROOMS = ((184 << 10, 208 << 10, 128 << 10), (112 << 10, 160 << 10, 208 << 10))
 """Bytes of a ring, the likeliest first. The second: beside the small ones that run before it, attention's."""
@@ -117,6 +118,8 @@ def _plain(facts: DeviceFacts, operator: str, m: int, n: int, stored: Stored) ->
         tiles = [(rows, columns * wider) for rows, columns in tiles for wider in (16 // stored.weight_bits, 2)]
         tiles = [(rows, columns) for rows, columns in dict.fromkeys(tiles) if columns % stored.at_once(columns) == 0]
     ahead = 256 if facts.pdl else 0
+    if ahead and stored != PLAIN:  # what comes while small kernels run ahead; a ring would hold as much
+        ahead *= max(1, round(min(_GAP * facts.bytes_per_second, facts.l2_bytes / 2) / (512 * n)))
     rows = n // 2 if operator in (*_GATED, "linear_rope") else n
     for (block_n, block_k), split, stages in itertools.product(tiles, _splits(operator), (4, 3, 5, 2)):
         most = block_n // 2 if operator == "linear_rope" else block_n
@@ -222,7 +225,7 @@ def estimate(
     starts = 0.1e-6 * (-(-rounds // resident) - 1) + (0.1e-6 if resident == 1 and rounds > 1 else 0.0)
     even = k % (config.split * config.block_k) == 0
     # Pointers to 128 bytes of a row are more requests than those to 256.
-    plain = (1.03 if even else 1.08) * (1.02 if config.block_k < 128 else 1.0)
+    plain = (1.03 if even else 1.08) * (1.02 if config.block_k * width < 256 else 1.0)
     slower = _BOXES[config.block_n] if streamed else plain * _TILES[config.block_n]
     return (max(memory, cache, unit) + starts + behind) * slower + _LAUNCH
 

@@ -234,7 +234,7 @@ STREAMED = [
 LATE = {"linear_silu_mul", "scaled_silu_mul", "streamed_silu_mul"}
 """One of them is in each layer: what starts behind it may read what was written before it (docs/kernels.md)."""
 READS_WEIGHTS = {"all_reduce_rms_norm", "rms_norm", "add_rms_norm", "linear_add", "streamed_linear_add"}
-READS_WEIGHTS |= {"add_rms_norm_quantize"}
+READS_WEIGHTS |= {"add_rms_norm_quantize", "linear_quantized"}
 """Before the wait: weights, which no kernel writes."""
 
 

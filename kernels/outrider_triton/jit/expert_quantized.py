@@ -58,6 +58,7 @@ def expert_quantized(
     if expert >= 0:
         WIDE: tl.constexpr = 2 if FORMAT == "int4" else 1
         hit = pairs >= 0
+        known = hit[None, :]
         source = tl.where(hit, pairs if BY_PAIR else pairs // count, 0)
         row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         mine = row < n
@@ -76,6 +77,8 @@ def expert_quantized(
             factor *= tl.load(x_scales + source, mask=hit, other=0.0)
         if BY_PAIR:
             factor *= tl.load(shares + source, mask=hit, other=0.0)
+        if MODE == "row":
+            of_row = tl.load(scales + first_scale, mask=mine, other=0.0).to(tl.float32)
         total = sum_of_products(
             tile,
             column,
@@ -107,7 +110,7 @@ def expert_quantized(
             EVEN,
         )
         if MODE == "row":
-            total *= tl.load(scales + first_scale, mask=mine, other=0.0).to(tl.float32)[:, None]
+            total *= of_row[:, None]
         total *= factor[None, :]
         there = out + tl.where(hit, pairs, 0)[None, :] * n + row[:, None]
-        tl.store(there, total.to(out.dtype.element_ty), mask=hit[None, :] & mine[:, None])
+        tl.store(there, total.to(out.dtype.element_ty), mask=known & mine[:, None])

@@ -119,6 +119,7 @@ def expert_gates(
     expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
     if expert >= 0:
         hit = pairs >= 0
+        known = hit[None, :]  # ahead of the loops: behind them, one release of the compiler looks for it inside
         rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         mine = rows < n
         lane = tl.arange(0, BLOCK_K)
@@ -130,16 +131,16 @@ def expert_gates(
         for at in range(0, k, BLOCK_K):
             if EVEN:
                 mask = mine[:, None]
-                t = tl.load(column + at, mask=hit[None, :], other=0.0)
+                t = tl.load(column + at, mask=known, other=0.0)
             else:
                 mask = mine[:, None] & (lane[None, :] + at < k)
-                t = tl.load(column + at, mask=hit[None, :] & (lane[:, None] + at < k), other=0.0)
+                t = tl.load(column + at, mask=known & (lane[:, None] + at < k), other=0.0)
             g = tl.load(gates + at, mask=mask, other=0.0)
             u = tl.load(ups + at, mask=mask, other=0.0)
             gate = tl.dot(g, t, gate)
             up = tl.dot(u, t, up)
         there = out + tl.where(hit, pairs, 0)[None, :] * n + rows[:, None]
-        tl.store(there, gated(gate, up, out.dtype.element_ty), mask=hit[None, :] & mine[:, None])
+        tl.store(there, gated(gate, up, out.dtype.element_ty), mask=known & mine[:, None])
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -169,24 +170,26 @@ def expert_outputs(
     expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
     if expert >= 0:
         hit = pairs >= 0
+        known = hit[None, :]  # ahead of the loops: behind them, one release of the compiler looks for it inside
         rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         mine = rows < n
         lane = tl.arange(0, BLOCK_K)
         tile = weight + (expert * n + rows).to(tl.int64)[:, None] * k + lane[None, :]
         column = x + tl.where(hit, pairs, 0)[None, :] * k + lane[:, None]
+        share = tl.load(shares + tl.where(hit, pairs, 0), mask=hit, other=0.0)
         total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
         for at in range(0, k, BLOCK_K):
             if EVEN:
                 w = tl.load(tile + at, mask=mine[:, None], other=0.0)
-                t = tl.load(column + at, mask=hit[None, :], other=0.0)
+                t = tl.load(column + at, mask=known, other=0.0)
             else:
                 inside = lane + at < k
                 w = tl.load(tile + at, mask=mine[:, None] & inside[None, :], other=0.0)
-                t = tl.load(column + at, mask=hit[None, :] & inside[:, None], other=0.0)
+                t = tl.load(column + at, mask=known & inside[:, None], other=0.0)
             total = tl.dot(w, t, total)
-        total *= tl.load(shares + tl.where(hit, pairs, 0), mask=hit, other=0.0)[None, :]
+        total *= share[None, :]
         there = out + tl.where(hit, pairs, 0)[None, :] * n + rows[:, None]
-        tl.store(there, total.to(out.dtype.element_ty), mask=hit[None, :] & mine[:, None])
+        tl.store(there, total.to(out.dtype.element_ty), mask=known & mine[:, None])
 
 
 @triton.jit

@@ -339,14 +339,24 @@ def sum_of_products(
     NOTHING: tl.constexpr = 0 if PACKED or (NATIVE and FORMAT == "int8") else 0.0
     PARTS: tl.constexpr = MODE == "block" or GROUP > 0
     lane = tl.arange(0, HELD)
+    known = real[None, :]
+    # Scales of a block are on their way while the block before is multiplied. A share may have no columns.
+    there = tl.minimum(begins, ends - 1)
+    if MODE == "block":
+        factor = tl.load(scales + first_scale + there // COLUMNS, mask=mine, other=0.0).to(tl.float32)
+        if ZEROS:
+            zero = tl.load(zeros + first_scale + there // COLUMNS, mask=mine, other=0).to(tl.float32)
+    if GROUP:
+        divisor = tl.load(x_scales + tokens * x_groups + there // GROUP, mask=real, other=0.0)
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for start in range(begins, ends, BLOCK_K):
         for sub in tl.static_range(BLOCK_K // SUB):
             at = start + sub * SUB
             place = at // WIDE
+            after = tl.minimum(at + SUB, ends - 1)
             if EVEN:
                 w = tl.load(tile + place, mask=mine[:, None], other=NONE, eviction_policy="evict_first")
-                t = tl.load(column + place, mask=real[None, :], other=NOTHING)
+                t = tl.load(column + place, mask=known, other=NOTHING)
             else:
                 w = tl.load(
                     tile + place,
@@ -354,7 +364,7 @@ def sum_of_products(
                     other=NONE,
                     eviction_policy="evict_first",
                 )
-                t = tl.load(column + place, mask=real[None, :] & (lane[:, None] + place < held), other=NOTHING)
+                t = tl.load(column + place, mask=known & (lane[:, None] + place < held), other=NOTHING)
             if MODE == "fine":
                 groups = tl.arange(0, SUB // COLUMNS) + at // COLUMNS
                 inside = tl.minimum(groups, scale_columns - 1)
@@ -389,11 +399,13 @@ def sum_of_products(
                         whole = tl.sum(even.to(tl.float32) + odd.to(tl.float32), axis=0)
                     else:
                         whole = tl.sum(t.to(tl.float32), axis=0)
-                    zero = tl.load(zeros + first_scale + at // COLUMNS, mask=mine, other=0).to(tl.float32)
                     part -= zero[:, None] * whole[None, :]
-                part *= tl.load(scales + first_scale + at // COLUMNS, mask=mine, other=0.0).to(tl.float32)[:, None]
+                    zero = tl.load(zeros + first_scale + after // COLUMNS, mask=mine, other=0).to(tl.float32)
+                part *= factor[:, None]
+                factor = tl.load(scales + first_scale + after // COLUMNS, mask=mine, other=0.0).to(tl.float32)
             if GROUP:
-                part *= tl.load(x_scales + tokens * x_groups + at // GROUP, mask=real, other=0.0)[None, :]
+                part *= divisor[None, :]
+                divisor = tl.load(x_scales + tokens * x_groups + after // GROUP, mask=real, other=0.0)
             total = total + part if PARTS else part
     return total
 
@@ -454,6 +466,9 @@ def linear_quantized(
     if PDL:
         first = weight + tl.minimum(rows, n - 1).to(tl.int64) * held + begins // WIDE
         ask_for_rows(first, tl.minimum(ahead, (ends - begins) // (2 * WIDE)))
+    first_scale = (rows // ROWS) * scale_columns
+    if MODE == "row":  # weights, too: no kernel writes them
+        factor = tl.load(scales + first_scale, mask=mine, other=0.0).to(tl.float32)
     begin(PDL)
 
     lane = tl.arange(0, HELD)
@@ -463,7 +478,8 @@ def linear_quantized(
         column = x.to(tl.pointer_type(tl.int32)) + tokens.to(tl.int64)[None, :] * (x_stride // 2) + lane[:, None]
     else:
         column = x + tokens.to(tl.int64)[None, :] * x_stride + lane[:, None]
-    first_scale = (rows // ROWS) * scale_columns
+    if ACTIVE and not GROUP:
+        divisor = tl.load(x_scales + tokens, mask=tokens < m, other=0.0)
     total = sum_of_products(
         tile,
         column,
@@ -495,9 +511,9 @@ def linear_quantized(
         EVEN,
     )
     if MODE == "row":
-        total *= tl.load(scales + first_scale, mask=mine, other=0.0).to(tl.float32)[:, None]
+        total *= factor[:, None]
     if ACTIVE and not GROUP:
-        total *= tl.load(x_scales + tokens, mask=tokens < m, other=0.0)[None, :]
+        total *= divisor[None, :]
     if HAS_BIAS:
         total += tl.load(bias + rows, mask=mine, other=0.0).to(tl.float32)[:, None]
     there = out + share.to(tl.int64) * m * n + tokens.to(tl.int64)[None, :] * n + rows[:, None]
