@@ -31,8 +31,14 @@ def normal(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("alike", [False, True], ids=["spread", "alike"])
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("size", "alike"),
+    [
+        pytest.param(size, alike, marks=pytest.mark.slow if size[0] > 9 and (alike or size[0] != 70) else ())
+        for size in SIZES
+        for alike in (False, True)
+    ],
+)
 def test_experts(size, alike, kernels, device):
     tokens, count, chosen, hidden, inner = size
     logits = normal(1 if alike else tokens, count, seed=1).expand(tokens, count).contiguous()
@@ -106,8 +112,14 @@ QUANTIZED = {
 }
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 70])
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        pytest.param(name, tokens, marks=() if tokens == 5 or (tokens, name) == (70, "int4") else pytest.mark.slow)
+        for name in QUANTIZED
+        for tokens in (1, 5, 70)
+    ],
+)
 def test_quantised_experts(name, tokens, kernels, device):
     count, chosen, hidden, inner = 8, 2, 128, 160
     cpu, dice = torch.device("cpu"), torch.Generator().manual_seed(4)
