@@ -3,6 +3,8 @@
 import pickle
 import threading
 import time
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +12,11 @@ from torch.distributed import HashStore
 
 from outrider.device import (
     CapabilityError,
+    CaptureContext,
     Collective,
     CollectiveError,
     ConfigError,
+    Graph,
     KernelSet,
     Observer,
     Reduction,
@@ -284,3 +288,58 @@ def test_an_eager_replay_makes_the_calls_anew():
         return tensor.tolist()
 
     assert right(body) == [[8.0, 8.0]] * 2
+
+
+class Library:
+    """Ends as NCCL does: it waits for the end of every graph that holds its calls."""
+
+    def __init__(self):
+        self.graphs_are_gone = threading.Event()
+
+    def shutdown(self):
+        self.graphs_are_gone.wait(20)
+
+
+class Captured(Graph):
+    def __init__(self, backend, library):
+        super().__init__(backend, "calls", CaptureContext({}, {}, {}, {}))
+        self.library = library
+
+    def _replay(self, stream):
+        raise AssertionError(f"replayed on {stream}")
+
+    def _release(self):
+        self.library.graphs_are_gone.set()
+
+
+def of_a_library(monkeypatch):
+    """A group of one rank whose calls a library carries out beside the host."""
+    backend, library = CpuBackend(), Library()
+    group = backend.create_group("alone", ranks=(0,), rank=0, store=HashStore())
+    backend._given["capabilities"] = replace(
+        backend.capabilities, asynchronous=True, captures_graphs=True, captures_collectives=True
+    )
+    group._native = library
+    monkeypatch.setattr("outrider.device.torch_collectives._END_S", 5.0)
+    return group, library
+
+
+def test_graphs_are_released_before_the_library_ends(monkeypatch):
+    group, library = of_a_library(monkeypatch)
+    backend = group.backend
+    graph = Captured(backend, library)
+    with backend.capturing(graph, stream := backend.create_stream("main")):
+        group._call("all_reduce", stream, torch.ones(2), reads=(), writes=())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a library that isn't done in time
+        group.close()
+    with pytest.raises(SeamError, match="'calls' .*can't be replayed any more: group 'alone'.* is closed"):
+        graph.replay(stream)
+
+
+def test_a_library_that_does_not_end_is_left_alone(monkeypatch):
+    group, library = of_a_library(monkeypatch)
+    monkeypatch.setattr("outrider.device.torch_collectives._END_S", 0.05)
+    with pytest.warns(RuntimeWarning, match="'alone': the library .* hasn't ended its side on rank 0 within 0.05 s"):
+        group.close()
+    library.graphs_are_gone.set()

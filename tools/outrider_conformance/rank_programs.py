@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import CapabilityError, Group, Reduction, Stream
+from outrider.device import CapabilityError, Group, Reduction, SeamError, Stream
 from outrider_conformance.lab import expect
 from outrider_conformance.ranks import Rank
 
@@ -347,6 +347,28 @@ def captured(rank: Rank) -> None:
                 expect(lab.peek(total), 2 * (added + 1), f"what was reduced, scattered and broadcast {told}")
                 if eager is not None:
                     expect(lab.peek(eager), 1.0, f"a call before the {told}")
+
+
+def closed_with_its_graphs(rank: Rank) -> None:
+    """A group is closed while a graph holds its calls: that ends, and the graph can't be replayed any more."""
+    lab, stream = rank.lab, rank.stream()
+    group = rank.group()
+    x = lab.full(stream, rank.index + 1)
+
+    def work(context: Any) -> None:
+        group.all_reduce(context.inputs["x"], stream=stream)
+
+    graph = rank.backend.capture("calls", work, stream=stream, inputs={"x": x}, outputs={})
+    lab.fill(stream, x, rank.index + 1)
+    graph.replay(stream)
+    expect(lab.read(stream, x), 3.0, "the sum of a replay before its group is closed")
+    stream.synchronize()
+    group.close()
+    try:
+        graph.replay(stream)
+    except SeamError:
+        return
+    raise AssertionError("a replay raised nothing, though the group whose calls it holds is closed")
 
 
 def not_captured(rank: Rank) -> None:

@@ -325,7 +325,7 @@ class Backend(Declared, Communicating, ABC):
     @contextmanager
     def capturing(self, graph: Graph, stream: Stream) -> Generator[ActiveCapture]:
         """Mark the calling thread as capturing; a plugin's ``_capture`` opens this around the vendor's capture."""
-        capture = ActiveCapture(self, graph.context)
+        capture = ActiveCapture(self, graph.context, graph=graph)
         self._local.capture = capture
         self._local.capture_stream = stream
         if self.observer is not None:

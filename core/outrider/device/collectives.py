@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from outrider.device.backend import Backend
+    from outrider.device.graph import Graph
     from outrider.device.stream import Stream
 
 Decision: TypeAlias = int | str | tuple[int, ...] | None
@@ -112,6 +114,7 @@ class Group(ABC):
         self.last_decision: tuple[str, Decision] | None = None
         self.closed = False
         self._taken: frozenset[str] | None = None
+        self._captured: WeakSet[Graph] = WeakSet()
         self._sequence = 0
         self._between: dict[tuple[int, int], int] = {}
 
@@ -274,11 +277,15 @@ class Group(ABC):
     def close(self) -> None:
         """Give up what the group holds: connections, buffers. Allowed twice; nothing of the group may be under way.
 
-        What was captured with the group may not be replayed afterwards.
+        Graphs that hold calls of the group are released with it: a replay of them raises :class:`SeamError` afterwards.
         """
         if not self.closed:
             self.closed = True
-            self._close()
+            try:
+                for graph in tuple(self._captured):
+                    graph.release(f"group {self.name!r}, whose calls it holds, is closed")
+            finally:
+                self._close()
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
@@ -325,6 +332,8 @@ class Group(ABC):
             captured=capture is not None and not capture.rehearsal,
         )
         self.last_call = call
+        if call.captured and capture is not None and capture.graph is not None:
+            self._captured.add(capture.graph)
         if self.backend.observer is not None:
             self.backend.observer.collective(self, call, stream, reads, writes)
         return call

@@ -64,13 +64,16 @@ GraphCallable = Callable[[CaptureContext], None]
 class ActiveCapture:
     """The rules for events while one thread captures; made and dropped by ``Backend.capture``.
 
-    ``rehearsal``: the callable is run to warm up, and its work is real.
+    ``rehearsal``: the callable is run to warm up, and its work is real. ``graph``: what the capture becomes.
     """
 
-    def __init__(self, backend: Backend, context: CaptureContext, *, rehearsal: bool = False) -> None:
+    def __init__(
+        self, backend: Backend, context: CaptureContext, *, rehearsal: bool = False, graph: Graph | None = None
+    ) -> None:
         self.backend = backend
         self.context = context
         self.rehearsal = rehearsal
+        self.graph = graph
         self.edges: list[Event] = []
 
     def check_edge_record(self, event: Event) -> None:
@@ -123,6 +126,8 @@ class Graph(ABC):
         self.backend = backend
         self.name = name
         self.context = context
+        self.released = ""
+        """Why the captured work was given up; empty: it can be replayed."""
         self._generation = 0
 
     @property
@@ -143,6 +148,8 @@ class Graph(ABC):
     def replay(self, stream: Stream) -> int:
         """Enqueue the captured work on ``stream``; returns the replay's generation, counted from 1. Never a no-op."""
         self.backend.check_not_capturing(f"replay graph {self.name!r}")
+        if self.released:
+            raise SeamError(f"graph {self.name!r} of {self.backend.label} can't be replayed any more: {self.released}")
         observer = self.backend.observer
         self._generation += 1
         self.backend.replays += 1
@@ -151,6 +158,16 @@ class Graph(ABC):
         with self.backend.guard(f"replaying graph {self.name!r}"):
             self._replay(stream)
         return self._generation
+
+    def release(self, why: str) -> None:
+        """Give up the captured work; a replay raises :class:`SeamError` with ``why`` afterwards. Allowed twice.
+
+        Every replay has run. What a graph uses may end only behind it: a library of collectives waits for the end of each
+        graph that holds its calls.
+        """
+        if not self.released:
+            self.released = why
+            self._release()
 
     def update_params(self, params: Mapping[str, Sequence[int]], *, stream: Stream) -> None:
         """Rebind host parameters for the replays enqueued after this call.
@@ -183,6 +200,9 @@ class Graph(ABC):
     @abstractmethod
     def _replay(self, stream: Stream) -> None:
         """Vendor's verb for :meth:`replay`."""
+
+    def _release(self) -> None:  # noqa: B027  (nothing to give up is right)
+        """Vendor's verb for :meth:`release`, called once."""
 
     def _update_params(self, params: Mapping[str, tuple[int, ...]], stream: Stream) -> None:
         raise CapabilityError(

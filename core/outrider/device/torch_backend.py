@@ -94,6 +94,9 @@ class TorchGraph(Graph):
         with self.backend.on(stream):
             self.native.replay()
 
+    def _release(self) -> None:
+        self.native.reset()
+
 
 class _StreamScope:
     """Makes a stream and its device current, and restores the previous ones.

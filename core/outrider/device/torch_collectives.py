@@ -6,6 +6,8 @@ functions stay untouched, so that several ranks may be threads of one process.
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 dist: Any = torch.distributed  # much of it isn't exported as type checkers want it
 
 _ROOM = "outrider/group"
+_END_S = 3.0
 
 
 def make_process_group(
@@ -95,6 +98,8 @@ class TorchGroup(Group):
         self._meeting: Store = fresh_store(name, self.rank, store, timeout_s)
         """A part of the store for this group alone."""
         device, index, meeting = backend.device, self.rank, self._meeting
+        if backend.capabilities.asynchronous:  # such a library connects later, and waits then without a limit
+            self._meet("joined")
         self._native: Any = self._run(lambda: make_process_group(device, name, self.ranks, index, meeting, timeout_s))
 
     @property
@@ -136,6 +141,11 @@ class TorchGroup(Group):
     def _receive(self, tensor: Tensor, source: int) -> None:
         self._run(lambda: self._native.recv([as_bytes(tensor)], source, 0))
 
+    def _meet(self, what: str) -> None:
+        """Wait on the host until every rank has come here."""
+        self._meeting.set(f"met/{what}/{self.rank}", "1")
+        self._run(lambda: self._meeting.wait([f"met/{what}/{rank}" for rank in range(self.size)]))
+
     def _run(self, start: Callable[[], Any]) -> Any:
         """Start something, and let the stream (on the host: the thread) wait for it."""
         if self._broken is not None:
@@ -154,10 +164,30 @@ class TorchGroup(Group):
     def _close(self) -> None:
         native, self._native = self._native, None
         if native is not None and self.backend.capabilities.asynchronous:
-            if self._broken is None:
-                native.shutdown()
-            else:
-                native.abort()
+            self._end("shutdown" if self._broken is None else "abort", native)
+
+    def _end(self, how: str, native: Any) -> None:
+        """End the library's side, beside this thread: it waits for the other ranks' sides, and one of them may be gone."""
+        failed: list[Exception] = []
+
+        def run() -> None:
+            try:
+                getattr(native, how)()
+            except Exception as error:  # told below
+                failed.append(error)
+
+        thread = threading.Thread(target=run, name=f"outrider-{how}", daemon=True)
+        thread.start()
+        thread.join(_END_S)
+        if thread.is_alive():
+            warnings.warn(
+                f"group {self.name!r}: the library of {self.backend.label} hasn't ended its side on rank {self.rank} within "
+                f"{_END_S:g} s; it's left alone, since another rank may be gone",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        if failed:
+            raise self.failed(f"ending the group: {failed[0]}") from failed[0]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -55,6 +55,13 @@ def test_captured_calls_are_made_by_each_replay(ranks: RankRunner) -> None:
     ranks.run(programs.captured, schedules=4)
 
 
+@needs("collectives", "captures_collectives")
+@promise("Group.close", "a replay of them raises :class:`SeamError` afterwards.")
+def test_a_group_is_closed_before_the_graphs_that_hold_its_calls(ranks: RankRunner) -> None:
+    """A library that waits for the end of those graphs isn't waited for."""
+    ranks.run(programs.closed_with_its_graphs)
+
+
 @needs("collectives")
 @promise("Group", "Elsewhere it raises :class:`CapabilityError`.")
 def test_calls_in_a_capture_that_is_not_declared(kit: Kit, ranks: RankRunner) -> None:
