@@ -15,6 +15,7 @@ from outrider.device import QuantizedWeight
 from outrider_triton.define import define
 from outrider_triton.derive import Stored
 from outrider_triton.facts import DeviceFacts
+from outrider_triton.jit import activations as jit_activations
 from outrider_triton.jit import quantized
 from outrider_triton.launch import launch, power_of_two, warps_for
 
@@ -93,7 +94,7 @@ def quantized_rows(
     scales = torch.empty((m, groups), dtype=torch.float32, device=x.device)
     block = power_of_two(group)
     launch(
-        quantized.quantize_rows,
+        jit_activations.quantize_rows,
         (m, groups),
         *(x, input_scale, out, scales, k, x.stride(0), group, groups),
         FORMAT=format,
@@ -319,7 +320,7 @@ def _add_rms_norm_quantize(
     (m, size), block = residual.shape, power_of_two(residual.shape[1])
     out, scales = _quantized(residual, size, group, dtype)
     launch(
-        quantized.add_rms_norm_quantize,
+        jit_activations.add_rms_norm_quantize,
         (m,),
         *(x, bias, residual, weight, out, scales, eps, size, residual.numel()),
         FORMAT=format,
@@ -346,7 +347,7 @@ def _silu_mul_quantize(gate_up: Tensor, format: str, group: int, dtype: torch.dt
     block = power_of_two(size)
     out, scales = _quantized(gate_up, size, group, dtype)
     launch(
-        quantized.silu_mul_quantize,
+        jit_activations.silu_mul_quantize,
         (out.shape[0],),
         *(gate_up.contiguous(), out, scales, size),
         FORMAT=format,

@@ -13,6 +13,7 @@ from triton.runtime.errors import OutOfResources
 from outrider_triton.derive import every
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.jit import (
+    activations,
     attention,
     bookkeeping,
     choose,
@@ -118,6 +119,7 @@ def compiled() -> Mapping[str, int]:
     """Variants that this process has compiled or loaded, by kernel; none where they're interpreted."""
     found = {}
     modules = (
+        activations,
         attention,
         bookkeeping,
         choose,

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from outrider_triton.jit import (
+    activations,
     attention,
     bookkeeping,
     choose,
@@ -116,13 +117,13 @@ def quantized_kernels(capability):
     zeros = {name: value for name, value in own.items() if name != "zeros"} | {"ZEROS": True}
     held = {"x": E4M3 if fp8 else "*fp16", "weight": E4M3 if fp8 else "*i8"}
     return [
-        (quantized.quantize_rows, {"k": "i32", "out": E4M3 if fp8 else "*fp16", "scales": WIDE},
+        (activations.quantize_rows, {"k": "i32", "out": E4M3 if fp8 else "*fp16", "scales": WIDE},
          {"given": None, "FORMAT": "fp8", "GIVEN": False, "PLAIN": False, "BLOCK": 4096}),
-        (quantized.quantize_rows, {"k": "i32", "out": "*i8", "scales": WIDE, "given": WIDE},
+        (activations.quantize_rows, {"k": "i32", "out": "*i8", "scales": WIDE, "given": WIDE},
          {"FORMAT": "int8", "GIVEN": True, "PLAIN": False, "BLOCK": 4096}),
-        (quantized.add_rms_norm_quantize, {"x": WIDE, "bias": HALF, "out": E4M3 if fp8 else "*fp16", "scales": WIDE},
+        (activations.add_rms_norm_quantize, {"x": WIDE, "bias": HALF, "out": E4M3 if fp8 else "*fp16", "scales": WIDE},
          {"FORMAT": "fp8", "GROUP": 128, "PARTS": 2, "HAS_BIAS": True, "BLOCK": 4096}),
-        (quantized.silu_mul_quantize, {"out": "*i8", "scales": WIDE}, {"FORMAT": "int8", "GROUP": 0, "BLOCK": 16384}),
+        (activations.silu_mul_quantize, {"out": "*i8", "scales": WIDE}, {"FORMAT": "int8", "GROUP": 0, "BLOCK": 16384}),
         (quantized.dequantize, {**SCALES, "weight": "*i8"},
          {**PLAINLY, "zeros": None, "ROWS": 128, "FORMAT": "fp8", "ZEROS": False, "FP8": fp8}),
         (quantized.dequantize, {**SCALES, "weight": "*u8"},
@@ -239,7 +240,15 @@ READS_WEIGHTS |= {"add_rms_norm_quantize", "linear_quantized"}
 
 
 SOME = {"rms_norm", "linear_silu_mul", "scaled_silu_mul", "paged_attention", "copy_context", "accept_greedy"}
-SOME |= {"gather_requests", "exchange", "streamed_linear_add", "linear_quantized", "expert_outputs"}
+SOME |= {
+    "gather_requests",
+    "exchange",
+    "streamed_linear_add",
+    "linear_quantized",
+    "expert_outputs",
+    "add_rms_norm_quantize",
+    "expert_quantized",
+}
 
 
 def main() -> None:

@@ -105,7 +105,7 @@ class ModelKernels:
 
         *Numerics.* As for every kernel, but x near the border of two steps may be rounded to either.
         """
-        return torch.ops.outrider.linear_quantized(  # type: ignore[no-any-return]
+        return torch.ops.outrider.linear_quantized(  # type: ignore[no-any-return]  # torch.ops has no types
             x,
             weight.data,
             weight.scales,
@@ -149,15 +149,15 @@ class ModelKernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm of ``x`` [..., H] with ``weight`` [H]."""
-        return torch.ops.outrider.rms_norm(x, weight, eps)  # type: ignore[no-any-return]
+        return torch.ops.outrider.rms_norm(x, weight, eps)  # type: ignore[no-any-return]  # torch.ops has no types
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``residual += x`` in place (both [T, H]), then its norm."""
-        return torch.ops.outrider.add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]
+        return torch.ops.outrider.add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]  # torch.ops has no types
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """``silu(gate) * up`` for ``gate_up`` [T, 2*I] → [T, I]."""
-        return torch.ops.outrider.silu_mul(gate_up)  # type: ignore[no-any-return]
+        return torch.ops.outrider.silu_mul(gate_up)  # type: ignore[no-any-return]  # torch.ops has no types
 
     # -- mixtures of experts: E experts, k of them for a token, inner size I -------------------------------------------
 
@@ -167,7 +167,7 @@ class ModelKernels:
         Softmax over all experts, in float32 or wider; the likeliest, in descending order, of equal ones the first. Weights
         are their probabilities, divided by their sum if ``renormalize``; in float32, or in float64 for such logits.
         """
-        return torch.ops.outrider.route(logits, count, renormalize)  # type: ignore[no-any-return]
+        return torch.ops.outrider.route(logits, count, renormalize)  # type: ignore[no-any-return]  # torch.ops has no types
 
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """The sum over a token's experts of ``weights`` [T, k] times :meth:`silu_mul` of ``x`` [T, H] with the expert's
@@ -176,7 +176,7 @@ class ModelKernels:
         ``chosen`` int64 [T, k] are experts, each at most once for a token: what :meth:`route` returns. Which experts those
         are is known on the device alone.
         """
-        return torch.ops.outrider.experts(x, weights, chosen, gate_up, down)  # type: ignore[no-any-return]
+        return torch.ops.outrider.experts(x, weights, chosen, gate_up, down)  # type: ignore[no-any-return]  # torch.ops has no types
 
     def experts_quantized(
         self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight
@@ -267,7 +267,7 @@ class ModelKernels:
         to somebody else and may be anything, NaN included: it doesn't reach the result. ``window`` > 0: a token sees that
         many positions, its own included.
         """
-        return torch.ops.outrider.paged_attention(  # type: ignore[no-any-return]
+        return torch.ops.outrider.paged_attention(  # type: ignore[no-any-return]  # torch.ops has no types
             q,
             k_cache,
             v_cache,
