@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
-from outrider_triton.facts import DeviceFacts
+from outrider_triton.facts import CLOCK, DeviceFacts
 from outrider_triton.table import BUCKETS, STREAMED, MatmulConfig, bucket
 
 MOST = 128
@@ -29,28 +30,57 @@ _ALONE = 1.15  # how much more than its share of the bandwidth a multiprocessor 
 _CACHED = 2.2  # how much faster than memory the second-level cache is
 _REACHED = 0.52  # share of the matrix units' rate that products reach whose tile is large
 _THREADS = 1536
+_GAP = 5e-6  # seconds between two products in a layer, about
+_WHOLE_NUMBERS = 64  # instructions on whole numbers a cycle of a multiprocessor
 _ROOMS = ((184 << 10, 208 << 10, 128 << 10), (112 << 10, 160 << 10, 208 << 10))
 """Bytes of a ring, the likeliest first. The second: beside the small ones that run before it, attention's."""
 _TILES = {16: 1.03, 32: 1.015, 64: 1.0, 128: 1.01}
 _BOXES = {8: 1.015, 16: 1.005, 32: 1.0}  # small ones are more requests of the copy engine
 
 
-def choose(facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0) -> MatmulConfig | None:
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How operands of a product are stored: bits of a number of the weight, bytes of one of the tokens.
+
+    ``columns``: so many are multiplied at a time at most, since each so many have a scale of their own; 0: as many as a tile
+    has. ``made``: instructions for each number of the weight, of what makes it one that the matrix unit takes; it lies in
+    shared memory as such once more. 0: the unit takes what is stored.
+    """
+
+    weight_bits: int = 16
+    token_bytes: int = 2
+    columns: int = 0
+    made: float = 0.0
+
+    def at_once(self, columns: int) -> int:
+        """Of a tile of so many columns, those that are multiplied at a time."""
+        return min(self.columns, columns) if self.columns else columns
+
+
+PLAIN = Stored()
+
+
+def choose(
+    facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0, stored: Stored = PLAIN
+) -> MatmulConfig | None:
     """The configuration for ``m`` tokens and a weight [n, k]; None where the library is the better choice.
 
-    ``operator`` is one of :data:`OPERATORS`; ``half``: half a head's size, for ``linear_rope`` alone.
+    ``operator`` is one of :data:`OPERATORS`; ``half``: half a head's size, for ``linear_rope`` alone. Operands that aren't
+    ``stored`` plain: ``linear`` alone.
     """
-    ranked = rank(facts, operator, m=m, n=n, k=k, half=half)
+    ranked = rank(facts, operator, m=m, n=n, k=k, half=half, stored=stored)
     return ranked[0] if ranked and _wins(operator, m=m, n=n, k=k) else None
 
 
-def rank(facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0) -> list[MatmulConfig]:
+def rank(
+    facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0, stored: Stored = PLAIN
+) -> list[MatmulConfig]:
     """Every candidate that fits, the one that is expected to be fastest first."""
     if not 0 < m <= MOST:
         return []
     size = bucket(m)
-    found = candidates(facts, operator, m=size, n=n, k=k, half=half)
-    return sorted(found, key=lambda config: estimate(facts, operator, config, m=size, n=n, k=k))
+    found = candidates(facts, operator, m=size, n=n, k=k, half=half, stored=stored)
+    return sorted(found, key=lambda config: estimate(facts, operator, config, m=size, n=n, k=k, stored=stored))
 
 
 def _wins(operator: str, *, m: int, n: int, k: int) -> bool:
@@ -63,16 +93,18 @@ def _wins(operator: str, *, m: int, n: int, k: int) -> bool:
 # -- candidates ----------------------------------------------------------------------------------------------------
 
 
-def candidates(facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0) -> list[MatmulConfig]:
+def candidates(
+    facts: DeviceFacts, operator: str, *, m: int, n: int, k: int, half: int = 0, stored: Stored = PLAIN
+) -> list[MatmulConfig]:
     """Configurations that are worth a try and fit; ``m`` is one of :data:`BUCKETS`."""
-    made = list(_plain(facts, operator, m, n))
-    if facts.rings and m <= _OURS:
+    made = list(_plain(facts, operator, m, n, stored))
+    if facts.rings and m <= _OURS and stored == PLAIN:
         made += _rings(facts, operator, m, n, k, half)
-    return [config for config in dict.fromkeys(made) if shared_bytes(facts, operator, config) <= facts.shared_bytes]
+    return [config for config in dict.fromkeys(made) if shared_bytes(facts, operator, config, stored) <= facts.shared_bytes]
 
 
-def _plain(facts: DeviceFacts, operator: str, m: int, n: int) -> Iterator[MatmulConfig]:
-    """Those of :mod:`outrider_triton.jit.matmul` and :mod:`outrider_triton.jit.fused`."""
+def _plain(facts: DeviceFacts, operator: str, m: int, n: int, stored: Stored) -> Iterator[MatmulConfig]:
+    """Those of :mod:`outrider_triton.jit.matmul`, :mod:`outrider_triton.jit.fused`, :mod:`outrider_triton.jit.quantized`."""
     block_m = max(16, m)
     few = block_m <= 32
     tiles = [(16, 256), (32, 128), (32, 256), (64, 64), (64, 128), (64, 256), (128, 64)]
@@ -82,14 +114,21 @@ def _plain(facts: DeviceFacts, operator: str, m: int, n: int) -> Iterator[Matmul
         tiles = [tile for tile in tiles if tile[0] in (32, 64, 128)]  # both rows of a pair
     elif operator in _ADDED:
         tiles = [tile for tile in tiles if tile[0] >= 32]  # each program leaves a share of the sum of squares
+    if stored.weight_bits < 16:  # as many bytes of a row
+        tiles = [(rows, columns * wider) for rows, columns in tiles for wider in (16 // stored.weight_bits, 2)]
+        tiles = [(rows, columns) for rows, columns in dict.fromkeys(tiles) if columns % stored.at_once(columns) == 0]
     ahead = 256 if facts.pdl else 0
+    if ahead and stored != PLAIN:  # what comes while small kernels run ahead; a ring would hold as much
+        ahead *= max(1, round(min(_GAP * facts.bytes_per_second, facts.l2_bytes / 2) / (512 * n)))
     rows = n // 2 if operator in (*_GATED, "linear_rope") else n
     for (block_n, block_k), split, stages in itertools.product(tiles, _splits(operator), (4, 3, 5, 2)):
         most = block_n // 2 if operator == "linear_rope" else block_n
         even = {-(-rows * split // (facts.processors * waves)) for waves in (1, 2, 3, 4)}
-        shared = {0} | {each for each in (-(-each // 8) * 8 for each in even) if most // 2 < each < most}
+        shared = {0} | {each for each in (-(-each // 8) * 8 for each in even) if most // 2 - (stored != PLAIN) < each < most}
         weight_rows = block_n * (2 if operator in _GATED else 1)
         warps = 8 if weight_rows * block_m > 4096 else 4
+        if stored.made:  # each warp makes numbers of its own: of 16 rows, as tall as its matrix unit takes them
+            warps = min(warps, block_n // 16)
         for each in sorted(shared):
             yield MatmulConfig(block_m, block_n, block_k, split, warps, stages, ahead, 0, each)
 
@@ -120,7 +159,7 @@ def _rings(facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int)
                 yield MatmulConfig(max(8, m), box, block_k, split, 4, stages, 0, STREAMED, each)
 
 
-def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig) -> int:
+def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig, stored: Stored = PLAIN) -> int:
     """Bytes of shared memory of a program, a few too many rather than too few."""
     tokens, columns = config.block_m, config.block_k
     if config.descriptor == STREAMED:
@@ -131,13 +170,18 @@ def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig) -> int
     # Where the matrix unit reads shared memory itself, a tile is still being read when the next one is asked for.
     tiles = config.stages if facts.warpgroups and config.block_n >= 64 else max(config.stages - 1, 1)
     result = config.block_n * tokens * 4 * (2 if operator in _GATED else 1)
-    return max(tiles * (rows + tokens) * columns * 2, result) + 512
+    held = tiles * (rows * stored.weight_bits // 8 + tokens * stored.token_bytes) * columns
+    if stored.made:
+        held += (rows + tokens) * stored.at_once(columns) * 2
+    return max(held, result) + 512
 
 
 # -- the estimate --------------------------------------------------------------------------------------------------
 
 
-def estimate(facts: DeviceFacts, operator: str, config: MatmulConfig, *, m: int, n: int, k: int) -> float:
+def estimate(
+    facts: DeviceFacts, operator: str, config: MatmulConfig, *, m: int, n: int, k: int, stored: Stored = PLAIN
+) -> float:
     """Seconds that a product is expected to take, for ranking: bytes of the busiest multiprocessor, and what is in flight."""
     streamed = config.descriptor == STREAMED
     paired = operator in (*_GATED, "linear_rope")
@@ -150,22 +194,28 @@ def estimate(facts: DeviceFacts, operator: str, config: MatmulConfig, *, m: int,
     columns = -(-k // config.split)
     if not streamed:
         columns = -(-columns // config.block_k) * config.block_k
-    resident = _resident(facts, operator, config)
+    resident = _resident(facts, operator, config, stored)
     if not resident:
         return float("inf")
     rounds = -(-programs // facts.processors)
     share = facts.bytes_per_second / facts.processors
-    own = each * rows_of * columns * 2
+    width = stored.weight_bits / 8
+    own = each * rows_of * columns * width
     loaded = (config.block_n if not streamed else 2 * _PAIRS) * (2 if operator in _GATED and not streamed else 1)
     # All that a ring holds is on its way; otherwise one tile is being multiplied, and another half of the time waited for.
-    flying = min(resident, rounds) * (config.stages - (0 if streamed else 1.5)) * min(loaded, 2 * each) * config.block_k * 2
+    flying = (
+        min(resident, rounds) * (config.stages - (0 if streamed else 1.5)) * min(loaded, 2 * each) * config.block_k * width
+    )
     hidden = min(1.0, flying / (1.4 * _LATENCY * share))
     memory = max(programs * own / facts.bytes_per_second, rounds * own / (_ALONE * share)) / hidden
-    tokens = programs * min(m, config.block_m) * columns * 2
+    tokens = programs * min(m, config.block_m) * columns * stored.token_bytes
     cache = (programs * own + tokens) / (_CACHED * facts.bytes_per_second)
     waste = max(1.0, loaded / (each * rows_of)) if not streamed else 2.0 if folded else 1.0
     tile = 1.0 if streamed else 1 + 8 * (1 / loaded + 1 / config.block_m)  # what a small one reads again
     unit = 2.0 * config.block_m * n * k * waste * tile * -(-m // config.block_m) / (_REACHED * facts.flops)
+    if stored.made:
+        busy = min(1.0, min(resident, rounds) * config.warps / 8)  # two warps for each of four schedulers
+        unit += stored.made * rounds * loaded * columns / (_WHOLE_NUMBERS * CLOCK) / busy
     behind = 0.0
     if config.split > 1:  # parts are written, and read by the norm
         behind = 8.0 * config.split * m * n / (_CACHED * facts.bytes_per_second) + 0.7e-6 * config.split
@@ -175,18 +225,18 @@ def estimate(facts: DeviceFacts, operator: str, config: MatmulConfig, *, m: int,
     starts = 0.1e-6 * (-(-rounds // resident) - 1) + (0.1e-6 if resident == 1 and rounds > 1 else 0.0)
     even = k % (config.split * config.block_k) == 0
     # Pointers to 128 bytes of a row are more requests than those to 256.
-    plain = (1.03 if even else 1.08) * (1.02 if config.block_k < 128 else 1.0)
+    plain = (1.03 if even else 1.08) * (1.02 if config.block_k * width < 256 else 1.0)
     slower = _BOXES[config.block_n] if streamed else plain * _TILES[config.block_n]
     return (max(memory, cache, unit) + starts + behind) * slower + _LAUNCH
 
 
-def _resident(facts: DeviceFacts, operator: str, config: MatmulConfig) -> int:
+def _resident(facts: DeviceFacts, operator: str, config: MatmulConfig, stored: Stored = PLAIN) -> int:
     """Programs that a multiprocessor has room for."""
     sums = config.block_n * config.block_m * (2 if operator in _GATED else 1)
     threads = config.warps * facts.warp + (facts.warp if config.descriptor == STREAMED else 0)
     registers = max(64 * threads, sums + 48 * threads)
     return min(
-        facts.processor_shared // (shared_bytes(facts, operator, config) + 1024),
+        facts.processor_shared // (shared_bytes(facts, operator, config, stored) + 1024),
         _THREADS // threads,
         facts.registers // registers,
         8,
@@ -194,8 +244,15 @@ def _resident(facts: DeviceFacts, operator: str, config: MatmulConfig) -> int:
 
 
 def every(
-    facts: DeviceFacts, operator: str, *, n: int, k: int, half: int = 0, but: Collection[int] = ()
+    facts: DeviceFacts,
+    operator: str,
+    *,
+    n: int,
+    k: int,
+    half: int = 0,
+    but: Collection[int] = (),
+    stored: Stored = PLAIN,
 ) -> tuple[MatmulConfig, ...]:
     """Each configuration that a weight has for some number of tokens; not those of the buckets in ``but``."""
-    found = (choose(facts, operator, m=size, n=n, k=k, half=half) for size in BUCKETS if size not in but)
+    found = (choose(facts, operator, m=size, n=n, k=k, half=half, stored=stored) for size in BUCKETS if size not in but)
     return tuple(dict.fromkeys(config for config in found if config is not None))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-_CLOCK = 1.6e9
+CLOCK = 1.6e9
 """Cycles a second under load, of any of these devices, about."""
 
 
@@ -58,6 +58,11 @@ class DeviceFacts:
         return self.capability // 10 in (9, 10)
 
     @property
+    def fp8(self) -> bool:
+        """Whether there are instructions for numbers of e4m3."""
+        return self.capability >= 89
+
+    @property
     def bytes_per_second(self) -> float:
         """``bandwidth``, or a guess: of devices since 2020, 5 to 36 GB/s a multiprocessor."""
         return self.bandwidth or 20e9 * self.processors
@@ -66,7 +71,7 @@ class DeviceFacts:
     def flops(self) -> float:
         """Operations a second of the matrix units in half precision, about."""
         per_cycle = {8: 1024, 9: 4096, 10: 8192, 12: 1024}.get(self.capability // 10, 2048)
-        return self.processors * _CLOCK * (2048 if self.capability == 80 else per_cycle)
+        return self.processors * CLOCK * (2048 if self.capability == 80 else per_cycle)
 
 
 _SHARED = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}

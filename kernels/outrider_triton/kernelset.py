@@ -23,10 +23,12 @@ from outrider_triton.bookkeeping import TritonBookkeeping
 from outrider_triton.choices import TritonChoices
 from outrider_triton.derive import MOST, choose
 from outrider_triton.derive_attention import AttentionCut, Heads, cut, programs
+from outrider_triton.experts import TritonExperts
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead
 from outrider_triton.peers import FUSED_BYTES, PeerExchange
 from outrider_triton.prompts import PromptAttention, Prompts
+from outrider_triton.quantized import TritonQuantized
 from outrider_triton.table import STREAMED, AttentionConfig, MatmulConfig, Table, bucket
 from outrider_triton.tuning import TritonTuning
 
@@ -38,7 +40,7 @@ _TRITON = torch.ops.outrider
 _MOVES = 256
 
 
-class TritonKernels(TritonChoices, TritonBookkeeping, TritonTuning, KernelSet):
+class TritonKernels(TritonChoices, TritonBookkeeping, TritonQuantized, TritonExperts, TritonTuning, KernelSet):
     """Kernels in Triton.
 
     ``facts``: the device. ``table``: what was measured on it; None: nothing. Whatever it has no entry for is derived from the
@@ -65,6 +67,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonTuning, KernelSet):
         self._scope = variants.Scope()
         self._exchanges: WeakKeyDictionary[Group, PeerExchange] = WeakKeyDictionary()
         self._derived: dict[tuple[str, int, int, int, int], MatmulConfig | None] = {}
+        self._derived_quantized, self._derived_experts = {}, {}
         self._prompts = PromptAttention(facts)
         tuned = f"derived for {facts.architecture}" if table is None else f"tuned for {table.device}"
         self.name = f"triton, {tuned}" + (", everywhere" if everywhere else "")

@@ -12,7 +12,21 @@ from triton.runtime.errors import OutOfResources
 
 from outrider_triton.derive import every
 from outrider_triton.facts import DeviceFacts
-from outrider_triton.jit import attention, bookkeeping, choose, fused, matmul, peers, prompt_attention, rows, streamed
+from outrider_triton.jit import (
+    activations,
+    attention,
+    bookkeeping,
+    choose,
+    expert_quantized,
+    experts,
+    fused,
+    matmul,
+    peers,
+    prompt_attention,
+    quantized,
+    rows,
+    streamed,
+)
 from outrider_triton.launch import power_of_two, shares
 from outrider_triton.table import MatmulConfig, Table
 
@@ -104,7 +118,22 @@ def _powers(most: int) -> tuple[int, ...]:
 def compiled() -> Mapping[str, int]:
     """Variants that this process has compiled or loaded, by kernel; none where they're interpreted."""
     found = {}
-    for module in (attention, bookkeeping, choose, fused, matmul, peers, prompt_attention, rows, streamed):
+    modules = (
+        activations,
+        attention,
+        bookkeeping,
+        choose,
+        expert_quantized,
+        experts,
+        fused,
+        matmul,
+        peers,
+        prompt_attention,
+        quantized,
+        rows,
+        streamed,
+    )
+    for module in modules:
         for name, kernel in vars(module).items():
             # Triton keeps, for each device, the compiled variants first in a tuple.
             caches = getattr(kernel, "device_caches", None) or {}

@@ -27,7 +27,7 @@ DeviceError DeviceFault DeviceLost DeviceStuck ENTRY_POINT_GROUP EagerGraph Engi
 ExplorationResult Fence Flag Graph GraphCallable GraphPool Group HostParam JoinedPlan KERNELS_GROUP KeepAlive
 KernelHooks KernelInfo KernelSet LANE_ACCEPT LANE_DRAFT LANE_RESIDUAL LANE_SAMPLE MemoryInfo ModelKernels Observer
 Operation OutOfDeviceMemory OutriderError PinnedBuffer PluginContractError PluginInfo ProcessView Product
-QUANTIZED_FORMATS QuantizedWeight ROW_ACCESS Recompute
+QUANTIZED_FORMATS QuantizedProduct QuantizedWeight ROW_ACCESS Recompute
 Reduction RequestInputs RequestRows RotaryArgs RowResolver SEAM_VERSION SamplingKernels Scalar ScheduleFailure
 SeamError SpeculativeSync StaleBufferError StepMode Stream StreamOrderError SynchronousCopyError TimedObserver
 TorchDeviceBackend TorchEvent TorchGraph TorchGroup TorchStream TuningProgress TuningResult Waiter WrappedKernels

@@ -8,6 +8,7 @@ from outrider.device.kernels import kernel_names
 from outrider.registry import get_backend
 from outrider_bench.synthetic import with_synthetic_acceptance
 from outrider_tune.measure import kernel_cases, product_cases
+from outrider_tune.quantized import RANDOM_FORMATS, quantized_cases
 
 SHAPE = DecoderShape(hidden=32, heads=4, kv_heads=2, head_size=8, inner=48, vocabulary=64, fused=64)
 HOST = torch.device("cpu")
@@ -25,9 +26,30 @@ def test_every_kernel_is_measured_and_every_case_runs():
     assert {case.kernel for case in cases if case.planned is not None} == {"paged_attention"}
     # What shapes logits runs where a request asks for it; embeddings are a copy of a few rows.
     untimed = {"embedding", "bias_logits", "penalize_logits", "count_tokens", "truncate_logits", "logprobs", "plan_attention"}
-    # The shapes that are timed have no experts; of products with quantised weights there's the reference alone.
-    untimed |= {"apply_token_bitmask", "route", "experts", "linear_quantized"}
+    # The shapes that are timed have no experts; products with quantised weights are timed by themselves (--quantized).
+    untimed |= {"apply_token_bitmask", "route", "experts", "linear_quantized", "norm_linear_quantized", "experts_quantized"}
     assert set(kernel_names()) - {case.kernel for case in cases} == untimed
+
+
+@pytest.mark.parametrize("name", RANDOM_FORMATS)
+def test_products_with_quantised_weights_are_measured(name):
+    cases = list(quantized_cases(name, SHAPE, tokens=3, rotate_bytes=1, dtype=torch.float32, device=HOST))
+    assert [case.name.split(",")[0].removeprefix(f"{name} ") for case in cases] == [
+        "qkv",
+        "output",
+        "gate and up",
+        "down",
+        "head",
+    ]
+    for case in cases:
+        made = [case.call(KernelSet(), number) for number in (0, 1)]
+        assert 0.3 < float(made[0].std()) < 3
+        assert not torch.equal(*made)
+
+
+def test_bytes_of_a_quantised_product_counted_by_hand():
+    (qkv, *_) = quantized_cases("int4-zeros", SHAPE, tokens=4, rotate_bytes=1, dtype=torch.float32, device=HOST)
+    assert qkv.bytes == 64 * 16 + 64 * 5 + 4 * 4 * (32 + 64)  # half bytes, a scale and a zero point a row, x, what is made
 
 
 def test_bytes_of_a_product_counted_by_hand():

@@ -32,6 +32,7 @@ COMPOSED = {
     "linear_rope_write_cache",
     "norm_linear_silu_mul",
     "norm_linear_rope_write_cache",
+    "norm_linear_quantized",
     "embed_beside",
 }
 """By default these call other methods, which are wrapped."""

@@ -13,7 +13,21 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from outrider_triton.jit import attention, bookkeeping, choose, fused, matmul, peers, prompt_attention, rows, streamed
+from outrider_triton.jit import (
+    activations,
+    attention,
+    bookkeeping,
+    choose,
+    expert_quantized,
+    experts,
+    fused,
+    matmul,
+    peers,
+    prompt_attention,
+    quantized,
+    rows,
+    streamed,
+)
 
 HALF, WIDE, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
 HALVES = (
@@ -65,6 +79,75 @@ SHARED = {"SHARES": 16}
 VOCABULARY = {"SHARES": 16, "BLOCK": 1024}
 PEERS = {"RANK": 1, "SIZE": 2, "BLOCK": 1024}
 PEER_WORDS = {**dict.fromkeys(("words", "out", "epochs", "x", "residual", "weight"), INT), "peers": LONG}
+E4M3 = "*fp8e4nv"
+QUANTIZED = {
+    **PRODUCT,
+    "zeros": None,
+    "x_scales": None,
+    "ROWS": 1,
+    "COLUMNS": 128,
+    "GROUP": 0,
+    "ZEROS": False,
+    "ACTIVE": False,
+    "FORMAT": "int4",
+    "NATIVE": False,
+    "MODE": "block",
+    "FP8": False,
+    "ASM": False,
+    "SUB": 128,
+    "SPLIT": 1,
+}
+PLAINLY = {"COLUMNS": 128, "BLOCK_N": 16, "BLOCK_K": 256}
+SCALES = {"k": "i32", "scales": HALF, "x_scales": WIDE, "zeros": "*i8"}
+CHOSEN = {"k": "i32", "chosen": LONG, "order": LONG, "expert_of": LONG, "shares": WIDE}
+FEW = {"order": None, "expert_of": None, "SORTED": False, "PAIRS": 32, "COUNT": 8}
+FEW |= {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN": True}
+MANY = {"SORTED": True, "PAIRS": 0, "COUNT": 8, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "EVEN": False}
+
+
+OF_EXPERTS = {"zeros": None, "BY_PAIR": True, "MODE": "block", "ROWS": 128, "COLUMNS": 128, "GROUP": 0, "ZEROS": False}
+OF_EXPERTS |= {"ACTIVE": False, "SUB": 128}
+
+
+def quantized_kernels(capability):
+    """Formats as a device of this compute capability multiplies them (0: none of NVIDIA's)."""
+    fp8, whole = capability >= 89, capability >= 80
+    own = {**QUANTIZED, "FP8": fp8, "ASM": whole}
+    active = {name: value for name, value in own.items() if name != "x_scales"} | {"ACTIVE": True, "COLUMNS": 4096}
+    zeros = {name: value for name, value in own.items() if name != "zeros"} | {"ZEROS": True}
+    held = {"x": E4M3 if fp8 else "*fp16", "weight": E4M3 if fp8 else "*i8"}
+    return [
+        (activations.quantize_rows, {"k": "i32", "out": E4M3 if fp8 else "*fp16", "scales": WIDE},
+         {"given": None, "FORMAT": "fp8", "GIVEN": False, "PLAIN": False, "BLOCK": 4096}),
+        (activations.quantize_rows, {"k": "i32", "out": "*i8", "scales": WIDE, "given": WIDE},
+         {"FORMAT": "int8", "GIVEN": True, "PLAIN": False, "BLOCK": 4096}),
+        (activations.add_rms_norm_quantize, {"x": WIDE, "bias": HALF, "out": E4M3 if fp8 else "*fp16", "scales": WIDE},
+         {"FORMAT": "fp8", "GROUP": 128, "PARTS": 2, "HAS_BIAS": True, "BLOCK": 4096}),
+        (activations.silu_mul_quantize, {"out": "*i8", "scales": WIDE}, {"FORMAT": "int8", "GROUP": 0, "BLOCK": 16384}),
+        (quantized.dequantize, {**SCALES, "weight": "*i8"},
+         {**PLAINLY, "zeros": None, "ROWS": 128, "FORMAT": "fp8", "ZEROS": False, "FP8": fp8}),
+        (quantized.dequantize, {**SCALES, "weight": "*u8"},
+         {**PLAINLY, "ROWS": 1, "FORMAT": "int4", "ZEROS": True, "FP8": fp8}),
+        (quantized.linear_quantized, {**SCALES, **held}, {**active, "FORMAT": "fp8", "NATIVE": fp8, "MODE": "row"}),
+        (quantized.linear_quantized, {**SCALES, **held},
+         {**active, "FORMAT": "fp8", "NATIVE": fp8, "MODE": "block", "COLUMNS": 128, "ROWS": 128, "GROUP": 128}),
+        (quantized.linear_quantized, {**SCALES, "weight": "*i8"}, {**own, "FORMAT": "fp8", "MODE": "row", "COLUMNS": 4096}),
+        (quantized.linear_quantized, {**SCALES, "x": "*i8" if whole else "*fp16", "weight": "*i8"},
+         {**active, "FORMAT": "int8", "NATIVE": whole, "MODE": "row"}),
+        (quantized.linear_quantized, {**SCALES, "weight": "*i8"}, {**zeros, "FORMAT": "int8"}),
+        (quantized.linear_quantized, {**SCALES, "weight": "*u8"}, own),
+        (quantized.linear_quantized, {**SCALES, "weight": "*u8"}, {**zeros, "EVEN": False}),
+        (quantized.linear_quantized, {**SCALES, "weight": "*u8"}, {**zeros, "MODE": "fine", "COLUMNS": 32}),
+        (quantized.linear_quantized, {**SCALES, "weight": "*u8", "x": "*fp16"}, {**active, "COLUMNS": 128}),
+        (quantized.linear_quantized, {**SCALES, "weight": "*u8", "out": WIDE}, {**own, "SPLIT": 4}),
+        (expert_quantized.expert_quantized, {**CHOSEN, **SCALES, **held},
+         {**FEW, **OF_EXPERTS, "FORMAT": "fp8", "NATIVE": fp8, "ACTIVE": True, "GROUP": 128, "FP8": fp8, "ASM": whole}),
+        (expert_quantized.expert_quantized, {**CHOSEN, **SCALES, "weight": "*u8"},
+         {**MANY, **OF_EXPERTS, "FORMAT": "int4", "NATIVE": False, "x_scales": None, "FP8": fp8, "ASM": whole, "SUB": 64}),
+        (quantized.add_parts, {"parts": WIDE}, {"bias": None, "PARTS": 4, "HAS_BIAS": False, "BLOCK": 512}),
+    ]  # fmt: skip
+
+
 # What a name means depends on the kernel for a few of them.
 KERNELS = [
     (rows.rms_norm, {}, {"BLOCK": 4096}),
@@ -128,6 +211,12 @@ KERNELS = [
     ),
     *((peers.all_reduce_rms_norm, PEER_WORDS, {**PEERS, "BLOCK": 2048, "KIND": kind}) for kind in range(3)),
     (choose.accept_sampling, {"rows": "i32"}, {**SHARED, "LANE": 1, "NUM_DRAFT_TOKENS": 3}),
+    (experts.route, {"weights": WIDE, "chosen": LONG}, {"RENORMALIZE": True, "COUNT": 8, "BLOCK": 128}),
+    (experts.expert_gates, CHOSEN, FEW),
+    (experts.expert_gates, CHOSEN, {**MANY}),
+    (experts.expert_outputs, CHOSEN, {**FEW, "PAIRS": 0}),
+    (experts.expert_outputs, CHOSEN, {**MANY}),
+    (experts.add_experts, {"parts": HALF}, {"BLOCK": 1024}),
 ]
 RING = {"bias": None, "HAS_BIAS": False, "STEPS": 8, "BLOCK_M": 8, "BLOCK_K": 128, "STAGES": 4}
 SCALED = {**RING, "SCALED": True, "SHARES": 128}
@@ -146,18 +235,28 @@ STREAMED = [
 LATE = {"linear_silu_mul", "scaled_silu_mul", "streamed_silu_mul"}
 """One of them is in each layer: what starts behind it may read what was written before it (docs/kernels.md)."""
 READS_WEIGHTS = {"all_reduce_rms_norm", "rms_norm", "add_rms_norm", "linear_add", "streamed_linear_add"}
+READS_WEIGHTS |= {"add_rms_norm_quantize", "linear_quantized"}
 """Before the wait: weights, which no kernel writes."""
 
 
 SOME = {"rms_norm", "linear_silu_mul", "scaled_silu_mul", "paged_attention", "copy_context", "accept_greedy"}
-SOME |= {"gather_requests", "exchange", "streamed_linear_add"}
+SOME |= {
+    "gather_requests",
+    "exchange",
+    "streamed_linear_add",
+    "linear_quantized",
+    "expert_outputs",
+    "add_rms_norm_quantize",
+    "expert_quantized",
+}
 
 
 def main() -> None:
     backend, architecture, warp, pdl, *some = sys.argv[1:]
     target = GPUTarget(backend, int(architecture) if architecture.isdigit() else architecture, int(warp))
-    last = {kernel: (types, constants) for kernel, types, constants in KERNELS}
-    for kernel, types, constants in KERNELS:
+    every = [*KERNELS, *quantized_kernels(target.arch if backend == "cuda" else 0)]
+    last = {kernel: (types, constants) for kernel, types, constants in every}
+    for kernel, types, constants in every:
         if some and (kernel.__name__ not in SOME or last[kernel] != (types, constants)):
             print(f"({kernel.__name__})")
             continue

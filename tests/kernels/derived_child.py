@@ -22,9 +22,11 @@ from kernels.test_derive import products, shards
 from outrider.model.shapes import SHAPES
 from outrider_triton.derive import choose, shared_bytes
 from outrider_triton.derive_attention import Heads, attention_bytes, cut
-from outrider_triton.jit import attention, fused, matmul, streamed
+from outrider_triton.jit import attention, fused, matmul, quantized, streamed
 from outrider_triton.launch import power_of_two
+from outrider_triton.quantized_ops import plan
 from outrider_triton.table import BUCKETS, STREAMED
+from outrider_tune.quantized import RandomFormat, random_quantized
 
 OF = {"sm_80": "A100", "sm_86": "RTX 3090", "sm_89": "L4", "sm_90": "H100", "sm_100": "B200", "sm_120": "RTX 5090"}
 OF["gfx942"] = "MI300X"
@@ -104,11 +106,55 @@ def looked_back(facts, block, item, heads, target, *, settled):
     return compiled(ASTSource, kernel, types, given, target, warps=warps, stages=stages, aligned=aligned)
 
 
+QUANTIZED_AS = {"fp8": ("fp8", "row", 0), "fp8 blocks": ("fp8", "block", 128), "int4": ("int4", "block", 0)}
+QUANTIZED_AS |= {"int4 groups of 32": ("int4", "fine", 0), "int8": ("int8", "row", 0)}
+
+
+def way_of(facts, name):
+    """How a device multiplies weights of that name, from a weight of it."""
+    format, mode, group = QUANTIZED_AS[name]
+    columns = {"row": 4096, "block": 128, "fine": 32}[mode]
+    active = None if format == "int4" else format
+    way = RandomFormat(format=format, columns=columns, activations=active, activation_group=group)
+    return plan(facts, random_quantized(way, 16, 4096, device=torch.device("cpu")))
+
+
+def chosen_quantized(facts, shapes):
+    found = {}
+    for name, shape in itertools.product(QUANTIZED_AS, shapes):
+        way = way_of(facts, name)
+        stored = way.stored(QUANTIZED_AS[name][0])
+        for (_, n, k), m in itertools.product(products(shape), BUCKETS):
+            config = choose(facts, "linear_parts", m=m, n=n, k=k, stored=stored)
+            if config is not None:
+                found.setdefault(("quantized", config, k % (config.split * config.block_k) == 0, name), (way, stored))
+    return found
+
+
+def quantized_product(facts, config, even, name, way, target):
+    format, _, group = QUANTIZED_AS[name]
+    capability = facts.capability
+    active, block = format != "int4", config.block_k
+    held = {"fp8": "*fp8e4nv" if way.native else "*i8", "int8": "*i8", "int4": "*u8"}[format]
+    given = {"FORMAT": format, "NATIVE": way.native, "MODE": way.mode, "ROWS": 1, "COLUMNS": way.columns, "GROUP": group}
+    given |= {"ZEROS": False, "ACTIVE": active, "HAS_BIAS": False, "FP8": facts.fp8, "ASM": capability >= 80, "zeros": None}
+    given |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": block, "SPLIT": config.split, "EVEN": even}
+    given |= {"SUB": min(way.at_once, block) if way.at_once else block, "PDL": facts.pdl, "bias": None}
+    given |= {} if active else {"x_scales": None}
+    types = {"k": "i32", "x": held if way.native else "*fp16" if active else HALF, "weight": held, "scales": WIDE}
+    types |= {"x_scales": WIDE, "out": WIDE if config.split > 1 else HALF}
+    aligned = ("x", "weight", "scales", "out", "n", "k", "x_stride", "scale_columns")
+    kernel = quantized.linear_quantized
+    return compiled(ASTSource, kernel, types, given, target, warps=config.warps, stages=config.stages, aligned=aligned)
+
+
 def few(facts, found):
     """The largest of each kind."""
     kinds = {}
     for key, beside in found.items():
-        if key[0] == "attention":
+        if key[0] == "quantized":
+            kind, size = f"quantized {QUANTIZED_AS[key[3]][0]}", shared_bytes(facts, "linear_parts", key[1], beside[1])
+        elif key[0] == "attention":
             kind, size = f"attention {key[2]}", attention_bytes(facts, beside, *key[1][:2])
         else:
             kind = "ring" if key[1].descriptor == STREAMED else "product"
@@ -127,9 +173,13 @@ def main() -> None:
         shapes = [shape for name in sorted(set(SHAPES) - {"tiny"}) for shape in shards(name)]
     for architecture in architectures:
         facts = DEVICES[OF[architecture]]
-        target, found = target_of(facts), chosen(facts, shapes)
+        target, found = target_of(facts), chosen(facts, shapes) | chosen_quantized(facts, shapes)
         for key in few(facts, found) if which == "few" else list(found):
-            if key[0] == "attention":
+            if key[0] == "quantized":
+                way, stored = found[key]
+                made = quantized_product(facts, *key[1:], way, target)
+                expected = shared_bytes(facts, "linear_parts", key[1], stored)
+            elif key[0] == "attention":
                 settled = facts.pdl and key[1][2] > 1
                 made = looked_back(facts, key[1], key[2], found[key], target, settled=settled)
                 expected = attention_bytes(facts, found[key], *key[1][:2])

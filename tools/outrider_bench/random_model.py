@@ -31,13 +31,18 @@ def check_acceptance(accept_length: float | None, shape: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomModel:
-    """A shape, its proposer (eagle or none), and the synthetic acceptance, if any: a mean length, or each place's chance."""
+    """A shape, its proposer (eagle or none), and the synthetic acceptance, if any: a mean length, or each place's chance.
+
+    ``quantize``: the format of the layers' weights, also the draft's; ``quantize_head``: of the output head too.
+    """
 
     shape: str
     speculate: str
     draft_tokens: int
     accept_length: float | None
     accept_rates: tuple[float, ...] | None = None
+    quantize: str | None = None
+    quantize_head: bool = False
 
     def __post_init__(self) -> None:
         if self.speculate not in ("eagle", "none"):
@@ -56,6 +61,7 @@ class RandomModel:
         length = self.accept_length if self.accept_rates is None else 1 + sum(self.accept_rates)
         return {
             "model": f"random weights of {self.shape}",
+            "quantized": self.quantize and f"{self.quantize}, output head {'too' if self.quantize_head else 'plain'}",
             "draft": None if self.speculate == "none" else "random weights",
             "speculate": self.speculate,
             "acceptance": "real" if length is None else f"synthetic, mean {length:g}",
@@ -84,18 +90,21 @@ class RandomModel:
         """The weights on a device, or this rank's part of them."""
         from outrider.model import Decoder
         from outrider.speculative.eagle import EagleProposer
-        from outrider_bench.random_weights import random_decoder, random_eagle, shape_config
+        from outrider_bench.random_weights import RandomQuantization, random_decoder, random_eagle, shape_config
         from outrider_bench.synthetic import with_acceptance_rates, with_synthetic_acceptance
 
         whole = shape_config(self.shape)
-        model = random_decoder(whole, backend=device, dtype=dtype, ranks=ranks)
+        way = None if self.quantize is None else RandomQuantization(name=self.quantize, head=self.quantize_head)
+        model = random_decoder(whole, backend=device, dtype=dtype, ranks=ranks, quantization=way)
         if self.accept_length is not None:
             model = Decoder(model.config, model.weights, with_synthetic_acceptance(model.kernels, self.accept_length), ranks)
         elif self.accept_rates is not None and self.speculate == "eagle":
             model = Decoder(model.config, model.weights, with_acceptance_rates(model.kernels, self.accept_rates), ranks)
         if self.speculate != "eagle":
             return model, None
-        return model, EagleProposer(random_eagle(model, whole, backend=device), draft_tokens=self.draft_tokens)
+        return model, EagleProposer(
+            random_eagle(model, whole, backend=device, quantization=way), draft_tokens=self.draft_tokens
+        )
 
     def load(
         self,

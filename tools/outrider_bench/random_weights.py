@@ -6,21 +6,22 @@ Nothing that such a model says means anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from outrider.device import Backend
+from outrider.device import Backend, CapabilityError
 from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder
 from outrider.model.eagle import EagleHead
 from outrider.model.head_mapping import eagle_targets, eagle_weights
 from outrider.model.mapping import Target, decoder_targets, decoder_weights
+from outrider.model.products import Weight
 from outrider.model.ranks import ModelRanks
 from outrider.model.shapes import shape_config
 from outrider.model.shards import Shards
 from outrider.model.tensors import placed
+from outrider_tune.quantized import random_format, random_quantized
 
 _APART = 1000
 """Between the seeds of two ranks."""
@@ -28,18 +29,62 @@ _APART = 1000
 __all__ = ["random_decoder", "random_eagle", "shape_config"]
 
 
-def random_decoder(config: ModelConfig, *, backend: Backend, dtype: torch.dtype, ranks: ModelRanks | None = None) -> Decoder:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RandomQuantization:
+    """Weights of layers in a format of :data:`outrider_tune.quantized.RANDOM_FORMATS`; ``head``: the output head too.
+
+    Embeddings, norms and routers are plain; experts are quantised like any other product.
+    """
+
+    name: str
+    head: bool
+
+    def __post_init__(self) -> None:
+        random_format(self.name)
+
+    def takes(self, target: Target) -> bool:
+        """Whether this weight is quantised."""
+        last = target.name.rpartition(".")[2]
+        return last in ("qkv", "output", "gate_up", "down", "fusion") or (last == "head" and self.head)
+
+    def check(self, backend: Backend) -> None:
+        """Raise :class:`CapabilityError` where the backend has no kernels for the format."""
+        format, has = random_format(self.name).format, sorted(backend.capabilities.quantized_formats)
+        if format not in has:
+            raise CapabilityError(
+                f"{backend.label} has no kernels for weights in {format} (it declares {', '.join(has) or 'none'}); measure "
+                "plain ones, or another backend"
+            )
+
+
+def random_decoder(
+    config: ModelConfig,
+    *,
+    backend: Backend,
+    dtype: torch.dtype,
+    ranks: ModelRanks | None = None,
+    quantization: RandomQuantization | None = None,
+) -> Decoder:
     """A decoder of this shape, or the part of it that is this rank's; returns when its weights are there. The same weights
     each time on one kind of device and as many ranks.
     """
+    if quantization is not None:
+        quantization.check(backend)
     shards = Shards() if ranks is None else ranks.shards
     local = shards.local(config, config.family)
     with placed(backend, dtype):
-        weights = _draw(decoder_targets(config, (), shards), dtype, backend.device, seed=0, shards=shards)
+        targets = decoder_targets(config, (), shards)
+        weights = _draw(targets, dtype, backend.device, seed=0, shards=shards, quantization=quantization)
         return Decoder(local, decoder_weights(local, weights), backend.kernels_in_use, ranks)
 
 
-def random_eagle(target: Decoder, whole: ModelConfig | None = None, *, backend: Backend) -> EagleHead:
+def random_eagle(
+    target: Decoder,
+    whole: ModelConfig | None = None,
+    *,
+    backend: Backend,
+    quantization: RandomQuantization | None = None,
+) -> EagleHead:
     """An EAGLE head of one layer for ``target``, in the published form: no norm before its attention, no embedding.
 
     ``whole``: the config of a target that several ranks share.
@@ -47,19 +92,31 @@ def random_eagle(target: Decoder, whole: ModelConfig | None = None, *, backend: 
     whole, shards = replace(whole or target.config, num_layers=1, windows=(0,), experts=None), target.shards
     config = shards.local(whole, whole.family)
     with placed(backend, target.dtype):
-        weights = _draw(eagle_targets(whole, (), shards), target.dtype, backend.device, seed=1, shards=shards)
+        targets = eagle_targets(whole, (), shards)
+        weights = _draw(targets, target.dtype, backend.device, seed=1, shards=shards, quantization=quantization)
         return EagleHead(config, eagle_weights(config, weights, embedding=target.embedding), target)
 
 
 def _draw(
-    targets: Sequence[Target], dtype: torch.dtype, device: torch.device, *, seed: int, shards: Shards
-) -> dict[str, Tensor]:
+    targets: Sequence[Target],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    seed: int,
+    shards: Shards,
+    quantization: RandomQuantization | None,
+) -> dict[str, Weight]:
     """Norms of ones, matrices whose products keep the size of what goes in. What every rank holds is the same on all."""
     own = torch.Generator(device).manual_seed(seed + _APART * shards.mlp.rank)
     alike = torch.Generator(device).manual_seed(seed)
-    weights = {}
+    weights: dict[str, Weight] = {}
     for target in targets:
         generator = own if any(piece.cut is not None for piece in target.pieces) else alike
+        if quantization is not None and quantization.takes(target):
+            rows, columns = target.shape
+            way = random_format(quantization.name)
+            weights[target.name] = random_quantized(way, rows, columns, device=device, generator=generator)
+            continue
         weight = torch.empty(target.shape, dtype=dtype, device=device)
         weights[target.name] = (
             weight.fill_(1.0) if weight.dim() == 1 else weight.normal_(generator=generator).mul_(target.shape[1] ** -0.5)

@@ -43,7 +43,7 @@ def layer_part(weights: LayerWeights, config: ModelConfig, shards: Shards) -> La
     else:
         gates, down = _experts_part(plain(weights.gate_up), plain(weights.down), shards)
     if weights.shared_gate_up is not None and weights.shared_down is not None:
-        stacked = _experts_part(weights.shared_gate_up[None], weights.shared_down[None], shards)
+        stacked = _experts_part(plain(weights.shared_gate_up)[None], plain(weights.shared_down)[None], shards)
         weights = replace(weights, shared_gate_up=stacked[0][0], shared_down=stacked[1][0])
     return replace(
         weights,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider.device import (
+    QUANTIZED_FORMATS,
     Capabilities,
     Group,
     SpeculativeSync,
@@ -32,6 +33,7 @@ CAPABILITIES = Capabilities(
     perturbs_timing=True,
     memory_limit=True,
     dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
+    quantized_formats=frozenset(QUANTIZED_FORMATS),
 )
 
 

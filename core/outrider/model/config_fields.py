@@ -164,7 +164,6 @@ EXPERTS: Mapping[str, Field] = MappingProxyType(
         "scoring_func": choice("softmax"),
         "topk_method": choice("greedy"),
         "mlp_bias": choice_of(False),
-        "quantization_config": Field("none: quantised mixtures of experts aren't supported", lambda value: False),
     }
 )
 _PATCH = whole(1, 1024, empty=False)

@@ -6,6 +6,7 @@ Letters: E experts, H hidden size, I inner size of an expert.
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -93,10 +94,14 @@ def _fused(experts: ExpertsConfig, hidden: int, stem: str, name: str, shards: Sh
     return [Target(f"{name}.gate_up", tuple(gates)), Target(f"{name}.down", (downs,))]
 
 
-def stacked(config: ModelConfig, weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """The weights of a layer ``name``, those of its experts as stacks [E, …]."""
+def stacked(config: ModelConfig, weights: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The weights of a layer ``name``, those of its experts as stacks [E, …]; quantised ones as they are, row behind row."""
     experts = config.experts
     assert experts is not None
     prefix = f"{name}."
     own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-    return own | {key: own[key].view(experts.count, -1, own[key].shape[-1]) for key in ("gate_up", "down")}
+    stacks = {key: own[key] for key in ("gate_up", "down")}
+    return own | {
+        key: value.view(experts.count, -1, value.shape[-1]) if isinstance(value, Tensor) else value
+        for key, value in stacks.items()
+    }

@@ -10,11 +10,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionShape, KernelSet, Product, RotaryArgs
+from outrider.device import AttentionShape, KernelSet, Product, QuantizedWeight, RotaryArgs
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 from outrider.model.pending import Partial, Pending, add, add_rms_norm
-from outrider.model.products import OtherProduct, Weight, linear, linear_rope_write_cache, linear_silu_mul, product
+from outrider.model.products import (
+    OtherProduct,
+    Weight,
+    linear,
+    linear_rope_write_cache,
+    linear_silu_mul,
+    multiply,
+    product,
+    quantized_product,
+    rope_write_cache,
+)
 from outrider.model.ranks import ModelRanks
 
 
@@ -48,7 +58,8 @@ class LayerWeights:
     input of its layer.
 
     A mixture of E experts has a ``router`` [E, H], ``gate_up`` [E, 2 I, H] and ``down`` [E, H, I]; with a shared expert of
-    inner size Is also ``shared_gate_up`` [2 Is, H], ``shared_down`` [H, Is] and ``shared_gate`` [1, H].
+    inner size Is also ``shared_gate_up`` [2 Is, H], ``shared_down`` [H, Is] and ``shared_gate`` [1, H]. Quantised experts are
+    [E 2 I, H] and [E H, I].
     """
 
     qkv: Weight
@@ -63,10 +74,10 @@ class LayerWeights:
     down_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
-    router: Tensor | None = None
-    shared_gate_up: Tensor | None = None
-    shared_down: Tensor | None = None
-    shared_gate: Tensor | None = None
+    router: Weight | None = None
+    shared_gate_up: Weight | None = None
+    shared_down: Weight | None = None
+    shared_gate: Weight | None = None
 
 
 class DecoderLayer:
@@ -115,6 +126,12 @@ class DecoderLayer:
             )
             return self.mlp(self._look_back(q, inputs, cache), residual)
         else:
+            added = quantized_product(pending)
+            if added is not None and isinstance(weights.qkv, QuantizedWeight):
+                qkv = kernels.norm_linear_quantized(
+                    added, residual, weights.attention_norm, eps, weights.qkv, weights.qkv_bias
+                )
+                return self.mlp(self._attend(qkv, inputs, cos_sin, cache), residual)
             normed = add_rms_norm(pending, residual, weights.attention_norm, eps, kernels)
         return self.mlp(self.attend(normed, inputs, cos_sin, cache), residual)
 
@@ -128,6 +145,15 @@ class DecoderLayer:
             gated = kernels.norm_linear_silu_mul(
                 attended, residual, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias
             )
+            return product(gated, weights.down, weights.down_bias)
+        added = quantized_product(attended)
+        if added is not None and isinstance(weights.gate_up, QuantizedWeight):
+            both = kernels.norm_linear_quantized(
+                added, residual, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias
+            )
+            if isinstance(weights.down, QuantizedWeight):
+                return OtherProduct(both, weights.down, weights.down_bias, gated=True)
+            gated = kernels.silu_mul(both)
         else:
             normed = add_rms_norm(attended, residual, weights.mlp_norm, eps, kernels)
             gated = linear_silu_mul(kernels, normed, weights.gate_up, weights.gate_up_bias)
@@ -137,13 +163,23 @@ class DecoderLayer:
         self, normed: Tensor, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
     ) -> Product | OtherProduct | Partial:
         """What attention adds for normed input [T, H], pending; writes keys and values to their slots."""
+        weights, kernels = self._weights, self._kernels
+        made = product(normed, weights.qkv, weights.qkv_bias)
+        if weights.q_norm is None or weights.k_norm is None:
+            rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
+            return self._look_back(linear_rope_write_cache(kernels, made, rotary), inputs, cache)
+        return self._attend(multiply(kernels, made), inputs, cos_sin, cache)
+
+    def _attend(
+        self, made: Tensor, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
+    ) -> Product | OtherProduct | Partial:
+        """:meth:`attend` with queries, keys and values as the product made them, [T, (Hq + 2 Hkv) D]."""
         config, weights, kernels = self._config, self._weights, self._kernels
         rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
         if weights.q_norm is None or weights.k_norm is None:
-            made = product(normed, weights.qkv, weights.qkv_bias)
-            return self._look_back(linear_rope_write_cache(kernels, made, rotary), inputs, cache)
+            return self._look_back(rope_write_cache(kernels, made, rotary), inputs, cache)
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
-        qkv = linear(kernels, normed, weights.qkv, weights.qkv_bias).view(-1, heads + 2 * kv_heads, size)
+        qkv = made.view(-1, heads + 2 * kv_heads, size)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
         q = kernels.rms_norm(q, weights.q_norm, config.rms_eps)
         k = kernels.rms_norm(k, weights.k_norm, config.rms_eps)
@@ -155,7 +191,7 @@ class DecoderLayer:
         weights = self._weights
         out = self._kernels.paged_attention(q, *cache, inputs.attention, scale=self._scale, window=self._window)
         made = product(out.reshape(q.shape[0], -1), weights.output, weights.output_bias)
-        return made if self._ranks is None else Partial(linear(self._kernels, *made), self._ranks)
+        return made if self._ranks is None else Partial(multiply(self._kernels, made), self._ranks)
 
     def _mlp_in_part(self, attended: Partial, residual: Tensor) -> Partial:
         """:meth:`mlp` with this rank's part of the inner size, over the tokens of all data-parallel groups."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.device import ConfigError, KernelSet, Product
+from outrider.device import ConfigError, KernelSet, Product, QuantizedWeight
 from outrider.model.config import ModelConfig
 from outrider.model.layer import DecoderLayer, LayerWeights
 from outrider.model.pending import Made, Partial, Pending, add_rms_norm
-from outrider.model.products import OtherProduct
+from outrider.model.products import OtherProduct, SplitWeight, label, linear, linear_silu_mul, plain
 from outrider.model.ranks import ModelRanks
 
 
@@ -36,7 +36,14 @@ class MixtureLayer(DecoderLayer):
             raise ConfigError("a layer has a router, and the config has no experts; expected both or none")
         self._experts = config.experts
         self._router = weights.router
-        self._gate_up, self._down = _plain(weights.gate_up), _plain(weights.down)
+        self._gate_up, self._down = weights.gate_up, weights.down
+        kinds = {isinstance(each, QuantizedWeight) for each in (self._gate_up, self._down)}
+        if len(kinds) > 1 or any(isinstance(each, SplitWeight) for each in (self._gate_up, self._down)):
+            raise ConfigError(
+                f"a layer's experts are stored as {label(self._gate_up)} (gate and up) and {label(self._down)} (down); "
+                "expected all of them in one way, with one scale for all activations where these are static: load them as "
+                "plain weights (--quantized dequantize)"
+            )
 
     def mlp(self, attended: Product | OtherProduct | Partial, residual: Tensor) -> Pending:
         """Add ``attended`` to ``residual`` [T, H] in place; returns what the experts add, pending."""
@@ -50,19 +57,14 @@ class MixtureLayer(DecoderLayer):
     def _mixed(self, x: Tensor) -> Tensor:
         """What the experts make of normed ``x`` [T, H]."""
         kernels, weights, experts = self._kernels, self._weights, self._experts
-        logits = kernels.linear(x, self._router)
+        logits = linear(kernels, x, self._router)
         shares, chosen = kernels.route(logits, experts.per_token, renormalize=experts.renormalize)
-        made = kernels.experts(x, shares, chosen, self._gate_up, self._down)
+        gate_up, down = self._gate_up, self._down
+        if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
+            made = kernels.experts_quantized(x, shares, chosen, gate_up, down)
+        else:
+            made = kernels.experts(x, shares, chosen, plain(gate_up), plain(down))
         if weights.shared_gate_up is None or weights.shared_down is None or weights.shared_gate is None:
             return made
-        shared = kernels.linear(kernels.linear_silu_mul(x, weights.shared_gate_up), weights.shared_down)
-        return made.add_(torch.sigmoid(kernels.linear(x, weights.shared_gate)) * shared)
-
-
-def _plain(weight: object) -> Tensor:
-    """A stack of experts. Raises :class:`ConfigError` for one in another form than a tensor: there are no products for it."""
-    if not isinstance(weight, Tensor):
-        raise ConfigError(
-            f"the experts' weights are a {type(weight).__name__}, expected a tensor: quantised experts aren't supported"
-        )
-    return weight
+        shared = linear(kernels, linear_silu_mul(kernels, x, weights.shared_gate_up, None), weights.shared_down)
+        return made.add_(torch.sigmoid(linear(kernels, x, weights.shared_gate)) * shared)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from outrider.device import KernelSet, Product
-from outrider.model.products import OtherProduct, linear
+from outrider.model.products import OtherProduct, multiply
 from outrider.model.ranks import ModelRanks
 
 
@@ -34,7 +34,7 @@ def add(pending: Pending, residual: Tensor, kernels: KernelSet) -> Tensor:
     if isinstance(pending, Made):
         return residual.add_(pending.value)
     if isinstance(pending, OtherProduct):
-        return residual.add_(linear(kernels, *pending))
+        return residual.add_(multiply(kernels, pending))
     return kernels.linear_add(*pending, residual)
 
 
@@ -45,7 +45,7 @@ def add_rms_norm(pending: Pending, residual: Tensor, norm: Tensor, eps: float, k
     if isinstance(pending, Made):
         return kernels.add_rms_norm(pending.value, residual, norm, eps)
     if isinstance(pending, OtherProduct):
-        return kernels.add_rms_norm(linear(kernels, *pending), residual, norm, eps)
+        return kernels.add_rms_norm(multiply(kernels, pending), residual, norm, eps)
     return kernels.linear_add_rms_norm(*pending, residual, norm, eps)
 
 
@@ -59,4 +59,4 @@ def added(pending: Pending | None, residual: Tensor, kernels: KernelSet) -> tupl
     if isinstance(pending, Made):
         return pending, residual + pending.value
     # Made twice, here and for the norm: a few layers of a head that asks for it.
-    return pending, residual + linear(kernels, *pending)
+    return pending, residual + multiply(kernels, pending)

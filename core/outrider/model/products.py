@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.device import ConfigError, KernelSet, Product, QuantizedWeight, RotaryArgs
+from outrider.device import ConfigError, KernelSet, Product, QuantizedProduct, QuantizedWeight, RotaryArgs
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,15 @@ Weight = Tensor | QuantizedWeight | SplitWeight
 
 
 class OtherProduct(NamedTuple):
-    """As :class:`~outrider.device.Product`, for a weight that is no tensor."""
+    """As :class:`~outrider.device.Product`, for a weight that is no tensor.
+
+    ``gated``: ``x`` [T, 2 in] goes through :meth:`~outrider.device.KernelSet.silu_mul` before.
+    """
 
     x: Tensor
     weight: QuantizedWeight | SplitWeight
     bias: Tensor | None
+    gated: bool = False
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Product | OtherProduct:
@@ -73,6 +77,19 @@ def linear(kernels: KernelSet, x: Tensor, weight: Weight, bias: Tensor | None = 
     return made if bias is None else made + bias
 
 
+def multiply(kernels: KernelSet, made: Product | OtherProduct) -> Tensor:
+    """A product that was still to be made."""
+    x, weight, bias, *gated = made
+    return linear(kernels, kernels.silu_mul(x) if any(gated) else x, weight, bias)
+
+
+def quantized_product(made: object) -> QuantizedProduct | None:
+    """The product as one with a quantised weight; None for any other, and for what is no product."""
+    if isinstance(made, OtherProduct) and isinstance(made.weight, QuantizedWeight):
+        return QuantizedProduct(made.x, made.weight, made.bias, made.gated)
+    return None
+
+
 def linear_silu_mul(kernels: KernelSet, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """See :meth:`KernelSet.linear_silu_mul`."""
     if isinstance(weight, Tensor):
@@ -84,8 +101,13 @@ def linear_rope_write_cache(kernels: KernelSet, made: Product | OtherProduct, ro
     """See :meth:`KernelSet.linear_rope_write_cache`."""
     if isinstance(made, Product):
         return kernels.linear_rope_write_cache(made, rotary)
+    return rope_write_cache(kernels, multiply(kernels, made), rotary)
+
+
+def rope_write_cache(kernels: KernelSet, made: Tensor, rotary: RotaryArgs) -> Tensor:
+    """Rotate and cache what a product made of queries, keys and values, [T, (Hq + 2 Hkv) D] → queries [T, Hq, D]."""
     kv_heads, size = rotary.k_cache.shape[2:]
-    qkv = linear(kernels, *made).view(made.x.shape[0], -1, size)
+    qkv = made.view(made.shape[0], -1, size)
     q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
     kernels.rope_write_cache(q, k, v, *rotary)
     queries: Tensor = q

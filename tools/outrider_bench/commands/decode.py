@@ -85,6 +85,15 @@ def decode(
             help="With --shape, synthetic acceptance: tokens that an iteration yields on average.",
         ),
     ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            "--quantize",
+            metavar="FORMAT",
+            help="With --shape, how layers are quantised: fp8, fp8-tensor, fp8-block, int8, int4, int4-zeros, int4-32.",
+        ),
+    ] = None,
+    lm_head: Annotated[bool, typer.Option("--lm-head", help="With --quantize, the output head too.")] = False,
     options: LaunchOptions,
     draft_length: DraftLengthOption = None,
     tensor_parallel: TensorParallelOption = 1,
@@ -112,6 +121,12 @@ def decode(
     max_requests, max_context = options.max_requests, options.max_context
     if max_requests is not None and max_requests < max(sizes):
         raise ConfigError(f"--max-requests is {max_requests}, and --batch {max(sizes)} requests decode together; raise it")
+    if quantize is not None and shape is None:
+        raise ConfigError(
+            "--quantize makes random weights and goes with --shape alone: a checkpoint is quantised or it isn't"
+        )
+    if lm_head and quantize is None:
+        raise ConfigError("--lm-head says what --quantize takes too; leave it out, or name a format with --quantize")
     if new_tokens < 1:
         raise ConfigError(f"--new-tokens is {new_tokens}; expected at least 1")
     if plot is not None and plot.suffix != ".svg":
@@ -135,7 +150,12 @@ def decode(
         if draft_topk != 1 or draft_nodes is not None:
             raise ConfigError("--shape drafts chains alone; leave out --draft-topk and --draft-nodes")
         work = RandomModel(
-            shape=shape, speculate=speculate or "eagle", draft_tokens=draft_tokens, accept_length=accept_length
+            shape=shape,
+            speculate=speculate or "eagle",
+            draft_tokens=draft_tokens,
+            accept_length=accept_length,
+            quantize=quantize,
+            quantize_head=lm_head,
         )
         room = max(lengths) + new_tokens + 2 * (draft_tokens + 1)
         if max_context is None:

@@ -35,6 +35,14 @@ def kernels(
     ] = "1,4,32,128",
     only: Annotated[str | None, typer.Option("--only", metavar="TEXT", help="Kernels whose name has this in it.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE")] = "bfloat16",
+    quantized: Annotated[
+        str | None,
+        typer.Option(
+            "--quantized",
+            metavar="fp8,int4",
+            help="Only products with weights quantised so: fp8, fp8-tensor, fp8-block, int8, int4, int4-zeros, int4-32.",
+        ),
+    ] = None,
     json_output: JsonOption = False,
 ) -> Report:
     """Measure the backend's kernels, many calls in a graph at a time: microseconds a call, torch's own beside them.
@@ -64,7 +72,7 @@ def kernels(
     bandwidth = measure_bandwidth(device)
     stream = device.create_stream("bench")
     rows = []
-    for case in _cases(device, stream, shape, sizes, DTYPES[dtype]):
+    for case in _cases(device, stream, shape, sizes, DTYPES[dtype], _formats(quantized)):
         if only is not None and only not in case.kernel:
             continue
         us = _microseconds(device, stream, case, device.kernels_in_use)
@@ -106,9 +114,23 @@ def _sizes(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _cases(device: Backend, stream: Stream, shape: str, sizes: list[int], dtype: torch.dtype) -> Iterator[KernelCase]:
+def _formats(text: str | None) -> list[str]:
+    """Names by commas. Raises :class:`ConfigError`."""
+    from outrider_tune.quantized import random_format
+
+    names = [] if text is None else [part.strip() for part in text.split(",")]
+    for name in names:
+        random_format(name)
+    return names
+
+
+def _cases(
+    device: Backend, stream: Stream, shape: str, sizes: list[int], dtype: torch.dtype, quantized: list[str]
+) -> Iterator[KernelCase]:
+    """``quantized``: products with weights in these formats alone; empty: every other kernel."""
     from outrider.model.shapes import decoder_shape, shape_config
     from outrider_tune.measure import kernel_cases, product_cases
+    from outrider_tune.quantized import quantized_cases
 
     sizes_of = decoder_shape(shape_config(shape), dtype)
 
@@ -121,6 +143,13 @@ def _cases(device: Backend, stream: Stream, shape: str, sizes: list[int], dtype:
             stream.synchronize()
             yield case
 
+    for name in quantized:
+        for count in sizes:
+            yield from placed(
+                quantized_cases(name, sizes_of, tokens=count, rotate_bytes=_ROTATE_BYTES, dtype=dtype, device=device.device)
+            )
+    if quantized:
+        return
     for count in sizes:
         yield from placed(
             product_cases(sizes_of, tokens=count, rotate_bytes=_ROTATE_BYTES, dtype=dtype, device=device.device)

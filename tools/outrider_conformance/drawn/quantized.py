@@ -9,8 +9,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.device import QUANTIZED_FORMATS, KernelSet, QuantizedWeight
+from outrider.device import QUANTIZED_FORMATS, KernelSet, QuantizedProduct, QuantizedWeight
 from outrider_conformance.drawn import bounds
+from outrider_conformance.drawn.dense import EPS
 from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape
 
 _BLOCKS = ("channel", "group", "block")
@@ -89,7 +90,7 @@ def _linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Dice)
     if bias is not None:
         operands["bias"] = Operand(bias)
     # The weight may be rounded to the dtype before the product.
-    once = bounds.Number(number.value, number.error + 4 * bounds.UNIT[dtype] * number.value.abs())
+    once = _once_more(number, dtype)
     size, block = (shape["outer"], shape["inner"]), _block(shape)
 
     def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -126,7 +127,105 @@ _CORNERS = (
     {"tokens": 17, "inner": 40, "outer": 1, "blocks": 0, "zeros": 1, "active": 3, "bias": 1},
 )
 
+
+def _norm_linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    """Plain activations: how a norm's are quantised hangs on its last bit. ``linear_quantized`` is drawn with them."""
+    tokens, hidden, inner = shape["tokens"], 40, shape["inner"]
+    first, into = _weight({**shape, "outer": hidden}, format, dice)
+    second, out_of = _weight({**shape, "inner": hidden}, format, dice)
+    operands = {f"first {name}": each for name, each in first.items()} | {
+        f"second {name}": each for name, each in second.items()
+    }
+    x = dice.factors(tokens, inner * (2 if shape["active"] else 1), dtype=dtype)
+    residual, norm = dice.normal(tokens, hidden, dtype=dtype), dice.normal(hidden, dtype=dtype)
+    operands |= {"x": Operand(x), "residual": Operand(residual), "norm": Operand(norm)}
+    biases = {"first bias": hidden, "second bias": shape["outer"]} if shape["bias"] else {}
+    given = {name: dice.normal(size, dtype=dtype) for name, size in biases.items()}
+    operands |= {name: Operand(bias) for name, bias in given.items()}
+    number = bounds.exact(x)
+    if shape["active"]:
+        gate, up = (bounds.exact(part) for part in x.chunk(2, -1))
+        number = bounds.silu_mul(gate, up, dtype)
+    made = bounds.product(_once_more(number, dtype), into, given.get("first bias"), dtype)
+    grown = bounds.add(bounds.exact(residual), made, dtype)
+    middle = bounds.rms_norm(grown, norm, EPS, dtype)
+    wanted = bounds.product(_once_more(middle, dtype), out_of, given.get("second bias"), dtype)
+
+    def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        added = QuantizedProduct(
+            o["x"], _record(format, shape, o, "first", (hidden, inner)), o.get("first bias"), bool(shape["active"])
+        )
+        into = _record(format, shape, o, "second", (shape["outer"], hidden))
+        out = kernels.norm_linear_quantized(added, o["residual"], o["norm"], EPS, into, o.get("second bias"))
+        return {"out": out}
+
+    return Problem(operands, call, {"out": wanted, "residual": grown})
+
+
+_INNER = 24
+
+
+def _experts_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    """Plain activations, as above. Rows of one expert after another, with a scale a row or a group of columns."""
+    tokens, hidden, count = shape["tokens"], shape["inner"], 1 + shape["outer"] % 8
+    chosen_each, form = min(1 + shape["active"], count), {**shape, "blocks": shape["blocks"] % 2}
+    sizes = {"gates": (count * 2 * _INNER, hidden), "down": (count * hidden, _INNER)}
+    operands: dict[str, Operand] = {}
+    exact: dict[str, Tensor] = {}
+    for name, size in sizes.items():
+        parts, value = _weight({**form, "outer": size[0], "inner": size[1]}, format, dice)
+        operands |= {f"{name} {key}": each for key, each in parts.items()}
+        exact[name] = value.view(count, -1, size[1])
+    x = dice.factors(tokens, hidden, dtype=dtype)
+    chosen = torch.stack([dice.order(count)[:chosen_each] for _ in range(tokens)])
+    weights = dice.positive(tokens, chosen_each, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
+    operands |= {"x": Operand(x), "weights": Operand(weights), "chosen": Operand(chosen)}
+    value, error, magnitude = (torch.zeros(tokens, hidden, dtype=torch.float64) for _ in range(3))
+    for expert in range(count):
+        rows, slots = (chosen == expert).nonzero(as_tuple=True)
+        if not len(rows):
+            continue
+        both = bounds.product(_once_more(bounds.exact(x[rows]), dtype), exact["gates"][expert], None, dtype)
+        halves = zip(both.value.chunk(2, -1), both.error.chunk(2, -1), strict=True)
+        gate, up = (bounds.Number(part, off) for part, off in halves)
+        made = bounds.product(_once_more(bounds.silu_mul(gate, up, dtype), dtype), exact["down"][expert], None, dtype)
+        share = weights[rows, slots].double().unsqueeze(-1)
+        part = bounds.rounded(bounds.Number(made.value * share, made.error * share), dtype, 2.0)
+        value.index_add_(0, rows, part.value)
+        error.index_add_(0, rows, part.error)
+        magnitude.index_add_(0, rows, part.value.abs())
+    wanted = bounds.rounded(bounds.Number(value, error + chosen_each * bounds.UNIT[dtype] * magnitude), dtype)
+
+    def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        first, second = (_record(format, form, o, name, size) for name, size in sizes.items())
+        return {"out": kernels.experts_quantized(o["x"], o["weights"], o["chosen"], first, second)}
+
+    return Problem(operands, call, {"out": wanted})
+
+
+def _record(format: str, shape: Shape, o: Mapping[str, Tensor], name: str, size: tuple[int, int]) -> QuantizedWeight:
+    zeros = o.get(f"{name} zeros")
+    return QuantizedWeight(
+        format=format,
+        data=o[f"{name} data"].view(QUANTIZED_FORMATS[format]),
+        scales=o[f"{name} scales"],
+        block=_block({**shape, "inner": size[1]}),
+        shape=size,
+        zero_points=None if zeros is None else zeros.to(torch.int8),
+    )
+
+
+def _once_more(number: bounds.Number, dtype: torch.dtype) -> bounds.Number:
+    """A factor of a weight that may be rounded to the dtype before the product."""
+    return bounds.Number(number.value, number.error + 4 * bounds.UNIT[dtype] * number.value.abs())
+
+
 QUANTIZED = tuple(
-    Drawn(f"linear_quantized, {format}", partial(_linear_quantized, format), _DIMENSIONS, _CORNERS, format=format)
+    Drawn(f"{name}, {format}", partial(make, format), _DIMENSIONS, _CORNERS, format=format)
+    for name, make in (
+        ("linear_quantized", _linear_quantized),
+        ("norm_linear_quantized", _norm_linear_quantized),
+        ("experts_quantized", _experts_quantized),
+    )
     for format in QUANTIZED_FORMATS
 )

@@ -15,7 +15,7 @@ from outrider.device.kernels.metadata import (
 )
 from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.device.kernels.ops import ROW_ACCESS, RowResolver
-from outrider.device.kernels.quantized import QUANTIZED_FORMATS, QuantizedWeight
+from outrider.device.kernels.quantized import QUANTIZED_FORMATS, QuantizedProduct, QuantizedWeight
 from outrider.device.kernels.reference import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE
 from outrider.device.kernels.sampling_kernels import SamplingKernels
 from outrider.device.kernels.tuning import DecoderShape, TuningProgress, TuningResult
@@ -35,6 +35,7 @@ __all__ = [
     "KernelSet",
     "ModelKernels",
     "Product",
+    "QuantizedProduct",
     "QuantizedWeight",
     "RequestInputs",
     "RequestRows",

@@ -6,9 +6,12 @@ the operands, so nothing is read from the device, and a capture works.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
+from outrider.device.kernels.quantized_reference import dequantize, quantize_activations
 from outrider.device.kernels.reference import silu_mul
 
 _GATHERED_BYTES = 64 << 20
@@ -25,28 +28,93 @@ def route(logits: Tensor, count: int, renormalize: bool) -> tuple[Tensor, Tensor
 
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The weighted sum of what each token's experts make of it.
+    """The weighted sum of what each token's experts make of it."""
+    each = (gate_up[0].numel() + down[0].numel()) * gate_up.element_size()
+
+    def multiply(rows: Tensor, own: Tensor) -> Tensor:
+        both = torch.bmm(rows, gate_up.index_select(0, own).mT)
+        return torch.bmm(silu_mul(both), down.index_select(0, own).mT)
+
+    return _mixed(x, weights, chosen, multiply, count=gate_up.shape[0], each=each)
+
+
+def experts_quantized(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_zeros: Tensor | None,
+    gate_up_input: Tensor | None,
+    gate_up_block: Sequence[int],
+    down: Tensor,
+    down_scales: Tensor,
+    down_zeros: Tensor | None,
+    down_input: Tensor | None,
+    down_block: Sequence[int],
+    experts: int,
+    format: str,
+    activations: str,
+    activation_group: int,
+    inner: int,
+) -> Tensor:
+    """As :func:`experts`, with the weights of a block's experts made plain. ``activations``: empty where they stay plain."""
+    hidden = x.shape[1]
+
+    def plain(
+        own: Tensor, data: Tensor, scales: Tensor, zeros: Tensor | None, block: Sequence[int], shape: tuple[int, int]
+    ) -> Tensor:
+        rows = own.shape[0] * shape[0]
+        return dequantize(
+            _of_experts(data.view(torch.uint8), own, experts).view(data.dtype),  # torch indexes no e4m3
+            _of_experts(scales, own, experts),
+            None if zeros is None else _of_experts(zeros, own, experts),
+            format,
+            block,
+            (rows, shape[1]),
+            x.dtype,
+        ).view(-1, *shape)
+
+    def quantized(rows: Tensor, scale: Tensor | None) -> Tensor:
+        return quantize_activations(rows, activations, activation_group, scale) if activations else rows
+
+    def multiply(rows: Tensor, own: Tensor) -> Tensor:
+        first = plain(own, gate_up, gate_up_scales, gate_up_zeros, gate_up_block, (2 * inner, hidden))
+        made = silu_mul(torch.bmm(quantized(rows, gate_up_input), first.mT))
+        second = plain(own, down, down_scales, down_zeros, down_block, (hidden, inner))
+        return torch.bmm(quantized(made, down_input), second.mT)
+
+    return _mixed(x, weights, chosen, multiply, count=experts, each=3 * inner * hidden * x.element_size())
+
+
+def _of_experts(stack: Tensor, own: Tensor, experts: int) -> Tensor:
+    """The rows of a few experts, one behind the other, of a stack of all of them."""
+    return stack.view(experts, -1, stack.shape[-1]).index_select(0, own).flatten(0, 1)
+
+
+def _mixed(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    multiply: Callable[[Tensor, Tensor], Tensor],
+    *,
+    count: int,
+    each: int,
+) -> Tensor:
+    """``multiply(rows [blocks, rows, H], experts [blocks])`` is what the blocks' experts make; ``each``: bytes for one.
 
     The pairs of token and expert are sorted by expert and laid out in blocks of one expert each, so that a block is a product
     of matrices. The weights of a block are copied beside each other: about three times the bytes that a kernel would read.
     A block has as many rows as an expert has tokens if they are spread evenly. So one token copies the weights of its own
     experts alone, and many tokens copy each expert's weights about twice.
     """
-    tokens, count = chosen.shape
-    size = _block(tokens * count, gate_up.shape[0])
-    rows, expert_of, place = _blocks(chosen, gate_up.shape[0], size)
+    tokens, chosen_each = chosen.shape
+    size = _block(tokens * chosen_each, count)
+    rows, expert_of, place = _blocks(chosen, count, size)
     padded = x.index_select(0, rows).view(-1, size, x.shape[1])  # [blocks, rows of a block, H]
-    each = (gate_up[0].numel() + down[0].numel()) * gate_up.element_size()
-    made = [
-        torch.bmm(
-            silu_mul(torch.bmm(part, gate_up.index_select(0, own).mT)),
-            down.index_select(0, own).mT,
-        )
-        for part, own in zip(
-            padded.split(max(1, _GATHERED_BYTES // each)), expert_of.split(max(1, _GATHERED_BYTES // each)), strict=True
-        )
-    ]
-    out = torch.cat(made).flatten(0, 1).index_select(0, place).view(tokens, count, -1)
+    at_once = max(1, _GATHERED_BYTES // each)
+    made = [multiply(part, own) for part, own in zip(padded.split(at_once), expert_of.split(at_once), strict=True)]
+    out = torch.cat(made).flatten(0, 1).index_select(0, place).view(tokens, chosen_each, -1)
     return (out.to(weights.dtype) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 

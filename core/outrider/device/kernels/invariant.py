@@ -118,6 +118,14 @@ class InvariantKernels(KernelSet):
         """A token at a time."""
         return _each(lambda token, share, own: self._inner.experts(token, share, own, gate_up, down), x, weights, chosen)
 
+    def experts_quantized(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight
+    ) -> Tensor:
+        """A token at a time."""
+        return _each(
+            lambda token, share, own: self._inner.experts_quantized(token, share, own, gate_up, down), x, weights, chosen
+        )
+
     def rope_write_cache(
         self,
         q: Tensor,

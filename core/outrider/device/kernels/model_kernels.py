@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.device.errors import ConfigError
 from outrider.device.kernels import ops as _ops  # noqa: F401  (registers the operators)
 from outrider.device.kernels.metadata import AttentionMetadata, Product, RotaryArgs
-from outrider.device.kernels.quantized import QuantizedWeight
+from outrider.device.kernels.quantized import QuantizedProduct, QuantizedWeight
 
 if TYPE_CHECKING:
     from outrider.device.stream import Stream
@@ -104,7 +105,7 @@ class ModelKernels:
 
         *Numerics.* As for every kernel, but x near the border of two steps may be rounded to either.
         """
-        return torch.ops.outrider.linear_quantized(  # type: ignore[no-any-return]
+        return torch.ops.outrider.linear_quantized(  # type: ignore[no-any-return]  # torch.ops has no types
             x,
             weight.data,
             weight.scales,
@@ -118,6 +119,24 @@ class ModelKernels:
             weight.activation_group,
         )
 
+    def norm_linear_quantized(
+        self,
+        added: QuantizedProduct,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: QuantizedWeight,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """:meth:`linear_quantized` with ``weight`` and ``bias`` of :meth:`add_rms_norm` of ``added``: ``residual`` [T, H]
+        grows in place by that product, and its norm with ``norm`` [H] is what is multiplied → [T, out].
+
+        The sum may be rounded once instead of twice, and activations may be quantised from what wasn't rounded yet.
+        """
+        x = self.silu_mul(added.x) if added.gated else added.x
+        normed = self.add_rms_norm(self.linear_quantized(x, added.weight, added.bias), residual, norm, eps)
+        return self.linear_quantized(normed, weight, bias)
+
     # -- embeddings, norms, activation -----------------------------------------------------------------------------
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
@@ -130,15 +149,15 @@ class ModelKernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm of ``x`` [..., H] with ``weight`` [H]."""
-        return torch.ops.outrider.rms_norm(x, weight, eps)  # type: ignore[no-any-return]
+        return torch.ops.outrider.rms_norm(x, weight, eps)  # type: ignore[no-any-return]  # torch.ops has no types
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``residual += x`` in place (both [T, H]), then its norm."""
-        return torch.ops.outrider.add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]
+        return torch.ops.outrider.add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]  # torch.ops has no types
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """``silu(gate) * up`` for ``gate_up`` [T, 2*I] → [T, I]."""
-        return torch.ops.outrider.silu_mul(gate_up)  # type: ignore[no-any-return]
+        return torch.ops.outrider.silu_mul(gate_up)  # type: ignore[no-any-return]  # torch.ops has no types
 
     # -- mixtures of experts: E experts, k of them for a token, inner size I -------------------------------------------
 
@@ -148,7 +167,7 @@ class ModelKernels:
         Softmax over all experts, in float32 or wider; the likeliest, in descending order, of equal ones the first. Weights
         are their probabilities, divided by their sum if ``renormalize``; in float32, or in float64 for such logits.
         """
-        return torch.ops.outrider.route(logits, count, renormalize)  # type: ignore[no-any-return]
+        return torch.ops.outrider.route(logits, count, renormalize)  # type: ignore[no-any-return]  # torch.ops has no types
 
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """The sum over a token's experts of ``weights`` [T, k] times :meth:`silu_mul` of ``x`` [T, H] with the expert's
@@ -157,7 +176,41 @@ class ModelKernels:
         ``chosen`` int64 [T, k] are experts, each at most once for a token: what :meth:`route` returns. Which experts those
         are is known on the device alone.
         """
-        return torch.ops.outrider.experts(x, weights, chosen, gate_up, down)  # type: ignore[no-any-return]
+        return torch.ops.outrider.experts(x, weights, chosen, gate_up, down)  # type: ignore[no-any-return]  # torch.ops has no types
+
+    def experts_quantized(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight
+    ) -> Tensor:
+        """As :meth:`experts`, with quantised weights: the experts' rows one behind the other, ``gate_up`` [E * 2 I, H] and
+        ``down`` [E * H, I], both stored and with activations in one way, no block of which has rows of two experts.
+
+        A backend's kernels do this in the formats that it declares for :meth:`linear_quantized`, which says what is quantised
+        when; what an expert's activation makes is, too.
+        """
+        hidden, inner = x.shape[1], down.shape[1]
+        expected = gate_up.shape[0] * hidden == down.shape[0] * 2 * inner and gate_up.shape[1] == hidden
+        ways = {(each.format, each.activations, each.activation_group) for each in (gate_up, down)}
+        if not expected or len(ways) > 1 or 2 * inner % gate_up.block[0] or hidden % down.block[0]:
+            raise ConfigError(
+                f"quantised experts are {list(gate_up.shape)} {gate_up.label} and {list(down.shape)} {down.label}; expected "
+                f"[E * 2 I, {hidden}] and [E * {hidden}, I], stored in one way, in blocks that end with an expert's rows"
+            )
+        operands = [
+            part
+            for each in (gate_up, down)
+            for part in (each.data, each.scales, each.zero_points, each.input_scale, list(each.block))
+        ]
+        return torch.ops.outrider.experts_quantized(  # type: ignore[no-any-return]  # torch.ops has no types
+            x,
+            weights,
+            chosen,
+            *operands,
+            down.shape[0] // hidden,
+            gate_up.format,
+            gate_up.activations or "",
+            gate_up.activation_group,
+            inner,
+        )
 
     # -- the cache, and attention over it --------------------------------------------------------------------------
 
@@ -214,7 +267,7 @@ class ModelKernels:
         to somebody else and may be anything, NaN included: it doesn't reach the result. ``window`` > 0: a token sees that
         many positions, its own included.
         """
-        return torch.ops.outrider.paged_attention(  # type: ignore[no-any-return]
+        return torch.ops.outrider.paged_attention(  # type: ignore[no-any-return]  # torch.ops has no types
             q,
             k_cache,
             v_cache,

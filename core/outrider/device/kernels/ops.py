@@ -118,6 +118,14 @@ _define(
     lambda logits, count, renormalize: _routed(logits, count),
 )
 _define(
+    "experts_quantized(Tensor x, Tensor weights, Tensor chosen, Tensor gate_up, Tensor gate_up_scales, "
+    "Tensor? gate_up_zeros, Tensor? gate_up_input, int[] gate_up_block, Tensor down, Tensor down_scales, "
+    "Tensor? down_zeros, Tensor? down_input, int[] down_block, int experts, str format, str activations, "
+    "int activation_group, int inner) -> Tensor",
+    experts.experts_quantized,
+    lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
+_define(
     "experts(Tensor x, Tensor weights, Tensor chosen, Tensor gate_up, Tensor down) -> Tensor",
     experts.experts,
     lambda *operands: _mixed(*operands),

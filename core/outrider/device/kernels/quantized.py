@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,6 +97,18 @@ class QuantizedWeight:
             return f"{self.format} {blocks}{zero}, static {self.activations} activations"
         grouped = f" in groups of {self.activation_group}" if self.activation_group else ""
         return f"{self.format} {blocks}{zero}, {self.activations} activations{grouped}"
+
+
+class QuantizedProduct(NamedTuple):
+    """As :class:`~outrider.device.Product`, with a quantised weight [out, in].
+
+    ``gated``: ``x`` is [T, 2 in] and goes through :meth:`~outrider.device.KernelSet.silu_mul` before.
+    """
+
+    x: Tensor
+    weight: QuantizedWeight
+    bias: Tensor | None
+    gated: bool = False
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:

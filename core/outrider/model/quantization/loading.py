@@ -179,6 +179,11 @@ def _plain(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 def _joined(parts: Sequence[Tensor | QuantizedWeight]) -> list[Tensor | QuantizedWeight]:
     """Parts under one another, those that can be one record or tensor as one."""
+    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+    if len(parts) > 1 and len(quantized) == len(parts):
+        whole = stack(quantized)  # in one go: a layer may have hundreds of experts
+        if whole is not None:
+            return [whole]
     joined: list[Tensor | QuantizedWeight] = []
     for part in parts:
         last = joined[-1] if joined else None

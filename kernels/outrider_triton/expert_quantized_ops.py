@@ -1,0 +1,115 @@
+"""Mixtures of experts with quantised weights as an operator (:mod:`outrider_triton.jit.expert_quantized`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from outrider_triton.define import define
+from outrider_triton.expert_ops import added, blocks_of
+from outrider_triton.jit import expert_quantized as jit
+from outrider_triton.launch import launch
+from outrider_triton.quantized_ops import kept_dtype, quantized_rows
+
+
+def _experts_quantized(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_zeros: Tensor | None,
+    gate_up_input: Tensor | None,
+    gate_up_block: Sequence[int],
+    down: Tensor,
+    down_scales: Tensor,
+    down_zeros: Tensor | None,
+    down_input: Tensor | None,
+    down_block: Sequence[int],
+    experts: int,
+    format: str,
+    activations: str,
+    activation_group: int,
+    inner: int,
+    size: int,
+    modes: Sequence[str],
+    columns: Sequence[int],
+    at_once: Sequence[int],
+    native: Sequence[bool],
+    fp8: bool,
+    asm: bool,
+    gates: list[int],
+    outputs: list[int],
+    pdl: bool,
+) -> Tensor:
+    """Lists: of gate and up, then of down; see :class:`outrider_triton.quantized_ops.Plan`. ``size`` as for plain experts."""
+    hidden, count = x.shape[1], chosen.shape[1]
+    x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
+    pairs = chosen.numel()
+    order, expert_of, blocks, own = blocks_of(chosen, experts, size, min(gates[0], outputs[0]))
+    both = x.new_empty((pairs, 2 * inner))
+    parts = x.new_empty((pairs, hidden))
+
+    def multiply(
+        rows: Tensor,
+        out: Tensor,
+        stack: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        given: Tensor | None,
+        block: Sequence[int],
+        config: list[int],
+        place: int,
+    ) -> None:
+        (n, k), x_scales, groups = (out.shape[1], rows.shape[1]), None, 1
+        group = activation_group if activation_group < k else 0
+        if activations:
+            rows, x_scales = quantized_rows(rows, activations, group, given, kept_dtype(stack, native[place]), pdl)
+            groups = x_scales.shape[1]
+        block_m, block_n, block_k, _, warps, stages, *_rest = config
+        launch(
+            jit.expert_quantized,
+            (blocks, triton.cdiv(n, block_n)),
+            *(rows, x_scales, stack.view(torch.int8) if format == "fp8" and not native[place] else stack, scales, zeros),
+            *(weights, chosen, order, expert_of, out, chosen.shape[0], count, n, k, rows.stride(0), groups, scales.shape[1]),
+            BY_PAIR=bool(place),
+            FORMAT=format,
+            NATIVE=native[place],
+            MODE=modes[place],
+            ROWS=block[0],
+            COLUMNS=columns[place],
+            GROUP=group if activations else 0,
+            ZEROS=zeros is not None,
+            ACTIVE=bool(activations),
+            FP8=fp8,
+            ASM=asm,
+            **own,
+            BLOCK_M=size or block_m,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            SUB=min(at_once[place], block_k) if at_once[place] else block_k,
+            EVEN=k % block_k == 0,
+            num_stages=stages,
+            pdl=pdl,
+            warps=warps,
+        )
+
+    multiply(x, both, gate_up, gate_up_scales, gate_up_zeros, gate_up_input, gate_up_block, gates, 0)
+    made = torch.ops.outrider.silu_mul.triton(both, pdl)
+    multiply(made, parts, down, down_scales, down_zeros, down_input, down_block, outputs, 1)
+    return added(parts, x, count, pdl)
+
+
+# An overload of the operator whose operands it has.
+define(
+    "experts_quantized.triton(Tensor x, Tensor weights, Tensor chosen, Tensor gate_up, Tensor gate_up_scales, "
+    "Tensor? gate_up_zeros, Tensor? gate_up_input, int[] gate_up_block, Tensor down, Tensor down_scales, "
+    "Tensor? down_zeros, Tensor? down_input, int[] down_block, int experts, str format, str activations, "
+    "int activation_group, int inner, int size, str[] modes, int[] columns, int[] at_once, bool[] native, bool fp8, "
+    "bool asm, int[] gates, int[] outputs, bool pdl) -> Tensor",
+    _experts_quantized,
+    lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format),
+)

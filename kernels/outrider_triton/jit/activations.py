@@ -1,0 +1,155 @@
+"""Quantised activations: rows divided by their scales and rounded, alone or by the kernel that makes them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outrider_triton.jit.dependent import begin, fetch
+from outrider_triton.jit.matmul import gated
+from outrider_triton.jit.rows import norm
+
+
+@triton.jit
+def _whole(value):
+    """The nearest whole number, ties to even, of magnitudes below 2**22."""
+    return (value + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _nearest_e4m3(value):
+    """The nearest number of e4m3, as float32: the step is an eighth of the power of two below, 2**-9 at least."""
+    exponent = tl.maximum((value.to(tl.int32, bitcast=True) >> 23) & 0xFF, 121)
+    away = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)  # 1.5 * 2**23 steps
+    return (value + away) - away
+
+
+@triton.jit
+def _rounded(quotient, FORMAT: tl.constexpr):
+    """The nearest number of the format. NaN becomes 0: the scale says it, and a whole number couldn't."""
+    quotient = tl.where(quotient == quotient, quotient, 0.0)
+    if FORMAT == "fp8":
+        return _nearest_e4m3(tl.minimum(tl.maximum(quotient, -448.0), 448.0))
+    else:
+        return tl.minimum(tl.maximum(_whole(quotient), -128.0), 127.0)
+
+
+@triton.jit
+def _quantize_row(value, row, out, scales, size, FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """A row as :func:`quantize_rows` leaves it, with a scale for each GROUP numbers (0: one). Behind ``size`` it's 0."""
+    WIDTH: tl.constexpr = GROUP if GROUP else BLOCK
+    COUNT: tl.constexpr = BLOCK // WIDTH
+    largest: tl.constexpr = 448.0 if FORMAT == "fp8" else 127.5
+    value = tl.reshape(value, [COUNT, WIDTH])
+    magnitude = tl.abs(value)
+    scale = tl.max(magnitude, axis=1) / largest
+    scale = tl.where(scale > 0, scale, 1.0)
+    wrong = tl.max((magnitude < float("inf")).to(tl.int32) ^ 1, axis=1)
+    divided = _rounded(value / scale[:, None], FORMAT)
+    lane = tl.arange(0, COUNT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tl.store(out + row * size + lane, divided.to(out.dtype.element_ty), mask=lane < size)
+    groups = tl.cdiv(size, WIDTH)
+    place = tl.arange(0, COUNT)
+    tl.store(scales + row * groups + place, tl.where(wrong > 0, float("nan"), scale), mask=place < groups)
+
+
+@triton.jit
+def quantize_rows(
+    x,
+    given,
+    out,
+    scales,
+    k,
+    x_stride,
+    group,
+    groups,
+    FORMAT: tl.constexpr,
+    GIVEN: tl.constexpr,
+    PLAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One group of one row: what ``x`` is divided by goes to ``scales [m, groups]``, the quotient to ``out [m, k]`` in out's
+    dtype. GIVEN: divided by ``given``. PLAIN: ``out`` is multiplied by its scale again. NaN makes the scale NaN.
+    """
+    begin(PDL)
+    row, part = tl.program_id(0), tl.program_id(1)
+    lane = tl.arange(0, BLOCK)
+    column = part * group + lane
+    inside = (lane < group) & (column < k)
+    value = tl.load(x + row.to(tl.int64) * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    largest: tl.constexpr = 448.0 if FORMAT == "fp8" else 127.5
+    if GIVEN:
+        scale = tl.load(given)
+        wrong = tl.max((value != value).to(tl.int32), axis=0)
+    else:
+        magnitude = tl.abs(value)
+        scale = tl.max(magnitude, axis=0) / largest
+        scale = tl.where(scale > 0, scale, 1.0)
+        wrong = tl.max((magnitude < float("inf")).to(tl.int32) ^ 1, axis=0)
+    divided = _rounded(value / scale, FORMAT)
+    scale = tl.where(wrong > 0, float("nan"), scale)
+    if PLAIN:
+        divided *= scale
+    tl.store(out + row.to(tl.int64) * k + column, divided.to(out.dtype.element_ty), mask=inside)
+    tl.store(scales + row * groups + part, scale)
+
+
+@triton.jit(do_not_specialize=["part_stride"])
+def add_rms_norm_quantize(
+    x,
+    bias,
+    residual,
+    weight,
+    out,
+    scales,
+    eps,
+    size,
+    part_stride,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """:func:`outrider_triton.jit.rows.add_rms_norm`, and then the row is quantised."""
+    lane = tl.arange(0, BLOCK)
+    inside = lane < size
+    factor = tl.load(weight + lane, mask=inside, other=0.0)
+    row = tl.program_id(0).to(tl.int64)
+    if PDL and BLOCK >= 16:
+        fetch(residual + row * size + tl.minimum(tl.arange(0, BLOCK // 16) * 16, size - 1))
+    begin(PDL)
+    total = tl.load(x + row * size + lane, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(x + part * part_stride + row * size + lane, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias + lane, mask=inside, other=0.0).to(tl.float32)
+    kept = total + tl.load(residual + row * size + lane, mask=inside, other=0.0).to(tl.float32)
+    kept = kept.to(residual.dtype.element_ty)
+    tl.store(residual + row * size + lane, kept, mask=inside)
+    normed = norm(kept.to(tl.float32), factor, residual.dtype.element_ty, size, eps)
+    _quantize_row(normed.to(tl.float32), row, out, scales, size, FORMAT, GROUP, BLOCK)
+
+
+@triton.jit
+def silu_mul_quantize(
+    gate_up,
+    out,
+    scales,
+    size,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row: :func:`outrider_triton.jit.rows.silu_mul`, and then it's quantised."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < size
+    gate = tl.load(gate_up + row * 2 * size + lane, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * size + size + lane, mask=inside, other=0.0).to(tl.float32)
+    made = gated(gate, up, gate_up.dtype.element_ty)
+    _quantize_row(made.to(tl.float32), row, out, scales, size, FORMAT, GROUP, BLOCK)

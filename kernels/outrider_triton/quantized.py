@@ -1,0 +1,204 @@
+"""The part of the kernel set that multiplies with quantised weights."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+import triton
+from torch import Tensor
+
+from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight
+from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401  (registers the operators)
+from outrider_triton import variants
+from outrider_triton.derive import MOST, choose, every
+from outrider_triton.facts import DeviceFacts
+from outrider_triton.launch import ahead
+from outrider_triton.quantized_ops import LONGEST, Plan, kept_dtype, plan
+from outrider_triton.table import MatmulConfig, bucket
+
+_TRITON = torch.ops.outrider
+
+
+class TritonQuantized(KernelSet):
+    """Products with quantised weights: skinny ones in one kernel, others the library's.
+
+    What decides is what the estimate says for as many bytes (:mod:`outrider_triton.derive`): no device was measured.
+    """
+
+    facts: DeviceFacts
+    pdl: bool
+    _scope: variants.Scope
+    _derived_quantized: dict[tuple[object, ...], MatmulConfig | None]
+
+    @abstractmethod
+    def _uses(self, kernel: str, *operands: Tensor) -> bool:
+        """Whether a kernel is Triton's for these operands."""
+
+    def quantized_config(self, x: Tensor, weight: QuantizedWeight, way: Plan) -> MatmulConfig | None:
+        """The configuration for ``x [..., K]`` and such a weight; None: the library's product."""
+        m, (n, k) = x.numel() // x.shape[-1], weight.shape
+        if not 0 < m <= MOST:
+            return None
+        stored = way.stored(weight.format)
+        key = stored, n, k, bucket(m)
+        if key not in self._derived_quantized:
+            self._derived_quantized[key] = choose(self.facts, "linear_parts", m=m, n=n, k=k, stored=stored)
+        return self._derived_quantized[key]
+
+    def linear_quantized(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+        """Up to 64 tokens in one kernel, behind one that quantises them; more: the library, with plain numbers where it takes
+        no others. In float32 and float64 the reference's.
+        """
+        if not self._multiplies(x, weight):
+            return super().linear_quantized(x, weight, bias)
+        self._prepare(x, weight, bias)
+        way = plan(self.facts, weight)
+        config = None if way is None else self.quantized_config(x, weight, way)
+        if way is None or config is None:
+            scaled = _scales(x, weight, way)
+            return _TRITON.linear_quantized.library(  # type: ignore[no-any-return]  # torch.ops has no types
+                x, *_operands(weight, bias), scaled, self.facts.fp8, self.pdl
+            )
+        return self._skinny(x, weight, bias, way, config)
+
+    def _multiplies(self, x: Tensor, weight: QuantizedWeight) -> bool:
+        halves = x.dtype in (torch.bfloat16, torch.float16)
+        return halves and bool(x.numel()) and self._uses("linear_quantized", x, weight.scales)
+
+    def _skinny(
+        self,
+        x: Tensor,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        way: Plan,
+        config: MatmulConfig,
+        *,
+        dtype: torch.dtype | None = None,
+        scales: Tensor | None = None,
+        parts: bool = False,
+    ) -> Tensor:
+        """``scales``: ``x`` was quantised, of a ``dtype``. ``parts``: one that is split is left so, without its bias."""
+        asm = self.facts.capability >= 80 and not triton.knobs.runtime.interpret
+        made = scales, dtype or x.dtype, parts, way.mode, way.columns, way.at_once, way.native, self.facts.fp8, asm
+        return _TRITON.linear_quantized.triton(  # type: ignore[no-any-return]  # torch.ops has no types
+            x, *_operands(weight, bias), *made, config.as_list(), self.pdl
+        )
+
+    def norm_linear_quantized(
+        self,
+        added: QuantizedProduct,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: QuantizedWeight,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Three kernels for few tokens: the norm adds parts of the first product up, and quantises what the second takes."""
+        width = added.x.shape[-1] // 2 if added.gated else added.x.shape[-1]
+        narrow = added.x[..., :width]
+        first, second = plan(self.facts, added.weight), plan(self.facts, weight)
+        able = self._multiplies(narrow, added.weight) and self._multiplies(residual, weight)
+        able = able and residual.dim() == 2 and residual.is_contiguous() and norm.dtype is residual.dtype
+        able = able and added.x.dtype is residual.dtype and max(width, residual.shape[1]) <= LONGEST
+        if not able or first is None or second is None or not self._uses("add_rms_norm", residual):
+            return super().norm_linear_quantized(added, residual, norm, eps, weight, bias)
+        one, two = self.quantized_config(narrow, added.weight, first), self.quantized_config(residual, weight, second)
+        self._prepare(narrow, added.weight, added.bias)
+        self._prepare(residual, weight, bias)
+        if one is None or two is None:
+            return super().norm_linear_quantized(added, residual, norm, eps, weight, bias)
+        if self._scope.first(("norm_linear_quantized", residual.dtype, added.weight.shape, weight.shape, weight.label)):
+            self._compile_norms(added, first, residual, norm, weight, second)
+        x, scales = added.x, None
+        if added.gated:
+            quantizes = _dynamic(added.weight)
+            x, scales = self._gate(x, added.weight, first) if quantizes else (self.silu_mul(x), None)
+        product = self._skinny(x, added.weight, added.bias, first, one, dtype=residual.dtype, scales=scales, parts=True)
+        left = added.bias if one.split > 1 else None
+        if not _dynamic(weight):
+            normed = _TRITON.add_parts_rms_norm.triton(product, left, residual, norm, eps, self.pdl)
+            return self._skinny(normed, weight, bias, second, two)
+        normed, scales = self._norm(product, left, residual, norm, eps, weight, second)
+        return self._skinny(normed, weight, bias, second, two, dtype=residual.dtype, scales=scales)
+
+    def _gate(self, x: Tensor, weight: QuantizedWeight, way: Plan) -> tuple[Tensor, Tensor]:
+        kept = _group(weight), kept_dtype(weight.data, way.native)
+        rows, scales = _TRITON.silu_mul.triton_quantize(x, weight.activations, *kept, self.pdl)
+        return rows, scales
+
+    def _norm(
+        self,
+        product: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: QuantizedWeight,
+        way: Plan,
+    ) -> tuple[Tensor, Tensor]:
+        kept = weight.activations, _group(weight), kept_dtype(weight.data, way.native)
+        rows, scales = _TRITON.add_rms_norm.triton_quantize(product, bias, residual, norm, eps, *kept, self.pdl)
+        return rows, scales
+
+    def _prepare(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        """Every configuration that such a weight has for some number of tokens; once, in the scope alone."""
+        if not self._scope.first(("linear_quantized", x.dtype, weight.label, weight.shape, bias is None)):
+            return
+        few, way = x.reshape(-1, x.shape[-1])[:4], plan(self.facts, weight)
+        with ahead():
+            _TRITON.linear_quantized.library(few, *_operands(weight, bias), False, self.facts.fp8, self.pdl)
+        if way is not None:
+            for each in self._every(weight, way):
+                with ahead():
+                    self._skinny(few, weight, bias, way, each)
+
+    def _every(self, weight: QuantizedWeight, way: Plan) -> tuple[MatmulConfig, ...]:
+        n, k = weight.shape
+        return every(self.facts, "linear_parts", n=n, k=k, stored=way.stored(weight.format))
+
+    def _compile_norms(
+        self,
+        added: QuantizedProduct,
+        first: Plan,
+        residual: Tensor,
+        norm: Tensor,
+        weight: QuantizedWeight,
+        second: Plan,
+    ) -> None:
+        """The norm behind as many parts as the first product may have."""
+        for split in {each.split for each in self._every(added.weight, first)}:
+            few = residual[:4].clone()
+            parts = few.new_empty((split, *few.shape), dtype=torch.float32) if split > 1 else few
+            left = added.bias if split > 1 else None
+            with ahead():
+                if _dynamic(weight):
+                    self._norm(parts, left, few, norm, 1e-5, weight, second)
+                else:
+                    _TRITON.add_parts_rms_norm.triton(parts, left, few, norm, 1e-5, self.pdl)
+
+
+def _operands(weight: QuantizedWeight, bias: Tensor | None) -> tuple[object, ...]:
+    held = weight.data, weight.scales, weight.zero_points, weight.input_scale, bias
+    block, shape = list(weight.block), list(weight.shape)
+    return *held, weight.format, block, shape, weight.activations or "", weight.activation_group
+
+
+def _group(weight: QuantizedWeight) -> int:
+    return weight.activation_group if weight.activation_group < weight.shape[1] else 0
+
+
+def _dynamic(weight: QuantizedWeight) -> bool:
+    """Whether its activations are quantised by scales that the kernel before can find: a power of two of columns each."""
+    group = _group(weight)
+    return weight.activations is not None and weight.input_scale is None and group & (group - 1) == 0
+
+
+def _scales(x: Tensor, weight: QuantizedWeight, way: Plan | None) -> bool:
+    """Whether the library multiplies both operands as they're stored, with a scale a row and a column."""
+    if way is None or not way.native or way.mode != "row" or 0 < weight.activation_group < weight.shape[1]:
+        return False
+    if x.device.type != "cuda" or any(size % 16 for size in weight.shape):
+        return False
+    m = x.numel() // x.shape[-1]
+    return m > 16 and (weight.format == "int8" or x.dtype is torch.bfloat16)

@@ -1,0 +1,407 @@
+"""Products with quantised weights as operators (:mod:`outrider_triton.jit.quantized`), and how each weight is multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from outrider.device import QuantizedWeight
+from outrider_triton.define import define
+from outrider_triton.derive import Stored
+from outrider_triton.facts import DeviceFacts
+from outrider_triton.jit import activations as jit_activations
+from outrider_triton.jit import quantized
+from outrider_triton.launch import launch, power_of_two, warps_for
+
+_AT_ONCE = 128
+"""Columns that are multiplied at a time where scales of groups meet the sums."""
+_MADE = {"int4": 1.7, "fp8": 1.0, "int8": 2.0}
+LONGEST = 1 << 15
+"""Numbers of a row that one program holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a weight's product is computed; see :func:`outrider_triton.jit.quantized.linear_quantized`.
+
+    ``native``: the matrix unit takes both operands as they are stored. ``columns``: those of a scale, a power of two.
+    ``at_once``: so many columns are multiplied at a time at most; 0: those of a tile.
+    """
+
+    mode: str
+    native: bool
+    columns: int
+    at_once: int
+
+    def stored(self, format: str) -> Stored:
+        """What the derivation asks."""
+        made = 0.0 if self.native else _MADE[format] * (1.0 if self.mode != "fine" else 1.3)
+        bits = 4 if format == "int4" else 8
+        return Stored(bits, 1 if self.native else 2, self.at_once, made)
+
+
+def plan(facts: DeviceFacts, weight: QuantizedWeight) -> Plan | None:
+    """None for a weight that the kernel doesn't take.
+
+    That is one whose groups of columns, or those of its activations, aren't a power of two times at least 64 columns, or a
+    power of two; one with an odd number of columns of four bits; and scales in float64.
+    """
+    k, columns = weight.shape[1], weight.block[1]
+    zeros, at_once = weight.zero_points is not None, 0
+    if weight.scales.dtype is torch.float64 or (weight.format == "int4" and k % 2):
+        return None
+    if columns >= k:
+        mode, columns = ("block" if zeros else "row"), power_of_two(k)
+    elif _power(columns) >= 64:
+        mode, at_once = "block", min(_power(columns), _AT_ONCE)
+    elif _power(columns) == columns and columns > 1:
+        mode, at_once = "fine", 2 * _AT_ONCE
+    else:
+        return None
+    group = weight.activation_group if weight.activation_group < k else 0
+    if group:
+        at_once = min(at_once or _AT_ONCE, _power(group))
+        if at_once < 32 or (mode == "fine" and at_once < columns):
+            return None
+    takes = {"fp8": facts.fp8, "int8": facts.capability >= 80}.get(weight.format, False)
+    native = takes and weight.activations == weight.format and not zeros and mode != "fine"
+    return Plan(mode, native, columns, at_once)
+
+
+def _power(value: int) -> int:
+    """The largest power of two that divides ``value``."""
+    return value & -value
+
+
+def quantized_rows(
+    x: Tensor, format: str, group: int, input_scale: Tensor | None, dtype: torch.dtype, pdl: bool, *, plain: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rows of ``x`` [m, k] divided by their scales, rounded, in ``dtype``; and the scales, float32 [m, groups].
+
+    ``plain``: multiplied by them again.
+    """
+    m, k = x.shape
+    group = group if 0 < group < k else k
+    groups = -(-k // group)
+    torch._check(group <= LONGEST, lambda: f"activations in groups of {group}, expected at most {LONGEST}")
+    out = torch.empty((m, k), dtype=dtype, device=x.device)
+    scales = torch.empty((m, groups), dtype=torch.float32, device=x.device)
+    block = power_of_two(group)
+    launch(
+        jit_activations.quantize_rows,
+        (m, groups),
+        *(x, input_scale, out, scales, k, x.stride(0), group, groups),
+        FORMAT=format,
+        GIVEN=input_scale is not None,
+        PLAIN=plain,
+        BLOCK=block,
+        pdl=pdl,
+        warps=warps_for(block),
+    )
+    return out, scales
+
+
+def plain_weight(weight: QuantizedWeight, dtype: torch.dtype, *, fp8: bool, pdl: bool) -> Tensor:
+    """What a weight stands for, in ``dtype``: computed in float32, rounded once."""
+    (n, k), (rows, columns) = weight.shape, weight.block
+    out = torch.empty((n, k), dtype=dtype, device=weight.device)
+    launch(
+        quantized.dequantize,
+        (triton.cdiv(n, 16), triton.cdiv(k, 256)),
+        *(
+            weight.data.view(torch.int8) if weight.format == "fp8" else weight.data,
+            weight.scales,
+            weight.zero_points,
+            out,
+            n,
+            k,
+            weight.scales.shape[1],
+        ),
+        ROWS=rows,
+        COLUMNS=columns,
+        FORMAT=weight.format,
+        ZEROS=weight.zero_points is not None,
+        FP8=fp8,
+        BLOCK_N=16,
+        BLOCK_K=256,
+        pdl=pdl,
+        warps=4,
+    )
+    return out
+
+
+def _record(
+    data: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None,
+    input_scale: Tensor | None,
+    format: str,
+    block: Sequence[int],
+    shape: Sequence[int],
+    activations: str,
+    activation_group: int,
+) -> QuantizedWeight:
+    return QuantizedWeight(
+        format=format,
+        data=data,
+        scales=scales,
+        block=(block[0], block[1]),
+        shape=(shape[0], shape[1]),
+        zero_points=zero_points,
+        activations=activations or None,
+        activation_group=activation_group,
+        input_scale=input_scale,
+    )
+
+
+def _rows(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    torch._check(
+        x.shape[-1] == weight.shape[1],
+        lambda: f"product of {tuple(x.shape)} with a quantised weight of {tuple(weight.shape)}",
+    )
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def _linear_quantized(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    format: str,
+    block: Sequence[int],
+    shape: Sequence[int],
+    activations: str,
+    activation_group: int,
+    x_scales: Tensor | None,
+    dtype: torch.dtype,
+    parts: bool,
+    mode: str,
+    columns: int,
+    at_once: int,
+    native: bool,
+    fp8: bool,
+    asm: bool,
+    config: list[int],
+    pdl: bool,
+) -> Tensor:
+    """``x_scales``: ``x`` was quantised. ``parts``: what a split leaves, float32 [split, T, N] without the bias."""
+    weight = _record(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
+    block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
+    torch._check(not descriptor, lambda: f"a product with a quantised weight can't be cut up as {config}")
+    flat = _rows(x, weight)
+    (m, k), n = flat.shape, shape[0]
+    # The same where there's no split: one place for what a program writes.
+    made = torch.empty((split, m, n), dtype=torch.float32 if split > 1 else dtype, device=x.device)
+    group, groups = 0, 1
+    if activations:
+        group = activation_group if activation_group < k else 0
+        if x_scales is None:
+            flat, x_scales = quantized_rows(flat, activations, group, input_scale, kept_dtype(data, native), pdl)
+        groups = x_scales.shape[1]
+    packed = format == "int4"
+    if packed and (flat.data_ptr() % 4 or flat.stride(0) % 2):
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    held = k // 2 if packed else k
+    each = each or block_n
+    launch(
+        quantized.linear_quantized,
+        (triton.cdiv(n, each), triton.cdiv(m, block_m), split),
+        *(flat, x_scales, data.view(torch.int8) if format == "fp8" and not native else data),
+        *(scales, zero_points, bias if split == 1 else None, made, m, n, k, flat.stride(0), groups, scales.shape[1]),
+        *(each, ahead if held % 16 == 0 else 0),
+        FORMAT=format,
+        NATIVE=native,
+        MODE=mode,
+        ROWS=block[0],
+        COLUMNS=columns,
+        GROUP=group,
+        ZEROS=zero_points is not None,
+        ACTIVE=bool(activations),
+        HAS_BIAS=bias is not None and split == 1,
+        FP8=fp8,
+        ASM=asm,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        SUB=min(at_once, block_k) if at_once else block_k,
+        SPLIT=split,
+        EVEN=k % (split * block_k) == 0,
+        num_stages=stages,
+        pdl=pdl,
+        warps=warps,
+    )
+    if split == 1:
+        return made.view(*x.shape[:-1], n)
+    return made if parts else _added(made, bias, x, dtype, pdl)
+
+
+def kept_dtype(data: Tensor, native: bool) -> torch.dtype:
+    """That of quantised activations: the weight's, or one that holds the values of either format."""
+    return data.dtype if native else torch.float16
+
+
+def _added(parts: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype, pdl: bool) -> Tensor:
+    """The sum of ``parts`` [split, T, N] and of ``bias``, as a product of ``x``."""
+    split, _, n = parts.shape
+    out = torch.empty((*x.shape[:-1], n), dtype=dtype, device=x.device)
+    block = 512
+    launch(
+        quantized.add_parts,
+        (triton.cdiv(out.numel(), block),),
+        *(parts, bias, out, out.numel(), n),
+        PARTS=split,
+        HAS_BIAS=bias is not None,
+        BLOCK=block,
+        pdl=pdl,
+        warps=2,
+    )
+    return out
+
+
+_WEIGHT = (
+    "Tensor x, Tensor data, Tensor scales, Tensor? zero_points, Tensor? input_scale, Tensor? bias, str format, int[] block, "
+    "int[] shape, str activations, int activation_group"
+)
+
+
+def _empty(x: Tensor, *rest: Any) -> Tensor:
+    """``rest``: the operands behind x, as the schema has them."""
+    return x.new_empty((*x.shape[:-1], rest[7][0]))
+
+
+def _empty_parts(x: Tensor, *rest: Any) -> Tensor:
+    n, dtype, parts, split = rest[7][0], rest[11], rest[12], rest[19][3]
+    if parts and split > 1:
+        return torch.empty((split, x.numel() // x.shape[-1], n), dtype=torch.float32, device=x.device)
+    return x.new_empty((*x.shape[:-1], n), dtype=dtype)
+
+
+# An overload of the operator whose operands it has.
+define(
+    f"linear_quantized.triton({_WEIGHT}, Tensor? x_scales, ScalarType dtype, bool parts, str mode, int columns, int at_once, "
+    "bool native, bool fp8, bool asm, int[] config, bool pdl) -> Tensor",
+    _linear_quantized,
+    _empty_parts,
+)
+
+
+def _quantized(like: Tensor, k: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Room for quantised rows of ``k`` numbers, as many as ``like`` has, and for their scales."""
+    m = like.numel() // like.shape[-1]
+    scales = torch.empty((m, -(-k // group) if group else 1), dtype=torch.float32, device=like.device)
+    return torch.empty((m, k), dtype=dtype, device=like.device), scales
+
+
+def _add_rms_norm_quantize(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    format: str,
+    group: int,
+    dtype: torch.dtype,
+    pdl: bool,
+) -> tuple[Tensor, Tensor]:
+    """``x`` is [T, H], or [parts, T, H] of a product that was split. Returns the quantised norm and its scales."""
+    torch._check(
+        x.shape[-2:] == residual.shape and residual.is_contiguous() and x.is_contiguous(),
+        lambda: f"adding {tuple(x.shape)} to a residual of {tuple(residual.shape)}; expected equal, contiguous rows",
+    )
+    (m, size), block = residual.shape, power_of_two(residual.shape[1])
+    out, scales = _quantized(residual, size, group, dtype)
+    launch(
+        jit_activations.add_rms_norm_quantize,
+        (m,),
+        *(x, bias, residual, weight, out, scales, eps, size, residual.numel()),
+        FORMAT=format,
+        GROUP=min(group, block),
+        PARTS=1 if x.dim() == 2 else x.shape[0],
+        HAS_BIAS=bias is not None,
+        BLOCK=block,
+        pdl=pdl,
+        warps=warps_for(block),
+    )
+    return out, scales
+
+
+define(
+    "add_rms_norm.triton_quantize(Tensor x, Tensor? bias, Tensor(a!) residual, Tensor weight, float eps, str format, "
+    "int group, ScalarType dtype, bool pdl) -> (Tensor, Tensor)",
+    _add_rms_norm_quantize,
+    lambda x, bias, residual, weight, eps, format, group, dtype, pdl: _quantized(residual, residual.shape[-1], group, dtype),
+)
+
+
+def _silu_mul_quantize(gate_up: Tensor, format: str, group: int, dtype: torch.dtype, pdl: bool) -> tuple[Tensor, Tensor]:
+    size = gate_up.shape[-1] // 2
+    block = power_of_two(size)
+    out, scales = _quantized(gate_up, size, group, dtype)
+    launch(
+        jit_activations.silu_mul_quantize,
+        (out.shape[0],),
+        *(gate_up.contiguous(), out, scales, size),
+        FORMAT=format,
+        GROUP=min(group, block),
+        BLOCK=block,
+        pdl=pdl,
+        warps=warps_for(block),
+    )
+    return out, scales
+
+
+define(
+    "silu_mul.triton_quantize(Tensor gate_up, str format, int group, ScalarType dtype, bool pdl) -> (Tensor, Tensor)",
+    _silu_mul_quantize,
+    lambda gate_up, format, group, dtype, pdl: _quantized(gate_up, gate_up.shape[-1] // 2, group, dtype),
+)
+
+
+def _library(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    format: str,
+    block: Sequence[int],
+    shape: Sequence[int],
+    activations: str,
+    activation_group: int,
+    scaled: bool,
+    fp8: bool,
+    pdl: bool,
+) -> Tensor:
+    """The library's product: of operands as they're stored where ``scaled``, else of plain numbers."""
+    weight = _record(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
+    flat, n = _rows(x, weight), shape[0]
+    if scaled:
+        flat, by_row = quantized_rows(flat, activations, 0, input_scale, data.dtype, pdl)
+        by_column = scales.float().reshape(1, -1)
+        if by_column.shape[1] != n:
+            by_column = by_column.repeat_interleave(block[0], dim=1)[:, :n]
+        if format == "fp8":
+            made = torch._scaled_mm(
+                flat, data.t(), scale_a=by_row, scale_b=by_column.contiguous(), out_dtype=torch.bfloat16, use_fast_accum=False
+            ).to(x.dtype)
+        else:
+            made = (torch._int_mm(flat, data.t()).float() * by_row * by_column).to(x.dtype)
+        made = made if bias is None else made + bias
+    else:
+        if activations:
+            flat, _ = quantized_rows(flat, activations, activation_group, input_scale, x.dtype, pdl, plain=True)
+        made = F.linear(flat, plain_weight(weight, x.dtype, fp8=fp8, pdl=pdl), bias)
+    return made.view(*x.shape[:-1], n)
+
+
+define(f"linear_quantized.library({_WEIGHT}, bool scaled, bool fp8, bool pdl) -> Tensor", _library, _empty)

@@ -1,0 +1,114 @@
+"""Kernels for quantised weights and for experts on a real device, against the reference in float64 there: ``python
+tests/kernels/quantized_on_device.py [SECONDS]``. Prints a line for each case and a JSON object; exits 1 where one is wrong.
+
+What the tests check by the interpreter, here as it is compiled: with early starts, in bfloat16, in a graph, with more tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from functools import partial
+
+import torch
+
+from outrider.device import KernelSet
+from outrider_triton.facts import facts_of
+from outrider_triton.kernelset import TritonKernels
+from outrider_tune.quantized import RANDOM_FORMATS, random_quantized
+
+TOKENS = (1, 4, 13, 64, 100, 300)
+SHAPES = ((4096, 4096), (6144, 4096), (1000, 1056), (2048, 14336))
+EXPERTS = ((128, 8, 2048, 768), (8, 2, 1024, 1024), (60, 4, 520, 136))
+ERROR = 6e-3
+"""Relative to the largest number of the row: a rounding of bfloat16 is 4e-3, and the reference rounds nothing."""
+REFERENCE = KernelSet()
+
+
+def wrong(made, right):
+    """How far off the worst number is, relative to its row's largest; infinite for NaN."""
+    off = (made.double() - right).abs().amax(-1) / right.abs().amax(-1).clamp(min=1e-30)
+    return float(off.nan_to_num(float("inf")).max())
+
+
+def in_a_graph(call):
+    """What ``call`` makes when it's replayed."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = call()
+    for each in made if isinstance(made, tuple) else (made,):
+        each.fill_(float("nan") if each.is_floating_point() else 0)
+    graph.replay()
+    torch.cuda.synchronize()
+    return made
+
+
+def products(kernels, device):
+    generator = torch.Generator(device).manual_seed(0)
+    for name, way in RANDOM_FORMATS.items():
+        for n, k in SHAPES:
+            weight = random_quantized(way, n, k, device=device, generator=generator)
+            bias = torch.randn(n, device=device, generator=generator).to(torch.bfloat16)
+            for m in TOKENS:
+                x = torch.randn(m, k, device=device, generator=generator).to(torch.bfloat16)
+                # Activations are quantised from what is in bfloat16, and by either side in its own precision.
+                right = REFERENCE.linear_quantized(x.double(), weight, bias.double())
+                own = wrong(REFERENCE.linear_quantized(x, weight, bias), right)
+                made = in_a_graph(partial(kernels.linear_quantized, x, weight, bias))
+                yield f"{name} {n}x{k}, {m} tokens", wrong(made, right), own
+
+
+def experts(kernels, device):
+    generator = torch.Generator(device).manual_seed(1)
+    for (count, chosen, hidden, inner), m in itertools.product(EXPERTS, TOKENS):
+        x, logits = (torch.randn(m, size, device=device, generator=generator).to(torch.bfloat16) for size in (hidden, count))
+        gate_up = torch.randn(count, 2 * inner, hidden, device=device, generator=generator).mul_(hidden**-0.5).to(x.dtype)
+        down = torch.randn(count, hidden, inner, device=device, generator=generator).mul_(inner**-0.5).to(x.dtype)
+        weights, names = in_a_graph(partial(kernels.route, logits, chosen, renormalize=True))
+        right, wanted = REFERENCE.route(logits.double(), chosen, renormalize=True)
+        yield f"route {count} experts, {m} tokens", wrong(weights, right) if torch.equal(names, wanted) else float("inf"), 0.0
+        right = torch.zeros(m, hidden, dtype=torch.float64, device=device)
+        for token in range(m):
+            for share, name in zip(weights[token], names[token].tolist(), strict=True):
+                gate, up = (gate_up[name].double() @ x[token].double()).chunk(2)
+                right[token] += share.double() * (down[name].double() @ (torch.nn.functional.silu(gate) * up))
+            if token > 40:  # a check of each is slow
+                right, m_checked = right[: token + 1], token + 1
+                break
+        else:
+            m_checked = m
+        made = in_a_graph(partial(kernels.experts, x, weights, names, gate_up, down))
+        own = REFERENCE.experts(x, weights, names, gate_up, down)
+        yield f"experts {count}, {m} tokens", wrong(made[:m_checked], right), wrong(own[:m_checked], right)
+
+
+def main() -> int:
+    end = time.monotonic() + float(sys.argv[1] if len(sys.argv) > 1 else 90)
+    device = torch.device("cuda")
+    kernels = TritonKernels(facts_of(torch.cuda.get_device_properties(device)), everywhere=True, device=device)
+    cases, failed, late = [], 0, False
+    for work in (products, experts):
+        found = work(kernels, device)
+        while not late:
+            try:
+                name, off, own = next(found)
+            except StopIteration:
+                break
+            except Exception as error:  # the next case may say more
+                name, off, own = f"{work.__name__}: {type(error).__name__}: {str(error)[:400]}", float("inf"), 0.0
+                found = iter(())
+            bad = off > max(ERROR, 2 * own)
+            failed += bad
+            cases.append([name, off, own])
+            print(f"{'WRONG ' if bad else ''}{name}: {off:.2e} (the reference in bfloat16: {own:.2e})", flush=True)
+            late = time.monotonic() > end
+    print(json.dumps({"device": torch.cuda.get_device_name(device), "cases": len(cases), "wrong": failed, "late": late}))
+    return 1 if failed or late else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Mixtures of experts by the interpreter: every way in which a program finds its expert, against the reference in float64."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
+
+from kernels.devices import DEVICES
+from outrider.device import KernelSet
+from outrider.model.quantization.layouts import moved
+from outrider.model.shapes import SHAPES
+from outrider_triton.derive import shared_bytes
+from outrider_triton.expert_ops import sorted_pairs
+from outrider_triton.kernelset import TritonKernels
+from outrider_triton.table import MatmulConfig
+from outrider_tune.quantized import RandomFormat, random_quantized
+
+REFERENCE = KernelSet()
+# Tokens, experts, experts of a token, hidden and inner size: compared pairs, all experts, sorted blocks of several sizes.
+SIZES = [
+    (1, 8, 2, 40, 24),
+    (3, 128, 8, 64, 32),
+    (9, 16, 4, 64, 40),
+    (40, 8, 4, 72, 48),
+    (70, 8, 2, 64, 48),
+    (150, 6, 4, 64, 40),
+]
+
+
+def normal(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("size", "alike"),
+    [
+        pytest.param(size, alike, marks=pytest.mark.slow if size[0] > 9 and (alike or size[0] != 70) else ())
+        for size in SIZES
+        for alike in (False, True)
+    ],
+)
+def test_experts(size, alike, kernels, device):
+    tokens, count, chosen, hidden, inner = size
+    logits = normal(1 if alike else tokens, count, seed=1).expand(tokens, count).contiguous()
+    x = normal(tokens, hidden, seed=2).half()
+    gate_up, down = (
+        normal(*shape, seed=3).mul(shape[-1] ** -0.5).half() for shape in ((count, 2 * inner, hidden), (count, hidden, inner))
+    )
+    weights, names = REFERENCE.route(logits, chosen, renormalize=True)
+    made = kernels.experts(*(t.to(device) for t in (x, weights, names, gate_up, down)))
+    right = REFERENCE.experts(x.double(), weights.double(), names, gate_up.double(), down.double())
+    assert made.dtype is torch.float16
+    assert bool(((made.cpu().double() - right).abs() <= 4e-3 * (1 + right.abs())).all())
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(("tokens", "count", "chosen"), [(1, 1, 1), (5, 8, 3), (2, 60, 4), (3, 128, 8)])
+def test_route(tokens, count, chosen, renormalize, kernels, device):
+    logits = normal(tokens, count, seed=7)
+    logits[0, count // 2 :] = logits[0, 0]  # of equal ones the first
+    made, names = kernels.route(logits.to(device), chosen, renormalize=renormalize)
+    right, wanted = REFERENCE.route(logits, chosen, renormalize=renormalize)
+    assert torch.equal(names.cpu(), wanted)
+    torch.testing.assert_close(made.cpu(), right, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_nan_stays_nan_and_names_an_expert(kernels, device):
+    logits = normal(2, 60, seed=8)
+    logits[0, 5] = float("nan")
+    weights, names = kernels.route(logits.to(device), 4, renormalize=True)
+    assert weights[0].isnan().any()
+    assert not weights[1].isnan().any()
+    assert bool(((names >= 0) & (names < 60)).all())
+
+
+def test_pairs_in_blocks():
+    """Each pair once, in a block of its own expert, and no block more than is said."""
+    names = torch.randint(0, 7, (33, 3), generator=torch.Generator().manual_seed(9))
+    for size in (1, 4, 16):
+        laid, expert_of = sorted_pairs(names, 7, size)
+        assert laid.shape[0] == size * expert_of.shape[0]
+        kept = laid[laid >= 0]
+        assert sorted(kept.tolist()) == list(range(99))
+        blocks = torch.arange(laid.shape[0])[laid >= 0] // size
+        assert torch.equal(names.flatten()[kept], expert_of[blocks])
+
+
+@pytest.mark.parametrize("name", ["H100", "L4", "MI300X", "RTX 3090"])
+@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "mixtral-8x7b"])
+def test_what_is_derived_fits(name, shape):
+    kernels, config = TritonKernels(DEVICES[name]), SHAPES[shape]
+    experts = config.experts
+    stack = torch.empty(experts.count, 2 * experts.intermediate_size, config.hidden_size, dtype=torch.bfloat16, device="meta")
+    for tokens in (1, 4, 8, 32, 64, 65, 500, 4000):
+        size, *cuts = kernels.experts_config(tokens, experts.per_token, stack)
+        assert bool(size) is (tokens > 64)
+        for operator, cut in zip(("linear_silu_mul", "linear"), cuts, strict=True):
+            assert isinstance(cut, MatmulConfig)
+            assert shared_bytes(kernels.facts, operator, cut) <= kernels.facts.shared_bytes
+            assert cut.block_m >= (size or tokens)
+            assert not cut.each
+            assert cut.split == 1
+
+
+QUANTIZED = {
+    "fp8": RandomFormat(format="fp8", activations="fp8"),
+    "fp8 blocks": RandomFormat(format="fp8", rows=32, columns=128, activations="fp8", activation_group=128),
+    "int8": RandomFormat(format="int8", activations="int8"),
+    "int4": RandomFormat(format="int4", columns=128),
+    "int4 groups of 32, zeros": RandomFormat(format="int4", columns=32, zeros=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        pytest.param(name, tokens, marks=() if tokens == 5 or (tokens, name) == (70, "int4") else pytest.mark.slow)
+        for name in QUANTIZED
+        for tokens in (1, 5, 70)
+    ],
+)
+def test_quantised_experts(name, tokens, kernels, device):
+    count, chosen, hidden, inner = 8, 2, 128, 160
+    cpu, dice = torch.device("cpu"), torch.Generator().manual_seed(4)
+    way = QUANTIZED[name]
+    gate_up = random_quantized(way, count * 2 * inner, hidden, device=cpu, generator=dice)
+    down = random_quantized(way, count * hidden, inner, device=cpu, generator=dice)
+    weights, names = REFERENCE.route(normal(tokens, count, seed=1), chosen, renormalize=True)
+    x = normal(tokens, hidden, seed=2).half()
+    first, second = (moved(each, device) for each in (gate_up, down))
+    made = kernels.experts_quantized(x.to(device), weights.to(device), names.to(device), first, second).cpu()
+    right = REFERENCE.experts_quantized(x.double(), weights.double(), names, gate_up, down)
+    own = REFERENCE.experts_quantized(x, weights, names, gate_up, down)
+    error, expected = ((each.double() - right).norm() / right.norm() for each in (made, own))
+    assert float(error) < max(2e-3, 1.5 * float(expected))
