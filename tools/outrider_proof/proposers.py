@@ -15,6 +15,7 @@ from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeP
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.suffix import SuffixProposer
 from outrider.speculative.tree import DynamicTree, FixedTree
 from outrider_proof import tiny
 from outrider_proof.parts import decoder_part, eagle3_part, eagle_part, mtp_part
@@ -101,6 +102,7 @@ MAKERS: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
     "none": lambda t, _: None,
     "ngram": lambda t, _: NgramProposer(vocab_size=t.config.vocab_size, draft_tokens=3),
     "ngram-tree": lambda t, _: NgramProposer(vocab_size=t.config.vocab_size, draft_tokens=3, branches=3),
+    "suffix": lambda t, _: SuffixProposer(vocab_size=t.config.vocab_size, draft_tokens=3),
 }
 """A proposer by its name, for a target on a backend; None: plain decoding."""
 

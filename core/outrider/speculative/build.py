@@ -19,6 +19,7 @@ from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.names import OWN_PROPOSERS
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.proposer import PlainProposer, Proposer
+from outrider.speculative.suffix import SuffixProposer
 from outrider.speculative.tree import DynamicTree
 
 
@@ -141,6 +142,16 @@ def _ngram(options: DraftOptions) -> Proposer:
     return NgramProposer(vocab_size=vocabulary, draft_tokens=options.draft_tokens, branches=options.topk)
 
 
+def _chain_only(options: DraftOptions, name: str) -> None:
+    if options.topk > 1:
+        raise ConfigError(f"draft_topk is {options.topk}, but speculate={name!r} drafts chains alone; leave draft_topk out")
+
+
+def _suffix(options: DraftOptions) -> Proposer:
+    _chain_only(options, "suffix")
+    return SuffixProposer(vocab_size=options.target.config.vocab_size, draft_tokens=options.draft_tokens)
+
+
 _OWN: Mapping[str, Builder] = {
     "none": _none,
     "eagle": _eagle,
@@ -148,6 +159,7 @@ _OWN: Mapping[str, Builder] = {
     "mtp": _mtp,
     "draft-model": _draft_model,
     "ngram": _ngram,
+    "suffix": _suffix,
 }
 
 BUILDERS: Mapping[str, Builder] = MappingProxyType({name: _OWN[name] for name in OWN_PROPOSERS})

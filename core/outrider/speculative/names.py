@@ -12,6 +12,7 @@ OWN_PROPOSERS: Mapping[str, str] = MappingProxyType(
         "mtp": "heads of multi-token prediction (model.mtp_layers.*), one a step: chain or tree",
         "draft-model": "any supported decoder with the same vocabulary: chain or tree",
         "ngram": "nothing: it looks the last tokens up in what was there before",
+        "suffix": "nothing: it looks the last tokens up in the request's text and in past outputs: chain",
         "none": "nothing: plain decoding",
     }
 )
