@@ -85,9 +85,9 @@ DraftLengthOption = Annotated[
     str | None,
     typer.Option(
         "--draft-length",
-        metavar="fixed|load",
-        help="Draft K tokens in every iteration, or as many as make the batch fastest. Default: by load where graphs are "
-        "replayed beside the host.",
+        metavar="fixed|load|adaptive",
+        help="Draft K tokens in every iteration, or as many as make the batch fastest: by the acceptance of all requests (load) "
+        "or of each (adaptive). Default: by load where graphs are replayed beside the host.",
     ),
 ]
 ModeOption = Annotated[
