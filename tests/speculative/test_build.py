@@ -13,7 +13,7 @@ from outrider.model import load_decoder, load_mtp
 from outrider.speculative.build import BUILDERS, DraftOptions, build
 from outrider.speculative.proposer import PlainProposer
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import byte_level_tokenizer, tiny_config, write_checkpoint, write_eagle, write_eagle3
+from outrider_proof.checkpoints import byte_level_tokenizer, tiny_config, write_checkpoint, write_dflash, write_eagle, write_eagle3
 from outrider_proof.tiny import plain_config
 
 
@@ -59,11 +59,12 @@ def checkpoints(tmp_path_factory):
     write_eagle(root / "eagle")
     write_eagle3(root / "eagle3")
     write_mtp(root / "mtp")
+    write_dflash(root / "dflash")
     return root
 
 
 PROMPTS = [[1, 5, 9, 13], [7], [3, 3, 3, 3, 3, 3]]
-CHAINS = ("suffix",)
+CHAINS = ("dflash", "suffix")
 """Proposers without trees."""
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
@@ -90,10 +91,10 @@ def options(checkpoints, **fields):
 
 def test_unknown_names_and_missing_checkpoints_are_refused(checkpoints):
     with pytest.raises(
-        ConfigError, match="speculate is 'medusa'; expected one of draft-model, eagle, eagle3, mtp, ngram, none, suffix"
+        ConfigError, match="speculate is 'medusa'; expected one of dflash, draft-model, eagle, eagle3, mtp, ngram, none, suffix"
     ):
         build("medusa", options(checkpoints))
-    for name in ("eagle", "eagle3", "mtp", "draft-model"):
+    for name in ("dflash", "eagle", "eagle3", "mtp", "draft-model"):
         with pytest.raises(ConfigError, match=f"speculate='{name}' needs the directory"):
             build(name, options(checkpoints))
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider import Engine, SamplingParams
-from outrider.model import Decoder, Eagle3Head, EagleHead, ModelConfig, ModelRanks, MtpHead, Shards
+from outrider.model import Decoder, DFlashHead, Eagle3Head, EagleHead, ModelConfig, ModelRanks, MtpHead, Shards
 from outrider.model.products import plain
+from outrider.speculative.block import BlockProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
@@ -18,7 +19,7 @@ from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.suffix import SuffixProposer
 from outrider.speculative.tree import DynamicTree, FixedTree
 from outrider_proof import tiny
-from outrider_proof.parts import decoder_part, eagle3_part, eagle_part, mtp_part
+from outrider_proof.parts import decoder_part, dflash_part, eagle3_part, eagle_part, mtp_part
 from outrider_proof.tiny import plain_config
 
 if TYPE_CHECKING:
@@ -67,6 +68,19 @@ def eagle3(target: Decoder) -> Eagle3Head:
     )
 
 
+def dflash(target: Decoder) -> DFlashHead:
+    """The tiny DFlash head, on the device of its target."""
+    head = tiny.dflash_head()
+    return DFlashHead(
+        _local(head.config, target),
+        moved(dflash_part(head.weights, head.config, target.shards), target.device),
+        target,
+        block_size=head.block_size,
+        mask_token=head.mask_token,
+        aux_hidden_state_layers=head.aux_hidden_state_layers,
+    )
+
+
 def mtp(target: Decoder) -> list[MtpHead]:
     """The tiny MTP heads, on the device of their target."""
     return [
@@ -97,6 +111,7 @@ MAKERS: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
     "eagle3-tree": lambda t, _: EagleTreeProposer(eagle3(t), shape()),
     "mtp": lambda t, _: MtpProposer(mtp(t)),
     "mtp-tree": lambda t, _: MtpProposer(mtp(t), branches=3),
+    "dflash": lambda t, _: BlockProposer(dflash(t)),
     "draft-model": lambda t, b: DraftModelProposer(decoder(tiny.draft_model(), b, t.ranks), target=t, draft_tokens=3),
     "draft-model-tree": lambda t, b: DraftModelTreeProposer(decoder(tiny.draft_model(), b, t.ranks), target=t, shape=shape()),
     "none": lambda t, _: None,

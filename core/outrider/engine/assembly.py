@@ -348,7 +348,6 @@ def build_prefill_graphs(
         staging=parts.staging,
         tokens=tokens,
         capacity=parts.capacity,
-        every_shorter=config.draft_length == "adaptive",
         progress=progress,
     )
 

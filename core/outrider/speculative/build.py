@@ -12,7 +12,17 @@ import torch
 
 from outrider.device import Backend, ConfigError
 from outrider.errors import CheckpointError
-from outrider.model import LanguageModel, Progress, QuantizedMode, load_decoder, load_eagle, load_eagle3, load_mtp
+from outrider.model import (
+    LanguageModel,
+    Progress,
+    QuantizedMode,
+    load_decoder,
+    load_dflash,
+    load_eagle,
+    load_eagle3,
+    load_mtp,
+)
+from outrider.speculative.block import BlockProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import DraftHead, EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
@@ -147,6 +157,12 @@ def _chain_only(options: DraftOptions, name: str) -> None:
         raise ConfigError(f"draft_topk is {options.topk}, but speculate={name!r} drafts chains alone; leave draft_topk out")
 
 
+def _dflash(options: DraftOptions) -> Proposer:
+    _chain_only(options, "dflash")
+    head = _read(load_dflash, options, "dflash", "a DFlash head")
+    return BlockProposer(head, draft_tokens=options.draft_tokens)
+
+
 def _suffix(options: DraftOptions) -> Proposer:
     _chain_only(options, "suffix")
     return SuffixProposer(vocab_size=options.target.config.vocab_size, draft_tokens=options.draft_tokens)
@@ -156,6 +172,7 @@ _OWN: Mapping[str, Builder] = {
     "none": _none,
     "eagle": _eagle,
     "eagle3": _eagle3,
+    "dflash": _dflash,
     "mtp": _mtp,
     "draft-model": _draft_model,
     "ngram": _ngram,

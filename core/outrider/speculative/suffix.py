@@ -46,6 +46,7 @@ class SuffixProposer(NgramProposer):
     """
 
     name = "suffix"
+    remembers = True
 
     def __init__(self, *, vocab_size: int, draft_tokens: int, slots: int = _SLOTS) -> None:
         if draft_tokens < 1:
