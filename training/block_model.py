@@ -41,12 +41,16 @@ class BlockAttention(Attention):
     def keys(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return rotate(self.k_norm(self.split(self.k_proj(x), self.kv_heads)), cos, sin)
 
-    def block(self, text: Tensor, x: Tensor, places: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
+    def block(
+        self, text: Tensor, x: Tensor, places: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], seen: Tensor
+    ) -> Tensor:
         """Attention of ``x`` [B, L, H] at the angles ``at`` over ``text`` [B, S, H] at ``places`` and over itself."""
         q = rotate(self.q_norm(self.split(self.q_proj(x), self.heads)), *at)
         k = torch.cat((self.keys(text, *places), self.keys(x, *at)), dim=2)
         v = torch.cat([self.split(self.v_proj(part), self.kv_heads) for part in (text, x)], dim=2)
-        return self.out(F.scaled_dot_product_attention(q.to(v.dtype), self.widen(k).to(v.dtype), self.widen(v), attn_mask=seen))
+        return self.out(
+            F.scaled_dot_product_attention(q.to(v.dtype), self.widen(k).to(v.dtype), self.widen(v), attn_mask=seen)
+        )
 
 
 class BlockHead(nn.Module):

@@ -89,9 +89,7 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(args.model / "target" / "tokenizer.json"))
     eos, mask = tokenizer.token_to_id(corpus.END), tokenizer.token_to_id(corpus.PAD)
     train, held_out, _ = corpus.split(corpus.read_sources(args.stdlib))
-    streams = [
-        torch.from_numpy(corpus.encode(tokenizer, part).astype("int64")).to(device) for part in (train, held_out)
-    ]
+    streams = [torch.from_numpy(corpus.encode(tokenizer, part).astype("int64")).to(device) for part in (train, held_out)]
 
     def pieces(stream: Tensor, rows: int, length: int) -> Tensor:
         at = torch.randint(len(stream) - length, (rows, 1), device=device)

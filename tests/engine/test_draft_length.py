@@ -134,7 +134,7 @@ def engine(cpu, name, *, policy=None, **config):
 
 
 @pytest.mark.parametrize("mode", [{}, {"graphs": True}, {"mode": "fused"}], ids=["staged", "graphs", "fused"])
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "draft-model", "ngram", "suffix"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "draft-model", "ngram", "suffix", "dflash", "suffix+eagle"])
 def test_same_tokens_whatever_the_lengths(cpu, name, mode):
     made = engine(cpu, name, policy=LengthSchedule((3, 0, 0, 1, 2, 0, 3, 1)), **mode)
     prompts = [*PROMPTS, PROMPTS[1][::-1]]

@@ -120,10 +120,11 @@ def test_blocks_are_the_published_ones(root, backend, causal):
     texts = [[*prompt, *result.token_ids] for prompt, result in zip(PROMPTS, results, strict=True)]
     for lengths, each in zip(seen, made, strict=True):
         for index, length in enumerate(lengths):
-            found = [text for text in texts if length + 1 <= len(text) and len(lengths) == len(texts)]
-            if found:
+            # Behind the end that was asked for there are no pages, so that no whole block is there.
+            if len(lengths) == len(texts) and length + head.block_size < len(texts[index]):
                 expected = reference.logits(texts[index][: length + 1], causal=causal)
-                worst = max(worst, float((each.view(len(lengths), -1, each.shape[-1])[index] - expected).abs().max()))
+                difference = each.view(len(lengths), -1, each.shape[-1])[index] - expected
+                worst = max(worst, float(difference.abs().max()))
                 compared += 1
     assert compared > 15
     assert worst < 1e-3

@@ -13,7 +13,14 @@ from outrider.model import load_decoder, load_mtp
 from outrider.speculative.build import BUILDERS, DraftOptions, build
 from outrider.speculative.proposer import PlainProposer
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import byte_level_tokenizer, tiny_config, write_checkpoint, write_dflash, write_eagle, write_eagle3
+from outrider_proof.checkpoints import (
+    byte_level_tokenizer,
+    tiny_config,
+    write_checkpoint,
+    write_dflash,
+    write_eagle,
+    write_eagle3,
+)
 from outrider_proof.tiny import plain_config
 
 
@@ -91,7 +98,8 @@ def options(checkpoints, **fields):
 
 def test_unknown_names_and_missing_checkpoints_are_refused(checkpoints):
     with pytest.raises(
-        ConfigError, match="speculate is 'medusa'; expected one of dflash, draft-model, eagle, eagle3, mtp, ngram, none, suffix"
+        ConfigError,
+        match="speculate is 'medusa'; expected one of dflash, draft-model, eagle, eagle3, mtp, ngram, none, suffix",
     ):
         build("medusa", options(checkpoints))
     for name in ("dflash", "eagle", "eagle3", "mtp", "draft-model"):
@@ -110,6 +118,9 @@ def test_a_plugin_may_add_a_name(checkpoints):
         ("eagle", {"nodes": 5}, "draft_nodes is 5, but draft_topk is 1"),
         ("ngram", {"nodes": 5, "topk": 2}, "draft_nodes is 5, but speculate='ngram'"),
         ("mtp", {"nodes": 5, "topk": 2}, "draft_nodes is 5, but speculate='mtp'"),
+        ("suffix+eagle", {"topk": 2}, "draft_topk is 2, but speculate='suffix.eagle' drafts chains"),
+        ("suffix+none", {}, "speculate is 'suffix.none'; expected one of dflash, draft-model, eagle, eagle3, mtp behind"),
+        ("suffix+medusa", {}, "speculate is 'suffix.medusa'"),
         ("suffix", {"topk": 2}, "draft_topk is 2, but speculate='suffix' drafts chains"),
         ("eagle", {"nodes": 99, "topk": 2}, "3 to 10 nodes, 99 were asked for"),
     ],

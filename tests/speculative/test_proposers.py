@@ -14,6 +14,7 @@ from outrider.engine.state.plans import Plans
 from outrider.model import ForwardInput, KVCache
 from outrider.registry import get_backend
 from outrider.speculative.block import BlockProposer
+from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
@@ -40,6 +41,9 @@ PROPOSERS = {
     ),
     "ngram": lambda: NgramProposer(vocab_size=tiny.VOCABULARY, draft_tokens=4),
     "ngram-tree": lambda: NgramProposer(vocab_size=tiny.VOCABULARY, draft_tokens=3, branches=3),
+    "suffix+eagle": lambda: CombinedProposer(
+        SuffixProposer.of(tiny.target(), 3), EagleProposer(tiny.eagle_head(), draft_tokens=3), least=2
+    ),
     "suffix": lambda: SuffixProposer(vocab_size=tiny.VOCABULARY, draft_tokens=4),
 }
 

@@ -41,9 +41,7 @@ def test_the_longest_context_that_was_seen_decides():
         for length in (n for n in LENGTHS if n <= at):
             context = tuple(text[at - length : at])
             token, firm = votes.get(context, (text[at], 0))
-            votes[context] = (
-                (token, firm + 1) if token == text[at] else (token, firm - 1) if firm > 1 else (text[at], 1)
-            )
+            votes[context] = (token, firm + 1) if token == text[at] else (token, firm - 1) if firm > 1 else (text[at], 1)
     checked = 0
     for _ in range(200):
         context = tuple(rng.randrange(6) for _ in range(5))

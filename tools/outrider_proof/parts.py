@@ -7,7 +7,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outrider.model import DecoderWeights, DFlashWeights, Eagle3Weights, EagleWeights, LayerWeights, ModelConfig, MtpWeights, Shards
+from outrider.model import (
+    DecoderWeights,
+    DFlashWeights,
+    Eagle3Weights,
+    EagleWeights,
+    LayerWeights,
+    ModelConfig,
+    MtpWeights,
+    Shards,
+)
 from outrider.model.products import plain
 
 

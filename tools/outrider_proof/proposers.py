@@ -12,6 +12,7 @@ from outrider import Engine, SamplingParams
 from outrider.model import Decoder, DFlashHead, Eagle3Head, EagleHead, ModelConfig, ModelRanks, MtpHead, Shards
 from outrider.model.products import plain
 from outrider.speculative.block import BlockProposer
+from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
@@ -118,6 +119,7 @@ MAKERS: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
     "ngram": lambda t, _: NgramProposer(vocab_size=t.config.vocab_size, draft_tokens=3),
     "ngram-tree": lambda t, _: NgramProposer(vocab_size=t.config.vocab_size, draft_tokens=3, branches=3),
     "suffix": lambda t, _: SuffixProposer(vocab_size=t.config.vocab_size, draft_tokens=3),
+    "suffix+eagle": lambda t, _: CombinedProposer(SuffixProposer.of(t, 3), EagleProposer(eagle(t), draft_tokens=3), least=2),
 }
 """A proposer by its name, for a target on a backend; None: plain decoding."""
 

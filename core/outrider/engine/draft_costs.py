@@ -60,7 +60,9 @@ def _follows_load(config: DecidedConfig, backend: Backend, proposer: Proposer) -
     if wanted in ("load", "adaptive"):
         if not chain:
             what = "drafts trees, which have one shape" if proposer.is_tree else "drafts nothing"
-            raise ConfigError(f'draft_length is "{wanted}", and the proposer {proposer.name!r} {what}; leave draft_length out')
+            raise ConfigError(
+                f'draft_length is "{wanted}", and the proposer {proposer.name!r} {what}; leave draft_length out'
+            )
         if config.batch_invariant:
             raise ConfigError(
                 f'draft_length is "{wanted}" and batch_invariant is set: what a request draws would depend on how many '

@@ -60,7 +60,9 @@ def load_dflash(
     if not config.qk_norm:
         raise CheckpointError(f"{file}: model_type is {config.family!r}, expected 'qwen3', whose layers norm q and k")
     if any(config.windows):
-        raise CheckpointError(f"{file}: the head has sliding layers (layer_types), which aren't supported; expected full ones")
+        raise CheckpointError(
+            f"{file}: the head has sliding layers (layer_types), which aren't supported; expected full ones"
+        )
     if raw.get("sample_from_anchor", own.get("sample_from_anchor")):
         raise CheckpointError(
             f"{file}: sample_from_anchor is true: each place predicts the token behind its own, which isn't supported; expected "

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, AttentionShape, Backend, ConfigError
-from outrider.model import DFlashHead, ForwardInput, attention_shapes
+from outrider.device import AttentionMetadata, Backend, ConfigError
+from outrider.model import DFlashHead, ForwardInput
 from outrider.speculative.cached import CachedProposer
 from outrider.speculative.places import given_places, text_places
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw
@@ -78,10 +78,6 @@ class BlockProposer(CachedProposer):
         """No layer is run over a prompt."""
         del tokens, sequences, longest
         return ()
-
-    def attention_shapes(self, page_size: int) -> tuple[AttentionShape, ...]:
-        """Those of the head's layers."""
-        return attention_shapes(self._head.config, self._dtype, page_size=page_size)
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """The cache, and the block's mask."""

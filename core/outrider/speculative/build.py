@@ -23,10 +23,11 @@ from outrider.model import (
     load_mtp,
 )
 from outrider.speculative.block import BlockProposer
+from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import DraftHead, EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
-from outrider.speculative.names import OWN_PROPOSERS
+from outrider.speculative.names import FIRST, OWN_PROPOSERS
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.proposer import PlainProposer, Proposer
 from outrider.speculative.suffix import SuffixProposer
@@ -57,12 +58,14 @@ _Head = TypeVar("_Head")
 
 
 def build(name: str, options: DraftOptions, *, builders: Mapping[str, Builder] | None = None) -> Proposer:
-    """The proposer called ``name``, one of :data:`BUILDERS` or of ``builders``.
+    """The proposer called ``name``, one of :data:`BUILDERS` or of ``builders``, or ``suffix+`` and such a name.
 
     Raises :class:`ConfigError` for an unknown name and for options that don't go together, :class:`CheckpointError` for a
     checkpoint that isn't right.
     """
     known = {**BUILDERS, **(builders or {})}
+    if name not in known and name.startswith(FIRST):
+        return _combined(name, options, known)
     if name not in known:
         raise ConfigError(f"speculate is {name!r}; expected one of {', '.join(sorted(known))}")
     if options.nodes is not None and options.topk == 1:
@@ -163,9 +166,19 @@ def _dflash(options: DraftOptions) -> Proposer:
     return BlockProposer(head, draft_tokens=options.draft_tokens)
 
 
+def _combined(name: str, options: DraftOptions, known: Mapping[str, Builder]) -> Proposer:
+    """Suffix decoding first, then the proposer whose name stands behind the plus sign."""
+    other = name.removeprefix(FIRST)
+    alone = {"none", "suffix", "ngram"}
+    if other not in known or other in alone:
+        raise ConfigError(f"speculate is {name!r}; expected one of {', '.join(sorted(set(known) - alone))} behind {FIRST!r}")
+    _chain_only(options, name)
+    return CombinedProposer(SuffixProposer.of(options.target, options.draft_tokens), known[other](options))
+
+
 def _suffix(options: DraftOptions) -> Proposer:
     _chain_only(options, "suffix")
-    return SuffixProposer(vocab_size=options.target.config.vocab_size, draft_tokens=options.draft_tokens)
+    return SuffixProposer.of(options.target, options.draft_tokens)
 
 
 _OWN: Mapping[str, Builder] = {

@@ -19,3 +19,6 @@ OWN_PROPOSERS: Mapping[str, str] = MappingProxyType(
 )
 """The proposers that come with Outrider: name, and the checkpoint that each needs. Other lists of names derive from this one,
 which needs no torch."""
+
+FIRST = "suffix+"
+"""Before the name of a proposer: suffix decoding goes first, and the other one drafts where it finds too little."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.device import Backend, ConfigError
+from outrider.model import LanguageModel
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs
 from outrider.speculative.slots import slots_of
@@ -58,6 +59,16 @@ class SuffixProposer(NgramProposer):
         super().__init__(vocab_size=vocab_size, draft_tokens=draft_tokens, longest=max(LENGTHS))
         self._slots = slots
         self._past: SuffixTable | None = None
+
+    @classmethod
+    def of(cls, target: LanguageModel, draft_tokens: int) -> SuffixProposer:
+        """For a target, of the usual size."""
+        return cls(vocab_size=target.config.vocab_size, draft_tokens=draft_tokens)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a suffix that are looked at."""
+        return self._longest
 
     @property
     def past(self) -> SuffixTable:
