@@ -14,7 +14,6 @@ from pathlib import Path
 
 import corpus
 import torch
-import torch.nn.functional as F
 from block_model import BlockHead, BlockShape, save_block, tapped
 from decoding import Generator
 from optim import Optimizer

@@ -79,7 +79,7 @@ def test_usual_lengths():
 
 
 def run_alone(policy, request, share, iterations=60):
-    """The lengths of iterations of one request, of whose drafted tokens so many pass in the mean; seldom passing, not at all."""
+    """The lengths of iterations of one request, of whose drafted tokens so many pass in the mean."""
     chosen = []
     for index in range(iterations):
         length = policy.choose_for([request], 0)

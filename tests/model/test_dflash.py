@@ -97,7 +97,7 @@ def edit(root, **fields):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_blocks_are_the_published_ones(root, backend, causal):
-    """Every block that an engine drafts, behind prompts in chunks and whatever was accepted, with other requests beside it."""
+    """Every block that an engine drafts, behind prompts in chunks and whatever was accepted, with another beside it."""
     edit(root, is_causal=causal)
     target, head = load(root, backend)
     proposer = BlockProposer(head)

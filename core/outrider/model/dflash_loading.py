@@ -65,8 +65,8 @@ def load_dflash(
         )
     if raw.get("sample_from_anchor", own.get("sample_from_anchor")):
         raise CheckpointError(
-            f"{file}: sample_from_anchor is true: each place predicts the token behind its own, which isn't supported; expected "
-            "places that predict their own token"
+            f"{file}: sample_from_anchor is true: each place predicts the token behind its own, which isn't supported; "
+            "expected places that predict their own token"
         )
     block_size = raw.get("block_size", own.get("block_size"))
     if not is_whole(block_size, 2, _MOST_PLACES):

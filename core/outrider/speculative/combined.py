@@ -17,8 +17,8 @@ LEAST = 4
 
 
 class CombinedProposer(Proposer):
-    """A chain of K tokens: for each request those that ``lookup`` found behind a suffix of ``least`` tokens or more, else those
-    of ``other``.
+    """A chain of K tokens: for each request those that ``lookup`` found behind a suffix of ``least`` tokens or more, else
+    those of ``other``.
 
     Which one drafts is decided on the device, so both are at work in every iteration: the gain is in accepted tokens, not in
     the time of ``other``. What travels in the relay is ``other``'s; both have their own caches.

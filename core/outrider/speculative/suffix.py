@@ -1,4 +1,4 @@
-"""Suffix decoding (Oliaro et al. 2024): what followed the longest known suffix of a request, in its own text or in past outputs.
+"""Suffix decoding (Oliaro et al. 2024): what followed a request's longest known suffix, in its own text or in past outputs.
 
 No model and no host. The own text is searched as :mod:`outrider.speculative.ngram` does; past outputs are in a
 :class:`~outrider.speculative.suffixes.SuffixTable` on the device, written by draft-extend and read by the next draft, both on
@@ -38,11 +38,11 @@ class Continuation:
 
 
 class SuffixProposer(NgramProposer):
-    """A chain of K tokens. Past outputs, of all requests and of this one, count where a longer suffix is found in them than in
-    the request's own prompt and output.
+    """A chain of K tokens. Past outputs, of all requests and of this one, count where a longer suffix is found in them than
+    in the request's own prompt and output.
 
-    ``slots``: places of the table of past outputs, a power of two; it never grows. A request that draws isn't drafted for from
-    past outputs: what it draws depends on its drafts, and must not depend on what ran before it. Other requests' tokens
+    ``slots``: places of the table of past outputs, a power of two; it never grows. A request that draws isn't drafted for
+    from past outputs: what it draws depends on its drafts, and must not depend on what ran before it. Other requests' tokens
     never come out: a draft is only a guess, which the target verifies.
     """
 
@@ -116,7 +116,7 @@ class SuffixProposer(NgramProposer):
         return tokens, matched.squeeze(1)
 
     def _from_past(self, text: Tensor, own: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
-        """From past outputs, token by token [B, count]; where none goes on, that of ``own``. And the first suffix's length [B]."""
+        """From past outputs, token by token [B, count]; where none goes on, that of ``own``. And the first length."""
         past = self.past
         back = torch.arange(past.longest, device=text.device)
         context = text.gather(1, (seq_lens.unsqueeze(1) - 1 - back).clamp(min=0))

@@ -20,10 +20,10 @@ _MIX = 0xFF51AFD7ED558CC | 1
 class SuffixTable:
     """For each context of one of the ``lengths``, the token that most often followed it lately, and how firmly.
 
-    A context is a node of the trie of all past outputs; its slot is found by its hash, which is checked by a mark. A slot that
-    another context needs is taken over, so that memory is bounded and old text is forgotten first where new text comes. The
-    token of a node is a majority with one counter (Boyer and Moore): the same token counts up, another one counts down and
-    takes the place at zero.
+    A context is a node of the trie of all past outputs; its slot is found by its hash, which is checked by a mark. A slot
+    that another context needs is taken over, so that memory is bounded: new text takes the place of old text. The token of a
+    node is a majority with one counter (Boyer and Moore): the same token counts up, another one counts down and takes the
+    place at zero.
 
     A slot is one int64: mark, strength and token. So a slot is never half written, and of several writes in one call the
     largest number stays, in whatever order they come. Everything is on the device, enqueues on the ambient stream and may be
@@ -66,8 +66,8 @@ class SuffixTable:
         self._table.scatter_reduce_(0, index.flatten(), packed.flatten(), "amax", include_self=False)
 
     def follow(self, contexts: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-        """What most likely comes behind ``contexts`` int64 [B, C], of which ``known`` int64 [B] tokens are there: the token of
-        the longest context that was seen, int64 [B], and that length, 0 where none was.
+        """What most likely comes behind ``contexts`` int64 [B, C], of which ``known`` int64 [B] tokens are there: that of the
+        longest context that was seen, int64 [B], and that length, 0 where none was.
         """
         index, mark = self._find(contexts)
         found = self._table[index]

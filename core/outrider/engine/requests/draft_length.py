@@ -44,7 +44,7 @@ class DraftLengthPolicy(ABC):
         return self.choose(len(requests), cached)
 
     def observe_each(self, drafted: int, requests: Sequence[int], accepted: Sequence[int]) -> None:
-        """The same as :meth:`observe`, with the id of each request; it's what a scheduler tells. The default leaves ids out."""
+        """The same as :meth:`observe`, with each request's id; it's what a scheduler tells. The default leaves ids out."""
         del requests
         self.observe(drafted, accepted)
 
@@ -131,8 +131,8 @@ class FollowLoad(DraftLengthPolicy):
     It changes when another length is faster by 8 %, at most every fourth iteration. What a longer draft would accept is found
     out now and then: 256 iterations with less than the most tokens are followed by one with the next length.
 
-    ``by_request``: expected tokens are the sum over the batch's requests, each by its own acceptance so far, which begins with
-    that of all; and 3 % are enough for a change. All requests of an iteration have one length.
+    ``by_request``: expected tokens are the sum over the batch's requests, each by its own acceptance so far, which begins
+    with that of all; and 3 % are enough for a change. All requests of an iteration have one length.
     """
 
     def __init__(self, costs: DraftCosts, *, by_request: bool = False) -> None:
