@@ -306,7 +306,7 @@ class Captured(Graph):
         self.library = library
 
     def _replay(self, stream):
-        raise AssertionError("replayed")
+        raise AssertionError(f"replayed on {stream}")
 
     def _release(self):
         self.library.graphs_are_gone.set()

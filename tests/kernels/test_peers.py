@@ -2,13 +2,13 @@
 
 import os
 import uuid
+from types import SimpleNamespace
 
 import pytest
 
 from outrider.device import ConfigError
 from outrider_conformance.rank_processes import RankProcesses
 from outrider_cuda import plugin
-from outrider_cuda.backend import CAPABILITIES
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
@@ -27,6 +27,12 @@ def test_groups_of_gpus_exchange_small_tensors_by_the_peers_memory(two):
     assert said == same
     assert said[0] == "ways ('nccl', 'one shot', 'exchange'), peer memory True"
     assert len(said) == 4
+
+
+def test_a_tool_is_told_of_all_that_the_fused_norm_reads_and_writes(two):
+    for rank in two.run("kernels.peers_stand_in:told", {"folder": str(uuid.uuid4())}, limit_s=60):
+        assert rank[:3] == ("all_reduce", True, True)
+        assert rank[3] == pytest.approx([1.0, 1.0])
 
 
 @pytest.mark.slow
@@ -49,5 +55,10 @@ def test_other_options_are_refused(options, match):
         plugin.create_backend(0, options)
 
 
-def test_nobody_gets_memory_of_the_peers_who_did_not_ask():
-    assert not CAPABILITIES.peer_memory
+@pytest.mark.parametrize(("options", "peers"), [({}, True), ({"peers": "on"}, True), ({"peers": "off"}, False)])
+def test_memory_of_the_peers_is_used_unless_one_turns_it_off(options, peers, monkeypatch):
+    made = []
+    monkeypatch.setattr(plugin, "backend_info", lambda: SimpleNamespace(usable=True))
+    monkeypatch.setattr("outrider_cuda.backend.CudaBackend", lambda ordinal, *, peers: made.append((ordinal, peers)))
+    plugin.create_backend(1, options)
+    assert made == [(1, peers)]

@@ -1,4 +1,4 @@
-"""Ranks as processes that are killed, stopped or out of memory, many times in a row: ``killing.py [TIMES]``.
+"""Ranks as processes that are killed, stopped or out of memory, many times in a row: ``killing.py [TIMES] [BACKEND]``.
 
 Each time one of two ranks of ``outrider generate --tensor-parallel 2`` is lost in the middle of its work. The command must
 end within 10 seconds with one error that names the rank, and leave no process and no port. ``test_killing.py`` does it behind
@@ -21,6 +21,8 @@ LIMIT_S = 10.0
 CROWDED = 2.0
 """From so many processes that want each core on, all of this takes longer in proportion."""
 TIMES = 50
+SAID = 64
+"""Characters of text, more than the line in which a library may say its version."""
 HOW = ("kill", "stop", "memory")
 
 
@@ -63,14 +65,14 @@ def still_listening(addresses: set[str]) -> set[str]:
     return addresses & {line[1] for line in lines if line[3] == "0A"}
 
 
-def lose(how: str, victim: int, draw: random.Random) -> tuple[float, str]:
+def lose(how: str, victim: int, draw: random.Random, backend: str) -> tuple[float, str]:
     """Lose one rank; how long the command took to end, and what it said."""
     command = [sys.executable, "-m", "outrider.cli.main", "generate", "--prompt", "def f(n):", "--max-tokens", "1500"]
-    command += ["--backend", "cpu", "--tensor-parallel", "2", "--max-context", "1600", "--dtype", "float32"]
+    command += ["--backend", backend, "--tensor-parallel", "2", "--max-context", "1600", "--dtype", "float32"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
-    began = process.stdout.read(1)  # the first token came: all ranks work
-    assert began, process.communicate()[1]
+    began = process.stdout.read(SAID)  # tokens came: all ranks work
+    assert len(began) == SAID, process.communicate()[1]
     time.sleep(draw.random())
     ranks = children(process.pid)
     ports = listening([process.pid, *ranks])
@@ -98,19 +100,20 @@ def lose(how: str, victim: int, draw: random.Random) -> tuple[float, str]:
     return seconds, errors[0]
 
 
-def lose_one(number: int) -> tuple[str, int, float, str]:
+def lose_one(number: int, backend: str = "cpu") -> tuple[str, int, float, str]:
     """The loss with this number: how, of which rank, how long the command took to end, and what it said."""
     how, victim = HOW[number % len(HOW)], number // len(HOW) % 2
-    return how, victim, *lose(how, victim, random.Random(number))
+    return how, victim, *lose(how, victim, random.Random(number), backend)
 
 
 def main() -> int:
     """Lose ranks in turn; 1 where something was wrong with a loss, which is told, and the next one tried."""
     times = int(sys.argv[1]) if len(sys.argv) > 1 else TIMES
+    backend = sys.argv[2] if len(sys.argv) > 2 else "cpu"
     wrong = 0
     for number in range(times):
         try:
-            how, victim, seconds, said = lose_one(number)
+            how, victim, seconds, said = lose_one(number, backend)
         except AssertionError as error:
             wrong += 1
             print(f"{number}: WRONG: {error}", flush=True)

@@ -366,11 +366,22 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
+        if _of_a_library():
+            return func(*args, **kwargs)
         with self._sanitizer.running():
             result = func(*args, **kwargs)
         if self._sanitizer.innermost(self):
             self._sanitizer.dispatched(func, args, kwargs, result)
         return result
+
+
+def _of_a_library() -> bool:
+    """Whether the calling thread is one of a library's own, gloo's say, which works for a call that is reported as a whole.
+
+    Torch hands the mode on to threads of C++, which Python's ``threading`` doesn't know. Those that run a backward do what
+    the program asked for.
+    """
+    return isinstance(threading.current_thread(), threading._DummyThread) and torch._C._current_graph_task_id() < 0
 
 
 def _tensors(name: str, value: Any, into: list[tuple[str, Tensor]]) -> None:

@@ -48,8 +48,8 @@ class CudaBackend(TorchDeviceBackend):
     is_accelerator = True
     sticky_faults = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
 
-    def __init__(self, ordinal: int, *, peers: bool = False) -> None:
-        """``peers``: groups use memory of the peers for small tensors; see docs/ranks.md for what is known of it."""
+    def __init__(self, ordinal: int, *, peers: bool = True) -> None:
+        """``peers``: groups use memory of the peers for small tensors, where the GPUs of one host reach it."""
         capabilities = replace(CAPABILITIES, peer_memory=peers)
         super().__init__("cuda", "cuda", ordinal, capabilities=capabilities, kernels=tuned_kernels, speculative_sync=CudaSync)
 

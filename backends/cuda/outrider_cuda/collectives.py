@@ -1,5 +1,5 @@
-"""Groups of NVIDIA GPUs: NCCL. Small tensors go over memory of the peers where that was asked for (``cuda:peers=on``) and
-the GPUs of one host reach it. On devices it has failed so far, see docs/ranks.md.
+"""Groups of NVIDIA GPUs: NCCL, and memory of the peers for small tensors, where the GPUs of one host reach it
+(``cuda:peers=off``: NCCL alone).
 
 Three ways, by bytes of one rank: kernels that write into the peers' memory (:mod:`outrider_triton.peers`), torch's one-shot
 all-reduce over symmetric memory, and NCCL. `outrider bench collectives` measures them.
@@ -198,11 +198,6 @@ class CudaGroup(TorchGroup):
             torch.cuda.synchronize(device)
         self._meet(f"made {len(self._kept)}")
         return tuple(handle.get_buffer(rank, shape, dtype) for rank in range(self.size))
-
-    def _meet(self, what: str) -> None:
-        """Wait on the host until every rank has come here."""
-        self._meeting.set(f"met/{what}/{self.rank}", "1")
-        self._run(lambda: self._meeting.wait([f"met/{what}/{rank}" for rank in range(self.size)]))
 
     def _close(self) -> None:
         self._exchange = self._one_shot = None

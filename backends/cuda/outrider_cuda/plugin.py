@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "NVIDIA GPUs through torch's CUDA module"
 OPTIONS: Mapping[str, str] = MappingProxyType(
-    {"peers": "small tensors go over memory of the peers: off (default) or on, which has failed on devices so far"}
+    {"peers": "on (default): small tensors go over the peers' memory, where GPUs of one host reach it; off: all by NCCL"}
 )
 _SWITCH = {"off": False, "on": True}
 CI = CiDeclaration(
@@ -75,4 +75,4 @@ def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
         raise BackendLoadError(f"backend 'cuda' can't run here: {info.reason}; {info.advice}")
     from outrider_cuda.backend import CudaBackend
 
-    return CudaBackend(ordinal, peers=_SWITCH[options.get("peers", "off")])
+    return CudaBackend(ordinal, peers=_SWITCH[options.get("peers", "on")])

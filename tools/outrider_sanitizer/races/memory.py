@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from outrider.device import Backend, CaptureContext
+from outrider.device import Backend, CapabilityError, CaptureContext
 from outrider_sanitizer.findings import Kind
 from outrider_sanitizer.races.program import Race, expect, filled, order
 
@@ -71,8 +71,10 @@ def pin_memory(backend: Backend, fixed: bool) -> None:
     thread.start()
     if fixed:
         thread.join()
-    while not made:
+    while not made and thread.is_alive():
         time.sleep(0)
+    if not made:
+        raise CapabilityError("torch pins no memory here: it knows no accelerator")
     backend.copy_async(x, made[0], stream=copy)
     copy.synchronize()
     thread.join()
