@@ -28,7 +28,7 @@ class Optimizer:
         groups: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
         others: list[nn.Parameter] = []
         for name, parameter in module.named_parameters():
-            if ".self_attn." in name or ".mlp." in name:
+            if parameter.ndim == 2 and (".self_attn." in name or ".mlp." in name):
                 groups[parameter.shape].append(parameter)
             else:
                 others.append(parameter)

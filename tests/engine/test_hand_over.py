@@ -40,7 +40,7 @@ def until_output(engine, request, tokens=1):
         engine.step()
 
 
-NAMES = ["none", "eagle", "eagle-tree", "eagle3", "mtp", "draft-model", "draft-model-tree", "ngram"]
+NAMES = ["none", "eagle", "eagle-tree", "eagle3", "mtp", "draft-model", "draft-model-tree", "ngram", "dflash"]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ SAMPLE = [
     pytest.param(Setup("mtp, experts", "graphs", "npu"), 3, marks=pytest.mark.slow),
     (Setup("ngram-tree", "graphs", "npu"), 3),
     pytest.param(Setup("mtp", "graphs", "npu"), 1, marks=pytest.mark.slow),
+    (Setup("dflash", "graphs", "npu"), 4),
+    (Setup("suffix+eagle", "fused"), 3),
     (Setup(VISION, "graphs", "rocm"), 4),
     (Setup(QUANTISED, "fused", "rocm"), 5),
 ]

@@ -13,7 +13,14 @@ from outrider.model import load_decoder, load_mtp
 from outrider.speculative.build import BUILDERS, DraftOptions, build
 from outrider.speculative.proposer import PlainProposer
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import byte_level_tokenizer, tiny_config, write_checkpoint, write_eagle, write_eagle3
+from outrider_proof.checkpoints import (
+    byte_level_tokenizer,
+    tiny_config,
+    write_checkpoint,
+    write_dflash,
+    write_eagle,
+    write_eagle3,
+)
 from outrider_proof.tiny import plain_config
 
 
@@ -59,15 +66,17 @@ def checkpoints(tmp_path_factory):
     write_eagle(root / "eagle")
     write_eagle3(root / "eagle3")
     write_mtp(root / "mtp")
+    write_dflash(root / "dflash")
     return root
 
 
 PROMPTS = [[1, 5, 9, 13], [7], [3, 3, 3, 3, 3, 3]]
+CHAINS = ("dflash", "suffix")
+"""Proposers without trees."""
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
-@pytest.mark.parametrize("topk", [1, 3])
-@pytest.mark.parametrize("name", sorted(BUILDERS))
+@pytest.mark.parametrize(("name", "topk"), [(n, k) for n in sorted(BUILDERS) for k in (1, 3) if k == 1 or n not in CHAINS])
 def test_every_name_builds_a_proposer_that_changes_no_token(checkpoints, name, topk):
     config = plain_config(dtype="float64", draft_tokens=3, draft_topk=topk, max_context=48)
     directory = checkpoints / name
@@ -89,10 +98,11 @@ def options(checkpoints, **fields):
 
 def test_unknown_names_and_missing_checkpoints_are_refused(checkpoints):
     with pytest.raises(
-        ConfigError, match="speculate is 'medusa'; expected one of draft-model, eagle, eagle3, mtp, ngram, none"
+        ConfigError,
+        match="speculate is 'medusa'; expected one of dflash, draft-model, eagle, eagle3, mtp, ngram, none, suffix",
     ):
         build("medusa", options(checkpoints))
-    for name in ("eagle", "eagle3", "mtp", "draft-model"):
+    for name in ("dflash", "eagle", "eagle3", "mtp", "draft-model"):
         with pytest.raises(ConfigError, match=f"speculate='{name}' needs the directory"):
             build(name, options(checkpoints))
 
@@ -108,6 +118,10 @@ def test_a_plugin_may_add_a_name(checkpoints):
         ("eagle", {"nodes": 5}, "draft_nodes is 5, but draft_topk is 1"),
         ("ngram", {"nodes": 5, "topk": 2}, "draft_nodes is 5, but speculate='ngram'"),
         ("mtp", {"nodes": 5, "topk": 2}, "draft_nodes is 5, but speculate='mtp'"),
+        ("suffix+eagle", {"topk": 2}, "draft_topk is 2, but speculate='suffix.eagle' drafts chains"),
+        ("suffix+none", {}, "speculate is 'suffix.none'; expected one of dflash, draft-model, eagle, eagle3, mtp behind"),
+        ("suffix+medusa", {}, "speculate is 'suffix.medusa'"),
+        ("suffix", {"topk": 2}, "draft_topk is 2, but speculate='suffix' drafts chains"),
         ("eagle", {"nodes": 99, "topk": 2}, "3 to 10 nodes, 99 were asked for"),
     ],
 )

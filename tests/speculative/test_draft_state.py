@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from outrider import SamplingParams
+from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.ngram import NgramProposer
 from outrider_proof import tiny
@@ -24,6 +25,10 @@ def state(engine, request):
     slots = torch.tensor([pages[i // size] * size + i % size for i in range(max(known, 0))], dtype=torch.int64)
     if isinstance(engine.proposer, NgramProposer):
         return engine.proposer._history[slots].double().unsqueeze(0), text
+    if isinstance(engine.proposer, CombinedProposer):
+        history, *other = engine.proposer.caches
+        pairs = [torch.cat([t.flatten(0, 1)[slots].flatten(1) for t in other], 1)]
+        return torch.stack([torch.cat((history.flatten()[slots].double().unsqueeze(1), pairs[0]), 1)]), text
     layers = [torch.cat([t.flatten(0, 1)[slots].flatten(1) for t in pair], 1) for pair in engine.proposer.cache.layers]
     return torch.stack(layers), text
 

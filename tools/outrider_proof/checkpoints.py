@@ -251,6 +251,45 @@ def write_eagle3(
     return state
 
 
+def write_dflash(
+    directory: str | Path,
+    *,
+    block_size: int = 4,
+    mask: int = 95,
+    reads: tuple[int, ...] = (0, 1),
+    layers: int = 2,
+    seed: int = 5,
+    fmt: str = "safetensors",
+) -> dict[str, torch.Tensor]:
+    """Write a random DFlash head in its published format; returns its tensors. ``reads``: layers whose output it reads."""
+    torch.manual_seed(seed)
+    config = tiny_config("qwen3", num_hidden_layers=layers)
+    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
+    heads, kv = config.num_attention_heads * size, config.num_key_value_heads * size
+    shapes = {"fc.weight": (hidden, len(reads) * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    for index in range(layers):
+        own = {
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (heads, hidden),
+            "self_attn.k_proj.weight": (kv, hidden),
+            "self_attn.v_proj.weight": (kv, hidden),
+            "self_attn.o_proj.weight": (hidden, heads),
+            "self_attn.q_norm.weight": (size,),
+            "self_attn.k_norm.weight": (size,),
+            "mlp.gate_proj.weight": (inner, hidden),
+            "mlp.up_proj.weight": (inner, hidden),
+            "mlp.down_proj.weight": (hidden, inner),
+        }
+        shapes |= {f"layers.{index}.{key}": shape for key, shape in own.items()}
+    state = {key: torch.randn(shape) * 0.3 for key, shape in shapes.items()}
+    config.architectures = ["DFlashDraftModel"]
+    config.block_size = block_size
+    config.dflash_config = {"mask_token_id": mask, "target_layer_ids": list(reads)}
+    _save(Path(directory), config, state, fmt)
+    return state
+
+
 def _save(directory: Path, config: Any, state: dict[str, torch.Tensor], fmt: str) -> None:
     """A head's config and tensors, in ``model.safetensors``, or by torch.save for any other ``fmt``."""
     directory.mkdir(parents=True, exist_ok=True)

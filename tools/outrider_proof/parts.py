@@ -7,7 +7,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outrider.model import DecoderWeights, Eagle3Weights, EagleWeights, LayerWeights, ModelConfig, MtpWeights, Shards
+from outrider.model import (
+    DecoderWeights,
+    DFlashWeights,
+    Eagle3Weights,
+    EagleWeights,
+    LayerWeights,
+    ModelConfig,
+    MtpWeights,
+    Shards,
+)
 from outrider.model.products import plain
 
 
@@ -94,6 +103,11 @@ def eagle3_part(weights: Eagle3Weights, config: ModelConfig, shards: Shards) -> 
         head=table_part(plain(weights.head), shards),
         layer=layer_part(weights.layer, config, shards),
     )
+
+
+def dflash_part(weights: DFlashWeights, config: ModelConfig, shards: Shards) -> DFlashWeights:
+    """A part of a DFlash head."""
+    return replace(weights, layers=tuple(layer_part(layer, config, shards) for layer in weights.layers))
 
 
 def mtp_part(weights: MtpWeights, config: ModelConfig, shards: Shards) -> MtpWeights:

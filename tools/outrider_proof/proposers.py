@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider import Engine, SamplingParams
-from outrider.model import Decoder, Eagle3Head, EagleHead, ModelConfig, ModelRanks, MtpHead, Shards
+from outrider.model import Decoder, DFlashHead, Eagle3Head, EagleHead, ModelConfig, ModelRanks, MtpHead, Shards
 from outrider.model.products import plain
+from outrider.speculative.block import BlockProposer
+from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.suffix import SuffixProposer
 from outrider.speculative.tree import DynamicTree, FixedTree
 from outrider_proof import tiny
-from outrider_proof.parts import decoder_part, eagle3_part, eagle_part, mtp_part
+from outrider_proof.parts import decoder_part, dflash_part, eagle3_part, eagle_part, mtp_part
 from outrider_proof.tiny import plain_config
 
 if TYPE_CHECKING:
@@ -66,6 +69,19 @@ def eagle3(target: Decoder) -> Eagle3Head:
     )
 
 
+def dflash(target: Decoder) -> DFlashHead:
+    """The tiny DFlash head, on the device of its target."""
+    head = tiny.dflash_head()
+    return DFlashHead(
+        _local(head.config, target),
+        moved(dflash_part(head.weights, head.config, target.shards), target.device),
+        target,
+        block_size=head.block_size,
+        mask_token=head.mask_token,
+        aux_hidden_state_layers=head.aux_hidden_state_layers,
+    )
+
+
 def mtp(target: Decoder) -> list[MtpHead]:
     """The tiny MTP heads, on the device of their target."""
     return [
@@ -96,11 +112,14 @@ MAKERS: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
     "eagle3-tree": lambda t, _: EagleTreeProposer(eagle3(t), shape()),
     "mtp": lambda t, _: MtpProposer(mtp(t)),
     "mtp-tree": lambda t, _: MtpProposer(mtp(t), branches=3),
+    "dflash": lambda t, _: BlockProposer(dflash(t)),
     "draft-model": lambda t, b: DraftModelProposer(decoder(tiny.draft_model(), b, t.ranks), target=t, draft_tokens=3),
     "draft-model-tree": lambda t, b: DraftModelTreeProposer(decoder(tiny.draft_model(), b, t.ranks), target=t, shape=shape()),
     "none": lambda t, _: None,
     "ngram": lambda t, _: NgramProposer(vocab_size=t.config.vocab_size, draft_tokens=3),
     "ngram-tree": lambda t, _: NgramProposer(vocab_size=t.config.vocab_size, draft_tokens=3, branches=3),
+    "suffix": lambda t, _: SuffixProposer(vocab_size=t.config.vocab_size, draft_tokens=3),
+    "suffix+eagle": lambda t, _: CombinedProposer(SuffixProposer.of(t, 3), EagleProposer(eagle(t), draft_tokens=3), least=2),
 }
 """A proposer by its name, for a target on a backend; None: plain decoding."""
 

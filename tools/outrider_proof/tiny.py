@@ -17,6 +17,8 @@ from outrider import Engine, EngineConfig, SamplingParams
 from outrider.model import (
     Decoder,
     DecoderWeights,
+    DFlashHead,
+    DFlashWeights,
     Eagle3Head,
     Eagle3Weights,
     EagleHead,
@@ -222,6 +224,21 @@ def eagle3_head(draft_vocabulary: int = 23) -> Eagle3Head:
         target_ids=ids,
     )
     return Eagle3Head(config(1, num_heads=heads, num_kv_heads=heads), weights, target(), aux_hidden_state_layers=(2, 1, 0))
+
+
+@functools.cache
+def dflash_head(block_size: int = 4) -> DFlashHead:
+    """Two random layers over the block's embeddings: it knows nothing of the successors, but what it computes is its own."""
+    generator = torch.Generator().manual_seed(8)
+    ones, each = torch.ones(HIDDEN, dtype=torch.float64), torch.ones(HEAD_SIZE, dtype=torch.float64)
+    weights = DFlashWeights(
+        fusion=random(generator, HIDDEN, 2 * HIDDEN, scale=0.15),
+        hidden_norm=ones,
+        norm=ones,
+        layers=tuple(replace(layer(generator, 1.0), q_norm=each, k_norm=each) for _ in range(2)),
+    )
+    made = config(2, qk_norm=True)
+    return DFlashHead(made, weights, target(), block_size=block_size, mask_token=0, aux_hidden_state_layers=(1, 2))
 
 
 @functools.cache

@@ -85,9 +85,9 @@ DraftLengthOption = Annotated[
     str | None,
     typer.Option(
         "--draft-length",
-        metavar="fixed|load",
-        help="Draft K tokens in every iteration, or as many as make the batch fastest. Default: by load where graphs are "
-        "replayed beside the host.",
+        metavar="fixed|load|adaptive",
+        help="Draft K tokens in every iteration, or as many as make the batch fastest, by the acceptance of all (load) or of "
+        "each request (adaptive). Default: by load where graphs are replayed beside the host.",
     ),
 ]
 ModeOption = Annotated[
@@ -220,7 +220,7 @@ class Speculation:
         quantized: str = "kernels",
     ) -> Speculation:
         """Fill in what wasn't given: the bundled model, its head, and speculation wherever there is a head."""
-        if draft is None and model is None and kind in (None, "eagle"):
+        if draft is None and model is None and kind in (None, "eagle", "suffix+eagle"):
             draft = bundled("eagle")
         from outrider.model.location import find_checkpoint
 

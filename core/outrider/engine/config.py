@@ -16,7 +16,7 @@ DTYPES = {
     "float16": torch.float16,
 }
 
-DRAFT_LENGTHS = ("fixed", "load")
+DRAFT_LENGTHS = ("fixed", "load", "adaptive")
 """How the length of drafts is decided."""
 
 MAX_DRAFT_NODES = 4096
@@ -81,8 +81,9 @@ class EngineConfig:
 
     ``draft_length``: ``fixed``: every iteration drafts ``draft_tokens``; ``load``: iterations of greedy requests alone draft
     as many as make the batch fastest, none included, by what iterations were measured to take when the engine was made and by
-    the acceptance so far. Tokens are the same. None: ``load`` where 64 or more requests run and stages are replayed from
-    graphs on a device that works beside the host, except for trees and with ``batch_invariant``.
+    the acceptance so far; ``adaptive``: the same by the acceptance of each request of the batch. Tokens are the same. None:
+    ``load`` where 64 or more requests run and stages are replayed from graphs on a device that works beside the host, except
+    for trees and with ``batch_invariant``.
 
     ``penalties``: hold token counts for repetition, presence and frequency penalties, 4 bytes for each request row and
     token of the vocabulary. ``guided``: hold masks for guided requests, a bit for each token of the vocabulary behind each

@@ -12,6 +12,8 @@ from outrider.model.cache import KVCache
 from outrider.model.checkpoint_config import checkpoint_dtype, supported_families
 from outrider.model.config import ExpertsConfig, ModelConfig, VisionConfig
 from outrider.model.decoder import Decoder, DecoderWeights
+from outrider.model.dflash import DFlashHead, DFlashWeights
+from outrider.model.dflash_loading import load_dflash
 from outrider.model.eagle import EagleHead, EagleWeights
 from outrider.model.eagle3 import Eagle3Head, Eagle3Weights
 from outrider.model.head_loading import load_eagle, load_eagle3
@@ -35,6 +37,8 @@ from outrider.model.transformers_loading import load_through_transformers
 from outrider.model.vision import VisionTower, load_vision
 
 __all__ = [
+    "DFlashHead",
+    "DFlashWeights",
     "Decoder",
     "DecoderWeights",
     "Eagle3Head",
@@ -69,6 +73,7 @@ __all__ = [
     "find_checkpoint",
     "has_tokenizer",
     "load_decoder",
+    "load_dflash",
     "load_eagle",
     "load_eagle3",
     "load_mtp",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from outrider.device.errors import BackendLoadError, ConfigError, OutriderError, PluginContractError
 from outrider.registry import Candidate, PluginGroup, Plugins
 from outrider.registry.plugins import describe_error, type_name
-from outrider.speculative.names import OWN_PROPOSERS
+from outrider.speculative.names import FIRST, OWN_PROPOSERS
 from outrider.speculative.plugin import PROPOSER_VERSION, PROPOSERS_GROUP, ProposerHooks, ProposerInfo
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def plugin_builders(name: str, given: Collection[str] = ()) -> Mapping[str, Buil
     Loads the named plugin alone. Raises :class:`ConfigError` for a name that no plugin offers, and what
     :meth:`Plugins.usable_info` raises.
     """
+    name = name.removeprefix(FIRST)  # whose second part may be a plugin's
     if name in OWN_PROPOSERS or name in given:
         return {}
     plugins = Plugins(PROPOSERS)

@@ -12,13 +12,25 @@ import torch
 
 from outrider.device import Backend, ConfigError
 from outrider.errors import CheckpointError
-from outrider.model import LanguageModel, Progress, QuantizedMode, load_decoder, load_eagle, load_eagle3, load_mtp
+from outrider.model import (
+    LanguageModel,
+    Progress,
+    QuantizedMode,
+    load_decoder,
+    load_dflash,
+    load_eagle,
+    load_eagle3,
+    load_mtp,
+)
+from outrider.speculative.block import BlockProposer
+from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import DraftHead, EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
-from outrider.speculative.names import OWN_PROPOSERS
+from outrider.speculative.names import FIRST, OWN_PROPOSERS
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.proposer import PlainProposer, Proposer
+from outrider.speculative.suffix import SuffixProposer
 from outrider.speculative.tree import DynamicTree
 
 
@@ -46,12 +58,14 @@ _Head = TypeVar("_Head")
 
 
 def build(name: str, options: DraftOptions, *, builders: Mapping[str, Builder] | None = None) -> Proposer:
-    """The proposer called ``name``, one of :data:`BUILDERS` or of ``builders``.
+    """The proposer called ``name``, one of :data:`BUILDERS` or of ``builders``, or ``suffix+`` and such a name.
 
     Raises :class:`ConfigError` for an unknown name and for options that don't go together, :class:`CheckpointError` for a
     checkpoint that isn't right.
     """
     known = {**BUILDERS, **(builders or {})}
+    if name not in known and name.startswith(FIRST):
+        return _combined(name, options, known)
     if name not in known:
         raise ConfigError(f"speculate is {name!r}; expected one of {', '.join(sorted(known))}")
     if options.nodes is not None and options.topk == 1:
@@ -141,13 +155,41 @@ def _ngram(options: DraftOptions) -> Proposer:
     return NgramProposer(vocab_size=vocabulary, draft_tokens=options.draft_tokens, branches=options.topk)
 
 
+def _chain_only(options: DraftOptions, name: str) -> None:
+    if options.topk > 1:
+        raise ConfigError(f"draft_topk is {options.topk}, but speculate={name!r} drafts chains alone; leave draft_topk out")
+
+
+def _dflash(options: DraftOptions) -> Proposer:
+    _chain_only(options, "dflash")
+    head = _read(load_dflash, options, "dflash", "a DFlash head")
+    return BlockProposer(head, draft_tokens=options.draft_tokens)
+
+
+def _combined(name: str, options: DraftOptions, known: Mapping[str, Builder]) -> Proposer:
+    """Suffix decoding first, then the proposer whose name stands behind the plus sign."""
+    other = name.removeprefix(FIRST)
+    alone = {"none", "suffix", "ngram"}
+    if other not in known or other in alone:
+        raise ConfigError(f"speculate is {name!r}; expected one of {', '.join(sorted(set(known) - alone))} behind {FIRST!r}")
+    _chain_only(options, name)
+    return CombinedProposer(SuffixProposer.of(options.target, options.draft_tokens), known[other](options))
+
+
+def _suffix(options: DraftOptions) -> Proposer:
+    _chain_only(options, "suffix")
+    return SuffixProposer.of(options.target, options.draft_tokens)
+
+
 _OWN: Mapping[str, Builder] = {
     "none": _none,
     "eagle": _eagle,
     "eagle3": _eagle3,
+    "dflash": _dflash,
     "mtp": _mtp,
     "draft-model": _draft_model,
     "ngram": _ngram,
+    "suffix": _suffix,
 }
 
 BUILDERS: Mapping[str, Builder] = MappingProxyType({name: _OWN[name] for name in OWN_PROPOSERS})

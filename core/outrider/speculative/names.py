@@ -9,11 +9,16 @@ OWN_PROPOSERS: Mapping[str, str] = MappingProxyType(
     {
         "eagle": "an EAGLE head (fc, layers.0.*): chain, or tree with --draft-topk",
         "eagle3": "an EAGLE-3 head (midlayer.*, its own lm_head, d2t): chain or tree",
+        "dflash": "a DFlash head (fc, hidden_norm, layers.*, dflash_config): a block in one pass, a chain",
         "mtp": "heads of multi-token prediction (model.mtp_layers.*), one a step: chain or tree",
         "draft-model": "any supported decoder with the same vocabulary: chain or tree",
         "ngram": "nothing: it looks the last tokens up in what was there before",
+        "suffix": "nothing: it looks the last tokens up in the request's text and in past outputs: chain",
         "none": "nothing: plain decoding",
     }
 )
 """The proposers that come with Outrider: name, and the checkpoint that each needs. Other lists of names derive from this one,
 which needs no torch."""
+
+FIRST = "suffix+"
+"""Before the name of a proposer: suffix decoding goes first, and the other one drafts where it finds too little."""

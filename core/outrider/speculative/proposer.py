@@ -150,6 +150,9 @@ class Proposer(ABC):
     takes_padding = False
     """Whether :meth:`extend` takes requests without tokens, whose ``last`` is another request's: a prefill that is replayed
     from a graph has some. What it returns for them is never read."""
+    remembers = False
+    """Whether what it drafts for a request depends on other requests, before or beside it. How much of a draft passes then
+    depends on what ran when; the tokens never do."""
 
     capture_layers = Renamed("aux_hidden_state_layers")
     draft_tokens = Renamed("num_draft_tokens")

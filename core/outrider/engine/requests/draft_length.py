@@ -14,6 +14,9 @@ _DECAY = 0.98  # what an iteration leaves of the weight of those before it
 _GAIN = 1.08  # how much faster another length must be: serving takes some percent more than what was measured at start
 _STAY = 4  # iterations at least between two changes
 _PROBE_EVERY = 256  # iterations with a shorter draft, behind which one with a longer one is run
+_OWN_GAIN = 1.03  # the same as _GAIN where each request's acceptance counts: what is in doubt there is the cost alone
+_OWN_WEIGHT = 6.0  # trials that all requests' acceptance counts for in that of one
+_FORGOTTEN = 64  # requests beyond those of the batch that are remembered at most
 
 
 class DraftLengthPolicy(ABC):
@@ -35,6 +38,15 @@ class DraftLengthPolicy(ABC):
     def observe(self, drafted: int, accepted: Sequence[int]) -> None:
         """What became of an iteration: of ``drafted`` tokens for each request, so many were ``accepted``."""
         del drafted, accepted
+
+    def choose_for(self, requests: Sequence[int], cached: int) -> int:
+        """The same as :meth:`choose`, of the requests by their ids; it's what a scheduler asks. The default counts them."""
+        return self.choose(len(requests), cached)
+
+    def observe_each(self, drafted: int, requests: Sequence[int], accepted: Sequence[int]) -> None:
+        """The same as :meth:`observe`, with each request's id; it's what a scheduler tells. The default leaves ids out."""
+        del requests
+        self.observe(drafted, accepted)
 
 
 class FixedLength(DraftLengthPolicy):
@@ -81,11 +93,14 @@ class DraftCosts:
 
 
 class Acceptance:
-    """How likely the token at each place of a chain passes, if those before it do: an average that forgets, from a prior."""
+    """How likely the token at each place of a chain passes, if those before it do: an average that forgets, from a prior.
 
-    def __init__(self, most: int) -> None:
-        self._passed = [PRIOR * _PRIOR_WEIGHT] * most
-        self._tried = [_PRIOR_WEIGHT] * most
+    ``prior``: of each place, which counts for ``weight`` trials; None: :data:`PRIOR` everywhere.
+    """
+
+    def __init__(self, most: int, prior: Sequence[float] | None = None, weight: float = _PRIOR_WEIGHT) -> None:
+        self._passed = [share * weight for share in prior or [PRIOR] * most]
+        self._tried = [weight] * most
 
     def observe(self, drafted: int, accepted: Sequence[int]) -> None:
         """See :meth:`DraftLengthPolicy.observe`. Places that weren't drafted keep what is known of them."""
@@ -115,11 +130,17 @@ class FollowLoad(DraftLengthPolicy):
 
     It changes when another length is faster by 8 %, at most every fourth iteration. What a longer draft would accept is found
     out now and then: 256 iterations with less than the most tokens are followed by one with the next length.
+
+    ``by_request``: expected tokens are the sum over the batch's requests, each by its own acceptance so far, which begins
+    with that of all; and 3 % are enough for a change. All requests of an iteration have one length.
     """
 
-    def __init__(self, costs: DraftCosts) -> None:
+    def __init__(self, costs: DraftCosts, *, by_request: bool = False) -> None:
         super().__init__([length for length, _ in costs.base])
         self.costs = costs
+        self._by_request = by_request
+        self._own: dict[int, Acceptance] = {}
+        self._asked: tuple[int, ...] = ()
         self.acceptance = Acceptance(self.lengths[-1])
         self._length = self.lengths[-1]
         self._since_change = _STAY
@@ -130,7 +151,8 @@ class FollowLoad(DraftLengthPolicy):
         self._since_change += 1
         if self._since_change >= _STAY:
             best = max(self.lengths, key=lambda length: self.rate(length, requests, cached))
-            if self.rate(best, requests, cached) > _GAIN * self.rate(self._length, requests, cached):
+            gain = _OWN_GAIN if self._by_request else _GAIN
+            if self.rate(best, requests, cached) > gain * self.rate(self._length, requests, cached):
                 self._length, self._since_change = best, 0
         if self._length == self.lengths[-1]:
             self._shorter = 0
@@ -145,13 +167,41 @@ class FollowLoad(DraftLengthPolicy):
         """Into the average."""
         self.acceptance.observe(drafted, accepted)
 
+    def choose_for(self, requests: Sequence[int], cached: int) -> int:
+        """See :meth:`choose`; the requests' own acceptance is looked at."""
+        self._asked = tuple(requests)
+        if len(self._own) > len(requests) + _FORGOTTEN:
+            self._own = {request: self._own[request] for request in requests if request in self._own}
+        return self.choose(len(requests), cached)
+
+    def observe_each(self, drafted: int, requests: Sequence[int], accepted: Sequence[int]) -> None:
+        """Into the average, and into that of each request."""
+        self.observe(drafted, accepted)
+        if self._by_request and drafted:
+            for request, count in zip(requests, accepted, strict=True):
+                self.of_request(request).observe(drafted, (count,))
+
+    def of_request(self, request: int) -> Acceptance:
+        """What is known of one request; of a new one, what is known of all."""
+        if request not in self._own:
+            self._own[request] = Acceptance(self.lengths[-1], self.acceptance.shares, _OWN_WEIGHT)
+        return self._own[request]
+
     def rate(self, length: int, requests: int, cached: int) -> float:
         """Expected tokens a second."""
-        return requests * self.acceptance.expected(length) / self.costs.seconds(length, requests, cached)
+        known = [self._own[request] for request in self._asked if request in self._own] if self._by_request else []
+        expected = (requests - len(known)) * self.acceptance.expected(length)
+        expected += sum(own.expected(length) for own in known)
+        return expected / self.costs.seconds(length, requests, cached)
 
     def preferred(self, requests: int, cached: int) -> int:
         """The fastest length by what is known now; changes nothing."""
         return max(self.lengths, key=lambda length: self.rate(length, requests, cached))
+
+
+def adaptive_lengths(draft_tokens: int) -> tuple[int, ...]:
+    """Those among which acceptance by request chooses: none, one, two, half, all."""
+    return tuple(sorted({0, 1, min(2, draft_tokens), -(-draft_tokens // 2), draft_tokens}))
 
 
 def usual_lengths(draft_tokens: int) -> tuple[int, ...]:

@@ -133,7 +133,8 @@ class GroupScheduler:
         for scheduler, each in zip(self._schedulers, batch.everyone, strict=True):
             scheduler.landed(each, ())
         if batch.drafted is not None and accepted:
-            self._draft_length.observe(batch.drafted, accepted)
+            going = [request.id for each in batch.everyone for request in each.decode if not request.finished]
+            self._draft_length.observe_each(batch.drafted, going, accepted)
 
     def register(self, request: Request, filled: int) -> None:
         """See :meth:`Scheduler.register`."""
@@ -165,7 +166,9 @@ class GroupScheduler:
         decoding = [request for request in self.running if not request.finished and not request.needs_prefill]
         if not decoding or Features.of(decoding) != Features():
             return self._draft_length.lengths[-1]
-        return self._draft_length.choose(len(decoding), sum(request.known_length for request in decoding))
+        return self._draft_length.choose_for(
+            [request.id for request in decoding], sum(request.known_length for request in decoding)
+        )
 
     def _together(self, batches: tuple[Batch, ...]) -> Together:
         own = batches[self._own]

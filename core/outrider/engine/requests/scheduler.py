@@ -101,7 +101,9 @@ class Scheduler:
             # A draw depends on what was drafted: requests that draw are drafted for in full, whatever else runs.
             drafted = self._draft_length.lengths[-1]
             if Features.of(decode) == Features():
-                drafted = self._draft_length.choose(len(decode), sum(request.known_length for request in decode))
+                drafted = self._draft_length.choose_for(
+                    [request.id for request in decode], sum(request.known_length for request in decode)
+                )
         prefill = self._chunks(len(decode), self._limits.growth if drafted is None else drafted + 1)
         arrivals = tuple((r, r.arrival) for r in admitted if r.arrival is not None)
         if not decode and not prefill and not arrivals:
@@ -128,7 +130,8 @@ class Scheduler:
         """
         self._count(batch, -1)
         if self._draft_length is not None and batch.drafted is not None and accepted:
-            self._draft_length.observe(batch.drafted, accepted)
+            going = [request.id for request in batch.decode if not request.finished]
+            self._draft_length.observe_each(batch.drafted, going, accepted)
 
     def proposed(self, batch: Batch) -> int:
         """Drafted tokens of a request of ``batch`` that could be accepted at most."""

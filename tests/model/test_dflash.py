@@ -1,0 +1,173 @@
+"""The DFlash head against its published definition, of transformers' Qwen3 parts, over what transformers' target computes."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from outrider import Engine, SamplingParams
+from outrider.errors import CheckpointError
+from outrider.model import load_decoder, load_dflash
+from outrider.speculative.block import BlockProposer
+from outrider_proof.checkpoints import tiny_config, write_checkpoint, write_dflash
+from outrider_proof.tiny import plain_config
+
+PROMPTS = [[1, 17, 44, 90, 5, 61, 61, 8, 33], [7, 3]]
+
+
+class Reference:
+    """A block drafted without a cache, from the whole text."""
+
+    def __init__(self, root):
+        from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
+
+        self.state = load_file(root / "head" / "model.safetensors")
+        self.raw = json.loads((root / "head" / "config.json").read_text())
+        self.target = AutoModelForCausalLM.from_pretrained(root / "target", dtype=torch.float32).eval()
+        self.config = config = tiny_config("qwen3", num_hidden_layers=2)
+        self.rotary = Qwen3RotaryEmbedding(config)
+        self.mlp = [Qwen3MLP(config) for _ in range(2)]
+        for index, mlp in enumerate(self.mlp):
+            mlp.load_state_dict(self.part(f"layers.{index}.mlp."))
+        self.norms = {}
+        for key, value in self.state.items():
+            if "norm" in key:
+                self.norms[key] = Qwen3RMSNorm(len(value), config.rms_norm_eps)
+                self.norms[key].load_state_dict({"weight": value})
+
+    def part(self, prefix):
+        return {key.removeprefix(prefix): value for key, value in self.state.items() if key.startswith(prefix)}
+
+    def heads(self, index, name, x):
+        made = F.linear(x, self.state[f"layers.{index}.self_attn.{name}_proj.weight"])
+        return made.view(1, len(x), -1, self.config.head_dim)
+
+    @torch.no_grad()
+    def logits(self, text, *, causal=False):
+        """Of the places behind the first one; ``text`` ends with the token that the block begins with."""
+        from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+        own, width = self.raw["dflash_config"], self.raw["block_size"]
+        states = self.target.model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
+        fused = F.linear(torch.cat([states[i + 1][0] for i in own["target_layer_ids"]], -1), self.state["fc.weight"])
+        before = self.norms["hidden_norm.weight"](fused)
+        block = torch.tensor([text[-1]] + [own["mask_token_id"]] * (width - 1))
+        x, count = self.target.get_input_embeddings()(block), len(before)
+        cos, sin = self.rotary(x, torch.arange(count + width).unsqueeze(0))
+        mask = torch.ones(width, count + width).tril(count).bool() if causal else None
+        for index in range(2):
+            normed = self.norms[f"layers.{index}.input_layernorm.weight"](x)
+            both = torch.cat((before, normed))
+            q = self.norms[f"layers.{index}.self_attn.q_norm.weight"](self.heads(index, "q", normed)).transpose(1, 2)
+            k = self.norms[f"layers.{index}.self_attn.k_norm.weight"](self.heads(index, "k", both)).transpose(1, 2)
+            v = self.heads(index, "v", both).transpose(1, 2)
+            q = apply_rotary_pos_emb(q, q, cos[:, count:], sin[:, count:])[0]
+            k = apply_rotary_pos_emb(k, k, cos, sin)[0]
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2).reshape(width, -1)
+            x = x + F.linear(out, self.state[f"layers.{index}.self_attn.o_proj.weight"])
+            x = x + self.mlp[index](self.norms[f"layers.{index}.post_attention_layernorm.weight"](x))
+        return self.target.lm_head(self.norms["norm.weight"](x))[1:]
+
+
+@pytest.fixture
+def root(tmp_path):
+    write_checkpoint(tmp_path / "target", "llama")
+    write_dflash(tmp_path / "head")
+    return tmp_path
+
+
+def load(root, backend):
+    target = load_decoder(root / "target", backend=backend, dtype=torch.float32)
+    return target, load_dflash(root / "head", target=target, backend=backend, dtype=torch.float32)
+
+
+def edit(root, **fields):
+    path = root / "head" / "config.json"
+    raw = json.loads(path.read_text())
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            raw[key] = raw[key] | value
+        else:
+            raw[key] = value
+    path.write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_are_the_published_ones(root, backend, causal):
+    """Every block that an engine drafts, behind prompts in chunks and whatever was accepted, with another beside it."""
+    edit(root, is_causal=causal)
+    target, head = load(root, backend)
+    proposer = BlockProposer(head)
+    config = plain_config(max_context=48, page_size=4, prefill_chunk=4, max_requests=2)
+    engine = Engine(target, backend, proposer=proposer, config=config)
+    reference, compared, worst = Reference(root), 0, 0.0
+    inner, logits = proposer.draft, head.logits
+    seen, made = [], []
+
+    def draft(inputs):
+        seen.append(inputs.seq_lens.tolist())
+        return inner(inputs)
+
+    def noted(hidden):
+        made.append(logits(hidden))
+        return made[-1]
+
+    proposer.draft, head.logits = draft, noted
+    results = engine.generate(PROMPTS, SamplingParams(max_tokens=14, ignore_eos=True))
+    texts = [[*prompt, *result.token_ids] for prompt, result in zip(PROMPTS, results, strict=True)]
+    for lengths, each in zip(seen, made, strict=True):
+        for index, length in enumerate(lengths):
+            # Behind the end that was asked for there are no pages, so that no whole block is there.
+            if len(lengths) == len(texts) and length + head.block_size < len(texts[index]):
+                expected = reference.logits(texts[index][: length + 1], causal=causal)
+                difference = each.view(len(lengths), -1, each.shape[-1])[index] - expected
+                worst = max(worst, float(difference.abs().max()))
+                compared += 1
+    assert compared > 15
+    assert worst < 1e-3
+
+
+def test_another_rule_would_show(root, backend):
+    """The same comparison tells a block that sees itself from a causal one."""
+    reference = Reference(root)
+    both = [reference.logits(PROMPTS[0], causal=causal) for causal in (False, True)]
+    assert (both[0] - both[1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("hidden_norm.weight"), r"missing: 'hidden_norm\.weight'"),
+        (lambda state: state.pop("layers.1.self_attn.k_norm.weight"), r"missing: 'layers\.1\.self_attn\.k_norm\.weight'"),
+        (lambda state: state.update({"fc.weight": torch.zeros(32, 32)}), r"'fc\.weight' has shape \[32, 32\]"),
+        (lambda state: state.update({"markov_head.markov_w1": torch.zeros(96, 4)}), r"'markov_head\.markov_w1'"),
+        (lambda state: state.update({"conv.weight": torch.zeros(4)}), r"'conv\.weight'"),
+    ],
+)
+def test_wrong_tensors_are_named(root, backend, change, message):
+    path = root / "head" / "model.safetensors"
+    state = load_file(path)
+    change(state)
+    save_file(state, path)
+    with pytest.raises(CheckpointError, match=message):
+        load(root, backend)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block_size": 1}, "block_size is 1"),
+        ({"sample_from_anchor": True}, "sample_from_anchor is true"),
+        ({"dflash_config": {"mask_token_id": 96}}, "mask_token_id is 96"),
+        ({"dflash_config": {"mask_token_id": None}}, "mask_token_id is None"),
+        ({"dflash_config": {"target_layer_ids": [0, 2]}}, r"target_layer_ids is \[0, 2\]"),
+        ({"dflash_config": {"target_layer_ids": []}}, r"target_layer_ids is \[\]"),
+    ],
+)
+def test_wrong_configs_are_refused(root, backend, fields, message):
+    edit(root, **fields)
+    with pytest.raises(CheckpointError, match=message):
+        load(root, backend)
