@@ -127,6 +127,8 @@ class Copies:
         with torch._C._InferenceMode(False):
             looks = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=META)
             looks = looks.to(dtype=dtype or source.dtype, memory_format=memory_format or torch.preserve_format, copy=True)
+        if target.type == "meta":
+            return looks
         sim = self._core.current
         if isinstance(source, SimTensor):
             if target.type == self._core.device.type:
