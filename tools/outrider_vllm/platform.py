@@ -87,7 +87,7 @@ class SimPlatform(Platform):
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
-        """vLLM's attention in Triton, for every model that it can run."""
+        """VLLM's attention in Triton, for every model that it can run."""
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
         del selected_backend, attn_selector_config, num_heads

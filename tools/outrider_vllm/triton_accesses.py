@@ -78,35 +78,35 @@ class _Walk(ast.NodeVisitor):
 
     # -- statements ---------------------------------------------------------------------------------------------------
 
-    def visit_Assign(self, node: ast.Assign) -> None:  # noqa: N802  (ast's name)
+    def visit_Assign(self, node: ast.Assign) -> None:
         roots = self._of(node.value)
         for target in node.targets:
             self._bind(target, roots)
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:  # noqa: N802
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
         self._bind(node.target, self._of(node.value))
 
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:  # noqa: N802
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
             self._bind(node.target, self._of(node.value))
 
-    def visit_Return(self, node: ast.Return) -> None:  # noqa: N802
+    def visit_Return(self, node: ast.Return) -> None:
         if node.value is not None:
             self.returned |= self._of(node.value)
 
-    def visit_Expr(self, node: ast.Expr) -> None:  # noqa: N802
+    def visit_Expr(self, node: ast.Expr) -> None:
         self._of(node.value)
 
-    def visit_If(self, node: ast.If) -> None:  # noqa: N802
+    def visit_If(self, node: ast.If) -> None:
         self._of(node.test)
         self.generic_visit(node)
 
-    def visit_For(self, node: ast.For) -> None:  # noqa: N802
+    def visit_For(self, node: ast.For) -> None:
         self._bind(node.target, self._of(node.iter))
         for part in (*node.body, *node.orelse):
             self.visit(part)
 
-    def visit_While(self, node: ast.While) -> None:  # noqa: N802
+    def visit_While(self, node: ast.While) -> None:
         self._of(node.test)
         for part in (*node.body, *node.orelse):
             self.visit(part)

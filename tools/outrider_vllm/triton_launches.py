@@ -1,20 +1,19 @@
 """Launches of Triton kernels on tensors of the simulated device.
 
 Triton's own interpreter runs the unmodified kernel, later, when the simulated stream comes to it. What the kernel touches
-is known at the launch, from its source.
+is known at the launch, from its source: each tensor as a whole. What it reaches through a table of addresses isn't seen.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from outrider_sim.launches import host_view, launch
-from outrider_sim.tensor import SimTensor
 
 from outrider.device import ConfigError
+from outrider_sim.launches import host_view, launch
+from outrider_sim.tensor import SimTensor
 from outrider_vllm.triton_accesses import AccessTable
 
 
@@ -24,12 +23,7 @@ class Launches:
     def __init__(self, executor: Callable[..., Any]) -> None:
         self.executor = executor
         self.table = AccessTable()
-        self.pointees: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self.counts: dict[str, int] = {}
-
-    def points_to(self, table: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-        """Remember whose addresses a tensor holds: a kernel that follows them touches those tensors."""
-        table._pointees = tensors  # type: ignore[attr-defined]  # lives as long as the table
 
     def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         """Queue one launch."""
@@ -52,9 +46,6 @@ class Launches:
                 reads.append((parameter, value))
             if parameter in directions.writes:
                 writes.append((parameter, value))
-            for through, kept in ((directions.reads_through, reads), (directions.writes_through, writes)):
-                if parameter in through:
-                    kept.extend((f"*{parameter}", t) for t in getattr(value, "_pointees", ()))
         hosts = {k: host_view(v) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
         if callable(grid):
             grid = grid(dict(given))

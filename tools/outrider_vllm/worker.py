@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import vllm.utils.torch_utils as torch_utils
+
 from outrider_sim.launches import mapped
 
 # Before buffer_utils takes the name from there: a device view of pinned memory, which compiled code makes elsewhere.
@@ -16,13 +17,12 @@ from vllm.utils.mem_utils import MemorySnapshot  # noqa: E402
 from vllm.utils.torch_utils import set_random_seed  # noqa: E402
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment  # noqa: E402
 from vllm.v1.worker.utils import request_memory  # noqa: E402
-
 from vllm.v1.worker.worker_base import CompilationTimes  # noqa: E402
 
 from outrider.device import ConfigError  # noqa: E402
 
 
-class SimWorker(Worker):  # type: ignore[misc]  # vLLM isn't installed where types are checked
+class SimWorker(Worker):
     """vLLM's worker on `sim:0`."""
 
     def init_device(self) -> None:

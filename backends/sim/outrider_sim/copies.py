@@ -141,7 +141,7 @@ class Copies:
                 raise RuntimeError(f"a copy from {self._core.device} to {target} isn't possible")
             if pin_memory or non_blocking:
                 # As torch does for accelerators: a result that is copied asynchronously is pinned.
-                host: Tensor = sim.pinned(tuple(looks.shape), looks.dtype)
+                host: Tensor = sim.pinned(tuple(looks.shape), looks.dtype, guarded=True)
             else:
                 host = torch.empty_strided(looks.shape, looks.stride(), dtype=looks.dtype)
             self.device_to_host(host, source, non_blocking)

@@ -55,7 +55,9 @@ def host_view(tensor: Tensor) -> Tensor:
 
 def _device_tensor(name: str, argument: str, tensor: Tensor) -> SimTensor:
     if not isinstance(tensor, SimTensor):
-        raise ConfigError(f"{name}: operand {argument!r} is a tensor on {tensor.device}; expected one of the simulated device")
+        raise ConfigError(
+            f"{name}: operand {argument!r} is a tensor on {tensor.device}; expected one of the simulated device"
+        )
     return tensor
 
 
