@@ -54,10 +54,10 @@ def apply(revert: Revert) -> Callable[[], int]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal skipped
         frame = sys._getframe(1)
-        if frame.f_code.co_filename.endswith(revert.file) and frame.f_code.co_name == revert.function:
-            if not revert.last or frame.f_lineno >= _last_line(frame.f_code, revert.call):
-                skipped += 1
-                return None
+        here = frame.f_code.co_filename.endswith(revert.file) and frame.f_code.co_name == revert.function
+        if here and (not revert.last or frame.f_lineno >= _last_line(frame.f_code, revert.call)):
+            skipped += 1
+            return None
         return before(self, *args, **kwargs)
 
     setattr(revert.owner, revert.call, call)

@@ -15,7 +15,8 @@ from outrider_sim.torch_module import Stream
 
 NAMES = (
     "Event", "Stream", "current_stream", "default_stream", "set_stream", "stream", "synchronize", "current_device",
-    "device_count", "mem_get_info", "memory_allocated", "memory_reserved", "empty_cache", "set_device", "max_memory_allocated",
+    "device_count", "mem_get_info", "memory_allocated", "memory_reserved", "empty_cache", "set_device",
+    "max_memory_allocated",
 )  # fmt: skip
 
 

@@ -16,8 +16,6 @@ from typing import Any
 
 _READS = frozenset({"load"})
 _WRITES = frozenset({"store"})
-# What makes an address of a loaded number.
-_TO_POINTER = frozenset({"cast", "to"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,9 +151,7 @@ class _Walk(ast.NodeVisitor):
         callee = self._callee(node)
         if callee is not None:
             return self._through(callee, given, named)
-        found = owner.union(*given, *named.values())
-        # Only a cast of a loaded number can make an address of it.
-        return found if name in _TO_POINTER or name in ("range", "static_range") else found
+        return owner.union(*given, *named.values())
 
     def _callee(self, node: ast.Call) -> Callable[..., Any] | None:
         if isinstance(node.func, ast.Name):
