@@ -281,8 +281,10 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonTuning, KernelSet):
             if exchange is None:
                 exchange = self._exchanges[group] = PeerExchange(group, most_bytes=FUSED_BYTES, pdl=self.pdl)
             if exchange.takes_rows(x, residual, weight):
-                group.announce(x, stream=stream, reads=(residual, weight), writes=(residual,))
-                return exchange.all_reduce_rms_norm(x, residual, weight, eps)
+                out = torch.empty_like(residual)
+                group.announce(x, stream=stream, reads=(residual, weight), writes=(residual, out))
+                exchange.all_reduce_rms_norm(x, residual, weight, eps, out)
+                return out
         return super().all_reduce_rms_norm(x, residual, weight, eps, group=group, stream=stream)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

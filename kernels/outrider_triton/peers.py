@@ -69,13 +69,12 @@ class PeerExchange:
         same = x.dtype in _KINDS and all(each.dtype is x.dtype and _in_words(each) for each in operands)
         return same and 0 < x.nbytes <= self.most_bytes and x.shape[-1] * x.itemsize % 4 == 0
 
-    def all_reduce_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """:meth:`KernelSet.all_reduce_rms_norm` of rows that it takes."""
+    def all_reduce_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """:meth:`KernelSet.all_reduce_rms_norm` of rows that it takes, into ``out``, which is like ``residual``."""
         rows, columns = x.shape
         words = columns * x.itemsize // 4
         most = max(self.most_bytes // (4 * words), 1)
         room = self._room("rows", words, most * words, most)
-        out = torch.empty_like(residual)
         block = power_of_two(words)
         launch(
             jit.all_reduce_rms_norm,
@@ -88,7 +87,6 @@ class PeerExchange:
             pdl=self._pdl,
             warps=_warps(block),
         )
-        return out
 
     def _exchange(self, tensor: Tensor, out: Tensor, mode: int, kind: int, root: int = 0) -> bool:
         if tensor.nbytes > self.most_bytes or not (_in_words(tensor) and _in_words(out)):

@@ -117,7 +117,7 @@ def main(say: Callable[[str], None]) -> None:
     """Both ranks, each in a process."""
     from outrider_conformance.rank_processes import RankProcesses
 
-    with RankProcesses(sys.argv[1] if sys.argv[1:] else "cuda:peers=on", 2) as ranks:
+    with RankProcesses(sys.argv[1] if sys.argv[1:] else "cuda", 2) as ranks:
         for line in ranks.run("peers_on_devices:check", limit_s=150)[0]:
             say(line)
 

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 
 from kernels.devices import SMALL
+from outrider.device import Observer
 from outrider_cpu.backend import CpuBackend
 from outrider_cuda.collectives import CudaGroup
 from outrider_triton.kernelset import TritonKernels
@@ -107,6 +108,41 @@ def fall_back(place, *, folder):
         found = group.ways, group.has_peer_memory, x.tolist(), said
         group.close()
     return found
+
+
+class _Told(Observer):
+    def __init__(self):
+        self.calls = []
+
+    def collective(self, group, call, stream, reads, writes):
+        del group, stream
+        self.calls.append((call.kind, {each.data_ptr() for each in reads}, {each.data_ptr() for each in writes}))
+
+
+def told(place, *, folder):
+    """What a tool is told of the fused norm, whose operands no operator of torch shows: (kind, all reads, all writes)."""
+    from contextlib import ExitStack
+
+    if place.rank == 0:
+        place.store.set("folder", folder)
+    backend, *patches, _ = stood_in(place)
+    observer = _Told()
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        group = backend.create_group("pair", ranks=(0, 1), rank=place.rank, store=place.store)
+        stream = backend.create_stream("main")
+        x, residual, weight = torch.ones(3, 128), torch.ones(3, 128), torch.ones(128)
+        backend.attach(observer)
+        with backend.on(stream):
+            kernels = backend.kernels_in_use
+            normed = kernels.all_reduce_rms_norm(x, residual, weight, 1e-6, group=group, stream=stream)
+        backend.detach()
+        [(kind, reads, writes)] = observer.calls
+        group.close()
+    all_reads = reads == {each.data_ptr() for each in (x, residual, weight)}
+    all_writes = writes == {each.data_ptr() for each in (x, residual, normed)}
+    return kind, all_reads, all_writes, normed[0, :2].tolist()
 
 
 class _Own:

@@ -29,6 +29,12 @@ def test_groups_of_gpus_exchange_small_tensors_by_the_peers_memory(two):
     assert len(said) == 4
 
 
+def test_a_tool_is_told_of_all_that_the_fused_norm_reads_and_writes(two):
+    for rank in two.run("kernels.peers_stand_in:told", {"folder": str(uuid.uuid4())}, limit_s=60):
+        assert rank[:3] == ("all_reduce", True, True)
+        assert rank[3] == pytest.approx([1.0, 1.0])
+
+
 @pytest.mark.slow
 def test_where_memory_of_the_peers_fails_the_library_carries_everything(two):
     for rank, found in enumerate(two.run("kernels.peers_stand_in:fall_back", {"folder": str(uuid.uuid4())}, limit_s=60)):

@@ -21,6 +21,8 @@ LIMIT_S = 10.0
 CROWDED = 2.0
 """From so many processes that want each core on, all of this takes longer in proportion."""
 TIMES = 50
+SAID = 64
+"""Characters of text, more than the line in which a library may say its version."""
 HOW = ("kill", "stop", "memory")
 
 
@@ -69,8 +71,8 @@ def lose(how: str, victim: int, draw: random.Random, backend: str) -> tuple[floa
     command += ["--backend", backend, "--tensor-parallel", "2", "--max-context", "1600", "--dtype", "float32"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
-    began = process.stdout.read(1)  # the first token came: all ranks work
-    assert began, process.communicate()[1]
+    began = process.stdout.read(SAID)  # tokens came: all ranks work
+    assert len(began) == SAID, process.communicate()[1]
     time.sleep(draw.random())
     ranks = children(process.pid)
     ports = listening([process.pid, *ranks])

@@ -21,6 +21,7 @@ from rich.text import Text
 from outrider.cli.report import Report
 from outrider.device import ConfigError
 from outrider_proof.decode_program import HostProgram, Serving, WrongTokens, draft_length_of
+from outrider_proof.watched_ranks import run_watched
 
 if TYPE_CHECKING:
     from outrider import Engine
@@ -173,12 +174,10 @@ class RankExplorer:
         from outrider.engine.ranks.parallel import ParallelConfig
         from outrider.engine.ranks.ranks import Ranks
         from outrider_proof.setups import plain, prompt_and_media
-        from outrider_sanitizer import RaceError, watch_ranks
         from outrider_sanitizer.races.rank_program import control_of
 
         backends = self.devices(setup, inject)
-        control = control_of(backends[0])
-        store = control.create_store()
+        store = control_of(backends[0]).create_store()
         wanted = [plain(setup.reads, _alone(arrival)) for arrival in program.arrivals]
         counts: dict[str, int] = {}
         lost: list[str] = []
@@ -204,22 +203,11 @@ class RankExplorer:
                 lost.append(f"rank {rank}: {before} pages and rows were free, now {(engine.free_pages, engine.free_rows)}")
             ranks.close()
 
-        # The engine orders whole tensors of rows, never some rows of one against others.
-        with watch_ranks(backends, rows_apart=False) as report:
-            self.report = report
-            problem: Exception | None = None
-            try:
-                control.run_threads(*(_called(body, rank) for rank in range(setup.ranks)))
-            except Exception as error:
-                problem = error
-        if not report.clean:
-            # A race explains a wrong token, not the other way round; what ended the run may explain a call left out.
-            raise RaceError(report) from problem
-        if problem is not None:
-            raise problem
-        if lost:
-            raise WrongTokens("; ".join(lost))
+        run_watched(backends, body, lost=lost, told=self._watched)
         return counts
+
+    def _watched(self, report: Findings) -> None:
+        self.report = report
 
     def _engine(self, setup: Setup, program: HostProgram, backend: Backend, ranks: Ranks) -> Engine:
         import torch

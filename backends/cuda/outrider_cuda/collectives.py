@@ -199,11 +199,6 @@ class CudaGroup(TorchGroup):
         self._meet(f"made {len(self._kept)}")
         return tuple(handle.get_buffer(rank, shape, dtype) for rank in range(self.size))
 
-    def _meet(self, what: str) -> None:
-        """Wait on the host until every rank has come here."""
-        self._meeting.set(f"met/{what}/{self.rank}", "1")
-        self._run(lambda: self._meeting.wait([f"met/{what}/{rank}" for rank in range(self.size)]))
-
     def _close(self) -> None:
         self._exchange = self._one_shot = None
         self._kept.clear()

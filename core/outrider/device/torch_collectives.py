@@ -98,6 +98,8 @@ class TorchGroup(Group):
         self._meeting: Store = fresh_store(name, self.rank, store, timeout_s)
         """A part of the store for this group alone."""
         device, index, meeting = backend.device, self.rank, self._meeting
+        if backend.capabilities.asynchronous:  # such a library connects later, and waits then without a limit
+            self._meet("joined")
         self._native: Any = self._run(lambda: make_process_group(device, name, self.ranks, index, meeting, timeout_s))
 
     @property
@@ -138,6 +140,11 @@ class TorchGroup(Group):
 
     def _receive(self, tensor: Tensor, source: int) -> None:
         self._run(lambda: self._native.recv([as_bytes(tensor)], source, 0))
+
+    def _meet(self, what: str) -> None:
+        """Wait on the host until every rank has come here."""
+        self._meeting.set(f"met/{what}/{self.rank}", "1")
+        self._run(lambda: self._meeting.wait([f"met/{what}/{rank}" for rank in range(self.size)]))
 
     def _run(self, start: Callable[[], Any]) -> Any:
         """Start something, and let the stream (on the host: the thread) wait for it."""
