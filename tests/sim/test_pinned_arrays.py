@@ -2,10 +2,10 @@
 
 import numpy as np
 import torch
-from outrider_sanitizer import watch
-from outrider_sim.launches import host_view, launch, mapped
 
 from outrider import get_backend
+from outrider_sanitizer import watch
+from outrider_sim.launches import host_view, launch, mapped
 
 
 def test_writes_and_reads_of_an_array_are_seen():
@@ -19,16 +19,20 @@ def test_writes_and_reads_of_an_array_are_seen():
         array[2:4] = 5
         device.to("cpu", non_blocking=True).numpy().tolist()
     text = [str(f) for f in report]
-    assert len(text) == 2 and "bytes 8 to 16" in text[0] and "read after write" in text[1]
+    assert len(text) == 2
+    assert "bytes 8 to 16" in text[0]
+    assert "read after write" in text[1]
 
 
 def test_an_array_computes_as_numpy_does():
     get_backend("sim")
     array = torch.arange(6, dtype=torch.int32).pin_memory().numpy()
     array[1] += 10
-    assert array[:3].sum() == 13 and (array + 1).tolist() == [1, 12, 3, 4, 5, 6]
+    assert array[:3].sum() == 13
+    assert (array + 1).tolist() == [1, 12, 3, 4, 5, 6]
     np.copyto(array, np.ones(6, dtype=np.int32))
-    assert list(array) == [1] * 6 and type(array.copy()) is np.ndarray
+    assert list(array) == [1] * 6
+    assert type(array.copy()) is np.ndarray
 
 
 def test_a_device_view_of_pinned_memory_is_read_when_the_kernel_runs():
@@ -64,4 +68,5 @@ def test_pinned_memory_of_torchs_allocator_may_be_dropped_while_it_is_copied():
     with watch(backend) as report:
         for n in range(8):
             device.copy_(torch.full((4,), float(n), pin_memory=True), non_blocking=True)
-    assert report.clean and device.tolist() == [7.0] * 4
+    assert report.clean
+    assert device.tolist() == [7.0] * 4
