@@ -31,7 +31,7 @@ def main() -> None:
     from outrider_vllm import engine, reverts
 
     undo = {r.name: r for r in reverts.REVERTS}
-    skipped = (lambda: 0) if not given.revert else reverts.apply(undo[given.revert])
+    skipped = reverts.apply(undo[given.revert]) if given.revert else int  # int() is 0: nothing is skipped
     with tempfile.TemporaryDirectory() as folder:
         outcome = engine.run(
             backend, launches, Path(folder), tokens=given.tokens, asynchronous=not given.synchronous,

@@ -40,7 +40,8 @@ def checkpoint(folder: Path) -> Path:
             num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.3, bos_token_id=1, eos_token_id=2,
             tie_word_embeddings=False,
         )  # fmt: skip
-        LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+        made: Any = LlamaForCausalLM(config)
+        made.float().save_pretrained(folder)
     return folder
 
 
@@ -48,7 +49,8 @@ def expected(folder: Path, prompts: Sequence[Sequence[int]], count: int) -> list
     """Greedy tokens of transformers on the host."""
     from transformers import LlamaForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(folder).to(torch.float32).eval()
+    model: Any = LlamaForCausalLM.from_pretrained(folder)
+    model = model.float().eval()
     found = []
     with torch.no_grad():
         for prompt in prompts:
