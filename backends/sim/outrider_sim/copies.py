@@ -127,6 +127,8 @@ class Copies:
         with torch._C._InferenceMode(False):
             looks = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=META)
             looks = looks.to(dtype=dtype or source.dtype, memory_format=memory_format or torch.preserve_format, copy=True)
+        if target.type == "meta":
+            return looks
         sim = self._core.current
         if isinstance(source, SimTensor):
             if target.type == self._core.device.type:
@@ -139,7 +141,7 @@ class Copies:
                 raise RuntimeError(f"a copy from {self._core.device} to {target} isn't possible")
             if pin_memory or non_blocking:
                 # As torch does for accelerators: a result that is copied asynchronously is pinned.
-                host: Tensor = sim.pinned(tuple(looks.shape), looks.dtype)
+                host: Tensor = sim.pinned(tuple(looks.shape), looks.dtype, guarded=True)
             else:
                 host = torch.empty_strided(looks.shape, looks.stride(), dtype=looks.dtype)
             self.device_to_host(host, source, non_blocking)

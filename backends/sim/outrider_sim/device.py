@@ -183,7 +183,7 @@ def _libraries(dispatcher: Dispatcher, failed: Callable[[BaseException], Any]) -
 def _pin_memory(dispatcher: Dispatcher) -> Any:
     def kernel(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
         del device
-        made = dispatcher.current.pinned(tuple(tensor.shape), tensor.dtype)
+        made = dispatcher.current.pinned(tuple(tensor.shape), tensor.dtype, guarded=True)
         made.plain(write=True).copy_(tensor)
         return made
 

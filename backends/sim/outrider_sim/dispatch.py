@@ -135,6 +135,10 @@ class Dispatcher:
             raise RuntimeError(f"there is no device {device}: this host has {len(scheduler.machines)}")
         return None
 
+    def line_now(self) -> str:
+        """The line of the program that calls, as reports name it."""
+        return self._lines.now()
+
     def rank_device(self) -> Sim:
         """The device of the rank that the calling thread is; the current one, where it's none."""
         found: Sim = getattr(self.own, "sim", self.current)

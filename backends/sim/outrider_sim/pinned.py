@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from outrider_sim.arrays import watched
+
 
 class HostAllocation:
     """Pinned memory from the call that made it to the last reference. `id` is the address, as everywhere in torch.
@@ -20,20 +22,27 @@ class HostAllocation:
     `accessed` is told of each read or write by the host: the device that the memory belongs to, whichever is current.
     """
 
-    __slots__ = ("accessed", "address", "id", "line", "nbytes", "release")
+    __slots__ = ("accessed", "address", "id", "kept", "line", "nbytes", "range_seen", "release")
 
     def __init__(
         self,
         tensor: Tensor,
         release: Callable[[HostAllocation], None],
         accessed: Callable[[PinnedTensor, bool], None],
+        range_seen: Callable[[HostAllocation, int, int, bool], None],
     ) -> None:
         storage = tensor.untyped_storage()
         self.address = self.id = storage.data_ptr()
         self.nbytes = storage.nbytes()
         self.line = ""
+        self.kept: torch.UntypedStorage | None = None  # what a release must not give back at once
         self.release = release
         self.accessed = accessed
+        self.range_seen = range_seen
+
+    def range_accessed(self, low: int, high: int, write: bool) -> None:
+        """The host reads or writes these bytes now."""
+        self.range_seen(self, low, high, write)
 
     def __del__(self) -> None:
         self.release(self)
@@ -65,9 +74,9 @@ class PinnedTensor(Tensor):
         return self.plain(write=False).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The array shares the memory: what is done with it isn't seen, so it counts as one read now."""
+        """The array shares the memory; reads and writes through it are seen as those of the tensor are."""
         del force
-        return self.plain(write=False).numpy()
+        return watched(self.plain(write=None).numpy(), self._alloc)
 
     def __array__(self, *args: Any) -> Any:
         return self.plain(write=False).__array__(*args)

@@ -48,6 +48,7 @@ class Sim:
         self.memory = Memory(self.machine)
         self.memory.sim = self
         self.seeds = random.Random(options.seed)
+        self._retired: list[torch.UntypedStorage] = []  # guarded pinned memory that was freed while a tool watched
         self.diverges: frozenset[str] = frozenset()  # how this device departs from others, see `diverging`
 
     def next_seed(self) -> int:
@@ -66,34 +67,51 @@ class Sim:
         if self.machine.tap is not None:
             self.machine.tap.synchronized(stream)
 
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> PinnedTensor:
-        """Fresh pinned host memory."""
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype, *, guarded: bool = False) -> PinnedTensor:
+        """Fresh pinned host memory.
+
+        `guarded`: from torch's caching host allocator, which doesn't hand memory out again before the copies that use it
+        have completed. So where a tool watches, its address isn't used twice.
+        """
         with torch._C._DisableTorchDispatch(), torch._C._InferenceMode(False):
             plain = torch.empty(shape, dtype=dtype)
             if self.options.poison:
                 plain.fill_(float("nan") if dtype.is_floating_point else 0x7F if dtype.itemsize == 1 else 0x7FFF)
-        allocation = HostAllocation(plain, self._release_host, self.host_access)
+        allocation = HostAllocation(plain, self._release_host, self.host_access, self.host_range)
         if self.machine.strategy.needs_accesses:
             self.machine.bases[allocation.id] = self.memory.take_address(allocation.nbytes)
         tap = self.machine.tap
+        if guarded:
+            allocation.kept = plain.untyped_storage()
         if tap is not None:
             allocation.line = python_line()
             tap.allocated(allocation, None)
         return pin(plain, allocation)
 
     def _release_host(self, allocation: HostAllocation) -> None:
-        if self.machine.tap is not None:
+        if self.machine.tap is None:
+            self._retired.clear()
+            return
+        if allocation.kept is None:
             self.machine.tap.freed(allocation)
+        else:
+            self._retired.append(allocation.kept)  # the allocator keeps it, so it isn't free yet
 
     def host_access(self, tensor: PinnedTensor, write: bool) -> None:
         """The host reads or writes pinned memory now: a point of the schedule."""
+        self._host_access(tensor, host_extent(tensor, write) if self.machine.tracks else None)
+
+    def host_range(self, allocation: HostAllocation, low: int, high: int, write: bool) -> None:
+        """The same for bytes of it, through an array."""
+        self._host_access(
+            allocation, Access(allocation.id, low, high, write, None, None, "") if self.machine.tracks else None
+        )
+
+    def _host_access(self, what: PinnedTensor | HostAllocation, access: Access | None) -> None:
         machine = self.machine
-        accesses: tuple[Access, ...] = ()
-        if machine.tracks:
-            accesses = (host_extent(tensor, write),)
-        machine.point(Action("host", tensor, accesses))
-        if machine.tap is not None:
-            machine.tap.host_accessed(accesses[0], python_line())
+        machine.point(Action("host", what, () if access is None else (access,)))
+        if machine.tap is not None and access is not None:
+            machine.tap.host_accessed(access, python_line())
 
 
 def host_extent(tensor: PinnedTensor, write: bool, argument: str = "") -> Access:

@@ -156,7 +156,7 @@ def _pinned_factories(dispatcher: Dispatcher) -> Any:
             if kwargs.get(layout) not in (None, torch.strided):
                 raise NotImplementedError("pinned memory of the simulated device is strided")
             dtype = kwargs.get("dtype") or torch.get_default_dtype()
-            made = dispatcher.current.pinned(tuple(args[0]), dtype)
+            made = dispatcher.current.pinned(tuple(args[0]), dtype, guarded=True)
             if name == "empty_strided" and tuple(args[1]) != made.stride():
                 raise NotImplementedError("pinned memory of the simulated device is contiguous when it's made")
             return made

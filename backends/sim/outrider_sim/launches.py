@@ -1,0 +1,96 @@
+"""Kernels that don't come through torch's dispatcher, and device views of pinned host memory.
+
+Both are for adapters of programs that launch kernels themselves, such as Triton's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from outrider.device import Access, ConfigError
+from outrider_sim.operands import extent
+from outrider_sim.pinned import HostAllocation, PinnedTensor, alias
+from outrider_sim.queue import Kind, Op
+from outrider_sim.tensor import SimTensor, wrap
+
+
+def launch(
+    name: str,
+    run: Callable[[], object],
+    *,
+    reads: Sequence[tuple[str, Tensor]] = (),
+    writes: Sequence[tuple[str, Tensor]] = (),
+) -> None:
+    """Queue one operation on the calling thread's current stream; it returns before `run` is called.
+
+    `run` works on host tensors from `host_view`. `reads` and `writes` name each operand that it touches, a tensor of the
+    device; an operand that it reads and writes is in both. Raises `ConfigError` for another kind of tensor.
+    """
+    from outrider_sim.device import registered
+
+    found = registered()
+    assert found is not None, "a tensor of the device exists before a launch"
+    core = found.dispatcher
+    machine = core.current.machine
+    if machine.tells:
+        machine.line = core.line_now()
+    op = Op(Kind.KERNEL, name, run, cost=machine.like.kernel_us)
+    if machine.tracks:
+        accesses: list[Access] = []
+        for write, operands in ((False, reads), (True, writes)):
+            for argument, tensor in operands:
+                accesses.append(extent(_device_tensor(name, argument, tensor), write, argument))
+        op.accesses = tuple(accesses)
+        op.line = machine.line
+    machine.enqueue(op, machine.stream)
+
+
+def host_view(tensor: Tensor) -> Tensor:
+    """The host tensor over the same simulated memory. Only an operation that runs may touch it."""
+    return _device_tensor("host_view", "tensor", tensor)._inner
+
+
+def _device_tensor(name: str, argument: str, tensor: Tensor) -> SimTensor:
+    if not isinstance(tensor, SimTensor):
+        raise ConfigError(
+            f"{name}: operand {argument!r} is a tensor on {tensor.device}; expected one of the simulated device"
+        )
+    return tensor
+
+
+class MappedAllocation:
+    """Pinned host memory as a device sees it: the same memory for whoever watches, kept by the views of both."""
+
+    __slots__ = ("address", "host", "id", "line", "machine_memory", "nbytes")
+
+    def __init__(self, host: HostAllocation, memory: Any) -> None:
+        self.host = host
+        self.id = host.id
+        self.address = host.address
+        self.nbytes = host.nbytes
+        self.line = host.line
+        self.machine_memory = memory
+
+    def used_by(self, stream: object) -> None:
+        """Pinned memory isn't handed out again, so nothing has to wait."""
+
+
+def mapped(pinned: Tensor) -> Tensor:
+    """A device tensor over pinned host memory (unified addressing). Kernels read and write it when they run.
+
+    Raises `ConfigError` where `pinned` isn't pinned memory of the simulated device.
+    """
+    from outrider_sim.device import registered
+
+    if not isinstance(pinned, PinnedTensor):
+        raise ConfigError("only pinned host memory of the simulated device can be mapped; make it with pin_memory=True")
+    found = registered()
+    assert found is not None, "pinned memory exists, so the device does"
+    core = found.dispatcher
+    sim = core.current
+    inner = alias(pinned)
+    allocation: Any = MappedAllocation(pinned._alloc, sim.memory)
+    return wrap(inner, core.metas.of(inner), allocation, sim.device)

@@ -1,0 +1,39 @@
+"""vLLM, unmodified, on the simulated device: each case is a process of its own. Not run where vLLM isn't installed."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM isn't installed (docs/vllm.md)"),
+]
+
+
+def run(*args):
+    done = subprocess.run(
+        [sys.executable, "-m", "outrider_vllm", *args], capture_output=True, text=True, timeout=600, check=False
+    )
+    found = [line for line in done.stdout.splitlines() if line.startswith("OUTCOME ")]
+    assert found, done.stderr[-3000:]
+    return json.loads(found[0].removeprefix("OUTCOME "))
+
+
+def test_asynchronous_steps_with_speculation_are_right_and_clean():
+    seen = run("--tokens", "8", "--speculate")
+    assert seen["right"], seen["tokens"]
+    assert seen["steps"] >= 5
+    assert seen["launches"] > 50
+    assert seen["streams"] >= 2
+    assert seen["operations"] > 200
+    assert seen["findings"] == []
+
+
+@pytest.mark.parametrize("name", ["output-is-awaited", "output-copy-waits"])
+def test_an_ordering_that_is_taken_out_is_missed(name):
+    seen = run("--tokens", "4", "--speculate", "--revert", name)
+    assert seen["skipped"] > 0
+    assert any("async_utils.py" in finding for finding in seen["findings"]), seen["findings"]

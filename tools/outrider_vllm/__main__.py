@@ -1,0 +1,46 @@
+"""Run vLLM on the simulated device and print what was seen as JSON: `python -m outrider_vllm --help`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+
+def main() -> None:
+    """Parse, run, print, end."""
+    parser = argparse.ArgumentParser(prog="python -m outrider_vllm", description=__doc__)
+    parser.add_argument("--tokens", type=int, default=12, help="tokens of each of the three requests")
+    parser.add_argument("--strategy", default="program", help="which operation runs next (docs/simulator.md)")
+    parser.add_argument("--synchronous", action="store_true", help="without asynchronous scheduling")
+    parser.add_argument("--speculate", action="store_true", help="with n-gram proposals")
+    parser.add_argument("--offload", action="store_true", help="with the simple KV offload connector, each request twice")
+    parser.add_argument("--revert", default="", help="take one ordering out: a name of outrider_vllm.reverts")
+    given = parser.parse_args()
+
+    from outrider import get_backend
+
+    backend = get_backend(f"sim:strategy={given.strategy}")
+    from outrider_vllm.install import install
+
+    launches = install()
+    from outrider_vllm import engine, reverts
+
+    undo = {r.name: r for r in reverts.REVERTS}
+    skipped = reverts.apply(undo[given.revert]) if given.revert else int  # int() is 0: nothing is skipped
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = engine.run(
+            backend, launches, Path(folder), tokens=given.tokens, asynchronous=not given.synchronous,
+            speculate=given.speculate, offload=given.offload,
+        )  # fmt: skip
+    print("OUTCOME " + json.dumps(asdict(outcome) | {"skipped": skipped()}))
+    sys.stdout.flush()
+    # vLLM's and Triton's ends of process meet tensors of a device that is gone.
+    os._exit(0)
+
+
+main()

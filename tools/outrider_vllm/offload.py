@@ -1,0 +1,49 @@
+"""The one driver call of vLLM's simple KV offload connector, a batched copy of blocks, as copies of the simulated device.
+
+The connector's worker, its copy thread and its scheduler side are vLLM's own. It pins host memory that exists already,
+which a simulated device can't; so its host caches are made pinned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.simple_kv_offload import copy_backend, worker
+
+
+def install() -> None:
+    """Replace the driver call for this process."""
+    vendor: Any = copy_backend
+    vendor.build_params = _build_params
+    vendor.copy_blocks = _copy_blocks
+    connector: Any = worker
+    connector.pin_tensor = _refuse
+    connector.SimpleCPUOffloadWorker._init_cpu_mode = _init_cpu_mode
+
+
+def _build_params(source: Any, destination: Any, stream: Any, src_access_order: int = 0) -> tuple[Any, Any, Any]:
+    del src_access_order
+    return source, destination, stream
+
+
+def _copy_blocks(source_blocks: list[int], destination_blocks: list[int], params: tuple[Any, Any, Any]) -> None:
+    source, destination, stream = params
+    with torch.sim.stream(stream):  # type: ignore[attr-defined]
+        for name, cache in source.items():
+            for s, d in zip(source_blocks, destination_blocks, strict=True):
+                destination[name][d].copy_(cache[s], non_blocking=True)
+
+
+def _refuse(tensor: torch.Tensor) -> None:
+    raise NotImplementedError(f"host memory of {tensor.nbytes} bytes can't become pinned afterwards on a simulated device")
+
+
+def _init_cpu_mode(self: Any, caches: dict[str, torch.Tensor], total_bytes_per_block: int, device: torch.device) -> None:
+    del total_bytes_per_block
+    self.cpu_kv_caches = {
+        name: torch.zeros((self.num_cpu_blocks, *cache.shape[1:]), dtype=cache.dtype, pin_memory=True)
+        for name, cache in caches.items()
+    }
+    self._backend = copy_backend.DmaCopyBackend()
+    self._backend.init(caches, self.cpu_kv_caches, device, self.load_stream, self.store_stream)

@@ -1,0 +1,62 @@
+"""The worker: vLLM's own, but for the name of its device, as each vendor's is."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import vllm.utils.torch_utils as torch_utils
+
+from outrider_sim.launches import mapped
+
+# Before buffer_utils takes the name from there: a device view of pinned memory, which compiled code makes elsewhere.
+torch_utils.get_accelerator_view_from_cpu_tensor = mapped
+
+import torch  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.utils.mem_utils import MemorySnapshot  # noqa: E402
+from vllm.utils.torch_utils import set_random_seed  # noqa: E402
+from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment  # noqa: E402
+from vllm.v1.worker.utils import request_memory  # noqa: E402
+from vllm.v1.worker.worker_base import CompilationTimes  # noqa: E402
+
+from outrider.device import ConfigError  # noqa: E402
+
+
+class SimWorker(Worker):
+    """vLLM's worker on `sim:0`."""
+
+    def init_device(self) -> None:
+        """Name the device, make groups of one rank, then what vLLM's own does."""
+        self.device = torch.device("sim", 0)
+        current_platform.check_if_supports_dtype(self.model_config.dtype)
+        init_worker_distributed_environment(
+            self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, current_platform.dist_backend
+        )
+        set_random_seed(self.model_config.seed)
+        self.init_snapshot = MemorySnapshot(device=self.device)
+        self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
+        self._init_workspace_and_model_runner()
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load on the host, then move: the model, and a proposer's."""
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        self.model_runner.model.to(self.device)
+        draft = self.get_draft_model()
+        if draft is not None:
+            draft.to(self.device)
+
+    def determine_available_memory(self) -> int:
+        """What the caller gave: a simulated device has no memory worth measuring, and the measuring run takes a minute."""
+        given = self.cache_config.kv_cache_memory_bytes
+        if given is None:
+            raise ConfigError("the KV cache's size isn't given; pass kv_cache_memory_bytes, which no run measures here")
+        return int(given)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Nothing is compiled, so nothing has to be warm."""
+        return CompilationTimes(language_model=0.0, encoder=0.0)
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
+        # Pools are for sleep mode, which no platform from outside has.
+        del tag
+        return nullcontext()
