@@ -397,13 +397,20 @@ class _Mode(TorchDispatchMode):
         return result
 
 
+def of_python() -> bool:
+    """Whether Python made the calling thread."""
+    known: dict[int, threading.Thread] = getattr(threading, "_active", {})
+    thread = known.get(threading.get_ident())
+    return thread is not None and not isinstance(thread, threading._DummyThread)
+
+
 def _of_a_library() -> bool:
     """Whether the calling thread is one of a library's own, gloo's say, which works for a call that is reported as a whole.
 
     Torch hands the mode on to threads of C++, which Python's ``threading`` doesn't know. Those that run a backward do what
     the program asked for.
     """
-    return isinstance(threading.current_thread(), threading._DummyThread) and torch._C._current_graph_task_id() < 0
+    return not of_python() and torch._C._current_graph_task_id() < 0
 
 
 def _tensors(name: str, value: Any, into: list[tuple[str, Tensor]]) -> None:

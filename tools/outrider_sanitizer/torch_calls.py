@@ -8,7 +8,6 @@ launches. `record_stream` passes the dispatcher.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Access, Operation
-from outrider_sanitizer.dispatch import DerivedSanitizer, _extent, _Known
+from outrider_sanitizer.dispatch import DerivedSanitizer, _extent, _Known, of_python
 from outrider_sanitizer.places import here
 from outrider_sanitizer.ranks import Ranks
 from outrider_sanitizer.triton_launches import launches
@@ -43,13 +42,6 @@ def trace_of(backend: Backend) -> Any:
         return import_module(f"{torch.get_device_module(backend.device).__name__}._gpu_trace")
     except ImportError:
         return None
-
-
-def _of_python() -> bool:
-    """Whether Python made the calling thread."""
-    known: dict[int, threading.Thread] = getattr(threading, "_active", {})
-    thread = known.get(threading.get_ident())
-    return thread is not None and not isinstance(thread, threading._DummyThread)
 
 
 class TorchEvent:
@@ -314,7 +306,7 @@ class TorchSanitizer(DerivedSanitizer):
 
     def _begin(self) -> None:
         """Called first, whatever is told: who tells it, and what was released meanwhile."""
-        if self._backward and not _of_python():
+        if self._backward and not of_python():
             # A thread of autograd's engine: it does what the thread that waits for it asked for.
             local = self._ordering._local
             local.actor, local.capture = self._backward[-1]
