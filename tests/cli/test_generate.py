@@ -143,7 +143,7 @@ def test_the_environment_names_the_backend(outrider, monkeypatch):
         (
             ["--prompt", "a", "--speculate", "medusa"],
             "ConfigError",
-            "speculate is 'medusa'; expected one of draft-model, eagle",
+            "speculate is 'medusa'; expected one of dflash, draft-model, eagle",
         ),
         (["--prompt", "a", "--compare", "--temperature", "1"], "ConfigError", "--compare compares greedy decoding"),
         (["--prompt", "a", "--backend", "no-such-chip"], "BackendNotFound", "no backend named 'no-such-chip'"),

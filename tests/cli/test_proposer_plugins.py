@@ -69,7 +69,7 @@ def test_an_unknown_name_lists_outriders_and_the_plugins(outrider, guess):
     assert "no plugin brings another one" in generate(outrider, "gues").err
     guess()
     err = generate(outrider, "gues").err
-    assert "expected one of draft-model, eagle" in err
+    assert "expected one of dflash, draft-model, eagle" in err
     assert "plugins: guess" in err
 
 

@@ -189,11 +189,14 @@ TENSORS: Mapping[str, Callable[[dict[str, torch.Tensor], str], object]] = {
 }
 
 
+_COPIED = 1 << 24  # of a file at most: one that an earlier mutation made huge would fill the disk
+
+
 def apply(directory: Path, mutation: Mutation) -> None:
     """Do it to the files; one whose file an earlier one took away does nothing."""
     kind, name, *rest = mutation
     path = directory / name
-    if not path.is_file() or path.stat().st_size > 1 << 24:
+    if not path.is_file() or path.stat().st_size > _COPIED:
         return
     if kind == "entry":
         _replace(path, *rest)
@@ -253,7 +256,9 @@ def _spoil(path: Path, what: str, begin: int, content: bytes) -> None:
 
 
 def _replace(path: Path, entry: str) -> None:
-    others = sorted(each for each in path.parent.iterdir() if each != path and each.is_file())
+    others = sorted(
+        each for each in path.parent.iterdir() if each != path and each.is_file() and each.stat().st_size <= _COPIED
+    )
     if entry == "other" and others:
         shutil.copyfile(others[len(path.name) % len(others)], path)
         return

@@ -49,7 +49,7 @@ def expected(folder: Path, prompts: Sequence[Sequence[int]], count: int) -> list
     """Greedy tokens of transformers on the host."""
     from transformers import LlamaForCausalLM
 
-    model: Any = LlamaForCausalLM.from_pretrained(folder)
+    model: Any = LlamaForCausalLM.from_pretrained(folder, trust_remote_code=False)
     model = model.float().eval()
     found = []
     with torch.no_grad():
