@@ -58,6 +58,17 @@ def test_streams_add_up_to_whole_answers(client):
     assert whole.usage.completion_tokens == sum(map(len, logprobs))
 
 
+def test_each_chunk_has_the_usage_so_far_where_a_load_generator_asks_for_it(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"model": "m", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    chunks = list(client.completions.create(**asked, stream=True, stream_options=options))
+    written = [chunk.usage.completion_tokens for chunk in chunks]
+    assert written == sorted(written)
+    assert 0 < written[0] < written[-1] == 12
+    alone = client.completions.create(**asked, stream=True, stream_options={"continuous_usage_stats": True})
+    assert all(chunk.usage is None for chunk in alone)
+
+
 def test_a_chat_by_its_template(client, reference):
     messages = [{"role": "user", "content": "write a loop"}]
     asked = {"model": "m", "messages": messages, "max_completion_tokens": 10, "temperature": 0}

@@ -40,6 +40,7 @@ class Writer:
         kind = "chat.completion" if self._chat else "text_completion"
         options = asked.stream_options
         self._usage = options is not None and options.include_usage
+        self._usage_always = options is not None and options.include_usage and options.continuous_usage_stats
         self._drafted = options is not None and options.include_drafted
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -109,7 +110,7 @@ class Writer:
     async def chunks(self, echoed: Sequence[str] = ()) -> AsyncIterator[bytes]:
         """The answer as server-sent events, but for the last one, which says that it's done."""
         head = json.dumps(self._head, separators=(",", ":"))[:-1].encode()
-        tail = b',"usage":null}\n\n' if self._usage else b"}\n\n"
+        tail = self._tail()
         offsets: dict[int, int] = {}
         generation = self._generation
         if self._chat:
@@ -120,6 +121,7 @@ class Writer:
             yield self._chunk(head, {"index": index, "text": text, "logprobs": None, "finish_reason": None}, tail)
             offsets[index] = len(text)
         async for deltas in generation.deltas():
+            tail = self._tail() if self._usage_always else tail
             pieces = [
                 self._chunk(head, self._part(delta, offsets), tail, delta) for delta in _merged(deltas) if self._says(delta)
             ]
@@ -127,6 +129,12 @@ class Writer:
                 yield b"".join(pieces)
         if self._usage:
             yield event({**self._head, "choices": [], "usage": self.usage})
+
+    def _tail(self) -> bytes:
+        """What ends a chunk: the usage so far where each one has it."""
+        if self._usage_always:
+            return b',"usage":%b}\n\n' % json.dumps(self.usage, separators=(",", ":")).encode()
+        return b',"usage":null}\n\n' if self._usage else b"}\n\n"
 
     def _says(self, delta: Delta) -> bool:
         """Whether there is anything to tell. A token whose character isn't complete has no text yet."""

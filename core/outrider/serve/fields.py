@@ -35,6 +35,9 @@ class StreamOptions(_Strict):
     """What a stream carries besides text."""
 
     include_usage: bool = Field(False, description="A last chunk with the usage, and no choices.")
+    continuous_usage_stats: bool = Field(
+        False, description="With include_usage, each chunk has the usage so far. vLLM's field, which load generators send."
+    )
     include_obfuscation: bool | None = Field(None, description="Has no effect.")
     include_drafted: bool = Field(False, description="Each chunk says which tokens a draft had proposed.")
 
