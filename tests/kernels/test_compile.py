@@ -25,6 +25,7 @@ def kernels(streamed):
         "ask_for_rows",
         "fetch",
         "norm",
+        "add_row",
         "gated",
         "own_pairs",
         "sum_of_products",

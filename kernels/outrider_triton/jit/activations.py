@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider_triton.jit.dependent import begin, fetch
+from outrider_triton.jit.dependent import begin
 from outrider_triton.jit.matmul import gated
-from outrider_triton.jit.rows import norm
+from outrider_triton.jit.rows import add_row, norm
 
 
 @triton.jit
@@ -118,17 +118,7 @@ def add_rms_norm_quantize(
     inside = lane < size
     factor = tl.load(weight + lane, mask=inside, other=0.0)
     row = tl.program_id(0).to(tl.int64)
-    if PDL and BLOCK >= 16:
-        fetch(residual + row * size + tl.minimum(tl.arange(0, BLOCK // 16) * 16, size - 1))
-    begin(PDL)
-    total = tl.load(x + row * size + lane, mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(x + part * part_stride + row * size + lane, mask=inside, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        total += tl.load(bias + lane, mask=inside, other=0.0).to(tl.float32)
-    kept = total + tl.load(residual + row * size + lane, mask=inside, other=0.0).to(tl.float32)
-    kept = kept.to(residual.dtype.element_ty)
-    tl.store(residual + row * size + lane, kept, mask=inside)
+    kept = add_row(x, bias, residual, row, size, part_stride, PARTS, HAS_BIAS, BLOCK, PDL)
     normed = norm(kept.to(tl.float32), factor, residual.dtype.element_ty, size, eps)
     _quantize_row(normed.to(tl.float32), row, out, scales, size, FORMAT, GROUP, BLOCK)
 

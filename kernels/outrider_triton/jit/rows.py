@@ -28,6 +28,37 @@ def rms_norm(x, weight, out, eps, size, inner, stride_outer, stride_inner, BLOCK
     tl.store(out + row * size + lane, norm(wide.to(tl.float32), scale, out.dtype.element_ty, size, eps), mask=inside)
 
 
+@triton.jit
+def add_row(
+    x,
+    bias,
+    residual,
+    row,
+    size,
+    part_stride,
+    PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Begin; ``residual += sum of x's parts (+ bias)`` in row ``row``, and that row as the residual keeps it."""
+    lane = tl.arange(0, BLOCK)
+    inside = lane < size
+    if PDL and BLOCK >= 16:
+        # A product ago the residual was near; weights have come since. One of 16 numbers names what comes as a whole.
+        fetch(residual + row * size + tl.minimum(tl.arange(0, BLOCK // 16) * 16, size - 1))
+    begin(PDL)
+    total = tl.load(x + row * size + lane, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(x + part * part_stride + row * size + lane, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias + lane, mask=inside, other=0.0).to(tl.float32)
+    kept = total + tl.load(residual + row * size + lane, mask=inside, other=0.0).to(tl.float32)
+    kept = kept.to(residual.dtype.element_ty)
+    tl.store(residual + row * size + lane, kept, mask=inside)
+    return kept
+
+
 @triton.jit(do_not_specialize=["part_stride"])
 def add_rms_norm(
     x,
@@ -48,18 +79,7 @@ def add_rms_norm(
     inside = lane < size
     scale = tl.load(weight + lane, mask=inside, other=0.0)
     row = tl.program_id(0).to(tl.int64)
-    if PDL and BLOCK >= 16:
-        # A product ago the residual was near; weights have come since. One of 16 numbers names what comes as a whole.
-        fetch(residual + row * size + tl.minimum(tl.arange(0, BLOCK // 16) * 16, size - 1))
-    begin(PDL)
-    total = tl.load(x + row * size + lane, mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(x + part * part_stride + row * size + lane, mask=inside, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        total += tl.load(bias + lane, mask=inside, other=0.0).to(tl.float32)
-    kept = total + tl.load(residual + row * size + lane, mask=inside, other=0.0).to(tl.float32)
-    kept = kept.to(residual.dtype.element_ty)
-    tl.store(residual + row * size + lane, kept, mask=inside)
+    kept = add_row(x, bias, residual, row, size, part_stride, PARTS, HAS_BIAS, BLOCK, PDL)
     tl.store(out + row * size + lane, norm(kept.to(tl.float32), scale, out.dtype.element_ty, size, eps), mask=inside)
 
 
