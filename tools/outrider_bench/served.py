@@ -102,9 +102,17 @@ def run_bare(engine: Engine, load: HttpLoad) -> list[Streamed]:
 # -- servers -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """A server that runs: its URL, and the directory of its tokenizer."""
+
+    url: str
+    tokenizer: Path
+
+
 @contextmanager
-def served(engine: str, setup: Setup, *, directory: Path, limit_s: float) -> Generator[str]:
-    """A server of ``engine`` in a process of its own, as long as the scope lasts: its URL. What it says goes to a file in
+def served(engine: str, setup: Setup, *, directory: Path, limit_s: float) -> Generator[Served]:
+    """A server of ``engine`` in a process of its own, as long as the scope lasts. What it says goes to a file in
     ``directory``. Raises :class:`ChildFailed` where it doesn't start.
     """
     port = _free_port()
@@ -115,7 +123,7 @@ def served(engine: str, setup: Setup, *, directory: Path, limit_s: float) -> Gen
         with started(command, environment=with_variables({}), stdout=said, stderr=said) as child:
             url = f"http://127.0.0.1:{port}"
             _wait(url, child, log, limit_s)
-            yield url
+            yield Served(url=url, tokenizer=model / "target")
 
 
 def _commands() -> Mapping[str, Any]:

@@ -18,12 +18,14 @@ from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import ConfigError
 from outrider_bench.child import ChildFailed, run_child
 from outrider_bench.commands.decode import sizes_of
-from outrider_bench.http_load import HttpLoad, Streamed, streamed_of, summary
+from outrider_bench.http_load import HttpLoad, ServerFailed, Streamed, streamed_of, summary
+from outrider_bench.load_generators import run_vllm_bench
 
 if TYPE_CHECKING:
     from outrider_bench.served import Setup
 
 _ENGINES = ("bare", "outrider", "vllm")
+_GENERATORS = ("own", "vllm")
 _PROCESSES = 4
 _CLIENTS = 8  # of one process
 _LIMIT_S = 900.0
@@ -34,6 +36,15 @@ def serve(
         str | None, typer.Option(metavar="URL", help="A server that runs already, instead of starting any.")
     ] = None,
     model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="With --url: the model's name.")] = None,
+    generator: Annotated[
+        str,
+        typer.Option(
+            metavar="own|vllm", help="What sends the requests: this, or the bench serve of a vLLM that is installed."
+        ),
+    ] = "own",
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="With --url and --generator vllm: the model's tokenizer.")
+    ] = None,
     engines: Annotated[
         str, typer.Option(metavar="bare,outrider,vllm", help="What is started and measured, one after the other.")
     ] = "bare,outrider",
@@ -60,17 +71,24 @@ def serve(
     """Tokens a second, time to the first token and between tokens, of streams over HTTP.
 
     Each client sends its next request when its last one has ended; one round runs before what is counted. ``bare`` is the
-    same load on the engine in its own thread: what the server costs is the difference.
+    same load on the engine in its own thread: what the server costs is the difference. With ``--generator vllm`` requests are
+    sent and read by vLLM's generator; ``bare`` has no server, so it gets the same lengths and numbers from ours.
     """
     del json_output
     sizes = sizes_of(concurrency, "--concurrency", "1,32")
+    if generator not in _GENERATORS:
+        raise ConfigError(f"--generator is {generator!r}; expected one of {', '.join(_GENERATORS)}")
     load = HttpLoad(url="", model="measured", clients=1, rounds=rounds, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
-    data: dict[str, Any] = {**asdict(load), "concurrency": sizes, "shape": None if url else shape}
+    data: dict[str, Any] = {**asdict(load), "concurrency": sizes, "shape": None if url else shape, "generator": generator}
     if url is not None:
         if model is None:
             raise ConfigError("--url needs --model NAME: what the server calls its model")
-        results = [_measured_over_http(replace(load, url=url, model=model, clients=size)) for size in sizes]
+        if generator == "vllm" and tokenizer is None:
+            raise ConfigError("--generator vllm needs --tokenizer DIR: it draws prompts from the model's vocabulary")
+        results = [_measured_over_http(replace(load, url=url, model=model, clients=size), tokenizer) for size in sizes]
         return _report({**data, "engines": [{"engine": url, "results": results}]})
+    if tokenizer is not None:
+        raise ConfigError("--tokenizer goes with --url; servers that are started here have a tokenizer of their own")
     names = [name.strip() for name in engines.split(",")]
     if not set(names) <= set(_ENGINES):
         raise ConfigError(f"--engines is {engines!r}; expected some of {', '.join(_ENGINES)}")
@@ -89,11 +107,13 @@ def serve(
     with TemporaryDirectory(prefix="outrider-bench-") as kept:
         where = logs or Path(kept)
         where.mkdir(parents=True, exist_ok=True)
-        found = [_measured(name, setup, load, sizes, where, limit) for name in names]
+        found = [_measured(name, setup, load, sizes, where, limit, generator) for name in names]
     return _report({**data, **asdict(setup), "engines": found})
 
 
-def _measured(name: str, setup: Setup, load: HttpLoad, sizes: list[int], logs: Path, limit: float) -> dict[str, Any]:
+def _measured(
+    name: str, setup: Setup, load: HttpLoad, sizes: list[int], logs: Path, limit: float, generator: str
+) -> dict[str, Any]:
     """Results of one engine, or why there are none."""
     from outrider_bench.served import served
 
@@ -103,16 +123,19 @@ def _measured(name: str, setup: Setup, load: HttpLoad, sizes: list[int], logs: P
             given = {"setup": asdict(setup), "load": asdict(load), "sizes": sizes}
             found = run_child("outrider_bench.bare_child", given, variables={}, limit_s=limit)
             return {"engine": name, **found}
-        with served(name, setup, directory=logs, limit_s=limit) as url:
+        with served(name, setup, directory=logs, limit_s=limit) as server:
             start_s = time.monotonic() - began
-            results = [_measured_over_http(replace(load, url=url, clients=size)) for size in sizes]
+            tokenizer = server.tokenizer if generator == "vllm" else None
+            results = [_measured_over_http(replace(load, url=server.url, clients=size), tokenizer) for size in sizes]
             return {"engine": name, "start_s": start_s, "results": results}
-    except ChildFailed as failed:
+    except (ChildFailed, ServerFailed) as failed:
         return {"engine": name, "failed": str(failed), "results": []}
 
 
-def _measured_over_http(load: HttpLoad) -> dict[str, Any]:
-    """A round to warm up, and then what is counted."""
+def _measured_over_http(load: HttpLoad, tokenizer: Path | None) -> dict[str, Any]:
+    """A round to warm up, and then what is counted; by vLLM's generator where it has a tokenizer to draw prompts from."""
+    if tokenizer is not None:
+        return {"concurrency": load.clients, **run_vllm_bench(load, tokenizer, limit_s=_LIMIT_S)}
     _all_clients(replace(load, rounds=1, first=100_000))
     return {"concurrency": load.clients, **summary(_all_clients(load))}
 
