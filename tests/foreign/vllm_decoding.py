@@ -67,6 +67,8 @@ def stand_in_for_kernels() -> str:
     """Where vLLM's compiled kernels aren't installed: Triton and torch do their work. Says which there are."""
     # vLLM isn't imported yet: its platform imports the kernels.
     package = Path(next(iter(importlib.util.find_spec("vllm").submodule_search_locations)))
+    if not list((package / "vllm_flash_attn").glob("_vllm_fa*.so")):  # imported by every model, used by none here
+        sys.modules["vllm.vllm_flash_attn._vllm_fa3_C"] = types.ModuleType("vllm.vllm_flash_attn._vllm_fa3_C")
     if list(package.glob("_C_stable_libtorch*.so")):
         return "compiled"
     import torch
@@ -75,12 +77,19 @@ def stand_in_for_kernels() -> str:
     # Files that are imported name operators, for passes of a compiler that isn't used here. They must exist.
     texts = [file.read_text(errors="replace") for file in package.rglob("*.py")]
     named = {found for text in texts for found in re.findall(r"torch\.ops\.(_C|_moe_C|_C_cache_ops)\.(\w+)\.default", text)}
-    faked = {found for text in texts for found in re.findall(r"register_fake\(\"(_C|_moe_C|_C_cache_ops)::(\w+)\.(\w+)\"", text)}
+    faked = {
+        found for text in texts for found in re.findall(r"register_fake\(\"(_C|_moe_C|_C_cache_ops)::(\w+)\.(\w+)\"", text)
+    }
     named |= {(space, f"{name}.{form}") for space, name, form in faked if (space, name) in named}
     keep = []
     for space, name in sorted(named):
         keep.append(torch.library.Library(space, "FRAGMENT"))
         keep[-1].define(f"{name}() -> ()")
+    asked = {found for text in texts for found in re.findall(r"torch\.ops\._C\.(\w*support\w*)\(", text)}
+    for name in sorted(asked):  # whether a device can do something
+        keep.append(torch.library.Library("_C", "FRAGMENT"))
+        keep[-1].define(f"{name}(int capability) -> bool")
+        keep[-1].impl(name, lambda capability: False, "CompositeExplicitAutograd")
     library = torch.library.Library("_C", "FRAGMENT")
     library.define("get_cuda_view_from_cpu_tensor(Tensor cpu_tensor) -> Tensor")
     library.impl("get_cuda_view_from_cpu_tensor", mapped, "CPU")

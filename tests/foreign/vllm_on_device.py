@@ -25,7 +25,15 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 CHILD = HERE / "vllm_decoding.py"
-SANITIZE = (sys.executable, "-c", "from outrider.cli.main import main; main()", "sanitize", "--backend", "cuda", "--json")
+SANITIZE = (
+    sys.executable,
+    "-c",
+    "from outrider.cli.main import main; raise SystemExit(main())",
+    "sanitize",
+    "--backend",
+    "cuda",
+    "--json",
+)
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_HOST_IP": "127.0.0.1", "VLLM_PLUGINS": "", "GLOO_SOCKET_IFNAME": "lo",
@@ -47,7 +55,9 @@ class Stage:
 
     @property
     def name(self) -> str:
-        return "-".join(word for word in (self.runner, self.method, self.graphs, self.way.replace("'", ""), self.plant) if word)
+        return "-".join(
+            word for word in (self.runner, self.method, self.graphs, self.way.replace("'", ""), self.plant) if word
+        )
 
 
 def stages() -> list[Stage]:
@@ -103,7 +113,15 @@ def run(stage: Stage, folder: Path, until: float, logs: Path | None) -> dict[str
     if stage.way == "ours":
         wanted = ["operations", "streams"] + ["replays"] * (stage.graphs == "graphs")
         command = [*SANITIZE, *(f"--require={name}" for name in wanted), "--"]
-    command += [str(CHILD), str(folder), stage.name, stage.runner, stage.method, stage.graphs, *([stage.plant] * bool(stage.plant))]
+    command += [
+        str(CHILD),
+        str(folder),
+        stage.name,
+        stage.runner,
+        stage.method,
+        stage.graphs,
+        *([stage.plant] * bool(stage.plant)),
+    ]
     if stage.way != "ours":
         command.insert(1, "-u")
     environment = os.environ | ENVIRONMENT

@@ -18,7 +18,16 @@ from pathlib import Path
 
 PROGRAMS = Path(__file__).parent / "torch_gaps"
 NAMES = ("views", "reuse", "replay", "pinned", "threads", "kernel", "flood", "accelerator", "backward")
-OURS = (sys.executable, "-c", "from outrider.cli.main import main; main()", "sanitize", "--backend", "cuda", "--json", "--")
+OURS = (
+    sys.executable,
+    "-c",
+    "from outrider.cli.main import main; raise SystemExit(main())",
+    "sanitize",
+    "--backend",
+    "cuda",
+    "--json",
+    "--",
+)
 REPEATS = 2
 
 
