@@ -178,10 +178,11 @@ def arguments(folder: Path, method: str, graphs: bool, kernels: str) -> dict[str
     if kernels != "compiled":
         compilation["custom_ops"] = ["none"]
     given: dict[str, Any] = {
-        "model": checkpoint(folder / "target", LAYERS), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
+        "model": checkpoint(folder / "target", LAYERS), "load_format": "dummy", "skip_tokenizer_init": True,
+        "dtype": "bfloat16", "generation_config": "vllm",
         "max_model_len": 512, "max_num_seqs": REQUESTS, "max_num_batched_tokens": 512, "gpu_memory_utilization": 0.05,
         "kv_cache_memory_bytes": 256 << 20, "async_scheduling": True, "attention_backend": "TRITON_ATTN", "seed": 0,
-        "compilation_config": compilation, "enforce_eager": not graphs, "disable_log_stats": True, "generation_config": "vllm",
+        "compilation_config": compilation, "enforce_eager": not graphs, "disable_log_stats": True,
     }  # fmt: skip
     if method == "eagle":
         given["speculative_config"] = {

@@ -2,11 +2,11 @@
 
     python tests/foreign/vllm_on_device.py [SECONDS] [--logs FOLDER] [--only WORD] [--workers N]
 
-Outrider, vLLM, torch, Triton and transformers are on the path. Each stage is a process of its own (``vllm_decoding.py``); they start side
-by side and are timed one at a time. One line of JSON a stage, as each ends, and a last line with what it comes to; the whole
-ends within SECONDS (240). Exit code 1 unless some runner was watched and clean, and each planted race of it found at its line.
-A stage that fails says where it was and how its errors end; FOLDER gets the whole output of each. ``--only`` leaves stages out
-whose name doesn't have WORD.
+Outrider, vLLM, torch, Triton and transformers are on the path. Each stage is a process of its own (``vllm_decoding.py``).
+They start side by side and are timed one at a time. One line of JSON a stage, as each ends, and a last line with what it
+comes to; the whole ends within SECONDS (240). Exit code 1 unless some runner was watched and clean, and a planted race was
+found at its line. A stage that fails says where it was and how its errors end; FOLDER gets the whole output of each.
+``--only``: those stages alone whose name has WORD.
 """
 
 from __future__ import annotations
@@ -62,16 +62,13 @@ class Stage:
 
 def stages() -> list[Stage]:
     """Most telling first: what time doesn't reach is left out."""
-    found = []
-    for runner, graphs in (("v2", "graphs"), ("v2", "eager"), ("v1", "graphs")):
-        for way in ("bare", "ours"):
-            found.append(Stage(runner=runner, method="eagle", graphs=graphs, way=way))
-    for runner, plant in (("v2", "copy"), ("v2", "await"), ("v1", "copy")):
-        found.append(Stage(runner=runner, method="eagle", graphs="eager", way="ours", plant=plant))
-    found += [Stage(runner="v2", method="eagle", graphs=graphs, way="torch's") for graphs in ("eager", "graphs")]
-    for method in ("none", "ngram_gpu"):
-        for way in ("bare", "ours"):
-            found.append(Stage(runner="v1", method=method, graphs="eager", way=way))
+    runs = [("v2", "eagle", "graphs"), ("v2", "eagle", "eager"), ("v1", "eagle", "graphs")]
+    planted = [("v2", "copy"), ("v2", "await"), ("v1", "copy")]
+    found = [Stage(runner=r, method=m, graphs=g, way=way) for r, m, g in runs for way in ("bare", "ours")]
+    found += [Stage(runner=r, method="eagle", graphs="eager", way="ours", plant=plant) for r, plant in planted]
+    found += [Stage(runner="v2", method="eagle", graphs=g, way="torch's") for g in ("eager", "graphs")]
+    more = [("none", "bare"), ("none", "ours"), ("ngram_gpu", "bare"), ("ngram_gpu", "ours")]
+    found += [Stage(runner="v1", method=m, graphs="eager", way=way) for m, way in more]
     return found
 
 
