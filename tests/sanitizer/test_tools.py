@@ -35,6 +35,14 @@ with torch.sim.stream(side):
 if "wait" in sys.argv:
     torch.sim.synchronize()
 """
+REPLAYED = """
+x = torch.zeros(4, device="sim")
+graph = torch.sim.CUDAGraph()
+with torch.sim.graph(graph):
+    y = x + 1
+for _ in range(3):
+    graph.replay()
+"""
 FIXED = SCRIPT.replace("with torch", "torch.sim.synchronize()\nwith torch")
 
 
@@ -72,6 +80,29 @@ def test_sanitize_passes_the_corrected_script(script: Path, capsys: pytest.Captu
     script.write_text(FIXED)
     assert main(["sanitize", "--backend", "sim", "--", str(script), "wait"]) == 0
     assert "clean" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("body", "watched", "missing"),
+    [
+        ("", (0, 0, 0), ["operations", "streams", "replays"]),
+        ("x = torch.zeros(4, device='sim') + 1", (2, 1, 0), ["replays"]),
+        (REPLAYED, (2, 2, 3), []),
+    ],
+)
+def test_what_is_required_and_was_not_watched_fails(
+    body: str, watched: tuple[int, ...], missing: list[str], script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(f"import torch\n{body}\n")
+    wanted = [f"--require={name}" for name in ("operations", "streams", "replays", "replays")]
+    code, data = run(capsys, "sanitize", "--backend", "sim", *wanted, "--json", "--", str(script))
+    assert (code, data["clean"], data["not_watched"]) == (int(bool(missing)), True, missing)
+    assert tuple(data["watched"].values()) == watched
+    assert main(["sanitize", "--backend", "sim", *wanted, "--", str(script)]) == code
+    said = capsys.readouterr().out
+    assert [f"no {name}, which --require asked for" in said for name in missing] == [True] * len(missing)
+    assert f"{watched[0]} operations, {watched[1]} streams and {watched[2]} replays" in said
+    assert main(["sanitize", "--backend", "sim", "--", str(script)]) == 0
 
 
 def test_sanitize_reports_a_script_that_fails(script: Path, capsys: pytest.CaptureFixture[str]) -> None:

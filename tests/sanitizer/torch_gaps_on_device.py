@@ -18,7 +18,16 @@ from pathlib import Path
 
 PROGRAMS = Path(__file__).parent / "torch_gaps"
 NAMES = ("views", "reuse", "replay", "pinned", "threads", "kernel", "flood", "accelerator", "backward")
-OURS = (sys.executable, "-c", "from outrider.cli.main import main; main()", "sanitize", "--backend", "cuda", "--json", "--")
+OURS = (
+    sys.executable,
+    "-c",
+    "from outrider.cli.main import main; raise SystemExit(main())",
+    "sanitize",
+    "--backend",
+    "cuda",
+    "--json",
+    "--",
+)
 REPEATS = 2
 
 
@@ -73,12 +82,16 @@ def main(seconds: float) -> int:
     until = time.monotonic() + seconds - 5
     # Torch's own can't tell a right program from a gap, so it is asked about both.
     tasks = [(how, name, word) for how in (ours, theirs) for name in NAMES for word in ("wrong", "right")]
-    bad = []
+    bad: list[tuple[object, object]] = []
+    found: dict[str, dict[str, object]] = {}
     with ThreadPoolExecutor(max_workers=min(12, os.cpu_count() or 1)) as pool:
         for row in pool.map(lambda task: task[0](task[1], task[2], until), tasks):
             print(json.dumps(row), flush=True)
+            seen = bool(row["found"] if row["by"] == "torch's" else row.get("findings"))
+            found.setdefault(f"{row['program']} {row['variant']}", {})[str(row["by"])] = seen
             if row["by"] == "ours" and (row["exit"] != (1 if row["variant"] == "wrong" else 0) or not row.get("operations")):
                 bad.append((row["program"], row["variant"]))
+    print(json.dumps({"reported something": found}), flush=True)
     for repeat in range(REPEATS):
         for way in ("alone", "ours", "torch's"):
             print(json.dumps({"decoding, ms a step": cost(way, until), "way": way, "repeat": repeat}), flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,6 +28,14 @@ if TYPE_CHECKING:
 _SIMULATED = "sim"
 
 
+class Watched(StrEnum):
+    """What ``--require`` may name: counts of a report."""
+
+    OPERATIONS = "operations"
+    STREAMS = "streams"
+    REPLAYS = "replays"
+
+
 def sanitize(
     script: Annotated[list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help="The script and its arguments.")],
     backend: BackendOption = None,
@@ -34,9 +43,14 @@ def sanitize(
     ranks: Annotated[
         int, typer.Option(min=1, max=64, help="Run it as so many ranks of torch.distributed, on simulated devices.")
     ] = 1,
+    require: Annotated[
+        list[Watched] | None,
+        typer.Option(help="Fail unless some of these were watched; may be given again. A run that does nothing is clean."),
+    ] = None,
     json_output: JsonOption = False,
 ) -> Report:
-    """Run a Python script and report races, stale reads and lost flags. Exit code 1 when there are any.
+    """Run a Python script and report races, stale reads and lost flags. Exit code 1 when there are any, or when what
+    --require names wasn't watched.
 
     With --ranks each rank is a host thread that has a simulated device, arguments, environment and torch.distributed of its
     own; one report says what ranks do unlike each other, too.
@@ -50,15 +64,25 @@ def sanitize(
     else:
         found, failure = _run(registry, registry.select(chosen), path, script)
     clean = all(report.clean for report in found)
-    data = {"clean": clean, "script_error": failure, "reports": [report.as_dict() for report in found]}
+    counts = {name: sum(int(getattr(report, name)) for report in found) for name in map(str, Watched)}
+    missing = [name for name in map(str, dict.fromkeys(require or ())) if not counts[name]]
+    data = {
+        "clean": clean,
+        "script_error": failure,
+        "watched": counts,
+        "not_watched": missing,
+        "reports": [report.as_dict() for report in found],
+    }
 
     def render(console: Console) -> None:
         for report in found:
             show(console, report, advice)
+        for name in missing:
+            console.print(Text(f"not watched: no {name}, which --require asked for", style="bold red"))
         if failure:
             console.print(Text(f"the script ended with {failure}", style="bold red"))
 
-    return Report(data=data, render=render, exit_code=0 if clean and failure is None else 1)
+    return Report(data=data, render=render, exit_code=0 if clean and failure is None and not missing else 1)
 
 
 def _run(registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str]) -> tuple[list[Findings], str | None]:
@@ -109,7 +133,7 @@ def _watch(backend: Backend, first: Backend) -> AbstractContextManager[Findings]
 
 def show(console: Console, report: Findings, advice: bool) -> None:
     """Print a report for people."""
-    total = f"{report.operations} operations on {report.backend}"
+    total = report.watched
     if report.clean:
         console.print(Text(f"clean: {total}", style="green"))
     else:

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.device import ROW_ACCESS, Access, Operation
+from outrider.device.arrays import watched
 from outrider_sanitizer.ordering import HOST
 from outrider_sanitizer.places import here
 from outrider_sanitizer.ranks import Ranks
@@ -55,7 +56,7 @@ _INDEXED = frozenset(
 _APART = "which rows an operator takes by data: two such accesses to one memory are taken to be disjoint"
 _BLIND = (
     "kernels launched outside torch's dispatcher, and what an operator does beyond its schema",
-    "pinned memory touched through an array that numpy() gave away, after that call",
+    "pinned memory touched below Python through an array that numpy() gave away",
     "threads that were started before the run was watched",
 )
 
@@ -100,6 +101,22 @@ class _Known:
         self.device = device
         self.pinned = pinned
         self.home = home
+
+
+class _Pinned:
+    """Pinned memory behind a numpy array: its reads and writes are told while the run is watched."""
+
+    def __init__(self, sanitizer: DerivedSanitizer, number: int, tensor: Tensor) -> None:
+        self._sanitizer = sanitizer
+        self._number = number
+        storage = tensor.untyped_storage()
+        self.address = storage.data_ptr()
+        self.nbytes = storage.nbytes()
+
+    def range_accessed(self, low: int, high: int, write: bool) -> None:
+        """The host touches these bytes now."""
+        if self._sanitizer.watches_arrays:
+            self._sanitizer.host_accessed(Access(self._number, low, high, write, argument="array"), here())
 
 
 class Storages:
@@ -165,6 +182,7 @@ class DerivedSanitizer(Sanitizer):
         self._outside: dict[str, int] = {}
         self._captured: WeakKeyDictionary[Graph, int] = WeakKeyDictionary()
         self._host_only = backend.device.type == "cpu"
+        self.watches_arrays = False
 
     # -- placement -------------------------------------------------------------------------------------------------
 
@@ -249,22 +267,34 @@ class DerivedSanitizer(Sanitizer):
     @contextmanager
     def scope(self) -> Generator[None]:
         """Also see reads of host memory that don't pass the dispatcher."""
-        before = {name: getattr(Tensor, name) for name in ("tolist", "numpy")}
+        tolist, numpy = Tensor.tolist, Tensor.numpy
 
-        def reading(original: Any) -> Any:
-            def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-                self._host_read(tensor)
-                return original(tensor, *args, **kwargs)
+        def read(tensor: Tensor) -> Any:
+            self._host_read(tensor)
+            return tolist(tensor)
 
-            return read
+        def give(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return self._given(tensor, numpy(tensor, *args, **kwargs))
 
-        for name, original in before.items():
-            setattr(Tensor, name, reading(original))
+        changed: Any = Tensor
+        changed.tolist, changed.numpy = read, give
+        self.watches_arrays = True
         try:
             yield
         finally:
-            for name, original in before.items():
-                setattr(Tensor, name, original)
+            changed.tolist, changed.numpy = tolist, numpy
+            self.watches_arrays = False
+
+    def _given(self, tensor: Tensor, array: Any) -> Any:
+        """An array that shares a tensor's memory. Giving pinned memory away reads nothing; using the array may."""
+        if self._host_only:
+            self._host_read(tensor)
+            return array
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return array
+        with self._lock:
+            known = self._storages.known(tensor)
+        return array if known is None else watched(array, _Pinned(self, known[0].number, tensor))
 
     @contextmanager
     def running(self) -> Generator[None]:

@@ -170,13 +170,16 @@ def _site_dict(site: Site | None) -> dict[str, Any] | None:
 class Report:
     """What one watched run showed. It fills while the run goes on.
 
-    ``advice``: waits that can be removed; ``blind_spots``: what the sanitizer didn't see.
+    ``advice``: waits that can be removed; ``blind_spots``: what the sanitizer didn't see. ``operations``, ``streams`` (those
+    that were given any) and ``replays`` (of graphs) are what was watched: a run that did nothing is clean, too.
     """
 
     backend: str = ""
     blind_spots: list[str] = field(default_factory=list)
     advice: list[Any] = field(default_factory=list)
     operations: int = 0
+    streams: int = 0
+    replays: int = 0
     most: int = 200
     left_out: int = 0
     _found: dict[tuple[object, ...], Finding] = field(default_factory=dict)
@@ -221,16 +224,24 @@ class Report:
             "backend": self.backend,
             "clean": self.clean,
             "operations": self.operations,
+            "streams": self.streams,
+            "replays": self.replays,
             "findings": [finding.as_dict() for finding in self.findings],
             "left_out": self.left_out,
             "advice": [item.as_dict() for item in self.advice],
             "blind_spots": list(self.blind_spots),
         }
 
+    @property
+    def watched(self) -> str:
+        """How much was watched, and where."""
+        counts = f"{self.operations} operations, {self.streams} streams and {self.replays} replays"
+        return f"{counts} on {self.backend}"
+
     def __str__(self) -> str:
         if self.clean:
-            return f"clean: {self.operations} operations on {self.backend}"
-        parts = [f"{len(self)} finding{'s' if len(self) > 1 else ''} in {self.operations} operations on {self.backend}"]
+            return f"clean: {self.watched}"
+        parts = [f"{len(self)} finding{'s' if len(self) > 1 else ''} in {self.watched}"]
         parts += [f"{number}. {finding}" for number, finding in enumerate(self.findings, 1)]
         if self.left_out:
             parts.append(f"and {self.left_out} more that aren't listed")

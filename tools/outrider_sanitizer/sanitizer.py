@@ -36,6 +36,7 @@ class Sanitizer(Observer):
         self.report.backend += f", {backend.label}" if self.report.backend else backend.label
         self._lock = self.ranks.lock
         self._labels: dict[str, str] = {}
+        self._used: set[str] = set()
         # Weakly, or the names of streams that are over would stay taken.
         self._streams: WeakValueDictionary[str, Stream] = WeakValueDictionary()
         self._diagnosis = Diagnosis(backend.control, self._labels, len(self.ranks.orderings) if ranks is not None else -1)
@@ -98,6 +99,12 @@ class Sanitizer(Observer):
     def _read(self, point: Point, access: Access, shadow: Shadow) -> None:
         self._staleness.read(point, access, shadow)
 
+    def _uses(self, stream: str) -> None:
+        """A stream was given something to do."""
+        if stream not in self._used:
+            self._used.add(stream)
+            self.report.streams += 1
+
     def _watch_reads(self) -> None:
         # Reads pass through Python once more only when a rule needs them.
         self._ordering.listener.read = self._read
@@ -127,6 +134,7 @@ class Sanitizer(Observer):
     def launched(self, operation: Operation) -> None:
         with self._lock:
             self.report.operations += 1
+            self._uses(operation.stream)
             self._ordering.launched(operation)
 
     def rows_touched(self, operation: Operation, accesses: tuple[Access, ...]) -> None:
@@ -203,6 +211,7 @@ class Sanitizer(Observer):
                 replace(at, write=True, argument="output") for tensor in writes if (at := self._locate(tensor)) is not None
             ]
             self.report.operations += 1
+            self._uses(stream.name)
             self._ordering.collective(stream.name, group, call, tuple(accesses))
 
     def decided(self, group: Group, name: str, value: Decision) -> None:
@@ -220,6 +229,8 @@ class Sanitizer(Observer):
     def replayed(self, graph: Graph, stream: Stream, generation: int) -> None:
         with self._lock:
             self._watch_reads()
+            self.report.replays += 1
+            self._uses(stream.name)
             replays, location = self.backend.replays, here()
             self._ordering.in_order(
                 stream.name, lambda: self._staleness.replayed(graph, stream.name, generation, replays, location)

@@ -273,6 +273,8 @@ class TorchSanitizer(DerivedSanitizer):
         return replay
 
     def _replays(self, graph: Graph, stream: str, generation: int) -> None:
+        self.report.replays += 1
+        self._uses(stream)
         self._ordering.replayed(graph, stream, generation)
         self._index[stream] = self._index.get(stream, 0) + 1 + self._captured.get(graph, 0)
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from outrider_sim.arrays import watched
+from outrider.device.arrays import watched
 
 
 class HostAllocation:

@@ -6,18 +6,25 @@ arithmetic and `torch.from_numpy` are noted; what reaches the bytes below Python
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from outrider_sim.pinned import HostAllocation
+
+class HostMemory(Protocol):
+    """Pinned memory that wants to know what the host does with its bytes."""
+
+    address: int
+    nbytes: int
+
+    def range_accessed(self, low: int, high: int, write: bool) -> None:
+        """The host reads or writes the bytes ``low`` to ``high``, counted from ``address``, now."""
 
 
 class PinnedArray(np.ndarray):
     """A view of pinned memory. What is computed from it is an ordinary array."""
 
-    _alloc: HostAllocation | None = None
+    _alloc: HostMemory | None = None
 
     def __array_finalize__(self, base: Any) -> None:
         """Views belong to the same memory; copies, whose bytes lie elsewhere, to none."""
@@ -86,14 +93,14 @@ class PinnedArray(np.ndarray):
         return (self[n] for n in range(len(self)))
 
 
-def watched(array: Any, alloc: HostAllocation) -> PinnedArray:
+def watched(array: Any, alloc: HostMemory) -> PinnedArray:
     """`array`, which lies in the memory of `alloc`, with its reads and writes seen."""
     made: PinnedArray = array.view(PinnedArray)
     made._alloc = alloc
     return made
 
 
-def _within(array: Any, alloc: HostAllocation) -> bool:
+def _within(array: Any, alloc: HostMemory) -> bool:
     return bool(alloc.address <= array.__array_interface__["data"][0] < alloc.address + max(alloc.nbytes, 1))
 
 
