@@ -23,6 +23,8 @@ class Outcome:
     operations: int
     launches: int
     """Kernels that Triton's interpreter ran."""
+    nowhere: dict[str, int]
+    """Ranges by kernel that lie in no known memory; nobody was told of them."""
     streams: int
     steps: int
     findings: list[str] = field(default_factory=list)
@@ -104,7 +106,7 @@ def run(
     got = [list(r.outputs[0].token_ids) for r in results]
     return Outcome(
         tokens=got, right=got == expected(folder, PROMPTS, tokens), operations=report.operations,
-        launches=sum(launches.counts.values()), streams=len(backend.streams), steps=counted[0],
+        launches=sum(launches.counts.values()), nowhere=launches.nowhere, streams=len(backend.streams), steps=counted[0],
         findings=[str(f) for f in report], seconds=time.monotonic() - started,
     )  # fmt: skip
 

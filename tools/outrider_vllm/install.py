@@ -55,7 +55,7 @@ def install() -> Launches:
     _State.launches = _triton()
     from outrider_vllm.torch_cuda import install_names
 
-    install_names()
+    install_names(_State.launches.show)
     return _State.launches
 
 
@@ -66,7 +66,7 @@ def _triton() -> Launches:
 
     from outrider_vllm.triton_launches import Launches
 
-    launches = Launches(interpreter.GridExecutor)
+    launches = Launches(interpreter.GridExecutor, interpreter.interpreter_builder)
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         launches.run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
