@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 PROMPTS = ((5, 6, 7, 8, 5, 6, 7), (9, 10, 11), (3, 4, 5, 3, 4, 5, 3, 4, 5, 3, 4))
+LONG_PROMPTS = tuple(tuple(3 + (first + at * at) % 60 for at in range(length)) for first, length in ((1, 41), (7, 19), (20, 70)))
+"""Prompts of several blocks, one of them of two chunks: their blocks are stored while later steps are on their way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ def run(
     backend: Any, launches: Any, folder: Path, *, tokens: int, asynchronous: bool, speculate: bool, offload: bool,
     before: Callable[[], None] | None = None,
 ) -> Outcome:  # fmt: skip
-    """Decode `PROMPTS`, `tokens` each, under the sanitizer. `before` is called when vLLM is imported and nothing has run."""
+    """Decode `PROMPTS` (`LONG_PROMPTS` with `offload`), `tokens` each, under the sanitizer. `before` is called when vLLM is imported and nothing has run."""
     from vllm import LLM, SamplingParams
 
     from outrider_sanitizer import watch
@@ -87,6 +89,7 @@ def run(
         }  # fmt: skip
     if before is not None:
         before()
+    prompts = LONG_PROMPTS if offload else PROMPTS
     started = time.monotonic()
     with watch(backend) as report:
         engine: Any = LLM(
@@ -96,7 +99,7 @@ def run(
         )  # fmt: skip
         counted = _count_steps()
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        given = [{"prompt_token_ids": list(p)} for p in PROMPTS]
+        given = [{"prompt_token_ids": list(p)} for p in prompts]
         rounds = 2 if offload else 1  # the second finds its prefixes, on the device or in the host's cache
         for _ in range(rounds):
             results = engine.generate(given, sampling, use_tqdm=False)
@@ -105,7 +108,7 @@ def run(
         backend.synchronize()
     got = [list(r.outputs[0].token_ids) for r in results]
     return Outcome(
-        tokens=got, right=got == expected(folder, PROMPTS, tokens), operations=report.operations,
+        tokens=got, right=got == expected(folder, prompts, tokens), operations=report.operations,
         launches=sum(launches.counts.values()), nowhere=launches.nowhere, streams=len(backend.streams), steps=counted[0],
         findings=[str(f) for f in report], seconds=time.monotonic() - started,
     )  # fmt: skip
