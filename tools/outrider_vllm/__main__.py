@@ -22,11 +22,14 @@ def main() -> None:
     parser.add_argument("--speculate", action="store_true", help="with n-gram proposals")
     parser.add_argument("--work", default="plain", choices=[w.name for w in WORKLOADS], help="what it's asked for")
     parser.add_argument("--offload", action="store_true", help="the same as --work offload")
+    parser.add_argument("--first-runner", action="store_true", help="vLLM's older model runner; it speculates with a draft model")
     parser.add_argument("--revert", default="", help="take one ordering out: a name of outrider_vllm.reverts")
     given = parser.parse_args()
 
     from outrider import get_backend
 
+    if given.first_runner:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # vLLM's own switch; it has no other
     backend = get_backend(f"sim:strategy={given.strategy}")
     from outrider_vllm.install import install
 
@@ -37,7 +40,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         outcome = engine.run(
             backend, launches, Path(folder), workload("offload" if given.offload else given.work), tokens=given.tokens,
-            asynchronous=not given.synchronous, speculate=given.speculate,
+            asynchronous=not given.synchronous, speculate=given.speculate, first_runner=given.first_runner,
             revert=undo[given.revert].apply if given.revert else None,
         )  # fmt: skip
     print("OUTCOME " + json.dumps(asdict(outcome)))

@@ -58,12 +58,12 @@ JUDGED = (
 )  # fmt: skip
 
 
-def checkpoint(folder: Path) -> Path:
-    """A random Llama of one layer; the same each time."""
+def checkpoint(folder: Path, seed: int = 0) -> Path:
+    """A random Llama of one layer; the same for the same seed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if not (folder / "config.json").exists():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         config = LlamaConfig(
             vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
             num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.3, bos_token_id=1, eos_token_id=2,
@@ -92,7 +92,7 @@ def expected(folder: Path, prompts: Sequence[Sequence[int]], count: int) -> list
 
 def run(
     backend: Any, launches: Any, folder: Path, work: Workload, *, tokens: int, asynchronous: bool, speculate: bool,
-    revert: Callable[[Any], Callable[[], int]] | None = None,
+    first_runner: bool = False, revert: Callable[[Any], Callable[[], int]] | None = None,
 ) -> Outcome:  # fmt: skip
     """Decode the requests of `work`, `tokens` each, under the sanitizer. `revert` is given the engine before its first request
     and takes an ordering out; the result says how often it was missed.
@@ -103,7 +103,11 @@ def run(
     from outrider_sanitizer import watch
 
     more: dict[str, Any] = {}
-    if speculate:
+    if speculate and first_runner:
+        # Its proposals by n-gram can't be scheduled asynchronously.
+        draft = str(checkpoint(folder / "draft", seed=1))
+        more["speculative_config"] = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
+    elif speculate:
         more["speculative_config"] = {
             "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1,
         }  # fmt: skip
@@ -129,7 +133,7 @@ def run(
             max_num_seqs=4, max_num_batched_tokens=64, num_gpu_blocks_override=work.blocks, kv_cache_memory_bytes=64 << 20,
             async_scheduling=asynchronous, disable_log_stats=True, **more,
         )  # fmt: skip
-        counted = _count_steps()
+        counted = _count_steps(engine)
         skipped = revert(engine) if revert is not None else int  # int() is 0
         for prompts in work.rounds:
             stops = work.stop_after if prompts is last else {}
@@ -167,14 +171,13 @@ def judge(report: Report) -> tuple[list[str], dict[str, int]]:
     return left, judged
 
 
-def _count_steps() -> list[int]:
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+def _count_steps(engine: Any) -> list[int]:
+    runner = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    counted, before = [0], runner.execute_model
 
-    counted, before = [0], GPUModelRunner.execute_model
-
-    def execute_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(*args: Any, **kwargs: Any) -> Any:
         counted[0] += 1
-        return before(runner, *args, **kwargs)
+        return before(*args, **kwargs)
 
-    GPUModelRunner.execute_model = execute_model
+    runner.execute_model = execute_model
     return counted
