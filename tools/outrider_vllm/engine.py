@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,8 +104,7 @@ def run(
     from outrider_sanitizer import watch
 
     more: dict[str, Any] = {}
-    if speculate and first_runner:
-        # Its proposals by n-gram can't be scheduled asynchronously.
+    if speculate and first_runner:  # proposals by n-gram can't be scheduled asynchronously there
         draft = str(checkpoint(folder / "draft", seed=1))
         more["speculative_config"] = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
     elif speculate:
@@ -134,6 +134,8 @@ def run(
             async_scheduling=asynchronous, disable_log_stats=True, **more,
         )  # fmt: skip
         counted = _count_steps(engine)
+        if work.recurrent:
+            _tell_of_recurrent_layers(engine)
         skipped = revert(engine) if revert is not None else int  # int() is 0
         for prompts in work.rounds:
             stops = work.stop_after if prompts is last else {}
@@ -171,8 +173,31 @@ def judge(report: Report) -> tuple[list[str], dict[str, int]]:
     return left, judged
 
 
+def _tell_of_recurrent_layers(engine: Any) -> None:
+    """What the first runner does for such layers, without their states: counts of accepted tokens go to the host."""
+    from vllm.config import ModelConfig
+    from vllm.v1.worker import mamba_utils
+
+    def after_step(*, num_reqs: int, num_accepted_tokens_gpu: Any, num_accepted_tokens_cpu_tensor: Any, **_: Any) -> None:
+        num_accepted_tokens_cpu_tensor[:num_reqs].copy_(num_accepted_tokens_gpu[:num_reqs], non_blocking=True)
+
+    module: Any = mamba_utils
+    module.postprocess_mamba_align_gpu = after_step
+    module.preprocess_mamba = lambda *args, **kwargs: None
+    config: Any = ModelConfig
+    config.is_hybrid = property(lambda config: True)
+    runner = _runner(engine)
+    runner._mamba_bufs = SimpleNamespace(preprocess=None, postprocess_align=None)
+    runner._mamba_state_copy_funcs = {}
+    runner.cache_config.mamba_cache_mode = "align"
+
+
+def _runner(engine: Any) -> Any:
+    return engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
 def _count_steps(engine: Any) -> list[int]:
-    runner = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner = _runner(engine)
     counted, before = [0], runner.execute_model
 
     def execute_model(*args: Any, **kwargs: Any) -> Any:

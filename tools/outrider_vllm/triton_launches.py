@@ -63,6 +63,10 @@ class Launches:
             if parameter in directions.writes:
                 writes.append((parameter, value))
         hosts = {k: host_view(v) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+        for parameter, value in given.items():
+            # The interpreter refuses a truth value that isn't a constant of the kernel: it makes it of 32 bits, and of one.
+            if isinstance(value, bool) and "constexpr" not in str(function.__annotations__.get(parameter, "")):
+                hosts[parameter] = int(value)
         if callable(grid):
             grid = grid(dict(given))
         sizes = tuple(int(n) for n in (grid if isinstance(grid, tuple | list) else (grid,)))

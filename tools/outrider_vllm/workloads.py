@@ -29,6 +29,8 @@ class Workload:
     """Request of the last round → how many tokens it makes before one that stops it: the scheduler can't foresee that."""
     zeroing: bool = False
     """New blocks of the cache are zeroed, as for models with recurrent layers."""
+    recurrent: bool = False
+    """The first runner is told that the model has recurrent layers whose states are aligned with blocks; there are none."""
 
 
 _SHORT = ((5, 6, 7, 8, 5, 6, 7), (9, 10, 11), (3, 4, 5, 3, 4, 5, 3, 4, 5, 3, 4))
@@ -43,6 +45,8 @@ WORKLOADS = (
              "while its next step is on its way", rounds=((_SECOND,), (_FIRST, _SECOND)), offload=True, blocks=8, longest=96,
              stop_after=MappingProxyType({0: 3})),
     Workload(name="zeroing", purpose="new blocks are zeroed", rounds=(_LONG,), zeroing=True),
+    Workload(name="recurrent", purpose="counts of accepted tokens go to the host for each step, as for models with recurrent layers",
+             rounds=(_SHORT,), recurrent=True),
 )  # fmt: skip
 
 
