@@ -19,26 +19,26 @@ import triton.language as tl  # noqa: E402
 
 
 @triton.jit
-def write_block(cache, block, SIZE: tl.constexpr):
-    at = tl.arange(0, SIZE)
-    tl.store(cache + block * SIZE + at, at.to(tl.float32))
+def write_block(cache, block, size: tl.constexpr):
+    at = tl.arange(0, size)
+    tl.store(cache + block * size + at, at.to(tl.float32))
 
 
 @triton.jit
-def write_through(table, SIZE: tl.constexpr):
+def write_through(table, size: tl.constexpr):
     where = tl.load(table).to(tl.pointer_type(tl.float32))
-    tl.store(where + tl.arange(0, SIZE), tl.zeros((SIZE,), tl.float32))
+    tl.store(where + tl.arange(0, size), tl.zeros((size,), tl.float32))
 
 
 @triton.jit
-def write_some(out, count, SIZE: tl.constexpr):
-    at = tl.arange(0, SIZE)
+def write_some(out, count, size: tl.constexpr):
+    at = tl.arange(0, size)
     tl.store(out + at, at.to(tl.float32), mask=at < count)
 
 
 @triton.jit
-def add_to(total, SIZE: tl.constexpr):
-    tl.atomic_add(total + tl.arange(0, SIZE), tl.full((SIZE,), 1.0, tl.float32))
+def add_to(total, size: tl.constexpr):
+    tl.atomic_add(total + tl.arange(0, size), tl.full((size,), 1.0, tl.float32))
 
 
 def seen(backend, steps):
@@ -60,7 +60,7 @@ def main():
         def steps(side):
             cache = torch.zeros(4, 16, device="sim")
             backend.synchronize()
-            write_block[(1,)](cache, 1, SIZE=16)
+            write_block[(1,)](cache, 1, size=16)
             with torch.sim.stream(side):
                 cache[block].to("cpu", non_blocking=True)
             torch.sim.synchronize()
@@ -74,7 +74,7 @@ def main():
         x = torch.ones(16, device="sim")
         addresses = torch.tensor([x.data_ptr()], dtype=torch.uint64, device="sim")
         backend.synchronize()
-        write_through[(1,)](addresses, SIZE=16)
+        write_through[(1,)](addresses, size=16)
         with torch.sim.stream(side):
             x + 1
         torch.sim.synchronize()
@@ -84,7 +84,7 @@ def main():
     def some(count):
         def steps(side):
             out = torch.empty(16, device="sim")
-            write_some[(1,)](out, count, SIZE=16)
+            write_some[(1,)](out, count, size=16)
             out.to("cpu", non_blocking=True)
             torch.sim.synchronize()
 
@@ -98,7 +98,7 @@ def main():
     def atomic(side):
         total = torch.zeros(16, device="sim")
         backend.synchronize()
-        add_to[(1,)](total, SIZE=16)
+        add_to[(1,)](total, size=16)
         with torch.sim.stream(side):
             total + 1
         torch.sim.synchronize()

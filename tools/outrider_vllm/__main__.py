@@ -22,7 +22,9 @@ def main() -> None:
     parser.add_argument("--speculate", action="store_true", help="with n-gram proposals")
     parser.add_argument("--work", default="plain", choices=[w.name for w in WORKLOADS], help="what it's asked for")
     parser.add_argument("--offload", action="store_true", help="the same as --work offload")
-    parser.add_argument("--first-runner", action="store_true", help="vLLM's older model runner; it speculates with a draft model")
+    parser.add_argument(
+        "--first-runner", action="store_true", help="its older model runner; that speculates with a draft model"
+    )
     parser.add_argument("--revert", default="", help="take one ordering out: a name of outrider_vllm.reverts")
     given = parser.parse_args()
 

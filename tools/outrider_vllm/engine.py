@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from outrider_vllm.judged import judge
 from outrider_vllm.workloads import Workload
-
-if TYPE_CHECKING:
-    from outrider_sanitizer.findings import Finding, Report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,26 +35,6 @@ class Outcome:
     skipped: int
     """How often the ordering was left out that the run was asked to leave out."""
     seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judged:
-    """A finding that was looked into: what it is, and the page that says why it's no fault."""
-
-    page: str
-    kind: str
-    file: str
-    memory: str
-
-    def fits(self, finding: Finding) -> bool:
-        """Whether `finding` is this one."""
-        return finding.kind == self.kind and self.file in finding.second.location and self.memory in finding.memory
-
-
-JUDGED = (
-    Judged(page="vllm-unwritten-tail-of-sampled", kind="read before it was written", file="worker/gpu/async_utils.py",
-           memory="rejection_sampler_utils.py"),
-)  # fmt: skip
 
 
 def checkpoint(folder: Path, seed: int = 0) -> Path:
@@ -95,8 +73,8 @@ def run(
     backend: Any, launches: Any, folder: Path, work: Workload, *, tokens: int, asynchronous: bool, speculate: bool,
     first_runner: bool = False, revert: Callable[[Any], Callable[[], int]] | None = None,
 ) -> Outcome:  # fmt: skip
-    """Decode the requests of `work`, `tokens` each, under the sanitizer. `revert` is given the engine before its first request
-    and takes an ordering out; the result says how often it was missed.
+    """Decode the requests of `work`, `tokens` each, under the sanitizer. `revert` is given the engine before its first
+    request and takes an ordering out; the result says how often it was left out.
     """
     from vllm import LLM, SamplingParams
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -157,20 +135,6 @@ def run(
         nowhere=launches.nowhere, streams=len(backend.streams), steps=counted[0], findings=findings, judged=judged,
         skipped=skipped(), seconds=time.monotonic() - started,
     )  # fmt: skip
-
-
-def judge(report: Report) -> tuple[list[str], dict[str, int]]:
-    """The findings, apart from those that `docs/findings` explains; how often each of these was met."""
-    left: list[str] = []
-    judged: dict[str, int] = {}
-    for finding in report:
-        for known in JUDGED:
-            if known.fits(finding):
-                judged[known.page] = judged.get(known.page, 0) + finding.count
-                break
-        else:
-            left.append(str(finding))
-    return left, judged
 
 
 def _tell_of_recurrent_layers(engine: Any) -> None:

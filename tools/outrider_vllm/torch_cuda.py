@@ -22,7 +22,7 @@ NAMES = (
 
 
 def install_names(address: Callable[[SimTensor], int]) -> None:
-    """Replace the names for this process. `address` is what `data_ptr` gives: where the bytes are, or kernels can't follow it."""
+    """Replace the names for this process. `address` is what `data_ptr` gives, where the bytes are: kernels follow it."""
     module: Any = torch.sim  # type: ignore[attr-defined]
     for name in NAMES:
         setattr(torch.cuda, name, getattr(module, name))

@@ -20,7 +20,7 @@ from outrider_vllm.triton_touched import Place, Recorder, Touched
 
 
 class Launches:
-    """Takes the place of `InterpretedFunction.run`. `builder` is the interpreter's, through which each load and store goes."""
+    """Takes the place of `InterpretedFunction.run`. Loads and stores go through the interpreter's `builder`."""
 
     def __init__(self, executor: Callable[..., Any], builder: Any) -> None:
         self.executor = executor

@@ -1,4 +1,4 @@
-"""What a launch of a Triton kernel really touched: the addresses that its interpreter loads and stores, as ranges of storages.
+"""What a launch of a Triton kernel really touched: addresses that its interpreter loads and stores, as ranges of storages.
 
 A kernel's source says which tensors it may touch; which blocks of a cache, and what lies behind a table of addresses, only
 its run says. Triton's interpreter holds each load's and store's addresses as an array, after which the mask decides.

@@ -37,7 +37,7 @@ class Tap(Protocol):
         """A host thread touched pinned memory directly."""
 
     def rows(self, op: Op, stream: StreamQueue, index: int) -> None:
-        """`op` is about to run: its index operands hold what it will use. Or it has run, where only that tells (`Op.after`)."""
+        """`op` is about to run: its index operands hold what it will use. Or it has run, where that tells (`Op.after`)."""
 
 
 class SeamTap:

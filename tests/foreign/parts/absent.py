@@ -23,7 +23,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, roots):
         self.roots = roots
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name, *_):
         if name.partition(".")[0] in self.roots:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None

@@ -1,7 +1,8 @@
 """SGLang #26380: the schedule stream frees window slots, which clears entries of a map that a forward may still read.
 
-Unmodified: `Scheduler.event_loop_overlap`, `run_batch`, `_apply_war_barrier`, `FutureMap`, the allocator of sliding windows and
-its pool's map. Stand-ins: which batch is next, the model (it translates its slots through the map), what is done with results.
+Unmodified, of SGLang 0.5.23: `Scheduler.event_loop_overlap`, `run_batch`, `_apply_war_barrier`, `FutureMap`, the allocator of
+sliding windows and its pool's map. Stand-ins: which batch is next (it frees what left the window, as preparing one does), the
+model (it translates its slots through the map), what is done with results.
 """
 
 from collections import deque
@@ -44,7 +45,8 @@ def scheduler(pool, allocator):
         _confidence_budget_prepare=None, device_module=torch.sim, enable_unified_memory=False, enable_async_d2h_copy=False,
         spec_algorithm=SpeculativeAlgorithm.NONE, beam_coordinator=SimpleNamespace(maybe_select_and_relay=nothing),
         chunked_req=None, batch_record_buf=[[], []], batch_record_ct=0, processed_tokens_counter=0, on_idle=nothing,
-        token_to_kv_pool_allocator=allocator, _war_barrier_enabled=True, record_batch_in_overlap=nothing, scheduler_stage_metrics=None, enable_unified_cache_external_linker=False, attn_dp_enabled=False,
+        token_to_kv_pool_allocator=allocator, _war_barrier_enabled=True, record_batch_in_overlap=nothing,
+        scheduler_stage_metrics=None, enable_unified_cache_external_linker=False, attn_dp_enabled=False,
     )  # fmt: skip
     for name in ("schedule", "forward", "copy"):
         stream = torch.sim.Stream()
@@ -71,7 +73,9 @@ def steps(revert):
         batch.__dict__.update(
             forward_mode=ForwardMode.DECODE, extend_num_tokens=None, reqs=[], spec_algorithm=SpeculativeAlgorithm.NONE,
             req_pool_indices=torch.tensor([1], device="sim"), seq_lens=torch.tensor([step + 8], device="sim"),
-            sampling_info=None, prefill_input_ids_cpu=torch.ones(1, dtype=torch.int64).pin_memory() if step == 0 else None, mix_running_indices=None, return_logprob=False, input_ids=None,
+            sampling_info=None,
+            prefill_input_ids_cpu=torch.ones(1, dtype=torch.int64).pin_memory() if step == 0 else None,
+            mix_running_indices=None, return_logprob=False, input_ids=None,
             return_hidden_states=False, beam_tail=None, enable_overlap=True, device="sim", spec_info=None, step=step,
             hicache_consumer_index=-1,
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """vLLM #31841: the host writes the mask of multimodal positions of a step while the step before may still copy it.
 
 Unmodified, of vLLM 0.33: the first runner's `_gather_mm_embeddings`, as its drafter calls it (outside the part of a step that
-waits for the inputs of the one before), and `SupportsMultiModal.embed_input_ids`, which copies the mask. Stand-ins: requests, an
-encoder's output, the table of embeddings. Taken out: each step's mask in memory of its own; before the fix it was one buffer.
+waits for the inputs of the one before), and `SupportsMultiModal.embed_input_ids`, which copies the mask. Stand-ins: requests,
+an encoder's output, the table of embeddings. Taken out: each step's mask in its own memory; before the fix it was one buffer.
 """
 
 from types import SimpleNamespace
@@ -14,7 +14,6 @@ import torch
 backend = running.on_sim()
 absent.stand_in("torchvision")
 
-import vllm.utils.torch_utils  # noqa: E402
 from vllm.model_executor.models.interfaces import SupportsMultiModal  # noqa: E402
 from vllm.multimodal.inputs import PlaceholderRange  # noqa: E402
 from vllm.v1.worker import gpu_model_runner  # noqa: E402
