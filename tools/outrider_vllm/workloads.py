@@ -39,10 +39,10 @@ _FIRST, _SECOND = spread(1, 70), spread(7, 41)
 
 WORKLOADS = (
     Workload(name="plain", purpose="three short requests", rounds=(_SHORT,)),
-    Workload(name="offload", purpose="blocks are stored while later steps are on their way, and loaded in the second round; one "
-             "prompt has two chunks", rounds=(_LONG, _LONG), offload=True),
-    Workload(name="scarce", purpose="so few blocks that a request which is loaded takes over those of one that was stopped while "
-             "its next step is on its way", rounds=((_SECOND,), (_FIRST, _SECOND)), offload=True, blocks=8, longest=96,
+    Workload(name="offload", purpose="blocks are stored while later steps are on their way, and loaded in the second round",
+             rounds=(_LONG, _LONG), offload=True),
+    Workload(name="scarce", purpose="so few blocks that a request which is loaded takes over those of one that was stopped "
+             "while its next step is on its way", rounds=((_SECOND,), (_FIRST, _SECOND)), offload=True, blocks=8, longest=96,
              stop_after=MappingProxyType({0: 3})),
     Workload(name="zeroing", purpose="new blocks are zeroed", rounds=(_LONG,), zeroing=True),
     Workload(name="recurrent", purpose="counts of accepted tokens go to the host in each step", rounds=(_SHORT,),
