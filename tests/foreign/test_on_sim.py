@@ -30,10 +30,29 @@ def test_asynchronous_steps_with_speculation_are_right_and_clean():
     assert seen["streams"] >= 2
     assert seen["operations"] > 200
     assert seen["findings"] == []
+    assert seen["nowhere"] == {}
 
 
-@pytest.mark.parametrize("name", ["output-is-awaited", "output-copy-waits"])
-def test_an_ordering_that_is_taken_out_is_missed(name):
-    seen = run("--tokens", "4", "--speculate", "--revert", name)
+FIRST = ("--first-runner", "--speculate")
+CASES = [
+    ("offload-store-waits", ("--work", "offload"), "copy_backend.py"),
+    ("blocks-are-freed-late", ("--work", "scarce", "--tokens", "8"), "copy_backend.py"),
+    ("ids-have-own-buffers", ("--work", "zeroing"), "worker/utils.py"),
+    ("counts-are-awaited", ("--work", "recurrent", *FIRST), "gpu_model_runner.py:2082"),
+    ("output-is-awaited", ("--speculate",), "async_utils.py"),
+    ("output-copy-waits", ("--speculate",), "async_utils.py"),
+]
+
+
+@pytest.mark.parametrize(("name", "work", "where"), CASES, ids=[c[0] for c in CASES])
+def test_an_ordering_that_is_taken_out_is_missed(name, work, where):
+    seen = run("--tokens", "6", *work, "--revert", name)
     assert seen["skipped"] > 0
-    assert any("async_utils.py" in finding for finding in seen["findings"]), seen["findings"]
+    assert any(where in finding for finding in seen["findings"]), seen["findings"]
+
+
+@pytest.mark.parametrize("work", ["offload", "scarce", "zeroing", "recurrent"])
+def test_with_every_ordering_nothing_is_found(work):
+    seen = run("--tokens", "8" if work == "scarce" else "6", "--work", work, *(FIRST if work == "recurrent" else ()))
+    assert seen["right"], seen["tokens"]
+    assert seen["findings"] == []

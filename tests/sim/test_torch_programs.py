@@ -270,3 +270,38 @@ def test_memory_that_a_stream_recorded_waits_for_what_the_stream_holds_at_the_re
     backend.synchronize()
     assert torch.ones(4, device=backend.device).data_ptr() == place
     assert y.tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
+def test_a_tensor_like_one_of_the_host_is_made_on_the_device(device, pinned):
+    host = torch.ones(3, 4).pin_memory() if pinned else torch.ones(4, 3).t()
+    made = {
+        "zeros": torch.zeros_like(host, device=device),
+        "ones": torch.ones_like(host, device=device, dtype=torch.int32),
+        "full": torch.full_like(host, 7.0, device=device),
+        "rand": torch.rand_like(host, device=device),
+        "empty": torch.empty_like(host, device=device),
+    }
+    for tensor in made.values():
+        assert tensor.device == device
+        assert tensor.shape == host.shape
+        assert tensor.stride() == host.stride()
+    assert made["zeros"].sum().item() == 0
+    assert made["ones"].dtype == torch.int32
+    assert made["full"].tolist() == [[7.0] * 4] * 3
+    assert 0 < made["rand"].mean().item() < 1
+
+
+def test_a_stream_s_context_can_be_entered_again_and_within_itself(device):
+    side = torch.sim.Stream(device)
+    before = torch.sim.current_stream()
+    context = torch.sim.stream(side)
+    for _ in range(2):
+        with context:
+            assert torch.sim.current_stream() == side
+            with context:
+                assert torch.sim.current_stream() == side
+            assert torch.sim.current_stream() == side
+        assert torch.sim.current_stream() == before
+    with torch.sim.stream(None):
+        assert torch.sim.current_stream() == before

@@ -18,9 +18,10 @@ class Shadow(IntervalMap):
     """What is known of one storage: its history, and where it comes from.
 
     ``aged`` is set while views of it can become stale: it's written by graph replays. ``label`` says whose it is.
+    ``promised``: launched operations that write some of it and haven't yet said which bytes.
     """
 
-    __slots__ = ("aged", "label", "location", "nbytes", "shared", "storage", "stream")
+    __slots__ = ("aged", "label", "location", "nbytes", "promised", "shared", "storage", "stream")
 
     def __init__(
         self, storage: int, nbytes: int, stream: str, location: str, origin: Record | None = None, over: Over | None = None
@@ -31,6 +32,7 @@ class Shadow(IntervalMap):
         self.stream = stream
         self.location = location
         self.label = ""
+        self.promised = 0
         self.aged: list[tuple[int, int, object]] | None = None
         self.shared: tuple[str, ...] = ()  # streams that the allocator waits for, beside its own
 

@@ -266,6 +266,8 @@ class Staleness:
 
     def stale(self, reason: str, origin: Record | None, point: Point, access: Access, shadow: Shadow) -> None:
         """Bytes were read that are stale, or were never written."""
+        if shadow.promised:
+            return  # a write may cover them that was launched before and hasn't run
         self._add(
             Finding(
                 kind=Kind.STALE if reason else Kind.UNDEFINED,

@@ -102,6 +102,8 @@ class StreamOrdering(Lanes):
         for access in accesses:
             if access.by_rows and self.rows_follow:
                 awaited = True
+                if access.write:
+                    self.memory.shadow(access.storage).promised += 1
                 continue
             shadow = shadows.get(access.storage) or self.memory.shadow(access.storage)
             if listener.read is not None and not access.write:
@@ -136,6 +138,9 @@ class StreamOrdering(Lanes):
         point = waiting.popleft()
         if not waiting:
             del self._awaited[key]
+        for access in operation.accesses:
+            if access.by_rows and access.write:
+                self.memory.shadow(access.storage).promised -= 1
         # What comes behind it in the same replay may have been looked at: temporaries of a graph lie over each other.
         late = point.sequence != self.sequence or point.epoch != point.actor.clock[point.number]
         for access in accesses:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-PROMPTS = ((5, 6, 7, 8, 5, 6, 7), (9, 10, 11), (3, 4, 5, 3, 4, 5, 3, 4, 5, 3, 4))
+from outrider_vllm.judged import judge
+from outrider_vllm.workloads import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,18 +25,24 @@ class Outcome:
     operations: int
     launches: int
     """Kernels that Triton's interpreter ran."""
+    nowhere: dict[str, int]
+    """Ranges by kernel that lie in no known memory; nobody was told of them."""
     streams: int
     steps: int
-    findings: list[str] = field(default_factory=list)
+    findings: list[str]
+    judged: dict[str, int]
+    """Findings that are explained, by the name of their page in `docs/findings`."""
+    skipped: int
+    """How often the ordering was left out that the run was asked to leave out."""
     seconds: float
 
 
-def checkpoint(folder: Path) -> Path:
-    """A random Llama of one layer; the same each time."""
+def checkpoint(folder: Path, seed: int = 0) -> Path:
+    """A random Llama of one layer; the same for the same seed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if not (folder / "config.json").exists():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         config = LlamaConfig(
             vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
             num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.3, bos_token_id=1, eos_token_id=2,
@@ -46,7 +54,7 @@ def checkpoint(folder: Path) -> Path:
 
 
 def expected(folder: Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Greedy tokens of transformers on the host."""
+    """Greedy tokens of transformers on the host, `count` for each prompt."""
     from transformers import LlamaForCausalLM
 
     model: Any = LlamaForCausalLM.from_pretrained(folder, trust_remote_code=False)
@@ -62,20 +70,26 @@ def expected(folder: Path, prompts: Sequence[Sequence[int]], count: int) -> list
 
 
 def run(
-    backend: Any, launches: Any, folder: Path, *, tokens: int, asynchronous: bool, speculate: bool, offload: bool,
-    before: Callable[[], None] | None = None,
+    backend: Any, launches: Any, folder: Path, work: Workload, *, tokens: int, asynchronous: bool, speculate: bool,
+    first_runner: bool = False, revert: Callable[[Any], Callable[[], int]] | None = None,
 ) -> Outcome:  # fmt: skip
-    """Decode `PROMPTS`, `tokens` each, under the sanitizer. `before` is called when vLLM is imported and nothing has run."""
+    """Decode the requests of `work`, `tokens` each, under the sanitizer. `revert` is given the engine before its first
+    request and takes an ordering out; the result says how often it was left out.
+    """
     from vllm import LLM, SamplingParams
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from outrider_sanitizer import watch
 
     more: dict[str, Any] = {}
-    if speculate:
+    if speculate and first_runner:  # proposals by n-gram can't be scheduled asynchronously there
+        draft = str(checkpoint(folder / "draft", seed=1))
+        more["speculative_config"] = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
+    elif speculate:
         more["speculative_config"] = {
             "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1,
         }  # fmt: skip
-    if offload:
+    if work.offload:
         from outrider_vllm import offload as connector
 
         connector.install()
@@ -83,40 +97,76 @@ def run(
             "kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both",
             "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20},
         }  # fmt: skip
-    if before is not None:
-        before()
+    if work.zeroing:
+        vendor: Any = KVCacheConfig
+        vendor.needs_kv_cache_zeroing = property(lambda config: True)
+    checkpoint(folder)
+    last = work.rounds[-1]
+    known = expected(folder, last, tokens)
+    known = [found[: work.stop_after.get(at, tokens)] for at, found in enumerate(known)]
     started = time.monotonic()
     with watch(backend) as report:
         engine: Any = LLM(
-            str(checkpoint(folder)), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=256,
-            max_num_seqs=4, max_num_batched_tokens=64, num_gpu_blocks_override=64, kv_cache_memory_bytes=64 << 20,
+            str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=work.longest,
+            max_num_seqs=4, max_num_batched_tokens=64, num_gpu_blocks_override=work.blocks, kv_cache_memory_bytes=64 << 20,
             async_scheduling=asynchronous, disable_log_stats=True, **more,
         )  # fmt: skip
-        counted = _count_steps()
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        given = [{"prompt_token_ids": list(p)} for p in PROMPTS]
-        rounds = 2 if offload else 1  # the second finds its prefixes, on the device or in the host's cache
-        for _ in range(rounds):
-            results = engine.generate(given, sampling, use_tqdm=False)
-            if offload:
+        counted = _count_steps(engine)
+        if work.recurrent:
+            _tell_of_recurrent_layers(engine)
+        skipped = revert(engine) if revert is not None else int  # int() is 0
+        for prompts in work.rounds:
+            stops = work.stop_after if prompts is last else {}
+            sampling = [
+                SamplingParams(
+                    temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False,
+                    stop_token_ids=[known[at][-1]] if at in stops else None,
+                )
+                for at in range(len(prompts))
+            ]  # fmt: skip
+            results = engine.generate([{"prompt_token_ids": list(p)} for p in prompts], sampling, use_tqdm=False)
+            if work.offload:
                 engine.reset_prefix_cache()
         backend.synchronize()
     got = [list(r.outputs[0].token_ids) for r in results]
+    findings, judged = judge(report)
     return Outcome(
-        tokens=got, right=got == expected(folder, PROMPTS, tokens), operations=report.operations,
-        launches=sum(launches.counts.values()), streams=len(backend.streams), steps=counted[0],
-        findings=[str(f) for f in report], seconds=time.monotonic() - started,
+        tokens=got, right=got == known, operations=report.operations, launches=sum(launches.counts.values()),
+        nowhere=launches.nowhere, streams=len(backend.streams), steps=counted[0], findings=findings, judged=judged,
+        skipped=skipped(), seconds=time.monotonic() - started,
     )  # fmt: skip
 
 
-def _count_steps() -> list[int]:
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+def _tell_of_recurrent_layers(engine: Any) -> None:
+    """What the first runner does for such layers, without their states: counts of accepted tokens go to the host."""
+    from vllm.config import ModelConfig
+    from vllm.v1.worker import mamba_utils
 
-    counted, before = [0], GPUModelRunner.execute_model
+    def after_step(*, num_reqs: int, num_accepted_tokens_gpu: Any, num_accepted_tokens_cpu_tensor: Any, **_: Any) -> None:
+        num_accepted_tokens_cpu_tensor[:num_reqs].copy_(num_accepted_tokens_gpu[:num_reqs], non_blocking=True)
 
-    def execute_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
+    module: Any = mamba_utils
+    module.postprocess_mamba_align_gpu = after_step
+    module.preprocess_mamba = lambda *args, **kwargs: None
+    config: Any = ModelConfig
+    config.is_hybrid = property(lambda config: True)
+    runner = _runner(engine)
+    runner._mamba_bufs = SimpleNamespace(preprocess=None, postprocess_align=None)
+    runner._mamba_state_copy_funcs = {}
+    runner.cache_config.mamba_cache_mode = "align"
+
+
+def _runner(engine: Any) -> Any:
+    return engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def _count_steps(engine: Any) -> list[int]:
+    runner = _runner(engine)
+    counted, before = [0], runner.execute_model
+
+    def execute_model(*args: Any, **kwargs: Any) -> Any:
         counted[0] += 1
-        return before(runner, *args, **kwargs)
+        return before(*args, **kwargs)
 
-    GPUModelRunner.execute_model = execute_model
+    runner.execute_model = execute_model
     return counted

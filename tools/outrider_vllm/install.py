@@ -52,21 +52,24 @@ def install() -> Launches:
         os.environ.setdefault(name, "1")
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS"):
         os.environ.setdefault(name, {"VLLM_NO_USAGE_STATS": "1"}.get(name, "0"))
-    _State.launches = _triton()
+    _State.launches = triton_on_sim()
     from outrider_vllm.torch_cuda import install_names
 
-    install_names()
+    install_names(_State.launches.show)
     return _State.launches
 
 
-def _triton() -> Launches:
+def triton_on_sim() -> Launches:
+    """Let each launch of a Triton kernel of this process go to the simulated device. Call it before Triton is imported, with
+    `TRITON_INTERPRET` set.
+    """
     import triton
     from triton.backends import backends
     from triton.runtime import interpreter
 
     from outrider_vllm.triton_launches import Launches
 
-    launches = Launches(interpreter.GridExecutor)
+    launches = Launches(interpreter.GridExecutor, interpreter.interpreter_builder)
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         launches.run(kernel, *args, grid=grid, warmup=warmup, **kwargs)

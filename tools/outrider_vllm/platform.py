@@ -114,6 +114,10 @@ class SimPlatform(Platform):
         return "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU"
 
     @classmethod
+    def check_runner_kv_caches_multi_layer(cls) -> None:
+        """A draft model's layers have numbers of their own."""
+
+    @classmethod
     def use_custom_op_collectives(cls) -> bool:
         """Groups have one rank."""
         return False

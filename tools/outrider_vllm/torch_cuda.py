@@ -5,6 +5,7 @@ They lead to `torch.sim`. Nothing else of `torch.cuda` changes: what isn't liste
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ NAMES = (
 )  # fmt: skip
 
 
-def install_names() -> None:
-    """Replace the names for this process."""
+def install_names(address: Callable[[SimTensor], int]) -> None:
+    """Replace the names for this process. `address` is what `data_ptr` gives, where the bytes are: kernels follow it."""
     module: Any = torch.sim  # type: ignore[attr-defined]
     for name in NAMES:
         setattr(torch.cuda, name, getattr(module, name))
@@ -36,8 +37,7 @@ def install_names() -> None:
     accelerator.get_memory_info = module.mem_get_info
     accelerator.reset_peak_memory_stats = lambda device=None: None
     SimTensor.set_ = _over_storage  # type: ignore[assignment,method-assign]
-    # Kernels follow addresses that they load from tables, so an address must be where the bytes are. Blocks never move.
-    SimTensor.data_ptr = lambda self: int(self._inner.data_ptr())  # type: ignore[method-assign]
+    SimTensor.data_ptr = lambda self: address(self)  # type: ignore[method-assign]  # blocks never move
 
 
 def stats(device: Any = None) -> dict[str, int]:

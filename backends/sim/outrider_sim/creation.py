@@ -66,6 +66,10 @@ class Creation:
         if elsewhere is not None and elsewhere.type != self._core.device.type:
             result: Tensor = info.run(args[0]._inner, *args[1:], **kwargs)
             return result
+        if not isinstance(args[0], SimTensor):
+            look = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device=META)
+            look = torch.empty_like(look, **{k: v for k, v in kwargs.items() if k in ("dtype", "memory_format")})
+            return self.empty_strided(look.shape, look.stride(), look.dtype)
         if elsewhere is not None and elsewhere.index and elsewhere != args[0].device:
             raise RuntimeError(f"{info.name}: an operand is on {args[0].device} and the result would be on {elsewhere}")
         key: list[Any] = []
@@ -84,6 +88,9 @@ class Creation:
         elsewhere = kwargs.get("device")
         if elsewhere is not None and elsewhere.type != self._core.device.type and isinstance(args[0], SimTensor):
             return info.run(args[0]._inner, *args[1:], **kwargs)
+        if not isinstance(args[0], SimTensor):
+            look = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device=META)
+            return self.factory(info, (look, *args[1:]), kwargs)
         return self._core.compute(info, args, kwargs)
 
     def factory(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SimTensor:

@@ -6,6 +6,7 @@ Both are for adapters of programs that launch kernels themselves, such as Triton
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -23,11 +24,13 @@ def launch(
     *,
     reads: Sequence[tuple[str, Tensor]] = (),
     writes: Sequence[tuple[str, Tensor]] = (),
+    touched: Callable[[], tuple[Access, ...]] | None = None,
 ) -> None:
     """Queue one operation on the calling thread's current stream; it returns before `run` is called.
 
     `run` works on host tensors from `host_view`. `reads` and `writes` name each operand that it touches, a tensor of the
-    device; an operand that it reads and writes is in both. Raises `ConfigError` for another kind of tensor.
+    device; an operand that it reads and writes is in both. With `touched`, which is asked when `run` is over and says which
+    bytes were read and written, they say only what may be touched. Raises `ConfigError` for another kind of tensor.
     """
     from outrider_sim.device import registered
 
@@ -43,6 +46,9 @@ def launch(
         for write, operands in ((False, reads), (True, writes)):
             for argument, tensor in operands:
                 accesses.append(extent(_device_tensor(name, argument, tensor), write, argument))
+        if touched is not None:
+            accesses = [replace(access, by_rows=True) for access in accesses]
+            op.rows, op.after = touched, True
         op.accesses = tuple(accesses)
         op.line = machine.line
     machine.enqueue(op, machine.stream)

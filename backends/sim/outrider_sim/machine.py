@@ -377,13 +377,15 @@ class Machine(Failing):
             if fault is not None and op.number >= 0:
                 self._inject(fault, op, stream, index)
             else:
-                if op.rows is not None and self.tap is not None:
+                if op.rows is not None and self.tap is not None and not op.after:
                     self.tap.rows(op, stream, index)
                 try:
                     if op.post is None:
                         op.fn(*op.args, **op.kwargs)  # type: ignore[misc]
                     else:
                         op.post(op.fn(*op.args, **op.kwargs))  # type: ignore[misc]
+                    if op.after and self.tap is not None:
+                        self.tap.rows(op, stream, index)
                 except Exception as error:
                     self._fail(op, stream, index, error)
         elif kind == Kind.RECORD:

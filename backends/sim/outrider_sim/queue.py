@@ -104,6 +104,7 @@ class Op:
 
     __slots__ = (
         "accesses",
+        "after",
         "args",
         "cost",
         "fn",
@@ -149,16 +150,18 @@ class Op:
         self.line = ""
         self.report: Any = None  # what a tool made of it when it was enqueued
         self.rows: Any = None  # how to find the rows that it touches, from its operands when it runs
+        self.after = False  # they are known only when it has run
         self.seed: Any = None
 
     def again(self) -> Op:
         """A copy of this operation, for another issue of it."""
         op = Op(self.kind, self.name, self.fn, self.args, self.kwargs, self.post, self.target, self.cost)
-        op.order, op.accesses, op.line, op.rows, op.seed, op.report = (
+        op.order, op.accesses, op.line, op.rows, op.after, op.seed, op.report = (
             self.order,
             self.accesses,
             self.line,
             self.rows,
+            self.after,
             self.seed,
             self.report,
         )

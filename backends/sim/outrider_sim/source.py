@@ -14,7 +14,7 @@ import torch
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _NODES = 1 << 16
 _HERE = os.path.dirname(__file__) + os.sep
-_PARTS = tuple(os.sep.join(("", *parts, "")) for parts in (("outrider", "device"), ("triton", "runtime")))
+_PARTS = tuple(os.sep.join(("", *parts, "")) for parts in (("outrider", "device"), ("triton", "runtime"), ("outrider_vllm",)))
 _MODES = ("__torch_function__", "__torch_dispatch__")
 """What torch calls on the way to an operator, in whoever's file: the line that matters is further out."""
 

@@ -37,7 +37,7 @@ class Tap(Protocol):
         """A host thread touched pinned memory directly."""
 
     def rows(self, op: Op, stream: StreamQueue, index: int) -> None:
-        """`op` is about to run: its index operands hold what it will use."""
+        """`op` is about to run: its index operands hold what it will use. Or it has run, where that tells (`Op.after`)."""
 
 
 class SeamTap:
@@ -90,7 +90,7 @@ class SeamTap:
         self._observer.host_accessed(access, line)
 
     def rows(self, op: Op, stream: StreamQueue, index: int) -> None:
-        """The rows that an operation is about to touch."""
+        """The rows that an operation is about to touch, or touched."""
         del stream, index
         if op.report is not None:
             self._observer.rows_touched(op.report, op.rows())

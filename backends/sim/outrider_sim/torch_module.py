@@ -7,8 +7,6 @@ backend sees it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Generator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -155,14 +153,27 @@ def default_stream(device: Any = None) -> Stream:
     return Stream(wrapped=_backend().default_stream)
 
 
-@contextmanager
-def stream(chosen: Stream | None) -> Generator[None]:
+class StreamContext:
+    """Places torch work on a stream inside the block. Programs keep one and enter it again and again."""
+
+    def __init__(self, chosen: Stream | None) -> None:
+        self.stream = chosen
+        self._scopes: list[Any] = []
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            scope = self.stream.wrapped.backend.on(self.stream.wrapped)
+            scope.__enter__()
+            self._scopes.append(scope)
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.stream is not None:
+            self._scopes.pop().__exit__(*exception)
+
+
+def stream(chosen: Stream | None) -> StreamContext:
     """Place torch work on `chosen` inside the block."""
-    if chosen is None:
-        yield
-        return
-    with chosen.wrapped.backend.on(chosen.wrapped):
-        yield
+    return StreamContext(chosen)
 
 
 def set_stream(chosen: Stream) -> None:
@@ -265,7 +276,7 @@ def make_module(name: str) -> ModuleType:
         "CUDAGraph": graphs.CUDAGraph,
         "Event": Event,
         "Stream": Stream,
-        "StreamContext": stream,
+        "StreamContext": StreamContext,
         "_is_in_bad_fork": lambda: False,
         "current_device": lambda: _backend().sim.machine.rank,
         "current_stream": current_stream,
