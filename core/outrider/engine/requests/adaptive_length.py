@@ -14,7 +14,7 @@ _ENOUGH = 3  # of them, to rely on their median: one may have been interrupted
 _SHARE_NEW = 0.01  # of the time that finding out may cost, while a length was observed too little with a size of batch
 _SHARE = 0.004  # the same once all were observed
 _ALLOWANCE = 4.0  # iterations' worth of it that may be saved up
-_FIRST = 1.0  # of them there are at first
+_FIRST = 3.0  # of them there are at first
 _LEAST = 0.02  # iterations that a probe is taken to cost at least
 _OWN_WEIGHT = 24.0  # trials that all requests' acceptance counts for in that of one, always
 _OWN_TRIALS = 100.0  # trials after which what is known of one request is forgotten by two thirds
@@ -26,7 +26,8 @@ class MeasuredCosts:
     """Times of iterations: first estimates, put right by those that were observed.
 
     What is kept of an observed iteration is how much longer it took than estimated. The median of the last few counts for its
-    length and size of batch; where too few were observed, that of the other lengths, or less if less was seen.
+    length and size of batch; where too few were observed, the least that
+    may be: that of the other lengths, what was seen, or the estimate.
     """
 
     def __init__(self, first: DraftCosts) -> None:
@@ -49,16 +50,19 @@ class MeasuredCosts:
 
     def _ratio(self, length: int, requests: int) -> float:
         size = self.first.size(length, requests)
-        own = self._ratios.get((length, size), ())
+        own = list(self._ratios.get((length, size), ()))
         if len(own) >= _ENOUGH:
             return median(own)
         others = [median(kept) for (_, of), kept in self._ratios.items() if of == size and len(kept) >= _ENOUGH]
         # What interrupts an iteration makes it longer: few that took long are no reason to look no further.
-        return min([*own, median(others) if others else 1.0])
+        least = [1.0, *own]
+        if others:
+            least.append(median(others))
+        return min(least)
 
 
 class _Own:
-    """How likely each place of one request passes: its own trials beside what is known of all, which always counts as some."""
+    """How likely each place of one request passes: its own trials beside some of what is known of all."""
 
     def __init__(self, most: int) -> None:
         self.trials = Acceptance(most, [0.0] * most, 0.0, trials=_OWN_TRIALS)
@@ -153,7 +157,7 @@ class Adaptive(DraftLengthPolicy):
         new = [length for length in lost if self.costs.known(length, requests) < _ENOUGH]
         self._allowance = min(self._allowance + (_SHARE_NEW if new else _SHARE), _ALLOWANCE)
         if new:
-            wanted = min(new, key=lost.__getitem__)
+            wanted = min(new, key=lambda length: (self.costs.known(length, requests), lost[length]))
         elif lost:
             # The longer ago, and the less it costs, the sooner.
             wanted = max(lost, key=lambda length: self._age(length, requests) / lost[length])

@@ -102,8 +102,8 @@ class DraftCosts:
 class Acceptance:
     """How likely the token at each place of a chain passes, if those before it do: an average that forgets, from a prior.
 
-    ``prior``: of each place, which counts for ``weight`` trials; None: :data:`PRIOR` everywhere. ``trials``: after so many at a
-    place what was before counts a third; None, and where they are many: after 50 iterations.
+    ``prior``: of each place, which counts for ``weight`` trials; None: :data:`PRIOR` everywhere. ``trials``: after so many
+    at a place what was before counts a third; None, and where they are many: after 50 iterations.
     """
 
     def __init__(
