@@ -21,9 +21,9 @@ from model import Attention, Layer, RMSNorm, Rotary, Shape, Target, initialise, 
 class BlockShape:
     """What a block drafter has beside the sizes of its target. ``taps``: layers of the target whose output it reads."""
 
-    layers: int = 2
+    layers: int = 4
     width: int = 8
-    taps: tuple[int, ...] = (1, 2, 3)
+    taps: tuple[int, ...] = (0, 1, 2, 3)
 
 
 class BlockAttention(Attention):
@@ -71,10 +71,11 @@ class BlockHead(nn.Module):
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         initialise(self)
 
-    def forward(self, taps: Tensor, embedded: Tensor, anchors: Tensor) -> Tensor:
+    def forward(self, taps: Tensor, embedded: Tensor, anchors: Tensor, widths: Tensor | None = None) -> Tensor:
         """Hidden states [B, N, W, H] of blocks at ``anchors`` [B, N], from ``taps`` [B, S, taps * H] of the whole text.
 
         ``embedded`` [B, N, W, H]: the embeddings of the blocks. The block at position a sees the text before a alone.
+        ``widths`` [B, N]: of each block only so many places are seen; the others' states mean nothing. Absent: all are.
         """
         batch, count, width, size = embedded.shape
         length = taps.shape[1]
@@ -86,6 +87,8 @@ class BlockHead(nn.Module):
         owner = torch.arange(count, device=anchors.device).repeat_interleave(width)
         before = torch.arange(length, device=anchors.device) < anchors.repeat_interleave(width, dim=1).unsqueeze(2)
         beside = (owner.unsqueeze(0) == owner.unsqueeze(1)).expand(batch, -1, -1)
+        if widths is not None:
+            beside = beside & (offsets < widths.unsqueeze(2)).flatten(1).unsqueeze(1)
         seen = torch.cat((before, beside), dim=2).unsqueeze(1)
         x = embedded.flatten(1, 2).float()
         for layer in self.layers:

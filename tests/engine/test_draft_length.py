@@ -78,46 +78,6 @@ def test_usual_lengths():
     assert [usual_lengths(most) for most in (1, 3, 8)] == [(0, 1), (0, 1, 2, 3), (0, 1, 6, 8)]
 
 
-def run_alone(policy, request, share, iterations=60):
-    """The lengths of iterations of one request, of whose drafted tokens so many pass in the mean."""
-    chosen = []
-    for index in range(iterations):
-        length = policy.choose_for([request], 0)
-        passed = length if (index * share) % 1 < share else 0
-        policy.observe_each(length, [request], [passed])
-        chosen.append(length)
-    return chosen
-
-
-def test_each_request_has_its_own_acceptance():
-    """A request whose drafts pass keeps the long ones while another one, beside which it runs, goes without."""
-    costs = DraftCosts({(length, 1): 1.0 + 0.3 * length for length in range(4)})
-    policy = FollowLoad(costs, by_request=True)
-    for _ in range(30):
-        drafted = policy.choose_for([1, 2], 0)
-        policy.observe_each(drafted, [1, 2], [drafted, 0])
-    assert policy.of_request(1).expected(3) > 3.5
-    assert policy.of_request(2).expected(3) < 1.5
-    assert run_alone(policy, 1, 1.0, 8)[-1] == 3
-    assert run_alone(policy, 2, 0.0, 8)[-1] == 0
-    assert run_alone(FollowLoad(costs), 1, 1.0, 8)[-1] == 3  # nothing was told of that one
-
-
-def test_a_new_request_begins_with_the_acceptance_of_all():
-    policy = FollowLoad(COSTS, by_request=True)
-    for request in range(20):
-        policy.observe_each(3, [request], [0])
-    assert policy.of_request(99).shares == pytest.approx(policy.acceptance.shares)
-    assert policy.of_request(99).shares[0] < 0.3
-
-
-def test_requests_that_are_over_are_forgotten():
-    policy = FollowLoad(COSTS, by_request=True)
-    for request in range(500):
-        policy.observe_each(policy.choose_for([request, request + 1], 0), [request, request + 1], [0, 0])
-    assert len(policy._own) <= 2 + 64
-
-
 # -- in an engine --------------------------------------------------------------------------------------------------------
 
 
@@ -210,7 +170,8 @@ def test_acceptance_by_request_changes_no_token(cpu, mode):
     prompts = [*PROMPTS, PROMPTS[1][::-1]]
     for prompt, result in zip(prompts, made.generate(prompts, SamplingParams(max_tokens=16)), strict=True):
         assert result.token_ids == tiny.plain(prompt, 16)
-    assert made._draft_length._own  # it was told of each request
+    assert made._draft_length._own, "it was told of each request"
+    assert made._draft_length.costs._ratios, "it was told what iterations took"
 
 
 def test_the_length_is_fixed_where_costs_would_be_the_hosts(cpu):

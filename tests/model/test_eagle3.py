@@ -18,15 +18,15 @@ def norm(x, weight):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
 
 
-def reference_head(state, tokens, hidden, embedding):
-    """hidden -> norms of embedding and hidden side by side -> attention -> MLP, each added to hidden."""
+def reference_head(state, tokens, hidden, embedding, *, before_residual=False):
+    """hidden -> norms of embedding and hidden side by side -> attention -> MLP, each added to hidden, or to its norm."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
     config = tiny_config("llama")
     mid = {key.removeprefix("midlayer."): value for key, value in state.items() if key.startswith("midlayer.")}
-    x = torch.cat(
-        (norm(F.embedding(tokens, embedding), mid["input_layernorm.weight"]), norm(hidden, mid["hidden_norm.weight"])), -1
-    )
+    normed = norm(hidden, mid["hidden_norm.weight"])
+    x = torch.cat((norm(F.embedding(tokens, embedding), mid["input_layernorm.weight"]), normed), -1)
+    hidden = normed if before_residual else hidden
     q, k, v = (
         F.linear(x, mid[f"self_attn.{name}_proj.weight"]).view(1, len(tokens), -1, 8).transpose(1, 2) for name in "qkv"
     )

@@ -14,6 +14,7 @@ from outrider.device import Backend, ConfigError
 from outrider.engine.assembly import EngineParts
 from outrider.engine.config import DecidedConfig
 from outrider.engine.graphs import SHORTER_FROM, powers_up_to, sizes_of_shorter
+from outrider.engine.requests.adaptive_length import Adaptive
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.draft_length import (
     DraftCosts,
@@ -116,7 +117,7 @@ def decide(
         tuple((length, 1e9 * seconds) for length, seconds in sorted(costs.per_token.items())),
         time.perf_counter() - began,
     )
-    return FollowLoad(costs, by_request=adaptive), report
+    return (Adaptive(costs) if adaptive else FollowLoad(costs)), report
 
 
 class _Measurement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -57,6 +58,7 @@ class Loop:
             course=course,
         )
         self._in_flight: deque[Ticket] = deque()
+        self._landed: float | None = None  # when the last results came; None: nothing was in flight since
         self.requests: dict[int, Request] = {}
         """Those that wait or run, by id."""
         self.outbox = Outbox()
@@ -102,7 +104,9 @@ class Loop:
             batch = self._next_batch()
             if self.course is not None:
                 self.course.act("iterate", decisions_of(batch), then=lambda: self.step.shape(batch))
-            if batch is not None:
+            if batch is None:
+                self._landed = None
+            else:
                 try:
                     self._in_flight.append(self._launch(batch))
                 except RequestFailed as failed:
@@ -115,8 +119,10 @@ class Loop:
                                 self.start_followers(chunk.request)
             # What a guide allows next follows from the tokens of this iteration.
             keep = 1 if self._runs_ahead and batch is not None and not batch.guided else 0
+            timed = True
             while len(self._in_flight) > keep:
-                self._handle_oldest()
+                self._handle_oldest(timed=timed)
+                timed = False
             self.scheduler.retire()
             self._backend.release_finished()
 
@@ -184,11 +190,16 @@ class Loop:
             self._drain()
             return self._next_batch()
 
-    def _handle_oldest(self) -> None:
-        """Take in the results of the oldest iteration in flight; those of finished requests are dropped."""
+    def _handle_oldest(self, *, timed: bool = False) -> None:
+        """Take in the results of the oldest iteration in flight; those of finished requests are dropped. ``timed``: from the
+        results before to these is what an iteration takes; not so where several are waited for at once.
+        """
         ticket = self._in_flight[0]
         outcomes = self._results.redeem(ticket, self._fences.results_copied[ticket.entry])
         self._in_flight.popleft()
+        now = time.perf_counter()
+        seconds = now - self._landed if timed and self._landed is not None else None
+        self._landed = now
         batches = ticket.batch.everyone
         accepted = [
             len(tokens) - 1
@@ -198,7 +209,7 @@ class Loop:
         ]
         if self.course is not None:
             self.course.ranks.decide("accepted", tuple(accepted))
-        self.scheduler.landed(ticket.batch, accepted)
+        self.scheduler.landed(ticket.batch, accepted, seconds)
         for batch, outcome in zip(batches, outcomes, strict=True):
             self._take_in(batch, outcome)
 

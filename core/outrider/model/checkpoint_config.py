@@ -27,11 +27,18 @@ _DTYPES = MappingProxyType(
 HfConfig = Any
 
 
-def read_model_config(directory: Path, name: str = "config.json") -> ModelConfig:
-    """See :meth:`ModelConfig.from_checkpoint`; ``name`` is the file in ``directory`` that the shape is read from."""
+def read_model_config(directory: Path, name: str = "config.json", *, part: str | None = None) -> ModelConfig:
+    """See :meth:`ModelConfig.from_checkpoint`; ``name`` is the file in ``directory`` that the shape is read from, ``part``
+    the key in it under which the shape is (None: at its top).
+    """
     path = directory / name
     refuse_other_formats(directory)
     raw = read_json(path)
+    if part is not None:
+        inner = raw.get(part)
+        if not isinstance(inner, dict):
+            raise CheckpointError(f"{path}: {part} is {shown(inner)}, expected a config of its own")
+        raw = inner
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in _FAMILIES:
         reason = REFUSED.get(family) if isinstance(family, str) else None

@@ -17,7 +17,7 @@ from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
-from outrider.model.pending import add
+from outrider.model.pending import add, add_rms_norm
 from outrider.model.products import Weight, linear
 from outrider.model.rotary import rotary
 
@@ -28,7 +28,8 @@ class Eagle3Weights:
 
     The layer's attention reads embedding and hidden state side by side (``qkv`` [(Hq + 2 Hkv) D, 2 H]); its
     ``attention_norm`` is that of the embedding. ``target_ids`` int64 [Vd] names each draft token in the target's
-    vocabulary, or is None where both are the same.
+    vocabulary, or is None where both are the same. ``input_norm`` [3 Ht] is that of the three states side by side,
+    ``state_norms`` three of [Ht] those of each; a head has them or not.
     """
 
     fusion: Weight
@@ -38,6 +39,8 @@ class Eagle3Weights:
     hidden_norm: Tensor
     layer: LayerWeights
     target_ids: Tensor | None
+    input_norm: Tensor | None = None
+    state_norms: tuple[Tensor, ...] = ()
 
 
 class Eagle3Head:
@@ -45,17 +48,27 @@ class Eagle3Head:
 
     Used as :class:`EagleHead` is, but what the target computed passes through :meth:`condition` first, and draft logits
     are over the head's own vocabulary. ``aux_hidden_state_layers`` are the target's layers whose input it reads.
+    ``norm_before_residual``: the layer adds to the normed state; ``norm_output``: its states are behind the final norm, for
+    its next step as well.
     """
 
     capture_layers = Renamed("aux_hidden_state_layers")
 
     def __init__(
-        self, config: ModelConfig, weights: Eagle3Weights, target: LanguageModel, *, aux_hidden_state_layers: tuple[int, ...]
+        self,
+        config: ModelConfig,
+        weights: Eagle3Weights,
+        target: LanguageModel,
+        *,
+        aux_hidden_state_layers: tuple[int, ...],
+        norm_before_residual: bool = False,
+        norm_output: bool = False,
     ) -> None:
         self.config = config
         self.weights = weights
         self.target = target
         self.aux_hidden_state_layers = aux_hidden_state_layers
+        self._norm_before_residual, self._norm_output = norm_before_residual, norm_output
         self.kernels: KernelSet = target.kernels
         context = max(config.max_context, target.config.max_context)
         self._rotary = rotary(
@@ -77,7 +90,14 @@ class Eagle3Head:
     def condition(self, final: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
         """What the head reads of the target [T, H], from :meth:`LanguageModel.forward_with_aux_hidden_states`'s result."""
         del final
-        return linear(self.kernels, torch.cat(aux_hidden_states, dim=-1), self.weights.fusion)
+        weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
+        states: tuple[Tensor, ...] = aux_hidden_states
+        if weights.state_norms:
+            states = tuple(kernels.rms_norm(x, w, eps) for x, w in zip(states, weights.state_norms, strict=True))
+        joined = torch.cat(states, dim=-1)
+        if weights.input_norm is not None:
+            joined = kernels.rms_norm(joined, weights.input_norm, eps)
+        return linear(kernels, joined, weights.fusion)
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
         """The head's states [T, H] from ``inputs`` and ``hidden`` [T, H]: of :meth:`condition`, or an earlier result.
@@ -90,12 +110,17 @@ class Eagle3Head:
         self.target.begin_pass(inputs)
         embedded = self.target.embedded(inputs.tokens, weights.embedding)
         embedded = kernels.rms_norm(embedded, weights.layer.attention_norm, eps)
-        normed = torch.cat((embedded, kernels.rms_norm(hidden, weights.hidden_norm, eps)), dim=-1)
-        residual = hidden.clone()
-        attended = self._layer.attend(normed, inputs, cos_sin, cache.layers[0])
-        return add(self._layer.mlp(attended, residual), residual, kernels)
+        normed = kernels.rms_norm(hidden, weights.hidden_norm, eps)
+        attended = self._layer.attend(torch.cat((embedded, normed), dim=-1), inputs, cos_sin, cache.layers[0])
+        residual = normed if self._norm_before_residual else hidden.clone()
+        pending = self._layer.mlp(attended, residual)
+        if self._norm_output:
+            return add_rms_norm(pending, residual, weights.norm, eps, kernels)
+        return add(pending, residual, kernels)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Draft logits [N, Vd] of ``hidden`` [N, H]."""
-        normed = self.kernels.rms_norm(hidden, self.weights.norm, self.config.rms_eps)
+        normed = hidden
+        if not self._norm_output:
+            normed = self.kernels.rms_norm(hidden, self.weights.norm, self.config.rms_eps)
         return self.target.whole_logits(linear(self.kernels, normed, self.weights.head), self.draft_vocab_size)

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from outrider.device import Backend
 from outrider.errors import CheckpointError, shown
+from outrider.model.checkpoint_config import read_model_config
 from outrider.model.config import ModelConfig
-from outrider.model.config_fields import MAX_LAYERS, is_whole
+from outrider.model.config_fields import is_whole
 from outrider.model.eagle import EagleHead
 from outrider.model.eagle3 import Eagle3Head
+from outrider.model.eagle3_config import ENVELOPE, read_eagle3_options
 from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.head_mapping import eagle3_targets, eagle3_weights, eagle_targets, eagle_weights
 from outrider.model.language_model import LanguageModel
@@ -22,8 +24,6 @@ from outrider.model.quantization import QuantizedMode, read_quantization
 from outrider.model.reading import read_json, reading
 from outrider.model.rope import RopeConfig
 from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
-
-_SHOWN = 16  # layers that a config names, for an error to list them
 
 
 def load_eagle(
@@ -64,17 +64,25 @@ def load_eagle3(
     progress: Progress | None = None,
     quantized: QuantizedMode = QuantizedMode.KERNELS,
 ) -> Eagle3Head:
-    """Load an EAGLE-3 head for ``target``: its published format, safetensors or ``pytorch_model.bin``.
+    """Load an EAGLE-3 or EAGLE-3.1 head for ``target``: its published formats, safetensors or ``pytorch_model.bin``.
 
-    As :func:`load_eagle`; also a draft vocabulary that points outside the target's is an error. The target's layers
-    that it reads are those that its config names (``eagle_config.eagle_aux_hidden_state_layer_ids``, the layers whose
-    output it reads), or else the published choice: the inputs of layers 2, n / 2 and n - 3.
+    As :func:`load_eagle`; also a draft vocabulary that points outside the target's is an error. The target's layers that it
+    reads are those that its config names, or else the published choice: the inputs of layers 2, n / 2 and n - 3. See
+    :func:`read_eagle3_options` for what else the config says, and what is refused.
     """
     directory = Path(directory)
+    file = directory / "config.json"
     files = open_checkpoint(directory)
-    config = head_config(directory, target, dtype, files.tensors, "midlayer")
-    raw = read_json(directory / "config.json")
-    layers = _capture_layers(directory, raw, target.config.num_layers)
+    raw = read_json(file)
+    own = read_eagle3_options(file, raw, target.config.num_layers, files.tensors)
+    config = head_config(directory, target, dtype, files.tensors, own.prefix, part=ENVELOPE if ENVELOPE in raw else None)
+    if config.num_layers != 1:
+        raise CheckpointError(
+            f"{file}: num_hidden_layers is {config.num_layers}, expected 1: EAGLE-3 heads of several layers aren't supported"
+        )
+    width = raw.get("target_hidden_size")
+    if width is not None and width != target.config.hidden_size:
+        raise _foreign(directory, "target_hidden_size", width, target.config.hidden_size)
     draft_vocab = raw.get("draft_vocab_size")
     draft_vocab = config.vocab_size if draft_vocab is None else draft_vocab
     if not is_whole(draft_vocab, 1, config.vocab_size):
@@ -82,8 +90,8 @@ def load_eagle3(
             f"{directory / 'config.json'}: draft_vocab_size is {shown(draft_vocab)}, expected a whole number from 1 to the "
             f"vocab_size {config.vocab_size}"
         )
-    targets = eagle3_targets(config, target.config, draft_vocab, files.tensors, target.shards)
-    whole = eagle3_targets(config, target.config, draft_vocab, files.tensors)
+    targets = eagle3_targets(config, target.config, own, draft_vocab, files.tensors, target.shards)
+    whole = eagle3_targets(config, target.config, own, draft_vocab, files.tensors)
     config = target.shards.local(config, str(directory))
     quantization = read_quantization(directory, mode=quantized)
     # t2d says what d2t says, the other way round
@@ -95,14 +103,29 @@ def load_eagle3(
         )
         ids = None if target_ids is None else target_ids.to(backend.device)
         record = eagle3_weights(weights, embedding=target.embedding, target_ids=ids)
-        return Eagle3Head(config, record, target, aux_hidden_state_layers=layers)
+        return Eagle3Head(
+            config,
+            record,
+            target,
+            aux_hidden_state_layers=own.layers,
+            norm_before_residual=own.norm_before_residual,
+            norm_output=own.norm_output,
+        )
 
 
 def head_config(
-    directory: Path, target: LanguageModel, dtype: torch.dtype, present: Container[str], layer: str
+    directory: Path,
+    target: LanguageModel,
+    dtype: torch.dtype,
+    present: Container[str],
+    layer: str,
+    *,
+    part: str | None = None,
 ) -> ModelConfig:
-    """The head's config, with what it takes from its target and with the biases that its layer ``layer`` has."""
-    config = ModelConfig.from_checkpoint(directory)
+    """The head's config, with what it takes from its target and with the biases that its layer ``layer`` has. ``part``: the
+    key of the file under which it is; None: it is the file.
+    """
+    config = read_model_config(directory, part=part)
     if config.vocab_size != target.config.vocab_size:
         raise _foreign(directory, "vocab_size", config.vocab_size, target.config.vocab_size)
     if dtype != target.dtype:
@@ -117,9 +140,9 @@ def head_config(
         )
 
 
-def _foreign(directory: Path, name: str, found: int, wanted: int) -> CheckpointError:
+def _foreign(directory: Path, name: str, found: object, wanted: int) -> CheckpointError:
     return CheckpointError(
-        f"{directory / 'config.json'}: the head's {name} is {found}, the target's is {wanted}: this head belongs to "
+        f"{directory / 'config.json'}: the head's {name} is {shown(found)}, the target's is {wanted}: this head belongs to "
         "another model"
     )
 
@@ -133,30 +156,6 @@ def _head_rope(directory: Path, head: ModelConfig, target: ModelConfig) -> RopeC
             f"{head.head_size}) don't go with those of the target {list(target.rope.sections)}"
         )
     return replace(head.rope, sections=sections)
-
-
-def _capture_layers(directory: Path, raw: dict[str, object], depth: int) -> tuple[int, ...]:
-    own = raw.get("eagle_config")
-    outputs = own.get("eagle_aux_hidden_state_layer_ids") if isinstance(own, dict) else None
-    if outputs is None:
-        layers = tuple(sorted({2, depth // 2, depth - 3}))
-    elif (
-        isinstance(outputs, list)
-        and len(outputs) <= _SHOWN
-        and all(is_whole(layer, -_SHOWN, MAX_LAYERS) for layer in outputs)
-    ):
-        layers = tuple(layer + 1 for layer in outputs)
-    else:
-        raise CheckpointError(
-            f"{directory / 'config.json'}: eagle_config.eagle_aux_hidden_state_layer_ids is {shown(outputs)}, expected three "
-            f"layers of a target of {depth} layers"
-        )
-    if len(layers) != 3 or not all(0 <= layer < depth for layer in layers):
-        raise CheckpointError(
-            f"{directory / 'config.json'}: the head would read the inputs of layers {list(layers)} of a target of {depth} "
-            "layers, expected three layers; name them in eagle_config.eagle_aux_hidden_state_layer_ids"
-        )
-    return layers
 
 
 def _target_ids(files: CheckpointFiles, draft_vocab: int, vocab: int) -> Tensor | None:

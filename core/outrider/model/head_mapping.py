@@ -10,6 +10,7 @@ from torch import Tensor
 from outrider.model.config import ModelConfig
 from outrider.model.eagle import EagleWeights
 from outrider.model.eagle3 import Eagle3Weights
+from outrider.model.eagle3_config import Eagle3Options
 from outrider.model.mapping import WHOLE, Piece, Target, layer_targets, layer_weights, table_target
 from outrider.model.shards import Shards
 
@@ -43,19 +44,31 @@ def eagle_weights(config: ModelConfig, weights: Mapping[str, Any], *, embedding:
 
 
 def eagle3_targets(
-    config: ModelConfig, target: ModelConfig, draft_vocab: int, present: Container[str], shards: Shards = WHOLE
+    config: ModelConfig,
+    target: ModelConfig,
+    own: Eagle3Options,
+    draft_vocab: int,
+    present: Container[str],
+    shards: Shards = WHOLE,
 ) -> list[Target]:
     """Weights of an EAGLE-3 head, whose attention reads embedding and hidden state side by side."""
-    hidden = config.hidden_size
+    hidden, states = config.hidden_size, len(own.layers)
     targets = [
-        Target("fusion", (Piece("fc.weight", (hidden, 3 * target.hidden_size)),)),
+        Target("fusion", (Piece("fc.weight", (hidden, states * target.hidden_size)),)),
         Target("norm", (Piece("norm.weight", (hidden,)),)),
         table_target("head", "lm_head.weight", draft_vocab, hidden, shards),
-        Target("hidden_norm", (Piece("midlayer.hidden_norm.weight", (hidden,)),)),
+        Target("hidden_norm", (Piece(f"{own.prefix}.hidden_norm.weight", (hidden,)),)),
     ]
     if "embed_tokens.weight" in present or hidden != target.hidden_size:
         targets.append(table_target("embedding", "embed_tokens.weight", config.vocab_size, hidden, shards))
-    return targets + layer_targets(config, "midlayer", "layer", attention_width=2 * hidden, shards=shards)
+    if own.norm_before_fc:
+        targets.append(Target("input_norm", (Piece("input_norm.weight", (states * target.hidden_size,)),)))
+    if own.fc_norm:
+        targets += [
+            Target(f"state_norms.{index}", (Piece(f"fc_norm.{index}.weight", (target.hidden_size,)),))
+            for index in range(states)
+        ]
+    return targets + layer_targets(config, own.prefix, "layer", attention_width=2 * hidden, shards=shards)
 
 
 def eagle3_weights(weights: Mapping[str, Any], *, embedding: Tensor, target_ids: Tensor | None) -> Eagle3Weights:
@@ -68,4 +81,6 @@ def eagle3_weights(weights: Mapping[str, Any], *, embedding: Tensor, target_ids:
         hidden_norm=weights["hidden_norm"],
         layer=layer_weights(weights, "layer"),
         target_ids=target_ids,
+        input_norm=weights.get("input_norm"),
+        state_norms=tuple(weights[name] for name in sorted(weights) if name.startswith("state_norms.")),
     )

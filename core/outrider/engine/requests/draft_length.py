@@ -14,9 +14,6 @@ _DECAY = 0.98  # what an iteration leaves of the weight of those before it
 _GAIN = 1.08  # how much faster another length must be: serving takes some percent more than what was measured at start
 _STAY = 4  # iterations at least between two changes
 _PROBE_EVERY = 256  # iterations with a shorter draft, behind which one with a longer one is run
-_OWN_GAIN = 1.03  # the same as _GAIN where each request's acceptance counts: what is in doubt there is the cost alone
-_OWN_WEIGHT = 6.0  # trials that all requests' acceptance counts for in that of one
-_FORGOTTEN = 64  # requests beyond those of the batch that are remembered at most
 
 
 class DraftLengthPolicy(ABC):
@@ -28,6 +25,9 @@ class DraftLengthPolicy(ABC):
     throughout are asked about; for the others it's the longest.
     """
 
+    takes_times = False
+    """Whether :meth:`observe_time` is of any use."""
+
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = tuple(sorted(set(lengths)))
 
@@ -38,6 +38,10 @@ class DraftLengthPolicy(ABC):
     def observe(self, drafted: int, accepted: Sequence[int]) -> None:
         """What became of an iteration: of ``drafted`` tokens for each request, so many were ``accepted``."""
         del drafted, accepted
+
+    def observe_time(self, drafted: int, requests: int, cached: int, seconds: float) -> None:
+        """How long an iteration took that drafted for so many requests and did nothing else. Told where ``takes_times``."""
+        del drafted, requests, cached, seconds
 
     def choose_for(self, requests: Sequence[int], cached: int) -> int:
         """The same as :meth:`choose`, of the requests by their ids; it's what a scheduler asks. The default counts them."""
@@ -85,22 +89,34 @@ class DraftCosts:
     base: Mapping[tuple[int, int], float]
     per_token: Mapping[int, float] = field(default_factory=dict)
 
+    def size(self, length: int, requests: int) -> int:
+        """The least measured number of requests that holds so many, or the largest."""
+        sizes = [size for of, size in self.base if of == length]
+        return min((size for size in sizes if size >= requests), default=max(sizes))
+
     def seconds(self, length: int, requests: int, cached: int) -> float:
         """An iteration of ``requests`` requests: that of the least measured number that holds them, or of the largest."""
-        sizes = [size for of, size in self.base if of == length]
-        size = min((size for size in sizes if size >= requests), default=max(sizes))
-        return self.base[length, size] + self.per_token.get(length, 0.0) * cached
+        return self.base[length, self.size(length, requests)] + self.per_token.get(length, 0.0) * cached
 
 
 class Acceptance:
     """How likely the token at each place of a chain passes, if those before it do: an average that forgets, from a prior.
 
-    ``prior``: of each place, which counts for ``weight`` trials; None: :data:`PRIOR` everywhere.
+    ``prior``: of each place, which counts for ``weight`` trials; None: :data:`PRIOR` everywhere. ``trials``: after so many
+    at a place what was before counts a third; None, and where they are many: after 50 iterations.
     """
 
-    def __init__(self, most: int, prior: Sequence[float] | None = None, weight: float = _PRIOR_WEIGHT) -> None:
+    def __init__(
+        self,
+        most: int,
+        prior: Sequence[float] | None = None,
+        weight: float = _PRIOR_WEIGHT,
+        *,
+        trials: float | None = None,
+    ) -> None:
         self._passed = [share * weight for share in prior or [PRIOR] * most]
         self._tried = [weight] * most
+        self._trials = trials
 
     def observe(self, drafted: int, accepted: Sequence[int]) -> None:
         """See :meth:`DraftLengthPolicy.observe`. Places that weren't drafted keep what is known of them."""
@@ -108,8 +124,14 @@ class Acceptance:
             tried = sum(count >= place for count in accepted)
             if tried:
                 passed = sum(count > place for count in accepted)
-                self._passed[place] = _DECAY * self._passed[place] + passed
-                self._tried[place] = _DECAY * self._tried[place] + tried
+                left = _DECAY if self._trials is None else max(_DECAY, 1.0 - tried / self._trials)
+                self._passed[place] = left * self._passed[place] + passed
+                self._tried[place] = left * self._tried[place] + tried
+
+    @property
+    def counts(self) -> tuple[tuple[float, float], ...]:
+        """Of each place the tokens that passed and that were tried, as far as they count."""
+        return tuple(zip(self._passed, self._tried, strict=True))
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -130,17 +152,11 @@ class FollowLoad(DraftLengthPolicy):
 
     It changes when another length is faster by 8 %, at most every fourth iteration. What a longer draft would accept is found
     out now and then: 256 iterations with less than the most tokens are followed by one with the next length.
-
-    ``by_request``: expected tokens are the sum over the batch's requests, each by its own acceptance so far, which begins
-    with that of all; and 3 % are enough for a change. All requests of an iteration have one length.
     """
 
-    def __init__(self, costs: DraftCosts, *, by_request: bool = False) -> None:
+    def __init__(self, costs: DraftCosts) -> None:
         super().__init__([length for length, _ in costs.base])
         self.costs = costs
-        self._by_request = by_request
-        self._own: dict[int, Acceptance] = {}
-        self._asked: tuple[int, ...] = ()
         self.acceptance = Acceptance(self.lengths[-1])
         self._length = self.lengths[-1]
         self._since_change = _STAY
@@ -150,9 +166,8 @@ class FollowLoad(DraftLengthPolicy):
         """The fastest, or the one in use where no other is much faster."""
         self._since_change += 1
         if self._since_change >= _STAY:
-            best = max(self.lengths, key=lambda length: self.rate(length, requests, cached))
-            gain = _OWN_GAIN if self._by_request else _GAIN
-            if self.rate(best, requests, cached) > gain * self.rate(self._length, requests, cached):
+            best = self.preferred(requests, cached)
+            if self.rate(best, requests, cached) > _GAIN * self.rate(self._length, requests, cached):
                 self._length, self._since_change = best, 0
         if self._length == self.lengths[-1]:
             self._shorter = 0
@@ -167,32 +182,9 @@ class FollowLoad(DraftLengthPolicy):
         """Into the average."""
         self.acceptance.observe(drafted, accepted)
 
-    def choose_for(self, requests: Sequence[int], cached: int) -> int:
-        """See :meth:`choose`; the requests' own acceptance is looked at."""
-        self._asked = tuple(requests)
-        if len(self._own) > len(requests) + _FORGOTTEN:
-            self._own = {request: self._own[request] for request in requests if request in self._own}
-        return self.choose(len(requests), cached)
-
-    def observe_each(self, drafted: int, requests: Sequence[int], accepted: Sequence[int]) -> None:
-        """Into the average, and into that of each request."""
-        self.observe(drafted, accepted)
-        if self._by_request and drafted:
-            for request, count in zip(requests, accepted, strict=True):
-                self.of_request(request).observe(drafted, (count,))
-
-    def of_request(self, request: int) -> Acceptance:
-        """What is known of one request; of a new one, what is known of all."""
-        if request not in self._own:
-            self._own[request] = Acceptance(self.lengths[-1], self.acceptance.shares, _OWN_WEIGHT)
-        return self._own[request]
-
     def rate(self, length: int, requests: int, cached: int) -> float:
         """Expected tokens a second."""
-        known = [self._own[request] for request in self._asked if request in self._own] if self._by_request else []
-        expected = (requests - len(known)) * self.acceptance.expected(length)
-        expected += sum(own.expected(length) for own in known)
-        return expected / self.costs.seconds(length, requests, cached)
+        return requests * self.acceptance.expected(length) / self.costs.seconds(length, requests, cached)
 
     def preferred(self, requests: int, cached: int) -> int:
         """The fastest length by what is known now; changes nothing."""

@@ -124,14 +124,16 @@ class Scheduler:
         """Whether another iteration may add to the request's output."""
         return not (request.finished or request.lends or request.needs_prefill or request.will_finish)
 
-    def landed(self, batch: Batch, accepted: Sequence[int]) -> None:
+    def landed(self, batch: Batch, accepted: Sequence[int], seconds: float | None = None) -> None:
         """The results of ``batch`` are on the host: its requests have one iteration less in flight. ``accepted``: drafted
-        tokens that passed, of each request that decoded and goes on.
+        tokens that passed, of each request that decoded and goes on. ``seconds``: that the iteration took, where it's known.
         """
         self._count(batch, -1)
         if self._draft_length is not None and batch.drafted is not None and accepted:
             going = [request.id for request in batch.decode if not request.finished]
             self._draft_length.observe_each(batch.drafted, going, accepted)
+            if seconds is not None:
+                tell_time(self._draft_length, batch, seconds)
 
     def proposed(self, batch: Batch) -> int:
         """Drafted tokens of a request of ``batch`` that could be accepted at most."""
@@ -330,3 +332,13 @@ class Scheduler:
         )
         self._gathered = self._gathered + 1 if waits else 0
         return waits
+
+
+def tell_time(policy: DraftLengthPolicy, batch: Batch, seconds: float) -> None:
+    """Tell ``policy`` of an iteration that it was asked about and that did nothing but decode."""
+    batches = batch.everyone
+    decode = [request for each in batches for request in each.decode]
+    alone = not any(each.prefill or each.arrivals or each.guided for each in batches)
+    if policy.takes_times and batch.drafted is not None and alone and Features.of(decode) == Features():
+        cached = sum(request.known_length for request in decode)
+        policy.observe_time(batch.drafted, len(decode), cached, seconds)

@@ -1,0 +1,173 @@
+"""The length of drafts by each request's acceptance, and by what iterations have turned out to take."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from outrider.engine.requests.draft_length import Acceptance, DraftCosts, DraftLengthPolicy
+
+_GAIN = 1.005  # how much faster another length must be: a change costs nothing, and what is known of times is measured
+_KEPT = 9  # times of a length that are kept
+_ENOUGH = 3  # of them, to rely on their median: one may have been interrupted
+_SHARE_NEW = 0.01  # of the time that finding out may cost, while a length was observed too little with a size of batch
+_SHARE = 0.004  # the same once all were observed
+_ALLOWANCE = 4.0  # iterations' worth of it that may be saved up
+_FIRST = 3.0  # of them there are at first
+_LEAST = 0.02  # iterations that a probe is taken to cost at least
+_OWN_WEIGHT = 24.0  # trials that all requests' acceptance counts for in that of one, always
+_OWN_TRIALS = 100.0  # trials after which what is known of one request is forgotten by two thirds
+_ALL_TRIALS = 600.0  # the same of all requests together
+_FORGOTTEN = 64  # requests beyond those of the batch that are remembered at most
+
+
+class MeasuredCosts:
+    """Times of iterations: first estimates, put right by those that were observed.
+
+    What is kept of an observed iteration is how much longer it took than estimated. The median of the last few counts for its
+    length and size of batch; where too few were observed, the least that
+    may be: that of the other lengths, what was seen, or the estimate.
+    """
+
+    def __init__(self, first: DraftCosts) -> None:
+        self.first = first
+        self._ratios: dict[tuple[int, int], deque[float]] = {}
+
+    def observe(self, length: int, requests: int, cached: int, seconds: float) -> None:
+        """An iteration took so many ``seconds``."""
+        key = length, self.first.size(length, requests)
+        kept = self._ratios.setdefault(key, deque(maxlen=_KEPT))
+        kept.append(seconds / self.first.seconds(length, requests, cached))
+
+    def known(self, length: int, requests: int) -> int:
+        """How many iterations of the kind are kept."""
+        return len(self._ratios.get((length, self.first.size(length, requests)), ()))
+
+    def seconds(self, length: int, requests: int, cached: int) -> float:
+        """What an iteration is expected to take."""
+        return self.first.seconds(length, requests, cached) * self._ratio(length, requests)
+
+    def _ratio(self, length: int, requests: int) -> float:
+        size = self.first.size(length, requests)
+        own = list(self._ratios.get((length, size), ()))
+        if len(own) >= _ENOUGH:
+            return median(own)
+        others = [median(kept) for (_, of), kept in self._ratios.items() if of == size and len(kept) >= _ENOUGH]
+        # What interrupts an iteration makes it longer: few that took long are no reason to look no further.
+        least = [1.0, *own]
+        if others:
+            least.append(median(others))
+        return min(least)
+
+
+class _Own:
+    """How likely each place of one request passes: its own trials beside some of what is known of all."""
+
+    def __init__(self, most: int) -> None:
+        self.trials = Acceptance(most, [0.0] * most, 0.0, trials=_OWN_TRIALS)
+
+    def expected(self, length: int, shares: Sequence[float]) -> float:
+        """Tokens that an iteration yields for the request; ``shares``: of all requests."""
+        total, reached = 1.0, 1.0
+        for share, (passed, tried) in zip(shares[:length], self.trials.counts, strict=False):
+            reached *= (passed + share * _OWN_WEIGHT) / (tried + _OWN_WEIGHT)
+            total += reached
+        return total
+
+
+class Adaptive(DraftLengthPolicy):
+    """The length with the most expected tokens a second, by each request's acceptance and by observed times.
+
+    Expected tokens are the sum over the batch's requests, each by its own acceptance so far beside that of all. Times are
+    first estimates until iterations of a length and size were observed (:class:`MeasuredCosts`). What other lengths take, and
+    what they accept, is found out by single iterations; by what is known, these cost 1 % of all at most, and 0.4 % once every
+    length was observed with a size of batch. All requests of an iteration have one length.
+    """
+
+    takes_times = True
+
+    def __init__(self, costs: DraftCosts) -> None:
+        super().__init__([length for length, _ in costs.base])
+        self.costs = MeasuredCosts(costs)
+        self.acceptance = Acceptance(self.lengths[-1], trials=_ALL_TRIALS)
+        self._own: dict[int, _Own] = {}
+        self._length = self.lengths[-1]
+        self._iterations = 0
+        self._allowance = _FIRST
+        self._seen: dict[tuple[int, int], int] = {}
+
+    def choose(self, requests: int, cached: int) -> int:
+        """As :meth:`choose_for`, of requests of which nothing is known."""
+        return self._choose([self.acceptance.expected(length) * requests for length in self.lengths], requests, cached)
+
+    def choose_for(self, requests: Sequence[int], cached: int) -> int:
+        """The fastest, or now and then one to find out about."""
+        if len(self._own) > len(requests) + _FORGOTTEN:
+            self._own = {request: self._own[request] for request in requests if request in self._own}
+        shares = self.acceptance.shares
+        known = [self._own[request] for request in requests if request in self._own]
+        new = len(requests) - len(known)
+        expected = [
+            new * self.acceptance.expected(length) + sum(own.expected(length, shares) for own in known)
+            for length in self.lengths
+        ]
+        return self._choose(expected, len(requests), cached)
+
+    def observe_each(self, drafted: int, requests: Sequence[int], accepted: Sequence[int]) -> None:
+        """Into the acceptance of all, and of each request."""
+        if not drafted:
+            return
+        self.acceptance.observe(drafted, accepted)
+        for request, count in zip(requests, accepted, strict=True):
+            own = self._own.get(request)
+            if own is None:
+                own = self._own[request] = _Own(self.lengths[-1])
+            own.trials.observe(drafted, (count,))
+
+    def observe(self, drafted: int, accepted: Sequence[int]) -> None:
+        """Into the acceptance of all."""
+        self.acceptance.observe(drafted, accepted)
+
+    def observe_time(self, drafted: int, requests: int, cached: int, seconds: float) -> None:
+        """Into the costs."""
+        self.costs.observe(drafted, requests, cached, seconds)
+
+    def _choose(self, expected: Sequence[float], requests: int, cached: int) -> int:
+        self._iterations += 1
+        seconds = {length: self.costs.seconds(length, requests, cached) for length in self.lengths}
+        rates = {length: tokens / seconds[length] for length, tokens in zip(self.lengths, expected, strict=True)}
+        best = max(self.lengths, key=rates.__getitem__)
+        if rates[best] > _GAIN * rates[self._length]:
+            self._length = best
+        lost = {
+            length: _LEAST + seconds[length] / seconds[best] * max(0.0, 1.0 - rates[length] / rates[best])
+            for length in self.lengths
+            if length != self._length
+        }
+        chosen = self._probe(lost, requests)
+        self._seen[chosen, self.costs.first.size(chosen, requests)] = self._iterations
+        return chosen
+
+    def _probe(self, lost: Mapping[int, float], requests: int) -> int:
+        """The length in use, or another one that is worth finding out about and affordable now.
+
+        ``lost``: of each other length, iterations of the fastest one that fit into the time that an iteration with it loses.
+        """
+        new = [length for length in lost if self.costs.known(length, requests) < _ENOUGH]
+        self._allowance = min(self._allowance + (_SHARE_NEW if new else _SHARE), _ALLOWANCE)
+        if new:
+            wanted = min(new, key=lambda length: (self.costs.known(length, requests), lost[length]))
+        elif lost:
+            # The longer ago, and the less it costs, the sooner.
+            wanted = max(lost, key=lambda length: self._age(length, requests) / lost[length])
+        else:
+            return self._length
+        if lost[wanted] > self._allowance:
+            return self._length
+        self._allowance -= lost[wanted]
+        return wanted
+
+    def _age(self, length: int, requests: int) -> int:
+        """Iterations since the last one of the length with a batch of the size."""
+        return self._iterations - self._seen.get((length, self.costs.first.size(length, requests)), 0)
