@@ -76,7 +76,7 @@ def product(facts, operator, config, even, k, half, target):
             "linear_silu_mul": (streamed.streamed_silu_mul, PLAIN, {"k": "i32"}),
             "scaled_silu_mul": (streamed.streamed_silu_mul, SCALED, {"k": "i32"}),
             "linear_add": (streamed.streamed_linear_add, {**PLAIN, "norm": None, "NORM": False}, {"scaled": HALF}),
-            "linear_add_scaled": (streamed.streamed_linear_add, {**PLAIN, "NORM": True}, {"norm": HALF, "scaled": HALF}),
+            "linear_add_scaled": (streamed.streamed_linear_add, {**SCALED, "NORM": True}, {"norm": HALF, "scaled": HALF}),
             "linear_rope": (streamed.streamed_rope_write_cache, {**SCALED, "HALF": half}, {"k": "i32"}),
         }[operator]
         given = {name: value for name, value in {**given, **own}.items() if name in kernel.arg_names}
