@@ -129,7 +129,7 @@ def startup(
 def _names(count: int, *, compiles: bool) -> list[str]:
     """Of so many starts: ``cold``, ``warm``, ``warm 2``; without a cache ``start``, ``start 2``."""
     first, others = (["cold"], "warm") if compiles else ([], "start")
-    return (first + [others, *(f"{others} {number}" for number in range(2, count + 1))])[:count]
+    return [*first, others, *(f"{others} {number}" for number in range(2, count + 1))][:count]
 
 
 def _say(name: str, found: Mapping[str, Any]) -> None:
