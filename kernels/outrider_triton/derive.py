@@ -165,7 +165,9 @@ def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig, stored
     if config.descriptor == STREAMED:
         folded = operator in ("linear", *_ADDED) or (operator == "linear_parts" and config.split == 1)
         width = tokens * (2 if folded else 1)
-        return config.stages * ((2 * _PAIRS + width) * columns * 2 + 16) + 2 * _PAIRS * width * 4 + 512
+        # Barriers are padded, and the sums of squares that a scaled product reads are added up through shared memory.
+        scratch = 1152 if operator in ("scaled_silu_mul", "linear_rope") else 640
+        return config.stages * ((2 * _PAIRS + width) * columns * 2 + 16) + 2 * _PAIRS * width * 4 + scratch
     rows = config.block_n * (2 if operator in _GATED else 1)
     # Where the matrix unit reads shared memory itself, a tile is still being read when the next one is asked for.
     tiles = config.stages if facts.warpgroups and config.block_n >= 64 else max(config.stages - 1, 1)

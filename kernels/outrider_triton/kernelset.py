@@ -45,7 +45,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonQuantized, TritonExp
 
     ``facts``: the device. ``table``: what was measured on it; None: nothing. Whatever it has no entry for is derived from the
     facts (:mod:`outrider_triton.derive`). ``everywhere``: also kernels that the table says lost to torch's own. ``device``:
-    where they can be tuned.
+    where they can be tuned. ``takes_over``: whether what was kept on this machine is used.
 
     float64 goes to the references, which are exact in it; so do shapes that a kernel's docstring excludes. Products in
     float32 are the library's.
@@ -60,8 +60,9 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonQuantized, TritonExp
         table: Table | None = None,
         everywhere: bool = False,
         device: torch.device | None = None,
+        takes_over: bool = True,
     ) -> None:
-        self.facts, self.table, self.device = facts, table, device
+        self.facts, self.table, self.device, self.takes_over = facts, table, device, takes_over
         self._everywhere = everywhere
         self.processors, self.pdl = facts.processors, facts.pdl
         self._scope = variants.Scope()

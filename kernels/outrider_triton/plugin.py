@@ -43,7 +43,15 @@ def tuned_kernels(backend: Backend) -> KernelSet:
     return _kernels(backend, everywhere=False)
 
 
-def _kernels(backend: Backend, *, everywhere: bool) -> KernelSet:
+def derived_kernels(backend: Backend) -> KernelSet:
+    """The same, as if nothing had been measured on such a device: neither what ships counts, nor what this machine keeps.
+
+    What is measured from now on does. Raises :class:`BackendLoadError` without Triton.
+    """
+    return _kernels(backend, everywhere=False, measured=False)
+
+
+def _kernels(backend: Backend, *, everywhere: bool, measured: bool = True) -> KernelSet:
     if find_spec("triton") is None:
         raise BackendLoadError(
             f"the kernels of {backend.label} are in Triton, which isn't installed; {_ADVICE}, or choose kernels=torch"
@@ -55,4 +63,10 @@ def _kernels(backend: Backend, *, everywhere: bool) -> KernelSet:
     from outrider_triton.table import load
 
     properties = torch.get_device_module(backend.device.type).get_device_properties(backend.device)
-    return TritonKernels(facts_of(properties), table=load(properties.name), everywhere=everywhere, device=backend.device)
+    return TritonKernels(
+        facts_of(properties),
+        table=load(properties.name) if measured else None,
+        everywhere=everywhere,
+        device=backend.device,
+        takes_over=measured,
+    )

@@ -25,6 +25,7 @@ class TritonTuning(KernelSet):
     facts: DeviceFacts
     table: Table | None
     device: torch.device | None
+    takes_over: bool
 
     def tune(
         self,
@@ -42,7 +43,9 @@ class TritonTuning(KernelSet):
         return tune(self, shapes, deadline_s=deadline_s, directory=directory, progress=progress)
 
     def use_tuned(self, directory: Path) -> int:
-        """Those of a device of this name, this torch, this Triton and these kernels."""
+        """Those of a device of this name, this torch, this Triton and these kernels; none where nothing is taken over."""
+        if not self.takes_over:
+            return 0
         from outrider_triton.tuned_store import TunedStore
 
         rows = TunedStore(directory, self.facts).read()

@@ -36,6 +36,29 @@ def test_a_start_in_stages(outrider):
     assert "graphs captured" in start["captured"]
 
 
+def test_a_checkpoint_that_stays_is_used_again(outrider, tmp_path):
+    arguments = ("bench", "startup", "--backend", "cpu", "--shape", "tiny", "--dtype", "float32", "--batch", "2")
+    place = tmp_path / "new" / "checkpoint"
+    first = outrider(*arguments, "--checkpoint", str(place), "--starts", "2", "--json")
+    assert list(first.json["starts"]) == ["start", "start 2"]
+    assert first.json["checkpoint"]["written_in_s"] > 0
+    lines = [line for line in first.err.splitlines() if "compiled while serving 0" in line]
+    assert [line.split(": ")[0] for line in lines] == ["start", "start 2"]
+    times = {file: file.stat().st_mtime_ns for file in place.rglob("*.safetensors")}
+    again = outrider(*arguments, "--checkpoint", str(place), "--json").json
+    assert again["checkpoint"] == {"bytes": first.json["checkpoint"]["bytes"], "written_in_s": None}
+    assert times == {file: file.stat().st_mtime_ns for file in place.rglob("*.safetensors")} != {}
+
+
+def test_a_checkpoint_goes_where_nothing_else_lies(outrider, tmp_path):
+    arguments = ("bench", "startup", "--backend", "cpu", "--checkpoint", str(tmp_path))
+    assert "name a shape" in outrider(*arguments).err
+    (tmp_path / "target").mkdir()
+    assert "holds something else" in outrider(*arguments, "--shape", "tiny").err
+    (tmp_path / "written.json").write_text('{"shape": "other", "bytes": 3}')
+    assert "holds a checkpoint of other, not of tiny" in outrider(*arguments, "--shape", "tiny").err
+
+
 def test_a_backend_that_compiles_starts_cold_and_warm(outrider, monkeypatch):
     calls = []
 
@@ -50,14 +73,14 @@ def test_a_backend_that_compiles_starts_cold_and_warm(outrider, monkeypatch):
     info = Registry.info
     monkeypatch.setattr(Registry, "info", lambda self, name: replace(info(self, name), cache_variables=("SOME_CACHE",)))
     monkeypatch.setattr("outrider_bench.commands.startup.run_child", child)
-    shown = outrider("bench", "startup", "--backend", "cpu")
-    lines = {line.split("  ")[0]: line.split()[-2:] for line in shown.out.splitlines() if line}
-    assert lines["stage"] == ["cold", "warm"]
-    assert lines["compile kernels"] == ["2.00", "1.00"]
+    shown = outrider("bench", "startup", "--backend", "cpu", "--starts", "3")
+    lines = {line.split("  ")[0]: line.split()[-4:] for line in shown.out.splitlines() if line}
+    assert lines["stage"] == ["cold", "warm", "warm", "2"]
+    assert lines["compile kernels"][1:] == ["2.00", "1.00", "0.67"]
     assert "compiled: linear 3" in shown.out
     assert "chosen: mode fused (it's there)" in shown.out
-    assert "compiled while serving: 0, 0" in shown.out
-    assert calls[0] == calls[1]  # the cache that the cold one has left
+    assert "compiled while serving: 0, 0, 0" in shown.out
+    assert calls[0] == calls[1] == calls[2]  # the cache that the cold one has left
     assert calls[0]["SOME_CACHE"].startswith("/")
 
 

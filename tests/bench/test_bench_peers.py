@@ -1,12 +1,14 @@
 """The same work on several engines: what each is given, what is made of its runs, and what is said where one can't."""
 
 import contextlib
+import json
 import time
 from types import SimpleNamespace
 
 import pytest
 
 from outrider_bench.child import ChildFailed
+from outrider_bench.commands import peers
 from outrider_bench.mixed_load import Arrivals, MixedLoad, quantiles
 from outrider_bench.peers.comparing import Found, compared, over
 from outrider_bench.peers.session import session
@@ -209,7 +211,7 @@ def test_what_is_not_installed_is_said_so_and_transformers_is_measured(outrider)
         (("--prompts", "9-2"), "--prompts is '9-2'"),
         (("--accept-length", "5"), "--accept-length is 5; with 3 drafted tokens it is 1 to 4"),
         (("--plot", "x.png"), "expected a file that ends in .svg"),
-        (("--plot", "x.svg", "--phases", "mixed"), "add decode or context"),
+        (("--plot", "x.svg", "--phases", "mixed"), "add decode, context, prefill"),
     ],
 )
 def test_bad_input(outrider, arguments, message):
@@ -313,6 +315,57 @@ def test_equal_chances_make_the_length(length, drafted):
     rates = rates_of_length(length, drafted)
     assert 1 + sum(rates) == pytest.approx(length)
     assert [rates[0] ** (place + 1) for place in range(drafted)] == pytest.approx(list(rates))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Stands in for the children: what they are asked, in order."""
+    made = []
+
+    @contextlib.contextmanager
+    def opened(module, work, *, variables, limit_s, log):
+        def ask(request, *, limit_s):
+            made.append((module.rpartition(".")[2], request["phase"], request["case"]))
+            figures = {"iteration_ms": 4.0, "first_token_ms": 9.0, "seconds": 2.0, "tokens_per_s": 5.0 * len(made)}
+            return figures | {"acceptance_length": 2.5, "first_tokens": None}
+
+        yield SimpleNamespace(about={"version": "1", "settings": "set", "start_s": 3.0, "tuned_s": 7.0}, ask=ask)
+
+    monkeypatch.setattr("outrider_bench.commands.peers.session", opened)
+    monkeypatch.setattr("outrider_bench.commands.peers.find_spec", lambda name: name)
+    return made
+
+
+SEVERAL = ("--phases", "decode,prefill,context", "--batch", "1,2", "--prefill-tokens", "16", "--contexts", "12")
+
+
+def test_everything_is_run_once_before_anything_twice_and_engines_alternate(asked, outrider):
+    arguments = ("--engines", "outrider,vllm", "--speculate", "none", *SEVERAL, "--repeat", "2")
+    result = outrider("bench", "peers", "--backend", "cpu", *SMALL, *arguments)
+    once = [(engine, *case) for case in CASES for engine in ("outrider", "vllm")]
+    assert asked == once * 2
+    assert "outrider, none: started in 3.0 s, after 7.0 s of tuning" in result.out
+
+
+CASES = (("decode", 1), ("decode", 2), ("prefill", 16), ("context", 12))
+
+
+def test_what_was_measured_so_far_is_in_a_file_after_each_run(asked, outrider, tmp_path, monkeypatch):
+    file, plot, sizes = tmp_path / "so-far.json", tmp_path / "plot.svg", []
+    whole = peers.write_whole
+
+    def kept(path, text):
+        whole(path, text)
+        if path == file:
+            sizes.append([sum(len(row["runs"]) for row in each["results"]) for each in json.loads(text)["engines"]])
+
+    monkeypatch.setattr(peers, "write_whole", kept)
+    arguments = ("--engines", "outrider", "--speculate", "none", *SEVERAL, "--repeat", "2", "--plot", str(plot))
+    result = outrider("bench", "peers", "--backend", "cpu", *SMALL, *arguments, "--so-far", str(file))
+    assert sizes == [[], [1], [2], [2], [2], [3], [4], [4], [4]]  # decode alone; the first is of its start
+    assert "outrider, none: decode 2: iteration_ms 4, first_token_ms 9" in result.err
+    drawn = plot.read_text()
+    assert [drawn.count(text) for text in (": decode", ": prefill", ": context", "<svg")] == [1, 1, 1, 4]
 
 
 def test_a_plot_has_each_engine_and_each_size():

@@ -1,9 +1,12 @@
-"""Compile derived configurations for devices that aren't here: ``derived_child.py few|all ARCHITECTURE...``.
+"""Compile derived configurations for devices that aren't here: ``derived_child.py few|all [--part N/M] ARCHITECTURE...``.
 
 Prints a JSON line for each: what it is, the bytes of shared memory that the compiler takes, what was expected at most, and
-what the device has. ``few``: the largest of each kind of kernel for three shapes. ``all``: every one.
+what the device has; for one that doesn't compile, why. ``few``: the largest of each kind of kernel for three shapes. ``all``:
+every one. ``--part``: every M-th of them alone, from the N-th. Exit code 1, and which, unless each compiles and takes no more
+than was expected, and that is no more than what is there; a count for each architecture on standard error.
 """
 
+import argparse
 import itertools
 import json
 import sys
@@ -73,7 +76,7 @@ def product(facts, operator, config, even, k, half, target):
             "linear_silu_mul": (streamed.streamed_silu_mul, PLAIN, {"k": "i32"}),
             "scaled_silu_mul": (streamed.streamed_silu_mul, SCALED, {"k": "i32"}),
             "linear_add": (streamed.streamed_linear_add, {**PLAIN, "norm": None, "NORM": False}, {"scaled": HALF}),
-            "linear_add_scaled": (streamed.streamed_linear_add, {**PLAIN, "NORM": True}, {"norm": HALF, "scaled": HALF}),
+            "linear_add_scaled": (streamed.streamed_linear_add, {**SCALED, "NORM": True}, {"norm": HALF, "scaled": HALF}),
             "linear_rope": (streamed.streamed_rope_write_cache, {**SCALED, "HALF": half}, {"k": "i32"}),
         }[operator]
         given = {name: value for name, value in {**given, **own}.items() if name in kernel.arg_names}
@@ -164,32 +167,61 @@ def few(facts, found):
     return [key for _, key in kinds.values()]
 
 
-def main() -> None:
-    which, *architectures = sys.argv[1:]
+def measured(facts, key, beside, target):
+    """Bytes of shared memory that the compiler takes for one, and that were expected."""
+    if key[0] == "quantized":
+        way, stored = beside
+        return quantized_product(facts, *key[1:], way, target), shared_bytes(facts, "linear_parts", key[1], stored)
+    if key[0] == "attention":
+        settled = facts.pdl and key[1][2] > 1
+        made = looked_back(facts, key[1], key[2], beside, target, settled=settled)
+        return made, attention_bytes(facts, beside, *key[1][:2])
+    operator, config, even = key
+    return product(facts, operator, config, even, *beside, target), shared_bytes(facts, operator, config)
+
+
+def part_of(given):
+    """``2/4`` as a slice: the second of four, fourth by fourth."""
+    number, parts = (int(each) for each in given.split("/"))
+    if not 1 <= number <= parts:
+        raise argparse.ArgumentTypeError(f"{given!r}: expected N/M with N from 1 to M")
+    return slice(number - 1, None, parts)
+
+
+def compile_part(architecture, which, part, shapes):
+    """Print a line for each configuration of the part; returns how many there were, and how many are wrong."""
+    facts = DEVICES[OF[architecture]]
+    target, found = target_of(facts), chosen(facts, shapes) | chosen_quantized(facts, shapes)
+    keys = (few(facts, found) if which == "few" else list(found))[part]
+    wrong = 0
+    for key in keys:
+        said = {"architecture": architecture, "what": [str(each) for each in key], "there": facts.shared_bytes}
+        try:
+            made, expected = measured(facts, key, found[key], target)
+        except Exception as error:  # whatever a compiler raises: the others are compiled all the same
+            wrong += 1
+            print(json.dumps({**said, "failed": f"{type(error).__name__}: {error}"[:500]}), flush=True)
+            continue
+        wrong += not made.metadata.shared <= expected <= facts.shared_bytes
+        print(json.dumps({**said, "taken": made.metadata.shared, "expected": expected}), flush=True)
+    print(f"{architecture}: {len(keys)} of {len(found)} configurations, {wrong} wrong", file=sys.stderr, flush=True)
+    return len(keys), wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("which", choices=("few", "all"))
+    parser.add_argument("architectures", nargs="+", choices=sorted(OF))
+    parser.add_argument("--part", type=part_of, default=slice(None))
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    if which == "few":
+    if given.which == "few":
         shapes = [next(shards(name)) for name in ("llama-3.1-8b", "phi-3-mini", "qwen2.5-0.5b")]
     else:
         shapes = [shape for name in sorted(set(SHAPES) - {"tiny"}) for shape in shards(name)]
-    for architecture in architectures:
-        facts = DEVICES[OF[architecture]]
-        target, found = target_of(facts), chosen(facts, shapes) | chosen_quantized(facts, shapes)
-        for key in few(facts, found) if which == "few" else list(found):
-            if key[0] == "quantized":
-                way, stored = found[key]
-                made = quantized_product(facts, *key[1:], way, target)
-                expected = shared_bytes(facts, "linear_parts", key[1], stored)
-            elif key[0] == "attention":
-                settled = facts.pdl and key[1][2] > 1
-                made = looked_back(facts, key[1], key[2], found[key], target, settled=settled)
-                expected = attention_bytes(facts, found[key], *key[1][:2])
-            else:
-                operator, config, even = key
-                made = product(facts, operator, config, even, *found[key], target)
-                expected = shared_bytes(facts, operator, config)
-            said = {"architecture": architecture, "what": [str(part) for part in key], "taken": made.metadata.shared}
-            print(json.dumps({**said, "expected": expected, "there": facts.shared_bytes}), flush=True)
+    counts = [compile_part(architecture, given.which, given.part, shapes) for architecture in given.architectures]
+    return int(any(wrong or not tried for tried, wrong in counts))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -55,10 +55,18 @@ def test_other_options_are_refused(options, match):
         plugin.create_backend(0, options)
 
 
-@pytest.mark.parametrize(("options", "peers"), [({}, True), ({"peers": "on"}, True), ({"peers": "off"}, False)])
-def test_memory_of_the_peers_is_used_unless_one_turns_it_off(options, peers, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({}, {"peers": True, "tuned": True}),
+        ({"peers": "on"}, {"peers": True, "tuned": True}),
+        ({"peers": "off"}, {"peers": False, "tuned": True}),
+        ({"tuned": "off"}, {"peers": True, "tuned": False}),
+    ],
+)
+def test_memory_of_the_peers_and_what_was_measured_are_used_unless_one_turns_them_off(options, given, monkeypatch):
     made = []
     monkeypatch.setattr(plugin, "backend_info", lambda: SimpleNamespace(usable=True))
-    monkeypatch.setattr("outrider_cuda.backend.CudaBackend", lambda ordinal, *, peers: made.append((ordinal, peers)))
+    monkeypatch.setattr("outrider_cuda.backend.CudaBackend", lambda ordinal, **switches: made.append((ordinal, switches)))
     plugin.create_backend(1, options)
-    assert made == [(1, peers)]
+    assert made == [(1, given)]

@@ -107,6 +107,8 @@ def test_what_is_faster_is_kept_and_another_process_takes_it_over(kernels, tmp_p
         assert own.matmul_config("linear", weight[:4, : SHAPE.hidden], weight) is not None
     for elsewhere in (replace(FACTS, name="another"), replace(FACTS, processors=78)):
         assert TritonKernels(elsewhere).use_tuned(tmp_path) == 0
+    alone = TritonKernels(FACTS, takes_over=False)
+    assert (alone.use_tuned(tmp_path), alone.table) == (0, None)
 
 
 def test_a_wrong_winner_is_left_out(kernels, tmp_path, monkeypatch):

@@ -82,6 +82,17 @@ def series_svg(series: Mapping[str, Sequence[tuple[float, float]]], *, title: st
     return "\n".join([*parts, "</svg>", ""])
 
 
+def stacked(drawings: Sequence[str]) -> str:
+    """Drawings of this module, one below the other, as one."""
+    if len(drawings) == 1:
+        return drawings[0]
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT * len(drawings)}">']
+    for number, drawing in enumerate(drawings):
+        place = f'<svg y="{_HEIGHT * number}" width="{_WIDTH}" height="{_HEIGHT}" '
+        parts.append(drawing.replace("<svg ", place, 1).strip())
+    return "\n".join([*parts, "</svg>", ""])
+
+
 def _frame(title: str, top: float, y: Callable[[float], float]) -> list[str]:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12">',

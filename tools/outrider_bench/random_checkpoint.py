@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _SHARD = 4 << 30
 _BLOCK = 16 << 20  # values that are drawn; larger tensors repeat them
 _SPREAD = 0.02
+_MARK = "written.json"
+"""Says what a checkpoint is, once it's whole."""
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -28,6 +30,32 @@ class Written:
     target: Path
     draft: Path
     bytes: int
+
+
+def kept_checkpoint(shape: str, root: Path) -> tuple[Written, bool]:
+    """The checkpoint of ``shape`` in ``root``, and whether it lay there: read through then, so that it's in the page cache as
+    one is that was written just now. A directory that isn't there or is empty gets one.
+
+    Raises :class:`ConfigError` for a directory that holds anything else.
+    """
+    from outrider.device.errors import ConfigError
+
+    mark = root / _MARK
+    if mark.is_file():
+        said = json.loads(mark.read_text(encoding="utf-8"))
+        if said["shape"] != shape:
+            raise ConfigError(f"{root} holds a checkpoint of {said['shape']}, not of {shape}; name another directory")
+        for file in root.glob("*/*.safetensors"):
+            with file.open("rb", buffering=0) as opened:
+                while opened.read(_BLOCK):
+                    pass
+        return Written(root / "target", root / "draft", said["bytes"]), True
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise ConfigError(f"{root} holds something else than a checkpoint that was written whole; name an empty directory")
+    root.mkdir(parents=True, exist_ok=True)
+    written = write_checkpoint(shape, root)
+    mark.write_text(json.dumps({"shape": shape, "bytes": written.bytes}), encoding="utf-8")
+    return written, False
 
 
 def write_checkpoint(shape: str, root: Path, *, dtype: str = "bfloat16", shard: int = _SHARD) -> Written:

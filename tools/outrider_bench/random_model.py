@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from outrider.engine.config import Choice, EngineConfig
     from outrider.engine.engine import Engine
     from outrider.model import LanguageModel, ModelRanks
+    from outrider.model.tuning import Prepared
     from outrider.speculative.proposer import Proposer
 
 
@@ -119,10 +120,13 @@ class RandomModel:
         say: bool = False,
         beside: Sequence[Choice] = (),
         joined: Joined | None = None,
+        tune_seconds: float = 0.0,
+        prepared: Callable[[Prepared], None] = lambda found: None,
     ) -> Engine:
         """Choose the backend and make the weights on it. ``say``: tell people what was chosen, also ``beside`` it.
 
         ``cached_tokens``: those that the cache holds, a partly used page of each request aside; None: chosen.
+        ``tune_seconds``: kernels are measured first, for at most so long; ``prepared`` is told what came of it.
         """
         from outrider.engine.engine import Engine
         from outrider.engine.resolve import resolve
@@ -135,7 +139,7 @@ class RandomModel:
         device = joined.backend(registry, backend, backend_from_environment())
         ranks = joined.join(device)
         with progress_shown(joined.leads) as tell:
-            prepare_device(device, lambda: shape_config(self.shape), 0.0, tell)
+            prepared(prepare_device(device, lambda: shape_config(self.shape), tune_seconds, tell))
         own: tuple[Choice, ...] = ()
         if dtype is None:
             own = (self.dtype(device),)

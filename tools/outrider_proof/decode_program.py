@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.engine.requests.draft_length import DraftLengthPolicy
     from outrider.engine.requests.sampling import SamplingParams
-    from outrider.model import Media
+    from outrider.model import LanguageModel, Media
     from outrider.speculative.proposer import Proposer
     from outrider_proof.fence_log import FenceLog
     from outrider_sanitizer import Finding
@@ -39,6 +39,11 @@ _MOVING = 0.3
 
 _CHANGING = 0.35
 """How many of the programs change the length of drafts."""
+
+_ADAPTING, _BUDGETED, _CALLED, _BOTH = 0.2, 0.4, 0.2, 0.3
+"""How many of the programs have lengths by acceptance instead, a small budget of tokens, prompts that are called where others
+are replayed from graphs, and some of each.
+"""
 
 _GUIDED, _AMONG = 0.5, 0.6
 """How many of the programs guide requests, and how many of their requests are guided."""
@@ -70,6 +75,9 @@ class HostProgram:
     """Requests, and the sizes of the engine that serves them.
 
     ``draft_lengths``: how many tokens iterations draft, one after the other and again; none: always as many as can be.
+    ``adaptive``: as many as each request's acceptance so far makes worth it instead, by costs that are made up.
+    ``token_budget``: tokens of an iteration in which requests decode, prompts' among them; None: a whole chunk beside them.
+    ``prefill_graphs``: where decoding is replayed, so are chunks of prompts of up to so many tokens; None: every one.
     """
 
     arrivals: tuple[Arrival, ...]
@@ -79,6 +87,9 @@ class HostProgram:
     prefill_chunk: int
     draft_tokens: int
     draft_lengths: tuple[int, ...] = ()
+    adaptive: bool = False
+    token_budget: int | None = None
+    prefill_graphs: int | None = None
 
     @classmethod
     def draw(cls, seed: int, text: int) -> HostProgram:
@@ -106,6 +117,17 @@ class HostProgram:
         if guiding.random() < _GUIDED:
             chosen = [replace(arrival, guided=guiding.random() < _AMONG) for arrival in program.arrivals]
             program = replace(program, arrivals=tuple(chosen))
+        mixing, adapting = random.Random(f"mixed {seed}"), random.Random(f"adaptive {seed}")
+        if mixing.random() < _BUDGETED:
+            # Hardly more than what decoding takes, so that a prompt comes in pieces beside it.
+            most = program.max_requests * (program.draft_tokens + 1)
+            program = replace(program, token_budget=mixing.randint(max(2, most // 2), most + 6))
+        kind = mixing.random()
+        if kind < _CALLED + _BOTH:
+            size = 0 if kind < _CALLED else mixing.randint(1, max(1, program.prefill_chunk // 2))
+            program = replace(program, prefill_graphs=size)
+        if adapting.random() < _ADAPTING:
+            return replace(program, adaptive=True)
         if changing.random() >= _CHANGING:
             return program
         among = (0, 1, changing.randint(0, program.draft_tokens), program.draft_tokens)
@@ -241,6 +263,7 @@ class DecodeExplorer:
             overlap=True,
             mode=self._mode,
             graphs=self._graphs,
+            token_budget=program.token_budget,
         )
         options = DraftOptions(
             target=self._model,
@@ -251,6 +274,8 @@ class DecodeExplorer:
             topk=self._topk,
         )
         proposer = build(self._speculate, options)
+        replayed = self._graphs or self._mode == "fused"
+        config = replace(config, prefill_graphs=prefill_graphs_of(program, self._model, self.backend, proposer, replayed))
         lengths = draft_length_of(program, proposer)
         engine = Engine(
             self._model,
@@ -289,13 +314,31 @@ class DecodeExplorer:
                 )
 
 
+def prefill_graphs_of(
+    program: HostProgram, target: LanguageModel, backend: Backend, proposer: Proposer, replayed: bool
+) -> int | None:
+    """The program's ``prefill_graphs`` as an engine takes it; None for one that can't replay prompts, and for one in which
+    decoding isn't ``replayed``.
+    """
+    able = replayed and target.native and target.ranks is None and not backend.speculative_sync.exact_host_lengths
+    able = able and not target.config.rope.sections and (proposer.takes_padding or not proposer.extends)
+    return program.prefill_graphs if able else None
+
+
 def draft_length_of(program: HostProgram, proposer: Proposer) -> DraftLengthPolicy | None:
     """The policy that gives the program's draft lengths, those beyond the proposer's own cut off; None for a program without
     any, and for what drafts no chain.
     """
-    from outrider.engine.requests.draft_length import LengthSchedule
+    from outrider.engine.requests.draft_length import DraftCosts, FollowLoad, LengthSchedule, adaptive_lengths
 
-    if not program.draft_lengths or proposer.is_tree or not proposer.nodes:
+    if proposer.is_tree or not proposer.nodes:
+        return None
+    if program.adaptive:
+        # A drafted token costs more the more requests there are, so lengths change with load as well as with acceptance.
+        lengths, sizes = adaptive_lengths(proposer.nodes), range(1, program.max_requests + 1)
+        base = {(length, size): 1.0 + 0.2 * size * length for length in lengths for size in sizes}
+        return FollowLoad(DraftCosts(base), by_request=True)
+    if not program.draft_lengths:
         return None
     return LengthSchedule([min(length, proposer.nodes) for length in program.draft_lengths])
 

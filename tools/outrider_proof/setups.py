@@ -23,7 +23,7 @@ from outrider.speculative.proposer import PlainProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import quantised, tiny
 from outrider_proof.checkpoints import IMAGE, picture, write_vision_checkpoint
-from outrider_proof.decode_program import Arrival, HostProgram, Serving, draft_length_of
+from outrider_proof.decode_program import Arrival, HostProgram, Serving, draft_length_of, prefill_graphs_of
 from outrider_proof.guides import guide
 from outrider_proof.proposers import EXTREMES, MAKERS, decoder
 from outrider_proof.quantised import QUANTISED
@@ -207,6 +207,8 @@ class Models:
             graphs=mode == "graphs",
             penalties=penalties,
             max_logprobs=max_logprobs,
+            token_budget=program.token_budget,
+            prefill_graphs=prefill_graphs_of(program, self.target, self.backend, proposer, mode != "staged"),
         )
         return Engine(
             self.target,

@@ -16,7 +16,7 @@ from outrider.device import (
     StepMode,
     TorchDeviceBackend,
 )
-from outrider_triton.plugin import tuned_kernels
+from outrider_triton.plugin import derived_kernels, tuned_kernels
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -50,10 +50,14 @@ class CudaBackend(TorchDeviceBackend):
     is_accelerator = True
     sticky_faults = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
 
-    def __init__(self, ordinal: int, *, peers: bool = True) -> None:
-        """``peers``: groups use memory of the peers for small tensors, where the GPUs of one host reach it."""
+    def __init__(self, ordinal: int, *, peers: bool = True, tuned: bool = True) -> None:
+        """``peers``: groups use memory of the peers for small tensors, where the GPUs of one host reach it.
+
+        ``tuned``: kernels use what was measured before.
+        """
         capabilities = replace(CAPABILITIES, peer_memory=peers)
-        super().__init__("cuda", "cuda", ordinal, capabilities=capabilities, kernels=tuned_kernels, speculative_sync=CudaSync)
+        kernels = tuned_kernels if tuned else derived_kernels
+        super().__init__("cuda", "cuda", ordinal, capabilities=capabilities, kernels=kernels, speculative_sync=CudaSync)
 
     def _create_group(self, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float) -> Group:
         from outrider_cuda.collectives import CudaGroup

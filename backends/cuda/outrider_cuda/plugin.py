@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "NVIDIA GPUs through torch's CUDA module"
 OPTIONS: Mapping[str, str] = MappingProxyType(
-    {"peers": "on (default): small tensors go over the peers' memory, where GPUs of one host reach it; off: all by NCCL"}
+    {
+        "peers": "on (default): small tensors go over the peers' memory, where GPUs of one host reach it; off: all by NCCL",
+        "tuned": "on (default): kernels as they were measured to be fastest, where they were; off: as they're derived from "
+        "what the device says of itself, whatever ships or was kept on this machine",
+    }
 )
 _SWITCH = {"off": False, "on": True}
 CI = CiDeclaration(
@@ -75,4 +79,4 @@ def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
         raise BackendLoadError(f"backend 'cuda' can't run here: {info.reason}; {info.advice}")
     from outrider_cuda.backend import CudaBackend
 
-    return CudaBackend(ordinal, peers=_SWITCH[options.get("peers", "on")])
+    return CudaBackend(ordinal, **{name: _SWITCH[options.get(name, "on")] for name in OPTIONS})

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from outrider.engine.config import Choice
     from outrider.engine.engine import Engine
     from outrider.model import ModelConfig
+    from outrider.model.tuning import Prepared
 
 ModelOption = Annotated[
     Path | None,
@@ -246,21 +247,20 @@ def bundled(part: str) -> Path:
     return Path(str(resources.files("outrider").joinpath("bundled", part)))
 
 
-def prepare_device(device: Backend, config: Callable[[], ModelConfig], tune_seconds: float, tell: Tell) -> None:
+def prepare_device(device: Backend, config: Callable[[], ModelConfig], tune_seconds: float, tell: Tell) -> Prepared:
     """What was tuned for on this machine, and for so many seconds more; progress as ``tell`` shows it."""
-    from outrider.model.tuning import prepare_kernels
+    from outrider.model.tuning import Prepared, prepare_kernels
 
     directory = tuned_directory()
     if tune_seconds:
-        prepare_kernels(
+        return prepare_kernels(
             device,
             config(),
             directory=directory,
             seconds=tune_seconds,
             progress=lambda done, total, text: tell("tuning kernels", done, total),
         )
-    elif directory is not None:
-        device.kernels_in_use.use_tuned(directory)
+    return Prepared(taken=0 if directory is None else device.kernels_in_use.use_tuned(directory))
 
 
 def load(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.models import DraftTokensOption, ModeOption, PrefillChunkOption
+from outrider.cli.models import DraftTokensOption, ModeOption, PrefillChunkOption, TuneOption
 from outrider.cli.report import BackendOption, Interrupted, JsonOption, Report
 from outrider.cli.starting import progress_shown
 from outrider.device.errors import ConfigError
@@ -34,6 +36,12 @@ if TYPE_CHECKING:
 PEERS: Mapping[str, tuple[str, ...]] = {"transformers": ("none",), "vllm": ("none", "eagle"), "sglang": ("none", "eagle")}
 """Each engine, and what it can be measured with."""
 _ORDER = (OURS, *PEERS)
+_ACROSS: Mapping[str, tuple[str, str]] = {
+    "decode": ("batch size", "ms an iteration"),
+    "context": ("prompt tokens", "ms an iteration"),
+    "prefill": ("prompt tokens", "ms to the first token"),
+}
+"""What a plot of each phase has along its axes."""
 _KEEPS = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Where the engines keep what they compile."""
 
@@ -92,9 +100,16 @@ def peers(
     ] = None,
     mode: ModeOption = None,
     prefill_chunk: PrefillChunkOption = None,
+    tune_seconds: TuneOption = 0.0,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="F.svg", help="Draw iterations over batch sizes or contexts, side by side."),
+        typer.Option(metavar="F.svg", help="Draw iterations over batch sizes and contexts, first tokens over prompts."),
+    ] = None,
+    so_far: Annotated[
+        Path | None,
+        typer.Option(
+            "--so-far", metavar="F.json", help="After each run write there what was measured, and a line to standard error."
+        ),
     ] = None,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that an engine may take to start, or for one run.")] = 900.0,
     backend: BackendOption = None,
@@ -102,17 +117,17 @@ def peers(
 ) -> Report:
     """Run the same work on this engine and on whichever of transformers, vLLM and SGLang is installed.
 
-    Each engine runs in a process of its own; their runs alternate, and each figure is the median of its runs. Acceptance is
-    synthetic, by each engine's own setting for that, with the same chance for each drafted place; transformers has none and
-    decodes plainly. What isn't installed is listed as such.
+    Each engine runs in a process of its own; their runs alternate, everything once before anything twice, and each figure is
+    the median of its runs. Acceptance is synthetic, by each engine's own setting for that, with the same chance for each
+    drafted place; transformers has none and decodes plainly. What isn't installed is listed as such.
     """
     del json_output
     chosen = _some("--engines", engines, _ORDER)
     kinds = _some("--speculate", speculate, ("eagle", "none"))
     if plot is not None and plot.suffix != ".svg":
         raise ConfigError(f"--plot is {str(plot)!r}; expected a file that ends in .svg")
-    if plot is not None and not {"decode", "context"} & set(_some("--phases", phases, PHASES)):
-        raise ConfigError(f"--plot draws iterations, and --phases is {phases!r}; add decode or context, or leave it out")
+    if plot is not None and not set(_ACROSS) & set(_some("--phases", phases, PHASES)):
+        raise ConfigError(f"--plot has nothing to draw of --phases {phases!r}; add {', '.join(_ACROSS)}, or leave it out")
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
     from outrider_bench.synthetic import rates_of_length
@@ -159,7 +174,15 @@ def peers(
     def described() -> dict[str, object]:
         return data | compared([each for each in found if each.settled], work)
 
-    runs = _Alternating(work, spec, {"mode": mode, "prefill_chunk": prefill_chunk}, limit)
+    options = {"mode": mode, "prefill_chunk": prefill_chunk, "tune_seconds": tune_seconds}
+
+    def told(line: str) -> None:
+        if so_far is not None:
+            write_whole(so_far, json.dumps(described(), indent=1) + "\n")
+            sys.stderr.write(line + "\n")
+            sys.stderr.flush()
+
+    runs = _Alternating(work, spec, options, limit, told)
     with progress_shown() as tell:
         for group in groups:
             try:
@@ -167,17 +190,27 @@ def peers(
             except KeyboardInterrupt:
                 done = sum(each.settled for each in found)
                 where = "; ".join(f"{name}, {kind}" for name, kind in group)
-                told = f"interrupted at {where}, after {done} of {len(jobs)} measurements"
-                raise Interrupted(told, described(), _renderer(described()) if done else None) from None
+                reached = f"interrupted at {where}, after {done} of {len(jobs)} measurements"
+                raise Interrupted(reached, described(), _renderer(described()) if done else None) from None
     result = described()
     if plot is not None:
-        from outrider_bench.peers.comparing import over
-        from outrider_bench.plot import series_svg
-
-        # Over batch sizes where decode was measured; over contexts alone otherwise.
-        phase, across = ("decode", "batch size") if "decode" in measured else ("context", "prompt tokens")
-        write_whole(plot, series_svg(over(found, phase), title=f"{shape}, {dtype}", across=across, up="ms an iteration"))
+        drawn = _drawn(found, measured, f"{shape}, {dtype}")
+        if drawn is not None:
+            write_whole(plot, drawn)
     return Report(data=result, render=_renderer(result))
+
+
+def _drawn(found: Sequence[Found], phases: Sequence[str], title: str) -> str | None:
+    """A plot for each phase that one can draw, one below the other; None where nothing was measured."""
+    from outrider_bench.peers.comparing import over
+    from outrider_bench.plot import series_svg, stacked
+
+    drawings = []
+    for phase, (across, up) in _ACROSS.items():
+        series = over(found, phase) if phase in phases else {}
+        if series:
+            drawings.append(series_svg(series, title=f"{title}: {phase}", across=across, up=up))
+    return stacked(drawings) if drawings else None
 
 
 def _renderer(data: dict[str, Any]) -> Callable[[Console], None]:
@@ -195,14 +228,22 @@ def _some(option: str, given: str, known: tuple[str, ...]) -> list[str]:
 class _Alternating:
     """The runs of some engines that are there at the same time, in turns."""
 
-    def __init__(self, work: Work, spec: BackendSpec, options: Mapping[str, object], limit_s: float) -> None:
+    def __init__(
+        self,
+        work: Work,
+        spec: BackendSpec,
+        options: Mapping[str, object],
+        limit_s: float,
+        told: Callable[[str], None],
+    ) -> None:
         self._work = work
         self._spec = spec
         self._options = options
         self._limit_s = limit_s
+        self._told = told
 
     def run(self, group: list[Found], repeat: int, tell: Tell) -> None:
-        """Start them, one after the other; then each run of each, ``repeat`` times; then end them."""
+        """Start them, one after the other; then each run of each, ``repeat`` times, all once before any twice; end them."""
         with ExitStack() as stack:
             sessions: list[tuple[Found, Session]] = []
             for each in group:
@@ -210,12 +251,13 @@ class _Alternating:
                 opened = self._opened(each, stack)
                 if opened is not None:
                     sessions.append((each, opened))
-            cases = self._cases()
+            first = self._cases()
+            # Who is stopped in the middle has something of everything.
+            cases = first + [(phase, case) for phase, case in first if case != "latency"] * (repeat - 1)
             for number, (phase, case) in enumerate(cases):
-                for _ in range(1 if case == "latency" else repeat):
-                    for each, opened in sessions:
-                        tell(f"{each.engine}, {each.speculate}: {phase} {case}", number, len(cases))
-                        self._once(each, opened, phase, case)
+                for each, opened in sessions:
+                    tell(f"{each.engine}, {each.speculate}", number, len(cases))
+                    self._once(each, opened, phase, case)
 
     def _cases(self) -> list[tuple[str, Any]]:
         work = self._work
@@ -247,8 +289,10 @@ class _Alternating:
             opened = stack.enter_context(session(module, given, variables=variables, limit_s=self._limit_s, log=log))
         except ChildFailed as error:
             each.status = f"failed: {error}"
+            self._told(f"{each.engine}, {each.speculate}: {each.status}")
             return None
         each.status, each.about = "measured", opened.about
+        self._told(f"{each.engine}, {each.speculate}: started, {_line(opened.about)}")
         return opened
 
     def _once(self, each: Found, opened: Session, phase: str, case: Any) -> None:
@@ -258,5 +302,12 @@ class _Alternating:
             answer = opened.ask({"phase": phase, "case": case}, limit_s=self._limit_s)
         except ChildFailed as error:
             each.failures[phase] = str(error)
+            self._told(f"{each.engine}, {each.speculate}: {phase} {case} failed: {error}")
             return
         each.runs.setdefault((phase, case), []).append(answer)
+        self._told(f"{each.engine}, {each.speculate}: {phase} {case}: {_line(answer)}")
+
+
+def _line(figures: Mapping[str, object]) -> str:
+    """Those that are numbers, shortly."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if isinstance(value, int | float))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,6 +59,16 @@ def startup(
         Path | None,
         typer.Option(metavar="DIR", help="Where that checkpoint is written, for the run alone. Default: temporary."),
     ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where that checkpoint is written, and stays; one that lies there is used."),
+    ] = None,
+    starts: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Starts, the first with empty caches. Default: 2 where the backend compiles, else 1."
+        ),
+    ] = None,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that one start may take.")] = 600.0,
     backend: BackendOption = None,
     json_output: JsonOption = False,
@@ -64,13 +76,19 @@ def startup(
     """Start an engine in a fresh process and time each stage until its first token, in seconds.
 
     The weights are read from files, which are in the page cache as far as the memory holds them.
-    Where the backend compiles kernels it's started twice: with an empty cache of compiled kernels (cold), and with the one
-    that this has left (warm).
+    Where the backend compiles kernels the first start has an empty cache of compiled kernels (cold), and each other one that
+    which the first has left (warm). A line for each start goes to standard error as soon as it's there.
     """
     del json_output
     if speculate not in ("eagle", "none"):
         raise ConfigError(f"--speculate is {speculate!r}; expected eagle or none")
-    checkpoint: dict[str, object] | None = None
+    if checkpoint is not None and shape is None:
+        raise ConfigError("--checkpoint is where a checkpoint of --shape goes; name a shape")
+    if checkpoint is not None and directory is not None:
+        raise ConfigError(
+            "--directory is for a checkpoint that is removed, --checkpoint for one that stays; give one of them"
+        )
+    about: dict[str, object] | None = None
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
     caches = registry.info(spec.name).cache_variables
@@ -89,23 +107,36 @@ def startup(
     }
     with scratch_directory("outrider-startup-", directory) as fresh:
         if shape is not None:
-            from outrider_bench.random_checkpoint import write_checkpoint
+            from outrider_bench.random_checkpoint import kept_checkpoint
 
             began = time.perf_counter()
-            written = write_checkpoint(shape, Path(fresh, "checkpoint"))
+            written, there = kept_checkpoint(shape, checkpoint or Path(fresh, "checkpoint"))
             seconds = time.perf_counter() - began
-            work |= {"target": str(written.target), "eagle": str(written.draft)}
-            checkpoint = {"bytes": written.bytes, "written_in_s": seconds}
+            work |= {"target": str(written.target.absolute()), "eagle": str(written.draft.absolute())}
+            about = {"bytes": written.bytes, "written_in_s": None if there else seconds}
         variables = {name: f"{fresh}/{name}" for name in caches}
-        starts = {
-            name: run_child(_CHILD, work, variables=variables, limit_s=limit)
-            for name in (("cold", "warm") if caches else ("start",))
-        }
+        found: dict[str, dict[str, Any]] = {}
+        for name in _names(starts or (2 if caches else 1), compiles=bool(caches)):
+            found[name] = run_child(_CHILD, work, variables=variables, limit_s=limit)
+            _say(name, found[name])
     for key in ("dtype", "chosen"):  # the same in each start
-        work[key] = [found.pop(key) for found in starts.values()][-1]
+        work[key] = [each.pop(key) for each in found.values()][-1]
     del work["target"], work["eagle"]
-    data: dict[str, object] = {**work, "checkpoint": checkpoint, "kernel_cache": bool(caches), "starts": starts}
-    return Report(data=data, render=lambda console: _render(console, work, starts))
+    data: dict[str, object] = {**work, "checkpoint": about, "kernel_cache": bool(caches), "starts": found}
+    return Report(data=data, render=lambda console: _render(console, work, found))
+
+
+def _names(count: int, *, compiles: bool) -> list[str]:
+    """Of so many starts: ``cold``, ``warm``, ``warm 2``; without a cache ``start``, ``start 2``."""
+    first, others = (["cold"], "warm") if compiles else ([], "start")
+    return [*first, others, *(f"{others} {number}" for number in range(2, count + 1))][:count]
+
+
+def _say(name: str, found: Mapping[str, Any]) -> None:
+    """One start, as soon as it's there: whoever is stopped has the ones before."""
+    stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in found["stages"].items())
+    sys.stderr.write(f"{name}: {found['total']:.2f} s ({stages}); compiled while serving {found['compiled_while_serving']}\n")
+    sys.stderr.flush()
 
 
 def _render(console: Console, work: dict[str, Any], starts: dict[str, dict[str, Any]]) -> None:

@@ -80,6 +80,7 @@ def _engine(each: Found, work: Work) -> dict[str, Any]:
         "version": each.about.get("version"),
         "settings": each.about.get("settings"),
         "start_s": each.about.get("start_s"),
+        "tuned_s": each.about.get("tuned_s"),
         "results": results,
         "prefill": [{"prompt_tokens": length, **row} for length, row in prefill if row is not None],
         "context": [{"prompt_tokens": tokens, "batch": 1, **row} for tokens, row in contexts if row is not None],
@@ -121,10 +122,13 @@ def _ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[dict[str
 
 
 def over(found: Sequence[Found], phase: str) -> dict[str, list[tuple[float, float]]]:
-    """Milliseconds of an iteration over batch sizes (``decode``) or prompts (``context``), for each engine and kind."""
+    """Milliseconds of an iteration over batch sizes (``decode``) or prompts (``context``), or to the first token over prompts
+    (``prefill``), for each engine and kind.
+    """
+    timed = "first_token_ms" if phase == "prefill" else "iteration_ms"
     return {
         f"{each.engine}, {'plain' if each.speculate == 'none' else each.speculate}": [
-            (case, statistics.median(run["iteration_ms"] for run in runs))
+            (case, statistics.median(run[timed] for run in runs))
             for (measured, case), runs in each.runs.items()
             if measured == phase
         ]
@@ -164,6 +168,10 @@ def render(console: Console, data: Mapping[str, Any]) -> None:
             console.print(f"{each['engine']}, {each['speculate']}: {each['status']}")
     for engine, settings in {(each["engine"], each["settings"]): None for each in engines if each["settings"]}:
         console.print(f"{engine}: {settings}")
+    for each in engines:
+        if each["start_s"] is not None:
+            tuned = f", after {each['tuned_s']:.1f} s of tuning" if each["tuned_s"] else ""
+            console.print(f"{each['engine']}, {each['speculate']}: started in {each['start_s']:.1f} s{tuned}")
 
 
 def _name(each: Mapping[str, Any]) -> str:

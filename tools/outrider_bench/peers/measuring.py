@@ -19,6 +19,8 @@ class Peer(ABC):
 
     version: str
     settings: str
+    tuned_s: float = 0.0
+    """Of its start, the seconds in which it measured kernels because it was asked to."""
 
     @abstractmethod
     def generate(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:

@@ -14,16 +14,18 @@ from outrider_bench.peers.work import Work
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
+    from outrider.model.tuning import Prepared
 
 
 class Outrider(Peer):
     """See :class:`~outrider_bench.peers.measuring.Peer`."""
 
-    def __init__(self, engine: Engine, *, settings: str, drafts: bool) -> None:
+    def __init__(self, engine: Engine, *, settings: str, drafts: bool, tuned_s: float = 0.0) -> None:
         from outrider_bench.limits import measure_bandwidth
 
         self.version = version("outrider")
         self.settings = settings
+        self.tuned_s = tuned_s
         self._engine = engine
         self._drafts = drafts
         self._counted = (0.0, 0.0)
@@ -64,7 +66,9 @@ class Outrider(Peer):
 
 @contextmanager
 def opened(work: Work, speculate: str, backend: str, options: Mapping[str, Any]) -> Generator[Outrider]:
-    """An engine for this work; ``options``: its mode and its prefill chunk, None where it chooses."""
+    """An engine for this work; ``options``: its mode and its prefill chunk, None where it chooses, and the seconds for which
+    its kernels are tuned first.
+    """
     from outrider.cli.models import Running, Sizes
     from outrider_bench.random_model import RandomModel
 
@@ -76,6 +80,7 @@ def opened(work: Work, speculate: str, backend: str, options: Mapping[str, Any])
         accept_length=None,
         accept_rates=work.rates if drafts else None,
     )
+    found: list[Prepared] = []
     engine = model.load(
         backend,
         running=Running(mode=options["mode"]),
@@ -84,10 +89,14 @@ def opened(work: Work, speculate: str, backend: str, options: Mapping[str, Any])
         max_context=work.context,
         sizes=Sizes(prefill_chunk=options["prefill_chunk"]),
         cached_tokens=work.cached_tokens,
+        tune_seconds=options["tune_seconds"],
+        prepared=found.append,
     )
     config = engine.config
     launched = f"{config.mode}, {'overlapped' if config.overlap else 'not overlapped'}, chunk {config.prefill_chunk}"
-    yield Outrider(engine, settings=f"{launched}, {engine.model.kernels.name}", drafts=drafts)
+    settings = f"{launched}, {engine.model.kernels.name}, {found[0]}"
+    result = found[0].result
+    yield Outrider(engine, settings=settings, drafts=drafts, tuned_s=0.0 if result is None else result.seconds)
 
 
 if __name__ == "__main__":

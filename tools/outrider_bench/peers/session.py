@@ -108,7 +108,9 @@ def serve(opened: Callable[[Work, str], AbstractContextManager[Peer]]) -> None:
         work = Work.of(given)
         with opened(work, given["speculate"]) as peer:
             runs = Runs(peer, work)
-            say({"version": peer.version, "settings": peer.settings, "start_s": time.perf_counter() - began})
+            began += peer.tuned_s
+            taken = {"start_s": time.perf_counter() - began, "tuned_s": peer.tuned_s}
+            say({"version": peer.version, "settings": peer.settings, **taken})
             for line in sys.stdin:
                 say(_run(runs, json.loads(line)))
     except OutriderError as error:
