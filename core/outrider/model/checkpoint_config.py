@@ -16,6 +16,7 @@ from outrider.model.config import ModelConfig, VisionConfig
 from outrider.model.config_fields import MAX_CONTEXT, config_fields, is_whole
 from outrider.model.expert_configs import EXPERT_FAMILIES, REFUSED, layer_windows, mixtral, qwen2_moe, qwen3_moe
 from outrider.model.location import refuse_other_formats
+from outrider.model.plain_config import plain_config
 from outrider.model.reading import describe, present, read_json, reading
 from outrider.model.rope import RopeConfig, inverse_frequencies
 
@@ -50,7 +51,7 @@ def read_model_config(directory: Path, name: str = "config.json", *, part: str |
             "code, slower: --through-transformers"
         )
     with reading(path, f"a {family} config"):
-        whole = hf_config(family, raw)
+        whole = _whole(family, raw)
         hf = whole.get_text_config()
         fields = _common(hf) | _FAMILIES[family](hf)
         fields["tie_embeddings"] = bool(whole.tie_word_embeddings)  # a property of the whole, not of its text part
@@ -76,9 +77,22 @@ def checkpoint_dtype(directory: Path) -> torch.dtype | None:
 
 def hf_config(family: str, raw: dict[str, Any]) -> HfConfig:
     """The config as transformers reads it, given the keys that we know alone; :class:`ConfigError` if it can't."""
+    return _through_transformers(family, _known(family, raw))
+
+
+def _whole(family: str, raw: dict[str, Any]) -> HfConfig:
+    """The same without transformers where the file leaves nothing to it."""
+    known = _known(family, raw)
+    return plain_config(family, known) or _through_transformers(family, known)
+
+
+def _known(family: str, raw: dict[str, Any]) -> dict[str, Any]:
+    return config_fields(raw, vision=family in _VISION_FAMILIES, experts=family in EXPERT_FAMILIES)
+
+
+def _through_transformers(family: str, known: dict[str, Any]) -> HfConfig:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    known = config_fields(raw, vision=family in _VISION_FAMILIES, experts=family in EXPERT_FAMILIES)
     try:
         return CONFIG_MAPPING[family].from_dict(known)
     except Exception as error:  # its validators raise many kinds

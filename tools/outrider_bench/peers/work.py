@@ -142,6 +142,7 @@ def checkpoint_config(config: ModelConfig, *, dtype: str, layers: int | None = N
         "eos_token_id": 2,
         "dtype": dtype,
         "torch_dtype": dtype,
+        **({"sliding_window": config.windows[0] or None} if family == "mistral" else {}),
         **_experts(config),
     }
 

@@ -1,0 +1,104 @@
+"""Configs that are read without transformers mean what they mean to transformers."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from model.test_published_configs import COMMON, LLAMA_2, LLAMA_31, MISTRAL, QWEN_25_YARN, VICUNA_16K
+from outrider.cli.models import bundled
+from outrider.errors import OutriderError
+from outrider.model import ModelConfig, checkpoint_config
+from outrider.model.config_fields import config_fields
+from outrider.model.plain_config import plain_config
+from outrider.model.shapes import SHAPES, shape_config
+from outrider_bench.peers.work import checkpoint_config as written
+
+LLAMA = LLAMA_2 | {"rope_theta": 10000.0}
+QWEN_25 = QWEN_25_YARN | {"rope_scaling": None}
+QWEN_3 = QWEN_25 | {"model_type": "qwen3", "head_dim": 128, "attention_bias": False}
+PLAIN = {"llama": LLAMA, "llama 3.1": LLAMA_31, "mistral": MISTRAL, "qwen 2.5": QWEN_25, "qwen 3": QWEN_3}
+
+CHANGES = [
+    *({name: value} for name in COMMON for value in (None, "gelu" if name == "hidden_act" else 7)),
+    *({name: value} for name in ("attention_bias", "mlp_bias", "tie_word_embeddings") for value in (True, False, None)),
+    *({"head_dim": value} for value in (None, 64, 128)),
+    *({"num_key_value_heads": value} for value in (None, 2, 3)),
+    *({"hidden_size": value} for value in (4095, 5120)),
+    *({"rms_norm_eps": value} for value in (0, 1e-5)),
+    *({"rope_theta": value} for value in (10000, 5e5)),
+    *({"sliding_window": value} for value in (None, 0, 512)),
+    *({"use_sliding_window": value} for value in (None, True, False)),
+    {"use_sliding_window": True, "max_window_layers": 3},
+    *({"layer_types": value} for value in (None, [], ["full_attention"] * 28, ["sliding_attention"] * 32)),
+    *({"layer_types": ["full_attention"] * 32, "sliding_window": value} for value in (None, 512)),
+    {"eos_token_id": [3, 4]},
+    {"partial_rotary_factor": 0.5},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}},
+    {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": None},
+    {"rope_parameters": {}, "rope_scaling": {}},
+    {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_scaling": {"type": "default"}},
+    {"rope_scaling": {"type": "default", "rope_type": "linear", "factor": 2.0}},
+    {"rope_scaling": {"rope_type": "default", "factor": 2.0}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+    *({"rope_scaling": LLAMA_31["rope_scaling"] | {name: value}} for name, value in (("factor", 0.5), ("factor", 8))),
+    {"rope_scaling": LLAMA_31["rope_scaling"] | {"original_max_position_embeddings": 1 << 20}},
+    {"rope_scaling": LLAMA_31["rope_scaling"] | {"original_max_position_embeddings": None}},
+    {"rope_scaling": LLAMA_31["rope_scaling"] | {"low_freq_factor": 4.0}},
+    {"rope_scaling": LLAMA_31["rope_scaling"] | {"rope_theta": 7e5}},
+    {"rope_scaling": LLAMA_31["rope_scaling"] | {"partial_rotary_factor": 1.0}},
+]
+
+
+def read(directory):
+    try:
+        return ModelConfig.from_checkpoint(directory)
+    except OutriderError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_as_transformers_reads_it(name, tmp_path, monkeypatch):
+    """Each key changed or left out: the same config, or the same error."""
+    published, plainly = PLAIN[name], 0
+    variants = [published, *(published | change for change in CHANGES)]
+    variants += [{key: value for key, value in published.items() if key != left} for left in published]
+    for variant in variants:
+        (tmp_path / "config.json").write_text(json.dumps(variant))
+        found = read(tmp_path)
+        with monkeypatch.context() as patch:
+            asked = []
+            patch.setattr(checkpoint_config, "plain_config", lambda *given, asked=asked: asked.append(given))
+            assert found == read(tmp_path), variant
+        plainly += any(plain_config(*given) is not None for given in asked)
+    assert 20 <= plainly < len(variants)
+
+
+@pytest.mark.parametrize("published", [VICUNA_16K, QWEN_25_YARN, LLAMA_2], ids=["linear", "yarn", "no theta"])
+def test_what_is_left_to_transformers(published):
+    assert plain_config(published["model_type"], config_fields(published, vision=False)) is None
+
+
+@pytest.mark.parametrize("name", sorted(name for name in SHAPES if shape_config(name).experts is None))
+def test_each_shape_as_a_checkpoint_says_it(name):
+    content = written(shape_config(name), dtype="bfloat16")
+    fields = config_fields(content, vision=False)
+    assert plain_config(str(content["model_type"]), fields) is not None
+
+
+def test_an_engine_loads_without_transformers():
+    """Its config classes import a thousand modules, which takes seconds of each start."""
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from outrider.engine.config import EngineConfig; from outrider.engine.loading import load_checkpoint\n"
+        "from outrider.registry import Registry\n"
+        "target, eagle = map(Path, sys.argv[1:])\n"
+        "load_checkpoint(target, Registry().create('cpu'), EngineConfig(), draft_dir=eagle, speculate='eagle')\n"
+        "print(sorted(name for name in sys.modules if name.split('.')[0] == 'transformers'))\n"
+    )
+    command = [sys.executable, "-c", program, str(bundled("target")), str(bundled("eagle"))]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stdout.strip() == "[]", ended.stderr[-2000:]
