@@ -9,12 +9,13 @@ import triton
 from torch import Tensor
 
 from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight
-from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401  (registers the operators)
+from outrider_triton import planes_ops as _planes_ops  # noqa: F401  (these register the operators)
+from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401
 from outrider_triton import variants
 from outrider_triton.derive import MOST, choose, every
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead
-from outrider_triton.quantized_ops import LONGEST, Plan, kept_dtype, plan
+from outrider_triton.quantized_ops import LONGEST, Plan, added, kept_dtype, plan
 from outrider_triton.table import MatmulConfig, bucket
 
 _TRITON = torch.ops.outrider
@@ -77,9 +78,18 @@ class TritonQuantized(KernelSet):
         dtype: torch.dtype | None = None,
         scales: Tensor | None = None,
         parts: bool = False,
+        laid: bool = False,
     ) -> Tensor:
-        """``scales``: ``x`` was quantised, of a ``dtype``. ``parts``: one that is split is left so, without its bias."""
+        """``scales``: ``x`` was quantised, of a ``dtype``. ``parts``: one that is split is left so, without its bias.
+        ``laid``: ``x`` is in planes.
+        """
         asm = self.facts.capability >= 80 and not triton.knobs.runtime.interpret
+        if way.planes:
+            operands = x, weight.data, weight.scales, weight.zero_points, bias, list(weight.block)
+            own = laid, way.mode, way.columns, way.at_once, asm, config.as_list(), self.pdl
+            product = _TRITON.linear_quantized.triton_planes(*operands, *own)
+            whole = parts or config.split == 1
+            return product if whole else added(product, bias, x, x.dtype, self.pdl)  # type: ignore[no-any-return]
         made = scales, dtype or x.dtype, parts, way.mode, way.columns, way.at_once, way.native, self.facts.fp8, asm
         return _TRITON.linear_quantized.triton(  # type: ignore[no-any-return]  # torch.ops has no types
             x, *_operands(weight, bias), *made, config.as_list(), self.pdl
