@@ -47,14 +47,14 @@ class Plan:
         made = 0.0 if self.native else _MADE[format] * (1.0 if self.mode != "fine" else 1.3)
         made = 1.4 if self.planes else made
         bits = 4 if format == "int4" else 8
-        return Stored(bits, 1 if self.native else 2, self.at_once, made)
+        return Stored(bits, 1 if self.native else 2, self.at_once, made, 8 if self.planes else 16)
 
 
-def plan(facts: DeviceFacts, weight: QuantizedWeight) -> Plan | None:
+def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) -> Plan | None:
     """None for a weight that the kernel doesn't take.
 
     That is one whose groups of columns, or those of its activations, aren't a power of two times at least 64 columns, or a
-    power of two; one with an odd number of columns of four bits; and scales in float64.
+    power of two; one with an odd number of columns of four bits; and scales in float64. ``planes``: whether they may be used.
     """
     k, columns = weight.shape[1], weight.block[1]
     zeros, at_once = weight.zero_points is not None, 0
@@ -75,7 +75,7 @@ def plan(facts: DeviceFacts, weight: QuantizedWeight) -> Plan | None:
             return None
     takes = {"fp8": facts.fp8, "int8": facts.capability >= 80}.get(weight.format, False)
     native = takes and weight.activations == weight.format and not zeros and mode != "fine"
-    units = weight.format == "int4" and mode != "fine" and k % UNIT.value == 0 and weight.data.data_ptr() % 4 == 0
+    units = planes and weight.format == "int4" and mode != "fine" and k % UNIT.value == 0 and weight.data.data_ptr() % 4 == 0
     return Plan(mode, native, columns, at_once, units and weight.activations is None)
 
 
