@@ -44,13 +44,14 @@ class Stored:
 
     ``columns``: so many are multiplied at a time at most, since each so many have a scale of their own; 0: as many as a tile
     has. ``made``: instructions for each number of the weight, of what makes it one that the matrix unit takes; it lies in
-    shared memory as such once more. 0: the unit takes what is stored.
+    shared memory as such once more. 0: the unit takes what is stored. ``least``: tokens of the smallest tile.
     """
 
     weight_bits: int = 16
     token_bytes: int = 2
     columns: int = 0
     made: float = 0.0
+    least: int = 16
 
     def at_once(self, columns: int) -> int:
         """Of a tile of so many columns, those that are multiplied at a time."""
@@ -105,7 +106,7 @@ def candidates(
 
 def _plain(facts: DeviceFacts, operator: str, m: int, n: int, stored: Stored) -> Iterator[MatmulConfig]:
     """Those of :mod:`outrider_triton.jit.matmul`, :mod:`outrider_triton.jit.fused`, :mod:`outrider_triton.jit.quantized`."""
-    block_m = max(16, m)
+    block_m = max(stored.least if facts.capability >= 80 else 16, m)  # NVIDIA's unit takes 8 since then
     few = block_m <= 32
     tiles = [(16, 256), (32, 128), (32, 256), (64, 64), (64, 128), (64, 256), (128, 64)]
     if not few:

@@ -50,7 +50,7 @@ class TritonExperts(KernelSet):
         """As :meth:`experts`, and one more kernel for activations. Weights that ``linear_quantized`` makes plain are the
         reference's.
         """
-        ways = [plan(self.facts, each) for each in (gate_up, down)]
+        ways = [plan(self.facts, each, planes=False) for each in (gate_up, down)]
         halves = x.dtype in (torch.bfloat16, torch.float16) and x.numel()
         if None in ways or not halves or not self._uses("experts_quantized", x, weights, gate_up.scales):
             return super().experts_quantized(x, weights, chosen, gate_up, down)

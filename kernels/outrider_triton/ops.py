@@ -56,8 +56,10 @@ define(
 )
 
 
-def _add_parts(x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, pdl: bool) -> Tensor:
-    """``x`` is [T, H], or [parts, T, H] of a product that was split."""
+def _add_parts(
+    x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, pdl: bool, planes: bool = False
+) -> Tensor:
+    """``x`` is [T, H], or [parts, T, H] of a product that was split. ``planes``: what's returned is laid out in planes."""
     parts = 1 if x.dim() == residual.dim() else x.shape[0]
     torch._check(
         x.shape[-residual.dim() :] == residual.shape and residual.is_contiguous(),
@@ -72,6 +74,7 @@ def _add_parts(x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor,
         *(x.contiguous(), bias, residual, weight, out, eps, size, residual.numel()),
         PARTS=parts,
         HAS_BIAS=bias is not None,
+        PLANES=planes,
         BLOCK=block,
         pdl=pdl,
         warps=warps_for(block),
@@ -85,25 +88,27 @@ define(
     lambda x, residual, weight, eps, pdl: _normed(residual, weight),
 )
 define(
-    "add_parts_rms_norm.triton(Tensor x, Tensor? bias, Tensor(a!) residual, Tensor weight, float eps, bool pdl) -> Tensor",
+    "add_parts_rms_norm.triton(Tensor x, Tensor? bias, Tensor(a!) residual, Tensor weight, float eps, bool pdl, "
+    "bool planes=False) -> Tensor",
     _add_parts,
-    lambda x, bias, residual, weight, eps, pdl: _normed(residual, weight),
+    lambda x, bias, residual, weight, eps, pdl, planes=False: _normed(residual, weight),
 )
 
 
-def _silu_mul(gate_up: Tensor, pdl: bool) -> Tensor:
+def _silu_mul(gate_up: Tensor, pdl: bool, planes: bool = False) -> Tensor:
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], size))
     block = min(power_of_two(size), 1024)
     grid = (out.numel() // size, triton.cdiv(size, block))
-    launch(rows.silu_mul, grid, gate_up.contiguous(), out, size, BLOCK=block, pdl=pdl, warps=warps_for(block))
+    own = {"PLANES": planes, "BLOCK": block}
+    launch(rows.silu_mul, grid, gate_up.contiguous(), out, size, **own, pdl=pdl, warps=warps_for(block))
     return out
 
 
 define(
-    "silu_mul.triton(Tensor gate_up, bool pdl) -> Tensor",
+    "silu_mul.triton(Tensor gate_up, bool pdl, bool planes=False) -> Tensor",
     _silu_mul,
-    lambda gate_up, pdl: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+    lambda gate_up, pdl, planes=False: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
 )
 
 

@@ -9,12 +9,13 @@ import triton
 from torch import Tensor
 
 from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight
-from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401  (registers the operators)
+from outrider_triton import planes_ops as _planes_ops  # noqa: F401  (these register the operators)
+from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401
 from outrider_triton import variants
 from outrider_triton.derive import MOST, choose, every
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.launch import ahead
-from outrider_triton.quantized_ops import LONGEST, Plan, kept_dtype, plan
+from outrider_triton.quantized_ops import LONGEST, Plan, added, kept_dtype, plan
 from outrider_triton.table import MatmulConfig, bucket
 
 _TRITON = torch.ops.outrider
@@ -77,9 +78,18 @@ class TritonQuantized(KernelSet):
         dtype: torch.dtype | None = None,
         scales: Tensor | None = None,
         parts: bool = False,
+        laid: bool = False,
     ) -> Tensor:
-        """``scales``: ``x`` was quantised, of a ``dtype``. ``parts``: one that is split is left so, without its bias."""
+        """``scales``: ``x`` was quantised, of a ``dtype``. ``parts``: one that is split is left so, without its bias.
+        ``laid``: ``x`` is in planes.
+        """
         asm = self.facts.capability >= 80 and not triton.knobs.runtime.interpret
+        if way.planes:
+            operands = x, weight.data, weight.scales, weight.zero_points, bias, list(weight.block)
+            own = laid, way.mode, way.columns, way.at_once, asm, config.as_list(), self.pdl
+            product = _TRITON.linear_quantized.triton_planes(*operands, *own)
+            whole = parts or config.split == 1
+            return product if whole else added(product, bias, x, x.dtype, self.pdl)
         made = scales, dtype or x.dtype, parts, way.mode, way.columns, way.at_once, way.native, self.facts.fp8, asm
         return _TRITON.linear_quantized.triton(  # type: ignore[no-any-return]  # torch.ops has no types
             x, *_operands(weight, bias), *made, config.as_list(), self.pdl
@@ -110,15 +120,19 @@ class TritonQuantized(KernelSet):
             return super().norm_linear_quantized(added, residual, norm, eps, weight, bias)
         if self._scope.first(("norm_linear_quantized", residual.dtype, added.weight.shape, weight.shape, weight.label)):
             self._compile_norms(added, first, residual, norm, weight, second)
-        x, scales = added.x, None
-        if added.gated:
-            quantizes = _dynamic(added.weight)
-            x, scales = self._gate(x, added.weight, first) if quantizes else (self.silu_mul(x), None)
-        product = self._skinny(x, added.weight, added.bias, first, one, dtype=residual.dtype, scales=scales, parts=True)
+        x, scales, laid = added.x, None, False
+        if added.gated and _dynamic(added.weight):
+            x, scales = self._gate(x, added.weight, first)
+        elif added.gated:
+            laid = first.planes and self._uses("silu_mul", x)
+            x = _TRITON.silu_mul.triton(x, self.pdl, True) if laid else self.silu_mul(x)
+        product = self._skinny(
+            x, added.weight, added.bias, first, one, dtype=residual.dtype, scales=scales, parts=True, laid=laid
+        )
         left = added.bias if one.split > 1 else None
         if not _dynamic(weight):
-            normed = _TRITON.add_parts_rms_norm.triton(product, left, residual, norm, eps, self.pdl)
-            return self._skinny(normed, weight, bias, second, two)
+            normed = _TRITON.add_parts_rms_norm.triton(product, left, residual, norm, eps, self.pdl, second.planes)
+            return self._skinny(normed, weight, bias, second, two, laid=second.planes)
         normed, scales = self._norm(product, left, residual, norm, eps, weight, second)
         return self._skinny(normed, weight, bias, second, two, dtype=residual.dtype, scales=scales)
 
@@ -175,7 +189,7 @@ class TritonQuantized(KernelSet):
                 if _dynamic(weight):
                     self._norm(parts, left, few, norm, 1e-5, weight, second)
                 else:
-                    _TRITON.add_parts_rms_norm.triton(parts, left, few, norm, 1e-5, self.pdl)
+                    _TRITON.add_parts_rms_norm.triton(parts, left, few, norm, 1e-5, self.pdl, second.planes)
 
 
 def _operands(weight: QuantizedWeight, bias: Tensor | None) -> tuple[object, ...]:

@@ -17,6 +17,7 @@ from outrider_triton.derive import Stored
 from outrider_triton.facts import DeviceFacts
 from outrider_triton.jit import activations as jit_activations
 from outrider_triton.jit import quantized
+from outrider_triton.jit.planes import UNIT
 from outrider_triton.launch import launch, power_of_two, warps_for
 
 _AT_ONCE = 128
@@ -31,26 +32,29 @@ class Plan:
     """How a weight's product is computed; see :func:`outrider_triton.jit.quantized.linear_quantized`.
 
     ``native``: the matrix unit takes both operands as they are stored. ``columns``: those of a scale, a power of two.
-    ``at_once``: so many columns are multiplied at a time at most; 0: those of a tile.
+    ``at_once``: so many columns are multiplied at a time at most; 0: those of a tile. ``planes``: by
+    :func:`outrider_triton.jit.planes.linear_planes`.
     """
 
     mode: str
     native: bool
     columns: int
     at_once: int
+    planes: bool = False
 
     def stored(self, format: str) -> Stored:
         """What the derivation asks."""
         made = 0.0 if self.native else _MADE[format] * (1.0 if self.mode != "fine" else 1.3)
+        made = 1.4 if self.planes else made
         bits = 4 if format == "int4" else 8
-        return Stored(bits, 1 if self.native else 2, self.at_once, made)
+        return Stored(bits, 1 if self.native else 2, self.at_once, made, 8 if self.planes else 16)
 
 
-def plan(facts: DeviceFacts, weight: QuantizedWeight) -> Plan | None:
+def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) -> Plan | None:
     """None for a weight that the kernel doesn't take.
 
     That is one whose groups of columns, or those of its activations, aren't a power of two times at least 64 columns, or a
-    power of two; one with an odd number of columns of four bits; and scales in float64.
+    power of two; one with an odd number of columns of four bits; and scales in float64. ``planes``: whether they may be used.
     """
     k, columns = weight.shape[1], weight.block[1]
     zeros, at_once = weight.zero_points is not None, 0
@@ -71,7 +75,8 @@ def plan(facts: DeviceFacts, weight: QuantizedWeight) -> Plan | None:
             return None
     takes = {"fp8": facts.fp8, "int8": facts.capability >= 80}.get(weight.format, False)
     native = takes and weight.activations == weight.format and not zeros and mode != "fine"
-    return Plan(mode, native, columns, at_once)
+    units = planes and weight.format == "int4" and mode != "fine" and k % UNIT.value == 0 and weight.data.data_ptr() % 4 == 0
+    return Plan(mode, native, columns, at_once, units and weight.activations is None)
 
 
 def _power(value: int) -> int:
@@ -241,7 +246,7 @@ def _linear_quantized(
     )
     if split == 1:
         return made.view(*x.shape[:-1], n)
-    return made if parts else _added(made, bias, x, dtype, pdl)
+    return made if parts else added(made, bias, x, dtype, pdl)
 
 
 def kept_dtype(data: Tensor, native: bool) -> torch.dtype:
@@ -249,7 +254,7 @@ def kept_dtype(data: Tensor, native: bool) -> torch.dtype:
     return data.dtype if native else torch.float16
 
 
-def _added(parts: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype, pdl: bool) -> Tensor:
+def added(parts: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype, pdl: bool) -> Tensor:
     """The sum of ``parts`` [split, T, N] and of ``bias``, as a product of ``x``."""
     split, _, n = parts.shape
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device=x.device)

@@ -23,6 +23,7 @@ from outrider_triton.jit import (
     fused,
     matmul,
     peers,
+    planes,
     prompt_attention,
     quantized,
     rows,
@@ -144,6 +145,11 @@ def quantized_kernels(capability):
          {**FEW, **OF_EXPERTS, "FORMAT": "fp8", "NATIVE": fp8, "ACTIVE": True, "GROUP": 128, "FP8": fp8, "ASM": whole}),
         (expert_quantized.expert_quantized, {**CHOSEN, **SCALES, "weight": "*u8"},
          {**MANY, **OF_EXPERTS, "FORMAT": "int4", "NATIVE": False, "x_scales": None, "FP8": fp8, "ASM": whole, "SUB": 64}),
+        (planes.lay_in_planes, {"k": "i32"}, {"BLOCK": 1024}),
+        (planes.linear_planes, {**SCALES, "weight": "*i16"},
+         {name: value for name, value in zeros.items() if name in planes.linear_planes.arg_names} | {"EVEN": False}),
+        (planes.linear_planes, {**SCALES, "weight": "*i16"},
+         {name: value for name, value in own.items() if name in planes.linear_planes.arg_names}),
         (quantized.add_parts, {"parts": WIDE}, {"bias": None, "PARTS": 4, "HAS_BIAS": False, "BLOCK": 512}),
     ]  # fmt: skip
 
@@ -151,8 +157,8 @@ def quantized_kernels(capability):
 # What a name means depends on the kernel for a few of them.
 KERNELS = [
     (rows.rms_norm, {}, {"BLOCK": 4096}),
-    (rows.add_rms_norm, {"x": WIDE}, {"bias": None, "PARTS": 2, "HAS_BIAS": False, "BLOCK": 4096}),
-    (rows.silu_mul, {}, {"BLOCK": 1024}),
+    (rows.add_rms_norm, {"x": WIDE}, {"bias": None, "PARTS": 2, "HAS_BIAS": False, "PLANES": True, "BLOCK": 4096}),
+    (rows.silu_mul, {}, {"PLANES": True, "BLOCK": 1024}),
     (rows.rope_write_cache, {}, {"BLOCK_Q": 32, "BLOCK_KV": 8, "BLOCK_HALF": 64}),
     (rows.move_cache, {}, {"MOVES": 4, "BLOCK": 64}),
     (rows.gather_rows, {}, {"BLOCK": 1024}),
@@ -235,7 +241,7 @@ STREAMED = [
 LATE = {"linear_silu_mul", "scaled_silu_mul", "streamed_silu_mul"}
 """One of them is in each layer: what starts behind it may read what was written before it (docs/kernels.md)."""
 READS_WEIGHTS = {"all_reduce_rms_norm", "rms_norm", "add_rms_norm", "linear_add", "streamed_linear_add"}
-READS_WEIGHTS |= {"add_rms_norm_quantize", "linear_quantized"}
+READS_WEIGHTS |= {"add_rms_norm_quantize", "linear_quantized", "linear_planes"}
 """Before the wait: weights, which no kernel writes."""
 
 
@@ -245,6 +251,7 @@ SOME |= {
     "exchange",
     "streamed_linear_add",
     "linear_quantized",
+    "linear_planes",
     "expert_outputs",
     "add_rms_norm_quantize",
     "expert_quantized",

@@ -25,7 +25,7 @@ from kernels.test_derive import products, shards
 from outrider.model.shapes import SHAPES
 from outrider_triton.derive import choose, shared_bytes
 from outrider_triton.derive_attention import Heads, attention_bytes, cut
-from outrider_triton.jit import attention, fused, matmul, quantized, streamed
+from outrider_triton.jit import attention, fused, matmul, planes, quantized, streamed
 from outrider_triton.launch import power_of_two
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import BUCKETS, STREAMED
@@ -144,10 +144,13 @@ def quantized_product(facts, config, even, name, way, target):
     given |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": block, "SPLIT": config.split, "EVEN": even}
     given |= {"SUB": min(way.at_once, block) if way.at_once else block, "PDL": facts.pdl, "bias": None}
     given |= {} if active else {"x_scales": None}
+    if way.planes:
+        held = "*i16"
     types = {"k": "i32", "x": held if way.native else "*fp16" if active else HALF, "weight": held, "scales": WIDE}
     types |= {"x_scales": WIDE, "out": WIDE if config.split > 1 else HALF}
     aligned = ("x", "weight", "scales", "out", "n", "k", "x_stride", "scale_columns")
-    kernel = quantized.linear_quantized
+    kernel = planes.linear_planes if way.planes else quantized.linear_quantized
+    given = {name: value for name, value in given.items() if name in kernel.arg_names}
     return compiled(ASTSource, kernel, types, given, target, warps=config.warps, stages=config.stages, aligned=aligned)
 
 

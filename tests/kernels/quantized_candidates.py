@@ -1,7 +1,9 @@
-"""What the estimate says of products with quantised weights, against what a device takes: ``python
-tests/kernels/quantized_candidates.py [SECONDS [FORMATS [TOKENS]]]``. A JSON line for each candidate, most important first.
+"""Products with quantised weights by themselves, in each way they could be cut up: ``python
+tests/kernels/quantized_candidates.py [SECONDS [FORMATS [TOKENS [PRODUCTS]]]]``. A JSON line for each candidate.
 
-Weights rotate among more bytes than a cache holds; calls run in a graph, each behind the one before.
+Weights rotate among more bytes than a cache holds; calls run in a graph, each behind the one before; tokens are laid out or
+quantised as the kernel before leaves them. ``share``: of what reading the weight takes at the rate of a copy. ``error``:
+relative, against the reference in float32; more than 0.02 is wrong. Lines end with ``{"late": true}`` where SECONDS did.
 """
 
 from __future__ import annotations
@@ -12,29 +14,42 @@ import time
 
 import torch
 
-from outrider_triton.derive import estimate, rank
+from outrider.device import KernelSet
+from outrider_triton.derive import rank
 from outrider_triton.facts import facts_of
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import ahead
-from outrider_triton.quantized_ops import plan
+from outrider_triton.planes_ops import in_planes
+from outrider_triton.quantized_ops import plan, quantized_rows
+from outrider_triton.table import MatmulConfig
 from outrider_triton.variants import Scope
 from outrider_tune.quantized import random_format, random_quantized
 
 SHAPES = {"gate and up": (28672, 4096), "down": (4096, 14336), "qkv": (6144, 4096), "output": (4096, 4096)}
+HEAD = {"head": (128256, 4096)}
 CALLS = 12
 ROTATE = 200 << 20
-KEPT = 10
-"""Candidates of a product, no more than two that are cut up alike."""
+CUTS = {
+    "int4": [(64, 256, 4, 4), (64, 512, 4, 3), (64, 512, 4, 4), (128, 256, 4, 4), (128, 512, 4, 3), (128, 256, 8, 4),
+             (32, 512, 2, 4), (32, 256, 2, 5), (64, 256, 2, 4), (16, 512, 1, 4), (64, 1024, 4, 2)],
+    "fp8": [(64, 256, 4, 4), (64, 512, 4, 3), (64, 512, 4, 5), (128, 256, 4, 4), (128, 256, 8, 5), (32, 512, 4, 4),
+            (32, 256, 2, 5), (64, 256, 4, 6)],
+}  # fmt: skip
+"""Rows, columns, warps, stages."""
 
 
-def candidates(facts, stored, m, n, k):
-    found, alike = [], {}
-    for config in rank(facts, "linear_parts", m=m, n=n, k=k, stored=stored):
-        cut = config.block_n, config.block_k, config.each, config.split
-        alike[cut] = alike.get(cut, 0) + 1
-        if alike[cut] == 1 and len(found) < KEPT:
-            found.append(config)
-    return found
+def candidates(facts, stored, m, n, k, name):
+    """The derived one first; then each cut with all its rows, and with a share that all multiprocessors have alike."""
+    found = rank(facts, "linear_parts", m=m, n=n, k=k, stored=stored)[:2]
+    early = found[0].ahead
+    for rows, columns, warps, stages in CUTS["int4" if name.startswith("int4") else "fp8"]:
+        for split in (1, 2, 4):
+            shares = {0} | {-(-n * split // (facts.processors * waves * 8)) * 8 for waves in (1, 2, 3, 4, 6)}
+            for each in sorted(each for each in shares if each == 0 or rows * 3 // 4 <= each < rows):
+                programs = -(-n // (each or rows)) * split
+                if facts.processors * 0.7 < programs < facts.processors * 16 and k % (split * columns) == 0:
+                    found.append(MatmulConfig(8, rows, columns, split, warps, stages, early, 0, each))
+    return list(dict.fromkeys(found))
 
 
 def microseconds(call):
@@ -57,56 +72,87 @@ def microseconds(call):
     return min(times[1:])
 
 
+def copied(device):
+    """Bytes a second of a copy, read and written."""
+    one = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    two = torch.empty_like(one)
+    return 2e6 * one.nbytes / microseconds(lambda number: two.copy_(one))
+
+
+def prepared(x, weight, way):
+    """Tokens as the kernel before leaves them, and what goes with them."""
+    if way.planes:
+        return in_planes(x, False), {"laid": True}
+    if weight.activations:
+        rows, scales = quantized_rows(x, weight.activations, weight.activation_group, None, weight.data.dtype, False)
+        return rows, {"scales": scales, "dtype": x.dtype}
+    return x, {}
+
+
 def main() -> None:
-    given = dict(zip(("seconds", "formats", "tokens"), sys.argv[1:], strict=False))
-    end = time.monotonic() + float(given.get("seconds", 60))
+    given = dict(zip(("seconds", "formats", "tokens", "products"), sys.argv[1:], strict=False))
+    begun = time.monotonic()
+    end = begun + float(given.get("seconds", 60))
     device = torch.device("cuda")
     facts = facts_of(torch.cuda.get_device_properties(device))
     kernels = TritonKernels(facts, everywhere=True, device=device)
+    rate = copied(device)
+    only = given.get("products")
     jobs = []
-    for m in map(int, given.get("tokens", "1,4,32").split(",")):
-        for name in given.get("formats", "fp8,int4").split(","):
-            for label, (n, k) in SHAPES.items():
-                jobs.append((m, name, label, n, k))
+    for name in given.get("formats", "fp8,int4").split(","):
+        for label, (n, k) in (SHAPES | (HEAD if name.startswith("fp8") else {})).items():
+            if only is None or label in only.split(","):
+                jobs.append((name, label, n, k))
+    tokens = [int(each) for each in given.get("tokens", "1,4,8").split(",")]
 
-    def call_of(weights, x, way, config):
+    def call_of(weights, x, way, config, beside):
         def call(number):
-            weight = weights[number % len(weights)]
-            kernels._skinny(x, weight, None, way, config)
+            return kernels._skinny(x, weights[number % len(weights)], None, way, config, parts=True, **beside)
 
         return call
 
     # All of them are compiled first, several at a time.
-    scope = Scope()
-    small = {}
+    scope, small = Scope(), {}
     with scope.entered():
-        for m, name, _, n, k in jobs:
+        for name, _, n, k in jobs:
             weight = small.setdefault((name, k), random_quantized(random_format(name), 1024, k, device=device))
             way = plan(facts, weight)
-            x = torch.randn(m, k, device=device).to(torch.bfloat16)
-            for config in candidates(facts, way.stored(weight.format), m, n, k):
+            x, beside = prepared(torch.randn(tokens[0], k, device=device).to(torch.bfloat16), weight, way)
+            for config in candidates(facts, way.stored(weight.format), tokens[0], n, k, name):
                 with ahead():
-                    call_of([weight], x, way, config)(0)
-    print(json.dumps({"compiled_s": 60 - (end - time.monotonic())}), flush=True)
-    for m, name, label, n, k in jobs:
-        first = random_quantized(random_format(name), n, k, device=device)
-        weights = [
-            first,
-            *(random_quantized(random_format(name), n, k, device=device) for _ in range(ROTATE // first.nbytes)),
-        ]
-        way, x = plan(facts, first), torch.randn(m, k, device=device).to(torch.bfloat16)
-        stored = way.stored(first.format)
-        for config in candidates(facts, stored, m, n, k):
-            if time.monotonic() > end:
-                print(json.dumps({"late": True}))
-                return
-            guess = 1e6 * estimate(facts, "linear_parts", config, m=max(m, 8), n=n, k=k, stored=stored)
-            try:
-                us = round(microseconds(call_of(weights, x, way, config)), 2)
-            except Exception as error:  # the next candidate may run
-                us = f"{type(error).__name__}: {str(error)[:200]}"
-            row = {"m": m, "format": name, "product": label, "config": config.as_list(), "us": us}
-            print(json.dumps({**row, "estimate": round(guess, 2), "bytes": first.nbytes}), flush=True)
+                    call_of([weight], x, way, config, beside)(0)
+    print(json.dumps({"copy_GB/s": round(rate / 1e9), "compiled_s": round(time.monotonic() - begun, 1)}), flush=True)
+    reference, best = KernelSet(), {}
+    for name, label, n, k in jobs:
+        way_of = random_format(name)
+        first = random_quantized(way_of, n, k, device=device)
+        weights = [first, *(random_quantized(way_of, n, k, device=device) for _ in range(ROTATE // first.nbytes))]
+        way = plan(facts, first)
+        for m in tokens:
+            plain = torch.randn(m, k, device=device).to(torch.bfloat16)
+            right = reference.linear_quantized(plain.float(), first)
+            x, beside = prepared(plain, first, way)
+            for config in candidates(facts, way.stored(first.format), m, n, k, name):
+                if time.monotonic() > end:
+                    print(json.dumps({"late": True, "best": best}))
+                    return
+                row = {"m": m, "format": name, "product": label, "config": config.as_list()}
+                try:
+                    call = call_of(weights, x, way, config, beside)
+                    made = call(0).float()
+                    made = made.sum(0) if config.split > 1 else made
+                    row["error"] = round(float((made - right).norm() / right.norm()), 5)
+                    us = microseconds(call)
+                    row |= {"us": round(us, 2), "GB/s": round(first.nbytes / us / 1e3)}
+                    row["share"] = round(1e6 * first.nbytes / rate / us, 3)
+                    key = f"{name} {label} {m}"
+                    if row["error"] <= 0.02 and (key not in best or us < best[key][0]):
+                        best[key] = round(us, 2), row["share"], config.as_list()
+                except Exception as error:  # the next candidate may run
+                    row["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
+                print(json.dumps(row), flush=True)
+        del weights, first
+    print(json.dumps({"best": best}))
 
 
 if __name__ == "__main__":

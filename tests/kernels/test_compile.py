@@ -29,6 +29,7 @@ def kernels(streamed):
         "gated",
         "own_pairs",
         "sum_of_products",
+        "place_in_planes",
         "rows_and_tokens",
         "ask_for_gates",
         "write_rotated",
@@ -60,7 +61,7 @@ def test_every_kernel_compiles(target, pytestconfig):
 def test_a_kernel_of_each_module_compiles_and_no_kernel_is_left_out(pytestconfig):
     """The rest of them, and other devices: the slow run."""
     names = compiled(("cuda", "90", "32", "True"), "some", cache=pytestconfig.cache.mkdir("triton"))
-    assert len({name for name in names if not name.startswith("(")}) == 13
+    assert len({name for name in names if not name.startswith("(")}) == 14
     assert {name.strip("()") for name in names} == kernels(streamed=True)
 
 

@@ -13,6 +13,7 @@ from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight
 from outrider_triton import quantized_ops
 from outrider_triton.derive import Stored, choose
 from outrider_triton.kernelset import TritonKernels
+from outrider_triton.planes_ops import in_planes
 from outrider_triton.quantized_ops import Plan, plan
 from outrider_triton.table import MatmulConfig
 from outrider_tune.quantized import RandomFormat, random_quantized
@@ -242,3 +243,24 @@ def test_fewer_bits_take_less_time(device_name):
             assert config.block_k % stored.at_once(config.block_k) == 0
             times.append(estimate(facts, "linear_parts", config, m=8, n=n, k=k, stored=stored))
         assert times[1] < 0.75 * times[0]
+
+
+@pytest.mark.parametrize("columns", [64, 128, 0])
+def test_weights_of_four_bits_are_multiplied_in_planes(columns, either):
+    """Each column by itself: which number of the weight meets which of the tokens."""
+    weight = drawn(RandomFormat(format="int4", columns=columns, zeros=columns == 64), 384)
+    found = plan(either.facts, weight)
+    assert found.planes
+    x = torch.eye(384)[torch.tensor([0, 1, 2, 3, 4, 63, 64, 127, 128, 255, 383])].half()
+    made = either.linear_quantized(x, weight)
+    close(made, REFERENCE.linear_quantized(x.double(), weight), torch.float16)
+    assert not plan(either.facts, drawn(RandomFormat(format="int4", columns=64), 192)).planes  # no whole units
+    assert not plan(either.facts, drawn(RandomFormat(format="int4", columns=32), 384)).planes
+
+
+def test_rows_are_laid_out_in_planes(device):
+    """Of 128 columns every fourth, then those beside them; rows that lie apart, too."""
+    x = torch.arange(2 * 512, dtype=torch.float16).reshape(2, 512)[:, 128:384].to(device)
+    made = in_planes(x, False).float()
+    assert made[0, :34].tolist() == [*range(128, 256, 4), 129, 133]
+    assert torch.equal(made, x.float().unflatten(1, (2, 32, 4)).transpose(2, 3).flatten(1))

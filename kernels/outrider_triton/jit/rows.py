@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from outrider_triton.jit.dependent import begin, fetch
+from outrider_triton.jit.planes import place_in_planes
 
 
 @triton.jit
@@ -71,21 +72,26 @@ def add_rms_norm(
     part_stride,
     PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    PLANES: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``residual += sum of x's parts (+ bias)``, then its norm. Parts are those of a matrix product that was split."""
+    """``residual += sum of x's parts (+ bias)``, then its norm. Parts are those of a matrix product that was split.
+
+    PLANES: the norm goes where :func:`outrider_triton.jit.planes.linear_planes` reads it.
+    """
     lane = tl.arange(0, BLOCK)
     inside = lane < size
     scale = tl.load(weight + lane, mask=inside, other=0.0)
     row = tl.program_id(0).to(tl.int64)
     kept = add_row(x, bias, residual, row, size, part_stride, PARTS, HAS_BIAS, BLOCK, PDL)
-    tl.store(out + row * size + lane, norm(kept.to(tl.float32), scale, out.dtype.element_ty, size, eps), mask=inside)
+    place = place_in_planes(lane) if PLANES else lane
+    tl.store(out + row * size + place, norm(kept.to(tl.float32), scale, out.dtype.element_ty, size, eps), mask=inside)
 
 
 @triton.jit
-def silu_mul(gate_up, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Program (row, chunk)."""
+def silu_mul(gate_up, out, size, PLANES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program (row, chunk). PLANES: as in :func:`add_rms_norm`."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -93,7 +99,8 @@ def silu_mul(gate_up, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     gate = tl.load(gate_up + row * 2 * size + lane, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + lane, mask=inside, other=0.0)
     gate = (gate / (1.0 + tl.exp(-gate))).to(up.dtype).to(tl.float32)
-    tl.store(out + row * size + lane, (gate * up.to(tl.float32)).to(up.dtype), mask=inside)
+    place = place_in_planes(lane) if PLANES else lane
+    tl.store(out + row * size + place, (gate * up.to(tl.float32)).to(up.dtype), mask=inside)
 
 
 @triton.jit

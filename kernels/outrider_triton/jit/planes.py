@@ -1,0 +1,168 @@
+"""Products with weights of four bits and plain tokens, a few at a time: nothing is moved between taking bits and multiplying.
+
+Two bytes of the weight are four numbers, from columns 4 i to 4 i + 3. Numbers in the same place of their two bytes are a
+*plane*: what the matrix unit takes of a plane are the two bytes themselves, shifted and masked where they are. So the weight
+comes to the unit by its own loads, as if it were stored in 16 bits, and takes a half less than one and a half instructions a
+number. A plane has every fourth column, and tokens are laid out so beforehand: of each UNIT columns first those of the first
+plane, then those of the next (:func:`place_in_planes`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outrider_triton.jit.dependent import ask_for_rows, begin
+from outrider_triton.jit.matmul import rows_and_tokens
+
+UNIT = tl.constexpr(128)
+"""Columns that are laid out in planes by themselves."""
+
+
+@triton.jit
+def place_in_planes(column):
+    """Where a column of tokens lies, in planes."""
+    unit: tl.constexpr = UNIT
+    return column // unit * unit + column % 4 * (unit // 4) + column % unit // 4
+
+
+@triton.jit(do_not_specialize=["x_stride"])
+def lay_in_planes(x, out, k, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """``out [m, k]``: the columns of each row of ``x`` where planes have them. Program (row, chunk)."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + row * x_stride + column, mask=column < k, other=0.0)
+    tl.store(out + row * k + place_in_planes(column), value, mask=column < k)
+
+
+def _halves(shift: int, leading: str, behind: str) -> tl.constexpr:
+    """Two numbers of a plane from bits that lie ``shift`` up in both halves of a register."""
+    bits = f"shr.u32 $0, $1, {shift}; lop3.b32 $0, $0, 0x000F000F, {leading}, 0xEA;"
+    return tl.constexpr("{.reg .b32 a, b; " + bits + behind + "}")
+
+
+_LESS_136 = "mov.b32 a, 0x3F803F80; mov.b32 b, 0xC308C308; fma.rn.bf16x2 $0, $0, a, b;"
+_LESS_1032 = "mov.b32 b, 0x64086408; sub.f16x2 $0, $0, b;"
+_BF16_0, _BF16_1 = _halves(0, "0x43004300", _LESS_136), _halves(4, "0x43004300", _LESS_136)
+_BF16_2, _BF16_3 = _halves(8, "0x43004300", _LESS_136), _halves(12, "0x43004300", _LESS_136)
+_FP16_0, _FP16_1 = _halves(0, "0x64006400", _LESS_1032), _halves(4, "0x64006400", _LESS_1032)
+_FP16_2, _FP16_3 = _halves(8, "0x64006400", _LESS_1032), _halves(12, "0x64006400", _LESS_1032)
+
+
+@triton.jit
+def _plane(packed, PLANE: tl.constexpr, TYPE: tl.constexpr, ASM: tl.constexpr):
+    """The numbers of one plane, less 8, from two bytes each. ASM: two at a time, by writing their bits behind those of 128 or
+    1024. Each with one operand and one result: the compiler takes the bytes in the layout of the product then.
+    """
+    if ASM:
+        HALF: tl.constexpr = tl.bfloat16 == TYPE
+        if PLANE == 0:
+            CODE: tl.constexpr = _BF16_0 if HALF else _FP16_0
+        elif PLANE == 1:
+            CODE: tl.constexpr = _BF16_1 if HALF else _FP16_1
+        elif PLANE == 2:
+            CODE: tl.constexpr = _BF16_2 if HALF else _FP16_2
+        else:
+            CODE: tl.constexpr = _BF16_3 if HALF else _FP16_3
+        if HALF:
+            return tl.inline_asm_elementwise(CODE, "=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=2)
+        else:
+            return tl.inline_asm_elementwise(CODE, "=r,r", [packed], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        return (((packed.to(tl.int32) >> (4 * PLANE)) & 15) - 8).to(tl.float32).to(TYPE)
+
+
+@triton.jit(do_not_specialize=["m", "each", "ahead"])
+def linear_planes(
+    x,
+    weight,
+    scales,
+    zeros,
+    bias,
+    out,
+    m,
+    n,
+    k,
+    x_stride,
+    scale_columns,
+    each,
+    ahead,
+    MODE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ASM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUB: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """:func:`outrider_triton.jit.quantized.linear_quantized` for int4 and plain tokens, ``x [m, k]`` laid out in planes.
+
+    ``weight``: int16 [n, k / 4]. k is a multiple of UNIT, SUB of 64 and, above UNIT, of it.
+    """
+    rows, mine, tokens = rows_and_tokens(each, n, 1, BLOCK_N, BLOCK_M)
+    TYPE: tl.constexpr = x.dtype.element_ty
+    HELD: tl.constexpr = SUB // 4
+    unit: tl.constexpr = UNIT
+    share = tl.program_id(2)
+    span = tl.cdiv(tl.cdiv(k, SPLIT), BLOCK_K) * BLOCK_K
+    begins = share * span
+    ends = tl.minimum(begins + span, k)
+    if PDL:
+        first = weight + tl.minimum(rows, n - 1).to(tl.int64) * (k // 4) + begins // 4
+        ask_for_rows(first, tl.minimum(ahead, (ends - begins) // 4))
+    first_scale = (rows // ROWS) * scale_columns
+    there = tl.minimum(begins, ends - 1) // COLUMNS  # weights, too: no kernel writes them
+    factor = tl.load(scales + first_scale + there, mask=mine, other=0.0).to(tl.float32)
+    if ZEROS:
+        zero = tl.load(zeros + first_scale + there, mask=mine, other=0).to(tl.float32)
+    begin(PDL)
+
+    lane = tl.arange(0, HELD)
+    tile = weight + rows.to(tl.int64)[:, None] * (k // 4) + lane[None, :]
+    own = lane
+    if unit < SUB:
+        own = lane // (unit // 4) * unit + lane % (unit // 4)
+    column = x + tokens.to(tl.int64)[None, :] * x_stride + own[:, None]
+    known = tokens[None, :] < m
+    total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for start in range(begins, ends, BLOCK_K):
+        for sub in tl.static_range(BLOCK_K // SUB):
+            at = start + sub * SUB
+            after = tl.minimum(at + SUB, ends - 1)
+            place = tl.multiple_of(at // unit * unit + at % unit // 4, 16)
+            if EVEN:
+                w = tl.load(tile + at // 4, mask=mine[:, None], other=0, eviction_policy="evict_first")
+                real = known
+            else:
+                inside = lane + at // 4 < k // 4
+                w = tl.load(tile + at // 4, mask=mine[:, None] & inside[None, :], other=0, eviction_policy="evict_first")
+                real = known & inside[:, None]
+            if ZEROS:
+                whole = tl.zeros([BLOCK_M], dtype=tl.float32)
+            part = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if MODE == "block" else total
+            for plane in tl.static_range(4):
+                t = tl.load(column + place + plane * (unit // 4), mask=real, other=0.0)
+                part = tl.dot(_plane(w, plane, TYPE, ASM), t, part)
+                if ZEROS:
+                    whole += tl.sum(t.to(tl.float32), axis=0)
+            if MODE == "block":
+                if ZEROS:
+                    part -= zero[:, None] * whole[None, :]
+                    zero = tl.load(zeros + first_scale + after // COLUMNS, mask=mine, other=0).to(tl.float32)
+                total += part * factor[:, None]
+                factor = tl.load(scales + first_scale + after // COLUMNS, mask=mine, other=0.0).to(tl.float32)
+            else:
+                total = part
+    if MODE == "row":
+        total *= factor[:, None]
+    if HAS_BIAS:
+        total += tl.load(bias + rows, mask=mine, other=0.0).to(tl.float32)[:, None]
+    there_out = out + share.to(tl.int64) * m * n + tokens.to(tl.int64)[None, :] * n + rows[:, None]
+    tl.store(there_out, total.to(out.dtype.element_ty), mask=known & mine[:, None])
