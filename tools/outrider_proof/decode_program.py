@@ -325,11 +325,22 @@ def prefill_graphs_of(
     return program.prefill_graphs if able else None
 
 
+def _adaptive_by_estimates(costs: DraftCosts) -> DraftLengthPolicy:
+    from outrider.engine.requests.adaptive_length import Adaptive
+
+    class ByEstimates(Adaptive):
+        """Without the host's clock: the same program gives the same lengths each time."""
+
+        takes_times = False
+
+    return ByEstimates(costs)
+
+
 def draft_length_of(program: HostProgram, proposer: Proposer) -> DraftLengthPolicy | None:
     """The policy that gives the program's draft lengths, those beyond the proposer's own cut off; None for a program without
     any, and for what drafts no chain.
     """
-    from outrider.engine.requests.draft_length import DraftCosts, FollowLoad, LengthSchedule, adaptive_lengths
+    from outrider.engine.requests.draft_length import DraftCosts, LengthSchedule, adaptive_lengths
 
     if proposer.is_tree or not proposer.nodes:
         return None
@@ -337,7 +348,7 @@ def draft_length_of(program: HostProgram, proposer: Proposer) -> DraftLengthPoli
         # A drafted token costs more the more requests there are, so lengths change with load as well as with acceptance.
         lengths, sizes = adaptive_lengths(proposer.nodes), range(1, program.max_requests + 1)
         base = {(length, size): 1.0 + 0.2 * size * length for length in lengths for size in sizes}
-        return FollowLoad(DraftCosts(base), by_request=True)
+        return _adaptive_by_estimates(DraftCosts(base))
     if not program.draft_lengths:
         return None
     return LengthSchedule([min(length, proposer.nodes) for length in program.draft_lengths])
