@@ -24,7 +24,7 @@ from outrider_proof.subjects import Subject, bundled_text, tiny_images
 if TYPE_CHECKING:
     from outrider.device import Backend, Fence
     from outrider.engine.engine import Engine
-    from outrider.engine.requests.draft_length import DraftLengthPolicy
+    from outrider.engine.requests.draft_length import DraftCosts, DraftLengthPolicy
     from outrider.engine.requests.sampling import SamplingParams
     from outrider.model import LanguageModel, Media
     from outrider.speculative.proposer import Proposer
