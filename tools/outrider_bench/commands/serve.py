@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -85,7 +87,7 @@ def serve(
             raise ConfigError("--url needs --model NAME: what the server calls its model")
         if generator == "vllm" and tokenizer is None:
             raise ConfigError("--generator vllm needs --tokenizer DIR: it draws prompts from the model's vocabulary")
-        results = [_measured_over_http(replace(load, url=url, model=model, clients=size), tokenizer) for size in sizes]
+        results = [_measured_over_http(url, replace(load, url=url, model=model, clients=size), tokenizer) for size in sizes]
         return _report({**data, "engines": [{"engine": url, "results": results}]})
     if tokenizer is not None:
         raise ConfigError("--tokenizer goes with --url; servers that are started here have a tokenizer of their own")
@@ -122,22 +124,39 @@ def _measured(
         if name == "bare":
             given = {"setup": asdict(setup), "load": asdict(load), "sizes": sizes}
             found = run_child("outrider_bench.bare_child", given, variables={}, limit_s=limit)
+            for row in found["results"]:
+                _tell(name, row)
             return {"engine": name, **found}
         with served(name, setup, directory=logs, limit_s=limit) as server:
             start_s = time.monotonic() - began
             tokenizer = server.tokenizer if generator == "vllm" else None
-            results = [_measured_over_http(replace(load, url=server.url, clients=size), tokenizer) for size in sizes]
+            loads = [replace(load, url=server.url, clients=size) for size in sizes]
+            results = [_measured_over_http(name, each, tokenizer) for each in loads]
             return {"engine": name, "start_s": start_s, "results": results}
     except (ChildFailed, ServerFailed) as failed:
         return {"engine": name, "failed": str(failed), "results": []}
 
 
-def _measured_over_http(load: HttpLoad, tokenizer: Path | None) -> dict[str, Any]:
+def _measured_over_http(name: str, load: HttpLoad, tokenizer: Path | None) -> dict[str, Any]:
     """A round to warm up, and then what is counted; by vLLM's generator where it has a tokenizer to draw prompts from."""
     if tokenizer is not None:
-        return {"concurrency": load.clients, **run_vllm_bench(load, tokenizer, limit_s=_LIMIT_S)}
-    _all_clients(replace(load, rounds=1, first=100_000))
-    return {"concurrency": load.clients, **summary(_all_clients(load))}
+        found = run_vllm_bench(load, tokenizer, limit_s=_LIMIT_S)
+    else:
+        _all_clients(replace(load, rounds=1, first=100_000))
+        found = summary(_all_clients(load))
+    row = {"concurrency": load.clients, **found}
+    _tell(name, row)
+    return row
+
+
+def _tell(name: str, row: Mapping[str, Any]) -> None:
+    """Show what is there, so that a run that is interrupted isn't lost."""
+    first, between = row["first_token_ms"], row["between_outputs_ms"]
+    gaps = "" if between is None else f", between outputs {between['p50']:.2f}, {between['p99']:.2f}"
+    sys.stderr.write(
+        f"{name}: {row['concurrency']} clients, {row['requests']} requests, {row['tokens_per_s']:.1f} tokens/s, "
+        f"ms at p50, p99: first token {first['p50']:.2f}, {first['p99']:.2f}{gaps}\n"
+    )
 
 
 def _all_clients(load: HttpLoad) -> list[Streamed]:
