@@ -247,8 +247,8 @@ def estimate(
 
 
 def _by_steps(facts: DeviceFacts, operator: str, config: MatmulConfig, *, m: int, n: int, k: int, stored: Stored) -> float:
-    """Seconds of a product whose weight isn't stored plain. Few bytes take so little time that what a program does between two
-    tiles decides: as many programs as a multiprocessor has room for go through their tiles at a time, then the next ones.
+    """Seconds of a product whose weight isn't stored plain. Few bytes take so little time that what a program does between
+    two tiles decides: as many programs as a multiprocessor has room for go through their tiles at a time, then the next ones.
     """
     resident = _resident(facts, operator, config, stored)
     if not resident:
