@@ -8,9 +8,11 @@ object, not by its address; the sanitizer holds it weakly, so the address of a f
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right, insort
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -53,6 +55,23 @@ _INDEXED = frozenset(
         "take",
     )
 )
+_WAITING = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_local_scalar_dense",
+        "_unique2",
+        "allclose",
+        "equal",
+        "is_nonzero",
+        "item",
+        "masked_select",
+        "nonzero",
+        "unique_consecutive",
+        "unique_dim",
+    )
+)
+"""Operators that give the host a value, or a result whose size it has to know. Composite ones are met in inference mode."""
+_COPIES = frozenset(("aten::copy_", "aten::to", "aten::_to_copy"))
 _APART = "which rows an operator takes by data: two such accesses to one memory are taken to be disjoint"
 _BLIND = (
     "kernels launched outside torch's dispatcher, and what an operator does beyond its schema",
@@ -71,6 +90,7 @@ class _Operands(NamedTuple):
     waits: bool  # it gives a value to the host
     rows: frozenset[str]
     at_once: int  # where `non_blocking` is among the arguments, -1 where it isn't
+    copies: bool  # torch's allocator of pinned memory is told of the stream that it uses
 
 
 def _operands(func: Any) -> _Operands:
@@ -84,18 +104,21 @@ def _operands(func: Any) -> _Operands:
         writes=writes,
         fresh=fresh,
         empty=fresh and name.split("::")[-1].startswith(("empty", "new_empty")),
-        waits=name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"),
+        waits=name in _WAITING or str(func) == "aten.where.default",
         rows=frozenset(ROW_ACCESS.get(name, ("self", "weight") if name in _INDEXED else ())),
         at_once=names.index("non_blocking") if "non_blocking" in names else -1,
+        copies=name in _COPIES,
     )
 
 
 class _Known:
-    """A storage that was seen."""
+    """A storage that was seen. ``base``: where it begins in the memory that its number stands for."""
 
-    __slots__ = ("device", "home", "number", "pinned", "weak")
+    __slots__ = ("base", "device", "home", "mapped", "number", "pinned", "weak")
 
     def __init__(self, number: int, weak: StorageWeakRef, device: bool, pinned: bool, home: str) -> None:
+        self.base = 0
+        self.mapped = False  # pinned memory of another storage, as the device sees it
         self.number = number
         self.weak = weak
         self.device = device
@@ -127,6 +150,8 @@ class Storages:
         self._known: dict[int, _Known] = {}
         self._suspects: list[int] = []
         self._count = 0
+        self._pinned: list[tuple[int, int, _Known]] = []
+        """Pinned memory by its address, in order: first, end."""
 
     def known(self, tensor: Tensor) -> tuple[_Known, bool] | None:
         """The storage of a tensor and whether it's new; None for host memory that the device can't reach."""
@@ -139,11 +164,32 @@ class Storages:
         known = self._known.get(key)
         if known is not None and not known.weak.expired():
             return (known, False) if known.device or known.pinned else None
+        if device and self._pinned:
+            host = self._mapped(storage)
+            if host is not None:
+                self._known[key] = host
+                return host, False
         pinned = not device and self._backend.is_pinned(tensor)
         self._count += 1
         known = _Known(self._count, StorageWeakRef(storage), device, pinned, "")
         self._known[key] = known
+        if pinned:
+            address = storage.data_ptr()
+            insort(self._pinned, (address, address + storage.nbytes(), known), key=itemgetter(0))
         return (known, True) if device or pinned else None
+
+    def _mapped(self, storage: torch.UntypedStorage) -> _Known | None:
+        """The pinned memory that a storage of the device shows: with one address space both have the same address."""
+        address = storage.data_ptr()
+        at = bisect_right(self._pinned, address, key=itemgetter(0)) - 1
+        if at < 0:
+            return None
+        first, end, host = self._pinned[at]
+        if address >= end or host.weak.expired():
+            return None
+        made = _Known(host.number, StorageWeakRef(storage), True, True, HOST)
+        made.base, made.mapped = address - first, True
+        return made
 
     def note(self, tensor: Tensor) -> None:
         """Check the tensor's storage again when this object is freed."""
@@ -163,7 +209,11 @@ class Storages:
             known = self._known.get(key)
             if known is not None and known.weak.expired():
                 del self._known[key]
+                if known.mapped:
+                    continue  # the memory is the other storage's
                 found.append(known)
+                if known.pinned:
+                    self._pinned = [each for each in self._pinned if each[2] is not known]
         return found
 
 
@@ -255,7 +305,7 @@ class DerivedSanitizer(Sanitizer):
 
     def locate(self, tensor: Tensor) -> Access | None:
         known = self._storages.known(tensor)
-        return _extent(tensor, known[0].number, False, "", -1) if known is not None else None
+        return _extent(tensor, known[0], False, "", -1) if known is not None else None
 
     def _placed(self) -> str:
         """The stream of what the calling thread does on the device now."""
@@ -314,7 +364,7 @@ class DerivedSanitizer(Sanitizer):
         with self._lock:
             known = self._storages.known(tensor)
             if known is not None:
-                self.host_accessed(_extent(tensor, known[0].number, False, "", getattr(tensor, _BORN, -1)), here())
+                self.host_accessed(_extent(tensor, known[0], False, "", getattr(tensor, _BORN, -1)), here())
 
     def thread_scope(self) -> AbstractContextManager[Any]:
         """What a watched thread runs in."""
@@ -369,12 +419,12 @@ class DerivedSanitizer(Sanitizer):
                 continue  # its shape is looked at, not its bytes
             born = getattr(tensor, _BORN, -1)
             by_rows = self._rows_apart and name in operands.rows
-            accesses.append(_extent(tensor, found[0].number, write, name, born, by_rows))
+            accesses.append(_extent(tensor, found[0], write, name, born, by_rows))
         fresh = False
         for name, tensor in outputs:
             found = self._storages.known(tensor)
             if found is None:
-                fresh |= operands.fresh  # memory that isn't watched was filled from what is
+                fresh = True  # memory that isn't watched was filled from what is: it's none of the operands
                 continue
             if found[0].number in seen:
                 if not any(tensor is t for _, t in inputs):  # a view: it keeps the storage, and has an age
@@ -388,7 +438,7 @@ class DerivedSanitizer(Sanitizer):
                 self.allocated(found[0].number, tensor.untyped_storage().nbytes(), found[0].home, location)
                 self.found(tensor, found[0])
             if not operands.empty:
-                accesses.append(_extent(tensor, found[0].number, True, name, -1))
+                accesses.append(_extent(tensor, found[0], True, name, -1))
         if not accesses or not (fresh or operands.writes or operands.waits):
             return  # views and questions move no bytes
         if stream == HOST:
@@ -396,8 +446,17 @@ class DerivedSanitizer(Sanitizer):
                 self.host_accessed(access, location)
             return
         self.launched(Operation(func._schema.name, stream, self._step(stream), tuple(accesses), location))
+        if operands.copies and not blocking and not self._host_only:
+            self._copied((*inputs, *outputs), stream)
         if operands.waits or self._over(inputs, outputs, blocking):
             self._ordering.stream_synchronized(stream)
+
+    def _copied(self, tensors: Sequence[tuple[str, Tensor]], stream: str) -> None:
+        """Torch's allocator hands pinned memory out again when the streams that copied it are over with it."""
+        for _, tensor in tensors:
+            found = self._storages.known(tensor) if tensor.device.type == "cpu" else None
+            if found is not None and found[0].pinned:
+                self.memory_shared(found[0].number, stream)
 
     def found(self, tensor: Tensor, known: _Known) -> None:
         """A storage was seen for the first time, as a result."""
@@ -456,9 +515,9 @@ def _on(tensor: Tensor, backend: Backend) -> bool:
     return tensor.device.type == backend.device.type
 
 
-def _extent(tensor: Tensor, storage: int, write: bool, argument: str, born: int, by_rows: bool = False) -> Access:
-    size = tensor.element_size()
-    low = int(tensor.storage_offset()) * size
+def _extent(tensor: Tensor, known: _Known, write: bool, argument: str, born: int, by_rows: bool = False) -> Access:
+    size, storage = tensor.element_size(), known.number
+    low = known.base + int(tensor.storage_offset()) * size
     if tensor.is_contiguous():
         return Access(storage, low, low + int(tensor.numel()) * size, write, None, None, argument, by_rows, born)
     shape = tuple(int(n) for n in tensor.shape)

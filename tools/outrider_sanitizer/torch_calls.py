@@ -288,7 +288,7 @@ class TorchSanitizer(DerivedSanitizer):
             for argument, tensor, read, write in tensors:
                 found = self._storages.known(tensor) if isinstance(tensor, Tensor) else None
                 if found is not None and (read or write):
-                    accesses.append(_extent(tensor, found[0].number, write, argument, -1))
+                    accesses.append(_extent(tensor, found[0], write, argument, -1))
             stream = self._placed()
             self.launched(Operation(name, stream, self._step(stream), tuple(accesses), location))
 
