@@ -45,6 +45,11 @@ class Storages:
             self._known[number] = _Known(number, None, not pinned, pinned, "")
         return self._known[number], new
 
+    def key(self, tensor: Any) -> int:
+        if not isinstance(tensor, SimTensor | PinnedTensor):
+            return int(tensor.untyped_storage()._cdata)
+        return -int(self._backend.locate(tensor).storage)
+
     def note(self, tensor: Any) -> None:
         pass
 

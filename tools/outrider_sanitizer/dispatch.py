@@ -90,6 +90,7 @@ class _Operands(NamedTuple):
     waits: bool  # it gives a value to the host
     rows: frozenset[str]
     at_once: int  # where `non_blocking` is among the arguments, -1 where it isn't
+    views: bool  # results that share an operand's memory, unless it has to copy
     copies: bool  # torch's allocator of pinned memory is told of the stream that it uses
 
 
@@ -107,6 +108,9 @@ def _operands(func: Any) -> _Operands:
         waits=name in _WAITING or str(func) == "aten.where.default",
         rows=frozenset(ROW_ACCESS.get(name, ("self", "weight") if name in _INDEXED else ())),
         at_once=names.index("non_blocking") if "non_blocking" in names else -1,
+        views=bool(schema.returns)
+        and not writes
+        and all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
         copies=name in _COPIES,
     )
 
@@ -147,6 +151,7 @@ class Storages:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._type = backend.device.type
         self._known: dict[int, _Known] = {}
         self._suspects: list[int] = []
         self._count = 0
@@ -155,8 +160,9 @@ class Storages:
 
     def known(self, tensor: Tensor) -> tuple[_Known, bool] | None:
         """The storage of a tensor and whether it's new; None for host memory that the device can't reach."""
-        device = tensor.device.type == self._backend.device.type
-        if not device and tensor.device.type != "cpu":
+        kind = tensor.device.type
+        device = kind == self._type
+        if not device and kind != "cpu":
             return None  # another device's
         storage = tensor.untyped_storage()
         # The weak reference keeps the storage's header, so this number isn't given to another while we know it.
@@ -190,6 +196,11 @@ class Storages:
         made = _Known(host.number, StorageWeakRef(storage), True, True, HOST)
         made.base, made.mapped = address - first, True
         return made
+
+    def key(self, tensor: Tensor) -> int:
+        """Which storage it is, while that lives."""
+        key: int = tensor.untyped_storage()._cdata
+        return key
 
     def note(self, tensor: Tensor) -> None:
         """Check the tensor's storage again when this object is freed."""
@@ -346,16 +357,6 @@ class DerivedSanitizer(Sanitizer):
             known = self._storages.known(tensor)
         return array if known is None else watched(array, _Pinned(self, known[0].number, tensor))
 
-    @contextmanager
-    def running(self) -> Generator[None]:
-        """An operator runs on this thread: what it reads is its own access, which its schema names."""
-        before = getattr(self._scopes, "running", False)
-        self._scopes.running = True
-        try:
-            yield
-        finally:
-            self._scopes.running = before
-
     def _host_read(self, tensor: Tensor) -> None:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return  # device memory comes to the host through an operator
@@ -402,6 +403,8 @@ class DerivedSanitizer(Sanitizer):
         outputs: list[tuple[str, Tensor]],
         blocking: bool,
     ) -> None:
+        if operands.views and self._viewed(inputs, outputs):
+            return
         on_device = bool(self._scope) if self._host_only else any(_on(t, self.backend) for _, t in (*inputs, *outputs))
         stream = self._placed() if on_device else HOST
         location = here()
@@ -440,7 +443,7 @@ class DerivedSanitizer(Sanitizer):
             if not operands.empty:
                 accesses.append(_extent(tensor, found[0], True, name, -1))
         if not accesses or not (fresh or operands.writes or operands.waits):
-            return  # views and questions move no bytes
+            return  # questions move no bytes
         if stream == HOST:
             for access in accesses:
                 self.host_accessed(access, location)
@@ -450,6 +453,22 @@ class DerivedSanitizer(Sanitizer):
             self._copied((*inputs, *outputs), stream)
         if operands.waits or self._over(inputs, outputs, blocking):
             self._ordering.stream_synchronized(stream)
+
+    def _viewed(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]]) -> bool:
+        """The results are views, which move no bytes: they keep their storage, and have an age. False: some are no views."""
+        sources = [self._storages.key(t) for _, t in inputs]
+        if any(self._storages.key(t) not in sources for _, t in outputs):
+            return False
+        for _, tensor in outputs:
+            found = self._storages.known(tensor)
+            if found is None or any(tensor is t for _, t in inputs):
+                continue
+            setattr(tensor, _BORN, self.backend.replays)
+            self._storages.note(tensor)
+            if found[1]:
+                for _, source in inputs:
+                    self._storages.note(source)
+        return True
 
     def _copied(self, tensors: Sequence[tuple[str, Tensor]], stream: str) -> None:
         """Torch's allocator hands pinned memory out again when the streams that copied it are over with it."""
@@ -479,8 +498,13 @@ class _Mode(TorchDispatchMode):
         kwargs = kwargs or {}
         if _of_a_library():
             return func(*args, **kwargs)
-        with self._sanitizer.running():
+        scopes = self._sanitizer._scopes
+        before = getattr(scopes, "running", False)
+        scopes.running = True  # what it reads is its own access, which its schema names
+        try:
             result = func(*args, **kwargs)
+        finally:
+            scopes.running = before
         if self._sanitizer.innermost(self):
             self._sanitizer.dispatched(func, args, kwargs, result)
         return result
