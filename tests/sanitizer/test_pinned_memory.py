@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from outrider_sanitizer import Kind
-from outrider_sanitizer.dispatch import Storages, _extent
 from outrider_sanitizer.spellings import spelled
+from outrider_sanitizer.storages import Storages, extent
 from outrider_sim.backend import SimBackend
 from outrider_sim.sim import Sim
 from sanitizer.over_sim import watched
@@ -85,7 +85,7 @@ def test_pinned_memory_that_a_device_sees_is_one_memory() -> None:
         found = table.known(tensor)
         assert found is not None
         assert not found[1]
-        access = _extent(tensor, found[0], False, "", -1)
+        access = extent(tensor, found[0], False, "", -1)
         assert (access.storage, access.start, access.end) == (host[0].number, low, 256)
     found = table.known(other)
     assert found is not None

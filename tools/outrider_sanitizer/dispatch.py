@@ -8,17 +8,13 @@ object, not by its address; the sanitizer holds it weakly, so the address of a f
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right, insort
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.device import ROW_ACCESS, Access, Operation
@@ -27,6 +23,7 @@ from outrider_sanitizer.ordering import HOST
 from outrider_sanitizer.places import here
 from outrider_sanitizer.ranks import Ranks
 from outrider_sanitizer.sanitizer import Sanitizer
+from outrider_sanitizer.storages import Known, Storages, extent
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Event, Graph, Stream
@@ -115,21 +112,6 @@ def _operands(func: Any) -> _Operands:
     )
 
 
-class _Known:
-    """A storage that was seen. ``base``: where it begins in the memory that its number stands for."""
-
-    __slots__ = ("base", "device", "home", "mapped", "number", "pinned", "weak")
-
-    def __init__(self, number: int, weak: StorageWeakRef, device: bool, pinned: bool, home: str) -> None:
-        self.base = 0
-        self.mapped = False  # pinned memory of another storage, as the device sees it
-        self.number = number
-        self.weak = weak
-        self.device = device
-        self.pinned = pinned
-        self.home = home
-
-
 class _Pinned:
     """Pinned memory behind a numpy array: its reads and writes are told while the run is watched."""
 
@@ -144,88 +126,6 @@ class _Pinned:
         """The host touches these bytes now."""
         if self._sanitizer.watches_arrays:
             self._sanitizer.host_accessed(Access(self._number, low, high, write, argument="array"), here())
-
-
-class Storages:
-    """Numbers for storages, never used twice."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._type = backend.device.type
-        self._known: dict[int, _Known] = {}
-        self._suspects: list[int] = []
-        self._count = 0
-        self._pinned: list[tuple[int, int, _Known]] = []
-        """Pinned memory by its address, in order: first, end."""
-
-    def known(self, tensor: Tensor) -> tuple[_Known, bool] | None:
-        """The storage of a tensor and whether it's new; None for host memory that the device can't reach."""
-        kind = tensor.device.type
-        device = kind == self._type
-        if not device and kind != "cpu":
-            return None  # another device's
-        storage = tensor.untyped_storage()
-        # The weak reference keeps the storage's header, so this number isn't given to another while we know it.
-        key = storage._cdata
-        known = self._known.get(key)
-        if known is not None and not known.weak.expired():
-            return (known, False) if known.device or known.pinned else None
-        if device and self._pinned:
-            host = self._mapped(storage)
-            if host is not None:
-                self._known[key] = host
-                return host, False
-        pinned = not device and self._backend.is_pinned(tensor)
-        self._count += 1
-        known = _Known(self._count, StorageWeakRef(storage), device, pinned, "")
-        self._known[key] = known
-        if pinned:
-            address = storage.data_ptr()
-            insort(self._pinned, (address, address + storage.nbytes(), known), key=itemgetter(0))
-        return (known, True) if device or pinned else None
-
-    def _mapped(self, storage: torch.UntypedStorage) -> _Known | None:
-        """The pinned memory that a storage of the device shows: with one address space both have the same address."""
-        address = storage.data_ptr()
-        at = bisect_right(self._pinned, address, key=itemgetter(0)) - 1
-        if at < 0:
-            return None
-        first, end, host = self._pinned[at]
-        if address >= end or host.weak.expired():
-            return None
-        made = _Known(host.number, StorageWeakRef(storage), True, True, HOST)
-        made.base, made.mapped = address - first, True
-        return made
-
-    def key(self, tensor: Tensor) -> int:
-        """Which storage it is, while that lives."""
-        key: int = tensor.untyped_storage()._cdata
-        return key
-
-    def note(self, tensor: Tensor) -> None:
-        """Check the tensor's storage again when this object is freed."""
-        key = tensor.untyped_storage()._cdata
-        weak = ref(tensor, partial(self._suspect, key))
-        # The reference must live as long as the tensor, and the tensor's own dictionary does.
-        tensor.__dict__.setdefault("_outrider_refs", []).append(weak)
-
-    def _suspect(self, key: int, _: object) -> None:
-        self._suspects.append(key)
-
-    def gone(self) -> list[_Known]:
-        """Storages that have been freed since the last call."""
-        found = []
-        while self._suspects:
-            key = self._suspects.pop()
-            known = self._known.get(key)
-            if known is not None and known.weak.expired():
-                del self._known[key]
-                if known.mapped:
-                    continue  # the memory is the other storage's
-                found.append(known)
-                if known.pinned:
-                    self._pinned = [each for each in self._pinned if each[2] is not known]
-        return found
 
 
 class DerivedSanitizer(Sanitizer):
@@ -316,7 +216,7 @@ class DerivedSanitizer(Sanitizer):
 
     def locate(self, tensor: Tensor) -> Access | None:
         known = self._storages.known(tensor)
-        return _extent(tensor, known[0], False, "", -1) if known is not None else None
+        return extent(tensor, known[0], False, "", -1) if known is not None else None
 
     def _placed(self) -> str:
         """The stream of what the calling thread does on the device now."""
@@ -365,7 +265,7 @@ class DerivedSanitizer(Sanitizer):
         with self._lock:
             known = self._storages.known(tensor)
             if known is not None:
-                self.host_accessed(_extent(tensor, known[0], False, "", getattr(tensor, _BORN, -1)), here())
+                self.host_accessed(extent(tensor, known[0], False, "", getattr(tensor, _BORN, -1)), here())
 
     def thread_scope(self) -> AbstractContextManager[Any]:
         """What a watched thread runs in."""
@@ -422,7 +322,7 @@ class DerivedSanitizer(Sanitizer):
                 continue  # its shape is looked at, not its bytes
             born = getattr(tensor, _BORN, -1)
             by_rows = self._rows_apart and name in operands.rows
-            accesses.append(_extent(tensor, found[0], write, name, born, by_rows))
+            accesses.append(extent(tensor, found[0], write, name, born, by_rows))
         fresh = False
         for name, tensor in outputs:
             found = self._storages.known(tensor)
@@ -441,7 +341,7 @@ class DerivedSanitizer(Sanitizer):
                 self.allocated(found[0].number, tensor.untyped_storage().nbytes(), found[0].home, location)
                 self.found(tensor, found[0])
             if not operands.empty:
-                accesses.append(_extent(tensor, found[0], True, name, -1))
+                accesses.append(extent(tensor, found[0], True, name, -1))
         if not accesses or not (fresh or operands.writes or operands.waits):
             return  # questions move no bytes
         if stream == HOST:
@@ -477,7 +377,7 @@ class DerivedSanitizer(Sanitizer):
             if found is not None and found[0].pinned:
                 self.memory_shared(found[0].number, stream)
 
-    def found(self, tensor: Tensor, known: _Known) -> None:
+    def found(self, tensor: Tensor, known: Known) -> None:
         """A storage was seen for the first time, as a result."""
 
     def _over(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]], blocking: bool) -> bool:
@@ -537,14 +437,3 @@ def _tensors(name: str, value: Any, into: list[tuple[str, Tensor]]) -> None:
 
 def _on(tensor: Tensor, backend: Backend) -> bool:
     return tensor.device.type == backend.device.type
-
-
-def _extent(tensor: Tensor, known: _Known, write: bool, argument: str, born: int, by_rows: bool = False) -> Access:
-    size, storage = tensor.element_size(), known.number
-    low = known.base + int(tensor.storage_offset()) * size
-    if tensor.is_contiguous():
-        return Access(storage, low, low + int(tensor.numel()) * size, write, None, None, argument, by_rows, born)
-    shape = tuple(int(n) for n in tensor.shape)
-    stride = tuple(int(s) * size for s in tensor.stride())
-    span = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + size if tensor.numel() else 0
-    return Access(storage, low, low + span, write, shape, stride, argument, by_rows, born)
