@@ -53,7 +53,7 @@ def test_it_does_not_wait_for_a_kernel_that_reads_pinned_memory(monkeypatch: Any
 
 def test_a_value_for_the_host_is_a_read_in_inference_mode(monkeypatch: Any) -> None:
     """There, composite operators aren't taken apart before they are seen."""
-    for read in ("x[0].item()", "x.to('cpu')", "bool(x[0])"):
+    for read in ("x[0].item()", "x.to('cpu')", "bool(x[0])", "x.view(32, 32).t().reshape(-1)"):
         line = f"with torch.cuda.stream(torch.cuda.Stream()): x.add_(1)\n    {read}"
         assert Kind.READ_AFTER_WRITE in kinds(line, monkeypatch, True), read
 
