@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outrider_sanitizer import Kind
 from outrider_sanitizer.spellings import spelled
@@ -106,3 +107,13 @@ def test_a_view_of_the_device_that_goes_leaves_the_pinned_memory() -> None:
     del pinned
     assert table.gone() == [host[0]]
     assert table._pinned == []
+
+
+def test_a_tensor_without_bytes_is_no_pinned_memory() -> None:
+    table = storages()
+    assert table.known(torch.zeros(64)) is not None
+    with FakeTensorMode():
+        traced = torch.empty(64, device="cuda")
+    found = table.known(traced)
+    assert found is not None
+    assert found[1]

@@ -10,6 +10,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from outrider.device import Access
@@ -58,7 +59,7 @@ class Storages:
         known = self._known.get(key)
         if known is not None and not known.weak.expired():
             return (known, False) if known.device or known.pinned else None
-        if device and self._pinned:
+        if device and self._pinned and not isinstance(tensor, FakeTensor):  # which has no bytes: a compiler traces with it
             host = self._mapped(storage)
             if host is not None:
                 self._known[key] = host
