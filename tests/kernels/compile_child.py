@@ -160,6 +160,7 @@ KERNELS = [
     (rows.add_rms_norm, {"x": WIDE}, {"bias": None, "PARTS": 2, "HAS_BIAS": False, "PLANES": True, "BLOCK": 4096}),
     (rows.silu_mul, {}, {"PLANES": True, "BLOCK": 1024}),
     (rows.rope_write_cache, {}, {"BLOCK_Q": 32, "BLOCK_KV": 8, "BLOCK_HALF": 64}),
+    (rows.add_parts_rope_write_cache, {"parts": WIDE}, {"PARTS": 4, "HAS_BIAS": True, "BLOCK_HALF": 64}),
     (rows.move_cache, {}, {"MOVES": 4, "BLOCK": 64}),
     (rows.gather_rows, {}, {"BLOCK": 1024}),
     (rows.scatter_rows, {}, {"BLOCK": 1024}),
