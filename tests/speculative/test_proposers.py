@@ -67,12 +67,13 @@ test_any_program_gives_plain_greedy_tokens, test_many_programs_give_plain_greedy
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_a_uniform_pass_has_as_many_new_tokens_as_it_says(name, monkeypatch):
     """Kernels of some devices take the queries apart by that number; the host's find them by their offsets."""
-    kind, passes = type(tiny.BACKEND.kernels), []
+    kind, passes, longest = type(tiny.BACKEND.kernels), [], []
     attention = kind.paged_attention
 
     def noted(kernels, q, k_cache, v_cache, metadata, **named):
         if metadata.uniform:
             passes.append((q.shape[0], metadata.seq_lens.shape[0] * metadata.max_query))
+        longest.append((int(metadata.seq_lens.max()), metadata.max_kv))
         return attention(kernels, q, k_cache, v_cache, metadata, **named)
 
     monkeypatch.setattr(kind, "paged_attention", noted)
@@ -80,6 +81,7 @@ def test_a_uniform_pass_has_as_many_new_tokens_as_it_says(name, monkeypatch):
     engine.generate([(3,), (1, 2, 3, 4, 5, 6)], SamplingParams(max_tokens=6, ignore_eos=True))
     assert passes
     assert all(tokens == told for tokens, told in passes)
+    assert all(found <= bound for found, bound in longest)
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle-tree", "mtp", "peagle", "dflash", "draft-model", "draft-model-tree"])
@@ -116,6 +118,32 @@ def test_lengths_that_are_declared_for_graphs_are_those_of_calls(name, monkeypat
             engine.step()
     assert len(rebound) > 4
     assert called == rebound
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "peagle", "peagle-one"])
+def test_passes_over_prompts_are_those_that_are_declared(name, monkeypatch):
+    """Data-parallel groups run as many of them, of as many tokens, side by side."""
+    proposer, passes, checked = PROPOSERS[name](), [], 0
+    forward, extend = proposer.head.forward, proposer.extend
+
+    def noted(inputs, hidden, cache):
+        passes.append(inputs.tokens.shape[0])
+        return forward(inputs, hidden, cache)
+
+    def taken_in(inputs):
+        nonlocal checked
+        passes.clear()
+        relayed = extend(inputs)
+        if inputs.prompt is not None:
+            chunks = inputs.attention.query_start.diff()
+            assert tuple(passes) == proposer.prompt_passes(int(chunks.sum()), len(chunks), int(chunks.max()))
+            checked += 1
+        return relayed
+
+    monkeypatch.setattr(proposer.head, "forward", noted)
+    proposer.extend = taken_in
+    tiny.engine(proposer, prefill_chunk=4).generate([(3,), (1, 2, 3, 4, 5, 6)], SamplingParams(max_tokens=3))
+    assert checked > 1
 
 
 def test_drafts_behind_the_context_have_its_last_position(monkeypatch):

@@ -96,7 +96,7 @@ def load_peagle(
 def _mask_target(files: CheckpointFiles, width: int) -> tuple[Target, ...]:
     """What stands for the states, in whichever of the published shapes it has."""
     shape = files.shape(_MASK)
-    usual = len(shape) <= 3 and shape[-1:] == (width,) and math.prod(shape) == width
+    usual = shape[-1:] == (width,) and math.prod(shape) == width
     return (Target(_MASK, (Piece(_MASK, shape if usual else (1, 1, width)),)),)
 
 

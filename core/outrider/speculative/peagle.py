@@ -90,7 +90,7 @@ class PEagleProposer(HeadDrafts):
         known = lane <= last
         tokens = torch.where(known, F.pad(inputs.tokens.view(batch, width), (0, masks)), head.mask_token)
         hidden = torch.where(known.unsqueeze(-1), F.pad(given, (0, 0, 0, masks)), head.weights.mask_state)
-        # Not from the given positions: those of a request that is over end with the context, where its last tokens are.
+        # As the host counts them: the given positions of a request that is over don't go beyond the context.
         start = (inputs.attention.seq_lens.to(torch.int64) - width).clamp(min=0)
         positions = start.unsqueeze(1) + lane
         states = self._pass(inputs, tokens, hidden, positions)
