@@ -36,7 +36,6 @@ PROPOSERS = {
     "mtp-one": lambda: MtpProposer(tiny.mtp_heads(), draft_tokens=1),
     "mtp-tree": lambda: MtpProposer(tiny.mtp_heads(), branches=3),
     "peagle": lambda: PEagleProposer(tiny.peagle_head(), draft_tokens=3),
-    "peagle-one": lambda: PEagleProposer(tiny.peagle_head(), draft_tokens=1),
     "dflash": lambda: BlockProposer(tiny.dflash_head()),
     "draft-model": lambda: DraftModelProposer(tiny.draft_model(), target=tiny.target(), draft_tokens=3),
     "draft-model-tree": lambda: DraftModelTreeProposer(
@@ -120,7 +119,7 @@ def test_lengths_that_are_declared_for_graphs_are_those_of_calls(name, monkeypat
     assert called == rebound
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "peagle", "peagle-one"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "peagle"])
 def test_passes_over_prompts_are_those_that_are_declared(name, monkeypatch):
     """Data-parallel groups run as many of them, of as many tokens, side by side."""
     proposer, passes, checked = PROPOSERS[name](), [], 0
@@ -170,7 +169,7 @@ def acceptance(proposer, **config):
 @pytest.mark.parametrize("name", [name for name in PROPOSERS if name != "dflash"])  # its tiny head is random
 def test_drafts_are_really_accepted(name):
     found = acceptance(PROPOSERS[name]())
-    assert found >= {"mtp-one": 1.5, "peagle-one": 1.5, "peagle": 1.8}.get(name, 2)
+    assert found >= {"mtp-one": 1.5, "peagle": 1.8}.get(name, 2)
 
 
 @pytest.mark.parametrize("mode", ["staged", "fused"])
