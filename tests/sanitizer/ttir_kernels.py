@@ -60,6 +60,17 @@ def leaves(x, out, n, BLOCK: tl.constexpr):
     tl.store(out + at, found)
 
 
+def beside(x, out, source, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0)
+    if n > 0:
+        found = tl.load(source + at * BLOCK + n - 1)
+        tl.store(out + at, found)
+    for i in range(n):
+        found = tl.load(source + at * BLOCK + i)
+        place = x + at * n + found.to(tl.int32)
+        tl.store(place, tl.load(place) + 1)
+
+
 def ttir(function: Any) -> str:
     kernel = JITFunction(function)
     signature = {name: {"n": "i32", "BLOCK": "constexpr"}.get(name, "*fp32") for name in kernel.arg_names}
@@ -68,4 +79,4 @@ def ttir(function: Any) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps({function.__name__: ttir(function) for function in (add, loop, swaps, picks, leaves)}))
+    print(json.dumps({function.__name__: ttir(function) for function in (add, loop, swaps, picks, leaves, beside)}))
