@@ -12,6 +12,8 @@ SHAPES_ONLY = {
             "nn.functional.dropout2d",
             "nn.functional.dropout3d",
             "nn.functional.feature_alpha_dropout",
+            "nn.functional.fractional_max_pool2d",
+            "nn.functional.fractional_max_pool3d",
             "nn.functional.multi_head_attention_forward",
             "nn.functional.rrelu",
             "nn.functional.scaled_dot_product_attention",
