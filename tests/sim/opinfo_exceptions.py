@@ -9,6 +9,8 @@ SHAPES_ONLY = {
             "geometric",
             "log_normal",
             "multinomial",
+            "nn.functional.alpha_dropout",
+            "nn.functional.dropout",
             "nn.functional.dropout2d",
             "nn.functional.dropout3d",
             "nn.functional.feature_alpha_dropout",

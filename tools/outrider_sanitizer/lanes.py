@@ -13,8 +13,17 @@ from outrider_sanitizer.clocks import NOTHING, Actor, Clock, Point
 
 _TOKENS = 4096
 
+# While a run is watched, a program that asks this is told of: what is asked here isn't the program's.
+_ALIVE = threading.Thread.is_alive
+
 Step = Callable[[], bool]
 """Something enqueued on a stream; False while it has to wait for a flag, or for what waits for one."""
+
+
+class Once:
+    """What a host thread hands over to one other: nobody acquires it twice."""
+
+    __slots__ = ()
 
 
 class Edge:
@@ -118,6 +127,8 @@ class Lanes:
         known = self._tokens.get(id(token))
         if known is not None:
             self.thread().join(known[1])
+            if isinstance(token, Once):
+                del self._tokens[id(token)]
 
     # -- steps of streams --------------------------------------------------------------------------------------------
 
@@ -201,4 +212,4 @@ class Lanes:
 
 
 def _lives(thread: threading.Thread | None) -> bool:
-    return thread is not None and thread.is_alive()
+    return thread is not None and _ALIVE(thread)
