@@ -154,7 +154,10 @@ def _lock_of(condition: threading.Condition) -> object:
 def _condition_made(original: Any) -> Any:
     def init(self: threading.Condition, lock: Any = None) -> None:
         original(self, lock)
-        module = sys._getframe(1).f_globals.get("__name__", "")
+        caller: Any = sys._getframe(1)
+        while caller.f_globals.get("__name__") == __name__:  # several devices are watched, so it's wrapped several times
+            caller = caller.f_back
+        module = caller.f_globals.get("__name__", "")
         own = module not in ("threading", "queue") and not module.startswith("concurrent.")
         self.__dict__["_outrider_own"] = own
         held: Any = self._lock  # type: ignore[attr-defined]  # what notify and wait go by
@@ -167,7 +170,7 @@ def _condition_made(original: Any) -> Any:
 def _condition_left(observer: Observer) -> Callable[[Any], Any]:
     def wrap(original: Any) -> Any:
         def leave(self: threading.Condition, *args: Any) -> Any:
-            if _own(self):
+            if _own(self) and _started():
                 observer.host_released(_lock_of(self))
             return original(self, *args)
 
@@ -180,7 +183,7 @@ def _condition_entered(observer: Observer) -> Callable[[Any], Any]:
     def wrap(original: Any) -> Any:
         def enter(self: threading.Condition, *args: Any) -> Any:
             result = original(self, *args)
-            if _own(self):
+            if _own(self) and _started():
                 observer.host_acquired(_lock_of(self))
             return result
 
@@ -225,17 +228,15 @@ def _locks(observer: Observer, before: Any) -> Any:
             taken: bool = self._lock.acquire(*args, **kwargs)
             if taken:
                 self._owner = threading.get_ident()
-                if self._handed or self.tells:
+                if (self._handed or self.tells) and _started():
                     self._handed = False
                     observer.host_acquired(self)
             return taken
 
         def release(self) -> None:
-            if self._owner != threading.get_ident() and _started():
+            if (self.tells or self._owner != threading.get_ident()) and _started():
                 observer.host_released(self)
                 self._handed = True
-            elif self.tells:
-                observer.host_released(self)
             self._lock.release()
 
         def locked(self) -> bool:
@@ -263,12 +264,12 @@ def _recursive_locks(observer: Observer, before: Any) -> Any:
 
         def acquire(self, *args: Any, **kwargs: Any) -> bool:
             taken: bool = self._lock.acquire(*args, **kwargs)
-            if taken and self.tells:
+            if taken and self.tells and _started():
                 observer.host_acquired(self)
             return taken
 
         def release(self) -> None:
-            if self.tells:
+            if self.tells and _started():
                 observer.host_released(self)
             self._lock.release()
 
