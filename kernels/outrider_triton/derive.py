@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from outrider_triton.facts import CLOCK, DeviceFacts
+from outrider_triton.facts import DeviceFacts
 from outrider_triton.table import BUCKETS, STREAMED, MatmulConfig, bucket
 
 MOST = 128
@@ -31,9 +31,17 @@ _CACHED = 2.2  # how much faster than memory the second-level cache is
 _REACHED = 0.52  # share of the matrix units' rate that products reach whose tile is large
 _THREADS = 1536
 _GAP = 5e-6  # seconds between two products in a layer, about
-_WHOLE_NUMBERS = 64  # instructions on whole numbers a cycle of a multiprocessor
 _ROOMS = ((184 << 10, 208 << 10, 128 << 10), (112 << 10, 160 << 10, 208 << 10))
 """Bytes of a ring, the likeliest first. The second: beside the small ones that run before it, attention's."""
+# Of products whose weight isn't stored plain, seconds on an H200; docs/evidence/2026-11-23-quantized-kernels.md has what they
+# are held against.
+_BEGIN = 0.65e-6  # until a program's first tile is there
+_STEP = 0.1e-6  # between two tiles
+_MEET = 0.13e-6  # for each warp: all of a program wait for each other between two tiles
+_FLIGHT = 4.5e-6  # from asking for a tile to its being there, while all ask
+_MADE = 1.6e-10  # of one warp: for each instruction that each number takes
+_ISSUE = 7e-12  # of a multiprocessor: for each number, whoever multiplies it
+_PARTS = 1.0e-6  # until parts are added up
 _TILES = {16: 1.03, 32: 1.015, 64: 1.0, 128: 1.01}
 _BOXES = {8: 1.015, 16: 1.005, 32: 1.0}  # small ones are more requests of the copy engine
 
@@ -43,14 +51,15 @@ class Stored:
     """How operands of a product are stored: bits of a number of the weight, bytes of one of the tokens.
 
     ``columns``: so many are multiplied at a time at most, since each so many have a scale of their own; 0: as many as a tile
-    has. ``made``: instructions for each number of the weight, of what makes it one that the matrix unit takes; it lies in
-    shared memory as such once more. 0: the unit takes what is stored. ``least``: tokens of the smallest tile.
+    has. ``made``: instructions for each number of the weight, of what makes it one that the matrix unit takes; 0: the unit
+    takes what is stored. ``again``: whether what was made lies in shared memory, too. ``least``: tokens of the smallest tile.
     """
 
     weight_bits: int = 16
     token_bytes: int = 2
     columns: int = 0
     made: float = 0.0
+    again: bool = False
     least: int = 16
 
     def at_once(self, columns: int) -> int:
@@ -117,25 +126,28 @@ def _plain(facts: DeviceFacts, operator: str, m: int, n: int, stored: Stored) ->
         tiles = [tile for tile in tiles if tile[0] >= 32]  # each program leaves a share of the sum of squares
     if stored.weight_bits < 16:  # as many bytes of a row
         tiles = [(rows, columns * wider) for rows, columns in tiles for wider in (16 // stored.weight_bits, 2)]
+        tiles += [(128, 256)]
+        tiles = [(rows, columns) for rows, columns in tiles if columns >= 256 or not few]
         tiles = [(rows, columns) for rows, columns in dict.fromkeys(tiles) if columns % stored.at_once(columns) == 0]
     ahead = 256 if facts.pdl else 0
     if ahead and stored != PLAIN:  # what comes while small kernels run ahead; a ring would hold as much
         ahead *= max(1, round(min(_GAP * facts.bytes_per_second, facts.l2_bytes / 2) / (512 * n)))
     rows = n // 2 if operator in (*_GATED, "linear_rope") else n
-    for (block_n, block_k), split, stages in itertools.product(tiles, _splits(operator), (4, 3, 5, 2)):
+    for (block_n, block_k), split, stages in itertools.product(tiles, _splits(operator, stored), (4, 3, 5, 2)):
         most = block_n // 2 if operator == "linear_rope" else block_n
         even = {-(-rows * split // (facts.processors * waves)) for waves in (1, 2, 3, 4)}
         shared = {0} | {each for each in (-(-each // 8) * 8 for each in even) if most // 2 - (stored != PLAIN) < each < most}
         weight_rows = block_n * (2 if operator in _GATED else 1)
         warps = 8 if weight_rows * block_m > 4096 else 4
-        if stored.made:  # each warp makes numbers of its own: of 16 rows, as tall as its matrix unit takes them
+        if stored != PLAIN:  # each warp has rows of its own, 16 or more: as many as its matrix unit takes
             warps = min(warps, block_n // 16)
         for each in sorted(shared):
             yield MatmulConfig(block_m, block_n, block_k, split, warps, stages, ahead, 0, each)
 
 
-def _splits(operator: str) -> tuple[int, ...]:
-    return (1, 2, 4, 8) if operator == "linear_parts" else (1,)
+def _splits(operator: str, stored: Stored = PLAIN) -> tuple[int, ...]:
+    most = 8 if stored == PLAIN else 4  # of fewer bytes, parts weigh more
+    return tuple(split for split in (1, 2, 4, 8) if split <= most) if operator == "linear_parts" else (1,)
 
 
 def _rings(facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int) -> Iterator[MatmulConfig]:
@@ -170,11 +182,13 @@ def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig, stored
         scratch = 1152 if operator in ("scaled_silu_mul", "linear_rope") else 640
         return config.stages * ((2 * _PAIRS + width) * columns * 2 + 16) + 2 * _PAIRS * width * 4 + scratch
     rows = config.block_n * (2 if operator in _GATED else 1)
-    # Where the matrix unit reads shared memory itself, a tile is still being read when the next one is asked for.
-    tiles = config.stages if facts.warpgroups and config.block_n >= 64 else max(config.stages - 1, 1)
+    # Where the matrix unit reads shared memory itself, a tile is still being read when the next one is asked for. It doesn't
+    # for so few tokens.
+    reads = facts.warpgroups and config.block_n >= 64 and tokens > 8
+    tiles = config.stages if reads else max(config.stages - 1, 1)
     result = config.block_n * tokens * 4 * (2 if operator in _GATED else 1)
     held = tiles * (rows * stored.weight_bits // 8 + tokens * stored.token_bytes) * columns
-    if stored.made:
+    if stored.made and (stored.again or tokens > 8):
         held += (rows + tokens) * stored.at_once(columns) * 2
     return max(held, result) + 512
 
@@ -186,6 +200,8 @@ def estimate(
     facts: DeviceFacts, operator: str, config: MatmulConfig, *, m: int, n: int, k: int, stored: Stored = PLAIN
 ) -> float:
     """Seconds that a product is expected to take, for ranking: bytes of the busiest multiprocessor, and what is in flight."""
+    if stored != PLAIN:
+        return _by_steps(facts, operator, config, m=m, n=n, k=k, stored=stored)
     streamed = config.descriptor == STREAMED
     paired = operator in (*_GATED, "linear_rope")
     folded = streamed and not paired and config.split == 1
@@ -216,9 +232,6 @@ def estimate(
     waste = max(1.0, loaded / (each * rows_of)) if not streamed else 2.0 if folded else 1.0
     tile = 1.0 if streamed else 1 + 8 * (1 / loaded + 1 / config.block_m)  # what a small one reads again
     unit = 2.0 * config.block_m * n * k * waste * tile * -(-m // config.block_m) / (_REACHED * facts.flops)
-    if stored.made:
-        busy = min(1.0, min(resident, rounds) * config.warps / 8)  # two warps for each of four schedulers
-        unit += stored.made * rounds * loaded * columns / (_WHOLE_NUMBERS * CLOCK) / busy
     behind = 0.0
     if config.split > 1:  # parts are written, and read by the norm
         behind = 8.0 * config.split * m * n / (_CACHED * facts.bytes_per_second) + 0.7e-6 * config.split
@@ -231,6 +244,35 @@ def estimate(
     plain = (1.03 if even else 1.08) * (1.02 if config.block_k * width < 256 else 1.0)
     slower = _BOXES[config.block_n] if streamed else plain * _TILES[config.block_n]
     return (max(memory, cache, unit) + starts + behind) * slower + _LAUNCH
+
+
+def _by_steps(facts: DeviceFacts, operator: str, config: MatmulConfig, *, m: int, n: int, k: int, stored: Stored) -> float:
+    """Seconds of a product whose weight isn't stored plain. Few bytes take so little time that what a program does between
+    two tiles decides: as many programs as a multiprocessor has room for go through their tiles at a time, then the next ones.
+    """
+    resident = _resident(facts, operator, config, stored)
+    if not resident:
+        return float("inf")
+    rows, width = min(config.each or config.block_n, n), stored.weight_bits / 8
+    programs = -(-n // rows) * config.split * -(-m // config.block_m)
+    steps = -(-k // (config.split * config.block_k))
+    numbers = config.block_n * config.block_k
+    tile = rows * config.block_k * width
+    bandwidth = facts.bytes_per_second / facts.processors
+    unit = 2.0 * config.block_m * numbers * facts.processors / (_REACHED * facts.flops)
+    alone = max(
+        _STEP + config.warps * _MEET + _MADE * stored.made * numbers / config.warps, _FLIGHT / max(config.stages - 1, 1)
+    )
+
+    def wave(count: int) -> float:
+        return _BEGIN + steps * max(alone, count * max(_ISSUE * numbers, unit, tile / bandwidth))
+
+    full, rest = divmod(-(-programs // facts.processors), resident)
+    passed = max(full * wave(resident) + (wave(rest) if rest else 0.0), n * k * width / facts.bytes_per_second)
+    behind = 0.0
+    if config.split > 1:  # parts are written, and read by the norm
+        behind = _PARTS + 8.0 * config.split * m * n / (_CACHED * facts.bytes_per_second)
+    return passed + behind + _LAUNCH
 
 
 def _resident(facts: DeviceFacts, operator: str, config: MatmulConfig, stored: Stored = PLAIN) -> int:

@@ -47,7 +47,8 @@ class Plan:
         made = 0.0 if self.native else _MADE[format] * (1.0 if self.mode != "fine" else 1.3)
         made = 1.4 if self.planes else made
         bits = 4 if format == "int4" else 8
-        return Stored(bits, 1 if self.native else 2, self.at_once, made, 8 if self.planes else 16)
+        least = 8 if self.planes or self.native else 16
+        return Stored(bits, 1 if self.native else 2, self.at_once, made, not self.planes, least)
 
 
 def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) -> Plan | None:

@@ -464,37 +464,3 @@ def test_what_an_interrupted_walk_left_is_undone_before_the_next_mask():
     state.first(masks, 0)
     Residues(9).fill(wanted, 0)
     assert torch.equal(masks[:1], wanted)
-
-
-PATTERNS = st.recursive(
-    st.sampled_from(["a", "[b-d]", "\\d", "\\W", "[^x]", ".", "é", "[^\\s1]", "-", "\\.", "[\\]^]"]),
-    lambda inner: st.one_of(
-        st.lists(inner, min_size=2, max_size=3).map("".join),
-        st.lists(inner, min_size=2, max_size=3).map(lambda parts: f"({'|'.join(parts)})"),
-        st.tuples(inner, st.sampled_from(["?", "{0,2}", "{2}", "{1,3}?"])).map(lambda pair: f"(?:{pair[0]}){pair[1]}"),
-    ),
-    max_leaves=6,
-)
-
-
-@given(pattern=PATTERNS, in_json=st.booleans(), seed=st.integers(0, 99))
-@settings(max_examples=25, deadline=None)
-def test_what_a_pattern_allows_is_what_python_matches(cpu, pattern, in_json, seed):
-    """By a walk along the masks that chooses any token."""
-    guide = JsonSchema({"type": "string", "pattern": pattern}) if in_json else Regex(pattern)
-    made = _grammars(cpu)
-    state = made.guidance(SamplingParams(guide=guide), ENDS)
-    dice, masks, tokens = torch.Generator().manual_seed(seed), torch.zeros((1, words_of(2048)), dtype=torch.int32), []
-    while not state.over:
-        state.first(masks, 0)
-        allowed = ((masks[0].unsqueeze(-1) >> torch.arange(32)) & 1).flatten().nonzero().flatten()
-        tokens.append(int(allowed[torch.randint(len(allowed), (1,), generator=dice)]))
-        assert state.take(tokens[-1]) is None
-    text = cpu.text(tokens)
-    assert re.fullmatch(pattern, json.loads(text) if in_json else text), (pattern, text)
-
-
-def _grammars(cpu):
-    if not hasattr(cpu, "grammars"):
-        cpu.grammars = Grammars(cpu.tokenizer, vocabulary=2048, ends=(0,))
-    return cpu.grammars

@@ -16,6 +16,7 @@ from outrider.errors import shown
 
 MAX_REPEAT = 1 << 16
 _MAX_PARTS = 20_000
+_MAX_COPIES = 1 << 16  # characters of a repetition that is written out
 _LAST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 _DIGITS, _SPACES = [(48, 57)], [(9, 13), (32, 32)]
@@ -70,6 +71,7 @@ class _Writer:
         self._pattern = pattern
         self._in_json = in_json
         self._parts = 0
+        self._branches = 0  # alternatives around what is being written
 
     def refused(self, what: str) -> ConfigError:
         """Why the pattern isn't taken."""
@@ -97,7 +99,10 @@ class _Writer:
         if name == "IN":
             return self._set(self._members(argument))
         if name == "BRANCH":
-            return "(?:" + "|".join(self.sequence(list(branch), first, last) for branch in argument[1]) + ")"
+            self._branches += 1
+            branches = [self.sequence(list(branch), first, last) for branch in argument[1]]
+            self._branches -= 1
+            return "(?:" + "|".join(branches) + ")"
         if name == "SUBPATTERN":
             _, added, removed, inner = argument
             if added or removed:
@@ -122,7 +127,20 @@ class _Writer:
         part = self.sequence(list(inner), False, False)
         if not part:
             return ""
+        if self._in_json and self._branches:
+            return self._copies(part, least, None if unlimited else most)
         return f"(?:{part}){{{least},{'' if unlimited else most}}}"
+
+    def _copies(self, part: str, least: int, most: int | None) -> str:
+        """A repetition without a count. xgrammar 0.2.8 takes ``a|a{1,3}`` inside of JSON for ``a|a*``: a count beside an
+        alternative that begins alike doesn't end.
+        """
+        if (least if most is None else most) * (len(part) + 6) > _MAX_COPIES:
+            raise self.refused("a repetition that long in one of several alternatives")
+        if most is None:
+            return f"(?:{part * least}(?:{part})*)"
+        rest = most - least
+        return f"(?:{part * least}{f'(?:{part}' * rest}{')?' * rest})"
 
     def _members(self, members: Iterable[Any]) -> Ranges:
         found: Ranges = []

@@ -1,0 +1,52 @@
+"""How products with quantised weights are ranked, held against what was measured on an H200."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kernels.devices import DEVICES
+from outrider_triton.derive import candidates, estimate, rank
+from outrider_triton.quantized_ops import Plan
+from outrider_triton.table import MatmulConfig
+
+H200 = DEVICES["H200"]
+STORED = {
+    "int4": Plan("block", False, 128, 128, planes=True).stored("int4"),
+    "fp8": Plan("row", True, 4096, 0).stored("fp8"),
+}
+WEIGHTS = {
+    "qkv": (6144, 4096),
+    "output": (4096, 4096),
+    "gate and up": (28672, 4096),
+    "down": (4096, 14336),
+    "head": (128256, 4096),
+}
+MEASURED = json.loads((Path(__file__).resolve().parents[1] / "data" / "quantized_products_h200.json").read_text())
+"""Microseconds of each product, behind tokens, rows, columns, split, warps, stages and the share of rows of a program."""
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_of_what_was_measured_a_fast_one_is_ranked_first(case):
+    form, product, tokens = case.split(", ")
+    n, k = WEIGHTS[product]
+
+    def expected(row):
+        block_m, block_n, block_k, split, warps, stages, each, _ = row
+        config = MatmulConfig(block_m, block_n, block_k, split, warps, stages, 512, 0, each)
+        return estimate(H200, "linear_parts", config, m=int(tokens), n=n, k=k, stored=STORED[form])
+
+    first, best = min(MEASURED[case], key=expected), min(MEASURED[case], key=lambda row: row[-1])
+    assert first[-1] <= 1.12 * best[-1], (first, best)
+
+
+@pytest.mark.parametrize("form", STORED)
+@pytest.mark.parametrize("device", ["A100", "L4", "H200", "B200", "MI300X"])
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_every_device_has_a_choice_that_keeps_its_processors_busy(device, form, tokens):
+    facts = DEVICES[device]
+    for n, k in WEIGHTS.values():
+        assert candidates(facts, "linear_parts", m=tokens, n=n, k=k, stored=STORED[form])
+        first = rank(facts, "linear_parts", m=tokens, n=n, k=k, stored=STORED[form])[0]
+        programs = -(-n // (first.each or first.block_n)) * first.split * -(-tokens // first.block_m)
+        assert programs >= 0.4 * facts.processors, first
