@@ -52,6 +52,7 @@ class Pieces:
             (connection._ConnectionBase, "recv_bytes", self._receive),
             (connection._ConnectionBase, "recv_bytes_into", self._receive),
             (connection, "Pipe", self._pipe),
+            (futures.Future, "add_done_callback", self._done_callback),
             (futures._AcquireFutures, "__exit__", self._looked_at),
             (futures._AllCompletedWaiter, "_decrement_pending_calls", self._one_of_all),
             (BaseEventLoop, "call_soon_threadsafe", self._callback),
@@ -162,6 +163,18 @@ class Pieces:
         return receive
 
     # -- futures and event loops -------------------------------------------------------------------------------------
+
+    def _done_callback(self, original: Any) -> Any:
+        """Where the future is done already, whoever adds the callback calls it at once."""
+
+        def add(this: Any, fn: Callable[[Any], object]) -> None:
+            def call(future: Any) -> object:
+                self._observer.host_acquired(this)
+                return fn(future)
+
+            original(this, call)
+
+        return add
 
     def _looked_at(self, original: Any) -> Any:
         """`wait` and `as_completed` begin with what is done already."""

@@ -21,7 +21,7 @@ from outrider_sanitizer.findings import Kind
 from outrider_sanitizer.races.program import Race, expect, filled
 from outrider_sanitizer.races.threads import Ends, handover
 
-Waited = Iterable["Future[None]"]
+Waited = Iterable[Future[None]]
 
 
 def _pipe() -> Ends:
@@ -29,20 +29,25 @@ def _pipe() -> Ends:
     return lambda: here.send(1), there.recv
 
 
-def _done_futures() -> Ends:
-    future: Future[None] = Future()
-    said: list[bool] = []
+def _done(look: Callable[[Future[None]], object]) -> Callable[[], Ends]:
+    """A future is done before somebody looks at it."""
 
-    def give() -> None:
-        future.set_result(None)
-        said.append(True)
+    def ends() -> Ends:
+        future: Future[None] = Future()
+        said: list[bool] = []
 
-    def take() -> None:
-        while not said:
-            time.sleep(0)
-        concurrent.futures.wait([future])
+        def give() -> None:
+            future.set_result(None)
+            said.append(True)
 
-    return give, take
+        def take() -> None:
+            while not said:
+                time.sleep(0)
+            look(future)
+
+        return give, take
+
+    return ends
 
 
 def _two_conditions() -> Ends:
@@ -280,7 +285,8 @@ def _race(name: str, body: Callable[[Backend, bool], None], about: str, thread: 
 
 RACES = (
     handover("over-a-pipe", _pipe, "a pipe"),
-    handover("when-futures-are-done", _done_futures, "concurrent.futures.wait"),
+    handover("when-futures-are-done", _done(lambda future: concurrent.futures.wait([future])), "concurrent.futures.wait"),
+    handover("called-back-by-a-future", _done(lambda future: future.add_done_callback(id)), "a future's callback"),
     handover("conditions-of-one-lock", _two_conditions, "a condition of the same lock"),
     handover("under-the-lock-of-a-condition", _lock_of_a_condition, "the lock of a condition"),
     _race(
