@@ -136,3 +136,31 @@ def test_what_another_thread_fills_is_sent(way: Way) -> None:
         copy.synchronize()
     kinds = [finding.kind for finding in report]
     assert kinds == ([Kind.READ_AFTER_WRITE] if way is variable else []), str(report)
+
+
+def test_a_thread_that_collects_memory_while_it_starts_keeps_its_name() -> None:
+    backend = SimBackend(parse_options({}))
+    kept = [torch.zeros(4, device=backend.device)]
+
+    class Started(threading.Event):
+        """Set before threading knows which thread is the calling one."""
+
+        def set(self) -> None:
+            kept.clear()
+            super().set()
+
+    with watch(backend) as report:
+        copy = backend.create_stream("copy")
+        staging = backend.empty_pinned("staging", (4,), torch.float32)
+        with backend.on(copy):
+            x = torch.zeros(4, device=backend.device)
+        done: list[bool] = []
+        thread = threading.Thread(target=lambda: (staging.tensor.fill_(1.0), done.append(True)), name="filler")
+        thread._started = Started()
+        thread.start()
+        while not done:
+            time.sleep(0)
+        backend.copy_async(x, staging.tensor, stream=copy)
+        copy.synchronize()
+        thread.join()
+    assert [finding.first.actor for finding in report if finding.first] == ["host thread filler"], str(report)

@@ -89,7 +89,7 @@ class Lanes:
             else:
                 alive.append((thread, actor))
         self._threads = alive
-        current = threading.current_thread()
+        current = _current()
         # A thread that is over leaves its number to a new one, so that clocks don't grow with every thread.
         number, epoch = self._free_numbers.pop() if self._free_numbers else (self._number(), 0)
         new = Actor(number, f"host thread {current.name}", host=True)
@@ -209,6 +209,15 @@ class Lanes:
             self.sequence += 1
             return self.sequence
         return self._stamp
+
+
+def _current() -> threading.Thread:
+    """The calling thread. While one starts, threading doesn't know yet which it is, and would make another object for it; memory
+    that is collected there is told of already.
+    """
+    own = threading.get_ident()
+    starting: dict[threading.Thread, threading.Thread] = getattr(threading, "_limbo", {})
+    return next((thread for thread in list(starting) if thread.ident == own), None) or threading.current_thread()
 
 
 def _lives(thread: threading.Thread | None) -> bool:
