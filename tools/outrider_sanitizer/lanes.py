@@ -212,8 +212,8 @@ class Lanes:
 
 
 def _current() -> threading.Thread:
-    """The calling thread. While one starts, threading doesn't know yet which it is, and would make another object for it; memory
-    that is collected there is told of already.
+    """The calling thread. While one starts, threading doesn't know yet which it is, and would make another object for it;
+    memory that is collected there is told of already.
     """
     own = threading.get_ident()
     starting: dict[threading.Thread, threading.Thread] = getattr(threading, "_limbo", {})
