@@ -3,8 +3,8 @@
 ``python -m outrider_bench.programs.acceptance --prompts tests/data/heldout_prompts.json [--backend cuda] [--dflash DIR]``
 
 Ways: plain decoding; the EAGLE head, the block drafter, suffix decoding and the heads behind suffix decoding, with fixed
-lengths and with each request's own (adaptive). Greedy. Tokens of each way are compared with those of plain decoding: where two
-logits are nearly equal, another shape of batch may turn them around, so in float32 there should be none. The ways of one
+lengths and with each request's own (adaptive). Greedy. Tokens of each way are compared with those of plain decoding: where
+two logits are nearly equal, another shape of batch may turn them around, so in float32 there should be none. The ways of one
 proposer run in turn, ``--rounds`` times as far as there are prompts, and the fastest round of each counts; then their engines
 go, since a device has few streams. No prompt comes twice: suffix decoding's past outputs are those of other prompts.
 """
