@@ -66,10 +66,8 @@ class MeasuredCosts:
         others = [self._median(what, of) for what, of in self._ratios if of == size]
         measured = [ratio for ratio in others if ratio is not None]
         # What interrupts an iteration makes it longer: few that took long are no reason to look no further.
-        least = [1.0, *self._ratios.get((length, size), ())]
-        if measured:
-            least.append(median(measured))
-        return min(least)
+        least: float = median(measured) if measured else 1.0
+        return min(1.0, least, *self._ratios.get((length, size), ()))
 
     def _median(self, length: int, size: int) -> float | None:
         """None where too few were observed."""
