@@ -19,7 +19,7 @@ _LEAST = 0.02  # iterations that a probe is taken to cost at least
 _OWN_WEIGHT = 24.0  # trials that all requests' acceptance counts for in that of one, always
 _OWN_TRIALS = 100.0  # trials after which what is known of one request is forgotten by two thirds
 _ALL_TRIALS = 600.0  # the same of all requests together
-_THINKS_EVERY = 8  # iterations, while there are as many requests
+_THINKS_EVERY = 8  # iterations, while the batch has the same size
 _THINKS_EVERY_NEW = 4  # while too few with the length in use were observed
 _FORGOTTEN = 64  # requests beyond those of the batch that are remembered at most
 
@@ -96,7 +96,7 @@ class Adaptive(DraftLengthPolicy):
     what they accept, is found out by single iterations; by what is known, these cost 1 % of all at most, and 0.4 % once every
     length was observed with a size of batch. All requests of an iteration have one length.
 
-    It thinks once in eight iterations, in four while the length in use is new, and when the number of requests changes; in
+    It thinks once in eight iterations, in four while the length in use is new, and when the batch has another size; in
     between it only notes what it is told, since a host that thinks longer than an iteration takes slows it down. For the same
     reason a single iteration of another length isn't the one in which it thinks: that one takes longer, whatever its length.
     """
@@ -112,7 +112,7 @@ class Adaptive(DraftLengthPolicy):
         self._length = self.lengths[-1]
         self._iterations = 0
         self._thought = 0  # the iteration in which it last did
-        self._requests = 0  # how many there were then
+        self._size = 0  # of the batch then
         self._single: int | None = None  # the length of the next iteration alone
         self._allowance = _FIRST
         self._seen: dict[tuple[int, int], int] = {}
@@ -156,7 +156,8 @@ class Adaptive(DraftLengthPolicy):
     def _thinks(self, requests: int) -> bool:
         """Whether this iteration's length is thought about; if so, what was noted is taken in."""
         self._iterations += 1
-        if self._thought and requests == self._requests:
+        size = self.costs.first.size(self._length, requests)
+        if self._thought and size == self._size:
             new = self.costs.known(self._length, requests) < _ENOUGH
             if self._iterations - self._thought < (_THINKS_EVERY_NEW if new else _THINKS_EVERY):
                 return False
@@ -170,7 +171,7 @@ class Adaptive(DraftLengthPolicy):
                     own = self._own[request] = Acceptance(most, [0.0] * most, 0.0, trials=_OWN_TRIALS)
                 own.observe_counts(counts, pending.iterations)
         self._pending.clear()
-        self._requests = requests
+        self._size = size
         return True
 
     def _between(self) -> int:
