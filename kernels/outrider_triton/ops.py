@@ -152,6 +152,52 @@ define(
 )
 
 
+def _queries(parts: Tensor, k_cache: Tensor, dtype: torch.dtype) -> Tensor:
+    kv_heads, size = k_cache.shape[2:]
+    return torch.empty((parts.shape[-2], parts.shape[-1] // size - 2 * kv_heads, size), dtype=dtype, device=parts.device)
+
+
+def _add_parts_rope_write_cache(
+    parts: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    dtype: torch.dtype,
+    pdl: bool,
+) -> Tensor:
+    """``parts`` is [T, (Hq + 2 Hkv) D], or [parts, T, ...] of a product that was split. Returns queries [T, Hq, D]."""
+    torch._check(
+        k_cache.is_contiguous() and v_cache.is_contiguous() and cos.stride() == sin.stride() and parts.is_contiguous(),
+        lambda: "rope_write_cache: caches and parts must be contiguous, and cos and sin laid out alike",
+    )
+    q = _queries(parts, k_cache, dtype)
+    (tokens, heads, size), kv_heads = q.shape, k_cache.shape[2]
+    launch(
+        rows.add_parts_rope_write_cache,
+        (tokens, heads + 2 * kv_heads),
+        *(parts, bias, cos, sin, q, k_cache, v_cache, slots, heads, kv_heads, size // 2, tokens * parts.shape[-1]),
+        *(cos.stride(0), k_cache.stride(1), k_cache.stride(2)),
+        PARTS=1 if parts.dim() == 2 else parts.shape[0],
+        HAS_BIAS=bias is not None,
+        BLOCK_HALF=power_of_two(size // 2),
+        pdl=pdl,
+        warps=1,
+    )
+    return q
+
+
+# An overload of the operator whose rows it touches, so that they are known.
+define(
+    "rope_write_cache.triton_parts(Tensor parts, Tensor? bias, Tensor cos, Tensor sin, Tensor(a!) k_cache, "
+    "Tensor(b!) v_cache, Tensor slots, ScalarType dtype, bool pdl) -> Tensor",
+    _add_parts_rope_write_cache,
+    lambda parts, bias, cos, sin, k_cache, v_cache, slots, dtype, pdl: _queries(parts, k_cache, dtype),
+)
+
+
 def _move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor, pdl: bool) -> None:
     moves = sources.shape[0]
     torch._check(moves <= _MOVES, lambda: f"move_cache: {moves} rows at once, expected at most {_MOVES}")

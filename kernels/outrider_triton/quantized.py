@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight
+from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight, RotaryArgs
 from outrider_triton import planes_ops as _planes_ops  # noqa: F401  (these register the operators)
 from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401
 from outrider_triton import variants
@@ -105,6 +105,54 @@ class TritonQuantized(KernelSet):
         bias: Tensor | None = None,
     ) -> Tensor:
         """Three kernels for few tokens: the norm adds parts of the first product up, and quantises what the second takes."""
+        made = self._normed_product(added, residual, norm, eps, weight, bias, parts=False)
+        return super().norm_linear_quantized(added, residual, norm, eps, weight, bias) if made is None else made
+
+    def norm_linear_quantized_rope_write_cache(
+        self,
+        added: QuantizedProduct,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        rotary: RotaryArgs,
+    ) -> Tensor:
+        """Four kernels for few tokens: what turns queries and keys adds parts of their product up."""
+        cos, sin, k_cache, v_cache, slots = rotary
+        straight = cos.stride() == sin.stride() and cos.stride(1) == 1 and slots.is_contiguous()
+        straight = straight and k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.dtype is residual.dtype
+        made = None
+        if straight and self._uses("rope_write_cache", residual):
+            made = self._normed_product(added, residual, norm, eps, weight, bias, parts=True)
+        if made is None:
+            return super().norm_linear_quantized_rope_write_cache(added, residual, norm, eps, weight, bias, rotary)
+        way, kind = plan(self.facts, weight), residual.dtype
+        new = self._scope.first(("add_parts_rope_write_cache", kind, weight.shape, weight.label, k_cache.shape[1:]))
+        for split in {each.split for each in self._every(weight, way)} if new and way is not None else ():
+            few = (
+                made.new_empty((split, 4, weight.shape[0]), dtype=torch.float32)
+                if split > 1
+                else made.new_empty((4, weight.shape[0]), dtype=kind)
+            )
+            turned = cos[:4], sin[:4], k_cache, v_cache, slots[:4]
+            with ahead():
+                _TRITON.rope_write_cache.triton_parts(few, bias if split > 1 else None, *turned, kind, self.pdl)
+        left = bias if made.dim() == 3 else None
+        return _TRITON.rope_write_cache.triton_parts(made, left, *rotary, kind, self.pdl)  # type: ignore[no-any-return]
+
+    def _normed_product(
+        self,
+        added: QuantizedProduct,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        *,
+        parts: bool,
+    ) -> Tensor | None:
+        """:meth:`norm_linear_quantized`, ``parts`` as in :meth:`_skinny`; None, and nothing was done: not for these."""
         width = added.x.shape[-1] // 2 if added.gated else added.x.shape[-1]
         narrow = added.x[..., :width]
         first, second = plan(self.facts, added.weight), plan(self.facts, weight)
@@ -112,12 +160,12 @@ class TritonQuantized(KernelSet):
         able = able and residual.dim() == 2 and residual.is_contiguous() and norm.dtype is residual.dtype
         able = able and added.x.dtype is residual.dtype and max(width, residual.shape[1]) <= LONGEST
         if not able or first is None or second is None or not self._uses("add_rms_norm", residual):
-            return super().norm_linear_quantized(added, residual, norm, eps, weight, bias)
+            return None
         one, two = self.quantized_config(narrow, added.weight, first), self.quantized_config(residual, weight, second)
         self._prepare(narrow, added.weight, added.bias)
         self._prepare(residual, weight, bias)
         if one is None or two is None:
-            return super().norm_linear_quantized(added, residual, norm, eps, weight, bias)
+            return None
         if self._scope.first(("norm_linear_quantized", residual.dtype, added.weight.shape, weight.shape, weight.label)):
             self._compile_norms(added, first, residual, norm, weight, second)
         x, scales, laid = added.x, None, False
@@ -132,9 +180,9 @@ class TritonQuantized(KernelSet):
         left = added.bias if one.split > 1 else None
         if not _dynamic(weight):
             normed = _TRITON.add_parts_rms_norm.triton(product, left, residual, norm, eps, self.pdl, second.planes)
-            return self._skinny(normed, weight, bias, second, two, laid=second.planes)
+            return self._skinny(normed, weight, bias, second, two, laid=second.planes, parts=parts)
         normed, scales = self._norm(product, left, residual, norm, eps, weight, second)
-        return self._skinny(normed, weight, bias, second, two, dtype=residual.dtype, scales=scales)
+        return self._skinny(normed, weight, bias, second, two, dtype=residual.dtype, scales=scales, parts=parts)
 
     def _gate(self, x: Tensor, weight: QuantizedWeight, way: Plan) -> tuple[Tensor, Tensor]:
         kept = _group(weight), kept_dtype(weight.data, way.native)

@@ -33,6 +33,7 @@ COMPOSED = {
     "norm_linear_silu_mul",
     "norm_linear_rope_write_cache",
     "norm_linear_quantized",
+    "norm_linear_quantized_rope_write_cache",
     "embed_beside",
 }
 """By default these call other methods, which are wrapped."""

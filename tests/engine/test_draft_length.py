@@ -78,6 +78,9 @@ def test_usual_lengths():
     assert [usual_lengths(most) for most in (1, 3, 8)] == [(0, 1), (0, 1, 2, 3), (0, 1, 6, 8)]
 
 
+CHAINS = ["eagle", "eagle3", "mtp", "peagle", "draft-model", "ngram", "suffix", "dflash", "suffix+eagle"]
+
+
 # -- in an engine --------------------------------------------------------------------------------------------------------
 
 
@@ -94,7 +97,7 @@ def engine(cpu, name, *, policy=None, **config):
 
 
 @pytest.mark.parametrize("mode", [{}, {"graphs": True}, {"mode": "fused"}], ids=["staged", "graphs", "fused"])
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "draft-model", "ngram", "suffix", "dflash", "suffix+eagle"])
+@pytest.mark.parametrize("name", CHAINS)
 def test_same_tokens_whatever_the_lengths(cpu, name, mode):
     made = engine(cpu, name, policy=LengthSchedule((3, 0, 0, 1, 2, 0, 3, 1)), **mode)
     prompts = [*PROMPTS, PROMPTS[1][::-1]]
@@ -116,7 +119,7 @@ def drafts(made, prompt):
     return found
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "draft-model", "ngram"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "peagle", "draft-model", "ngram"])
 def test_drafts_are_as_good_after_plain_iterations(cpu, name):
     """The draft takes in what plain iterations decide: behind them it drafts what it drafts behind a prompt of the same
     tokens.

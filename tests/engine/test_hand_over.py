@@ -40,7 +40,7 @@ def until_output(engine, request, tokens=1):
         engine.step()
 
 
-NAMES = ["none", "eagle", "eagle-tree", "eagle3", "mtp", "draft-model", "draft-model-tree", "ngram", "dflash"]
+NAMES = ["none", "eagle", "eagle-tree", "eagle3", "mtp", "draft-model", "draft-model-tree", "ngram", "dflash", "peagle"]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,9 @@ def test_tokens_and_acceptance_are_those_of_one_engine(name, other_backend, over
     assert free == [(each.free_pages, each.free_rows) for each in (first, second)]
 
 
-@pytest.mark.parametrize("name", ["none", "eagle", "eagle-tree", "mtp", "mtp-tree", "draft-model", "ngram", "ngram-tree"])
+@pytest.mark.parametrize(
+    "name", ["none", "eagle", "eagle-tree", "mtp", "mtp-tree", "peagle", "draft-model", "ngram", "ngram-tree"]
+)
 @given(
     prompts=st.lists(st.lists(st.integers(0, 23), min_size=1, max_size=20).map(tuple), min_size=1, max_size=4),
     moments=st.lists(st.integers(1, 6), min_size=1, max_size=4),

@@ -10,15 +10,16 @@ from outrider import Engine, SamplingParams
 from outrider.device import Recompute, SpeculativeSync
 from outrider.engine.state.plans import PlanAtJoin
 from outrider.errors import RequestError
-from outrider.model import MediaProcessor, expand_placeholders, load_decoder, load_eagle, load_mtp, load_vision
+from outrider.model import MediaProcessor, expand_placeholders, load_decoder, load_eagle, load_mtp, load_peagle, load_vision
 from outrider.registry import get_backend
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.peagle import PEagleProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import VISION_FAMILIES, write_checkpoint, write_eagle, write_vision_checkpoint
+from outrider_proof.checkpoints import VISION_FAMILIES, write_checkpoint, write_eagle, write_peagle, write_vision_checkpoint
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import watch
 from speculative.test_build import write_mtp
@@ -156,6 +157,36 @@ def test_mtp_over_axes_keeps_every_token(checkpoint, tmp_path, branches):
     write_mtp(tmp_path)
     heads = load_mtp(tmp_path, target=checkpoint.target, backend=checkpoint.backend, dtype=torch.float32)
     checkpoint.check(checkpoint.engine(MtpProposer(heads, branches=branches), overlap=True, prefill_chunk=7, max_requests=3))
+
+
+def test_a_parallel_head_over_axes(made, tmp_path):
+    """Its states behind accepted tokens are those behind a prompt of the same text, whose image puts positions behind it."""
+    checkpoint = made["qwen2_5_vl"]
+    write_peagle(tmp_path)
+    head = load_peagle(tmp_path, target=checkpoint.target, backend=checkpoint.backend, dtype=torch.float32)
+    assert head.config.rope.sections
+
+    def states(tokens, media, count):
+        proposer, found = PEagleProposer(head, draft_tokens=3), {}
+        extend = proposer.extend
+
+        def noted(inputs):
+            relay = extend(inputs)
+            found[int(inputs.next_positions[0])] = relay["hidden"][0].clone()
+            return relay
+
+        proposer.extend = noted
+        params = SamplingParams(max_tokens=count, ignore_eos=True)
+        (result,) = checkpoint.engine(proposer, prefill_chunk=7).generate([tokens], params, media=[media])
+        return found, result.token_ids
+
+    tokens, media = checkpoint.prompts["image"]
+    decoded, text = states(tokens, media, TOKENS)
+    again, _ = states([*tokens, *text[:5]], media, 1)
+    place = max(again)
+    assert place in decoded
+    assert place > min(decoded)
+    assert torch.allclose(decoded[place], again[place], atol=1e-4)
 
 
 def counting(checkpoint):

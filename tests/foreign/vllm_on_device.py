@@ -7,6 +7,8 @@ They start side by side and are timed one at a time. One line of JSON a stage, a
 comes to; the whole ends within SECONDS (240). Exit code 1 unless some runner was watched and clean, and a planted race was
 found at its line. A stage that fails says where it was and how its errors end; FOLDER gets the whole output of each.
 ``--only``: those stages alone whose name has WORD.
+
+Findings that have a page in ``docs/findings`` are counted by page; a run is clean without others.
 """
 
 from __future__ import annotations
@@ -41,6 +43,46 @@ ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "2",
 }  # fmt: skip
 FILES = {"v2": "gpu/async_utils.py", "v1": "gpu_model_runner.py"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A finding that was looked into: its kind, and the ends of the places of its two accesses (empty: any)."""
+
+    page: str
+    kind: str
+    first: str
+    second: str
+
+    def fits(self, finding: dict[str, Any]) -> bool:
+        sites = [(finding[name] or {}).get("location", "") for name in ("first", "second")]
+        near = all(where in site for where, site in zip((self.first, self.second), sites, strict=True))
+        return near and finding["kind"] == self.kind
+
+
+JUDGED = (
+    Judged(page="vllm-counts-freed-early", kind="reuse",
+           first="v1/worker/gpu_model_runner.py:4905", second="v1/spec_decode/llm_base_proposer.py:10"),
+    Judged(page="vllm-computed-tokens-corrected", kind="write_after_read",
+           first="v1/worker/gpu_model_runner.py:2140", second="v1/worker/gpu_model_runner.py:1534"),
+    Judged(page="vllm-backup-tokens-one-buffer", kind="write_after_read",
+           first="v1/utils.py:14", second="v1/spec_decode/llm_base_proposer.py:1067"),
+    Judged(page="vllm-outputs-dropped-in-warmup", kind="reuse", first="v1/outputs.py:7", second="v1/worker/gpu/"),
+)  # fmt: skip
+"""Lines are those of vLLM 0.26.0."""
+
+
+def judge(findings: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """The findings that have no page; and by page how often the others were met."""
+    left: list[dict[str, Any]] = []
+    judged: dict[str, int] = {}
+    for finding in findings:
+        page = next((known.page for known in JUDGED if known.fits(finding)), None)
+        if page is None:
+            left.append(finding)
+        else:
+            judged[page] = judged.get(page, 0) + finding["count"]
+    return left, judged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +196,9 @@ def run(stage: Stage, folder: Path, until: float, logs: Path | None) -> dict[str
     if report is not None:
         each = [finding for part in report["reports"] for finding in part["findings"]]
         row |= {"watched": report["watched"], "not_watched": report["not_watched"], "script_error": report["script_error"]}
-        row["findings"], row["list"] = len(each), [told(finding) for finding in each[:6]]
-        row["at the plant"] = [told(f) for f in each if FILES[stage.runner] in json.dumps([f["first"], f["second"]])][:2]
+        left, row["judged"] = judge(each)
+        row["findings"], row["new"], row["list"] = len(each), len(left), [told(finding) for finding in left[:12]]
+        row["at the plant"] = [told(f) for f in left if FILES[stage.runner] in json.dumps([f["first"], f["second"]])][:2]
     if stage.way == "torch's":
         row["torch's found"] = errors.count("CSAN detected")
         if "CSAN detected" in errors:
@@ -177,7 +220,7 @@ def comes_to(rows: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], bool]:
             found["slowdown"][name] = round(row["seconds"] / base["seconds"], 2)
             found["same tokens"][name] = row["hash"] == base["hash"]
         if name.endswith("-ours"):
-            found["clean"][name] = row.get("phase") == "over" and row.get("findings") == 0 and not row.get("not_watched")
+            found["clean"][name] = row.get("phase") == "over" and row.get("new") == 0 and not row.get("not_watched")
         if name.endswith(("-copy", "-await")):
             found["planted"][name] = bool(row.get("at the plant")) and (row.get("skipped") or 0) > 0
     good = any(found["clean"].values()) and bool(found["planted"]) and any(found["planted"].values())

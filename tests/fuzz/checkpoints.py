@@ -34,6 +34,7 @@ from outrider_proof.checkpoints import (
     write_dflash,
     write_eagle,
     write_eagle3,
+    write_peagle,
     write_vision_checkpoint,
 )
 from outrider_proof.tiny import plain_config
@@ -92,6 +93,7 @@ KINDS: Mapping[str, Kind] = {
     "eagle": Kind(write_eagle, "eagle"),
     "eagle-bin": Kind(_eagle_bin, "eagle"),
     "eagle3": Kind(write_eagle3, "eagle3"),
+    "peagle": Kind(write_peagle, "peagle"),
     "dflash": Kind(write_dflash, "dflash"),
     "mtp": Kind(_mtp, "mtp"),
     "qwen2_vl": Kind(lambda path: write_vision_checkpoint(path, "qwen2_vl"), vision=True),

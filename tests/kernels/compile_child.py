@@ -160,6 +160,7 @@ KERNELS = [
     (rows.add_rms_norm, {"x": WIDE}, {"bias": None, "PARTS": 2, "HAS_BIAS": False, "PLANES": True, "BLOCK": 4096}),
     (rows.silu_mul, {}, {"PLANES": True, "BLOCK": 1024}),
     (rows.rope_write_cache, {}, {"BLOCK_Q": 32, "BLOCK_KV": 8, "BLOCK_HALF": 64}),
+    (rows.add_parts_rope_write_cache, {"parts": WIDE, "bias": HALF}, {"PARTS": 4, "HAS_BIAS": True, "BLOCK_HALF": 64}),
     (rows.move_cache, {}, {"MOVES": 4, "BLOCK": 64}),
     (rows.gather_rows, {}, {"BLOCK": 1024}),
     (rows.scatter_rows, {}, {"BLOCK": 1024}),
@@ -238,7 +239,7 @@ STREAMED = [
     (streamed.streamed_rope_write_cache, {"k": "i32"}, {**PLAIN, "HALF": 64}),
 ]
 """For devices with a copy engine alone."""
-LATE = {"linear_silu_mul", "scaled_silu_mul", "streamed_silu_mul"}
+LATE = {"linear_silu_mul", "scaled_silu_mul", "streamed_silu_mul", "linear_planes", "linear_quantized"}
 """One of them is in each layer: what starts behind it may read what was written before it (docs/kernels.md)."""
 READS_WEIGHTS = {"all_reduce_rms_norm", "rms_norm", "add_rms_norm", "linear_add", "streamed_linear_add"}
 READS_WEIGHTS |= {"add_rms_norm_quantize", "linear_quantized", "linear_planes"}

@@ -11,7 +11,7 @@ from outrider.engine.ranks.records import RanksDiffer, RanksFailed
 from outrider.model import ModelConfig, bulk, load_decoder
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import proposers, tiny
-from outrider_proof.checkpoints import byte_level_tokenizer, write_checkpoint
+from outrider_proof.checkpoints import byte_level_tokenizer, write_checkpoint, write_peagle
 from outrider_proof.tiny import plain_config
 
 TENSOR, DATA, BOTH = ParallelConfig(tensor=2), ParallelConfig(data=2), ParallelConfig(tensor=2, data=2)
@@ -83,6 +83,37 @@ def test_three_ranks_run_what_three_can_share_and_read_their_own_part_alone(odd,
 
 def _norms(layer):
     return [each for each in (layer.attention_norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if each is not None]
+
+
+@pytest.mark.parametrize("layout", [TENSOR, DATA])
+def test_parts_of_a_parallel_head_draft_what_it_drafts_alone(tmp_path, layout):
+    write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=4, vocab_size=96)
+    byte_level_tokenizer().save(str(tmp_path / "target" / "tokenizer.json"))
+    write_peagle(tmp_path / "head")
+    config = plain_config(dtype="float64", max_context=40, max_requests=3, page_size=4, draft_tokens=3)
+
+    def make(ranks):
+        backend = CpuBackend() if ranks is None else ranks.backend
+        head = {"draft_dir": tmp_path / "head", "speculate": "peagle"}
+        return Engine.from_checkpoint(tmp_path / "target", backend, config=config, ranks=ranks, **head)
+
+    def drafts_of(engine):
+        inner, found = engine.proposer.draft, {}
+
+        def draft(inputs):
+            drafted = inner(inputs)
+            places = zip(inputs.seq_lens.tolist(), inputs.last_tokens.tolist(), strict=True)
+            found.update(zip(places, map(tuple, drafted.tokens.tolist()), strict=True))
+            return drafted
+
+        engine.proposer.draft = draft
+        return tokens_of(engine), found
+
+    tokens, drafts = drafts_of(make(None))
+    assert len(drafts) > 8
+    shared, own = run(layout, make, drafts_of)
+    assert shared == tokens
+    assert own.items() <= drafts.items()
 
 
 def test_each_rank_holds_its_rows_and_no_more(odd):

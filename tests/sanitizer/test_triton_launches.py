@@ -44,6 +44,25 @@ def test_what_cannot_be_followed_counts_as_unknown(texts: dict[str, str]) -> Non
     assert pointers("") is None
 
 
+def test_a_kernel_that_returns_early_is_followed(texts: dict[str, str]) -> None:
+    """Engines' kernels leave programs of no request at once; their branches hand pointers on as loops do."""
+    text = texts["leaves"]
+    assert "cf.cond_br" in text
+    found = pointers(text)
+    assert found is not None
+    assert (found.read, found.written) == ({0}, {1})
+    handed = """
+    tt.func public @k(%x: !tt.ptr<f32>, %y: !tt.ptr<f32>, %c: i1) {
+      cf.cond_br %c, ^bb1(%x : !tt.ptr<f32>), ^bb1(%y : !tt.ptr<f32>)
+    ^bb1(%0: !tt.ptr<f32>):  // 2 preds: ^bb0, ^bb0
+      %1 = tt.load %0 : !tt.ptr<f32>
+      tt.store %y, %1 : !tt.ptr<f32>
+      tt.return
+    }
+    """
+    assert pointers(handed) == (2, {0, 1}, {1})
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_a_launch_tells_its_tensors(known: bool, texts: dict[str, str], monkeypatch: Any) -> None:
     from triton.runtime.jit import JITFunction

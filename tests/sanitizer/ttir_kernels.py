@@ -47,6 +47,19 @@ def picks(x, out, source, n, BLOCK: tl.constexpr):
     tl.store(chosen + at, 1.0)
 
 
+def leaves(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0)
+    if at >= n:
+        return
+    if at == 0:  # noqa: SIM108  # a branch of the kernel
+        found = tl.load(x + at)
+    else:
+        found = tl.load(x + at) - tl.load(x + at - 1)
+    if found < 0:
+        return
+    tl.store(out + at, found)
+
+
 def ttir(function: Any) -> str:
     kernel = JITFunction(function)
     signature = {name: {"n": "i32", "BLOCK": "constexpr"}.get(name, "*fp32") for name in kernel.arg_names}
@@ -55,4 +68,4 @@ def ttir(function: Any) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps({function.__name__: ttir(function) for function in (add, loop, swaps, picks)}))
+    print(json.dumps({function.__name__: ttir(function) for function in (add, loop, swaps, picks, leaves)}))

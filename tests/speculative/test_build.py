@@ -20,6 +20,7 @@ from outrider_proof.checkpoints import (
     write_dflash,
     write_eagle,
     write_eagle3,
+    write_peagle,
 )
 from outrider_proof.tiny import plain_config
 
@@ -67,11 +68,12 @@ def checkpoints(tmp_path_factory):
     write_eagle3(root / "eagle3")
     write_mtp(root / "mtp")
     write_dflash(root / "dflash")
+    write_peagle(root / "peagle")
     return root
 
 
 PROMPTS = [[1, 5, 9, 13], [7], [3, 3, 3, 3, 3, 3]]
-CHAINS = ("dflash", "suffix")
+CHAINS = ("dflash", "peagle", "suffix")
 """Proposers without trees."""
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
@@ -99,10 +101,10 @@ def options(checkpoints, **fields):
 def test_unknown_names_and_missing_checkpoints_are_refused(checkpoints):
     with pytest.raises(
         ConfigError,
-        match="speculate is 'medusa'; expected one of dflash, draft-model, eagle, eagle3, mtp, ngram, none, suffix",
+        match="speculate is 'medusa'; expected one of dflash, draft-model, eagle, eagle3, mtp, ngram, none, peagle, suffix",
     ):
         build("medusa", options(checkpoints))
-    for name in ("dflash", "eagle", "eagle3", "mtp", "draft-model"):
+    for name in ("dflash", "eagle", "eagle3", "mtp", "peagle", "draft-model"):
         with pytest.raises(ConfigError, match=f"speculate='{name}' needs the directory"):
             build(name, options(checkpoints))
 
@@ -119,9 +121,15 @@ def test_a_plugin_may_add_a_name(checkpoints):
         ("ngram", {"nodes": 5, "topk": 2}, "draft_nodes is 5, but speculate='ngram'"),
         ("mtp", {"nodes": 5, "topk": 2}, "draft_nodes is 5, but speculate='mtp'"),
         ("suffix+eagle", {"topk": 2}, "draft_topk is 2, but speculate='suffix.eagle' drafts chains"),
-        ("suffix+none", {}, "speculate is 'suffix.none'; expected one of dflash, draft-model, eagle, eagle3, mtp behind"),
+        (
+            "suffix+none",
+            {},
+            "speculate is 'suffix.none'; expected one of .*, eagle3, mtp, peagle behind",
+        ),
         ("suffix+medusa", {}, "speculate is 'suffix.medusa'"),
         ("suffix", {"topk": 2}, "draft_topk is 2, but speculate='suffix' drafts chains"),
+        ("peagle", {"topk": 2}, "draft_topk is 2, but speculate='peagle' drafts chains"),
+        ("peagle", {"draft_tokens": 64}, "draft_tokens is 64; expected 1 to 63 from a P-EAGLE head"),
         ("eagle", {"nodes": 99, "topk": 2}, "3 to 10 nodes, 99 were asked for"),
     ],
 )

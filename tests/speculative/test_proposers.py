@@ -19,6 +19,7 @@ from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeP
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.peagle import PEagleProposer
 from outrider.speculative.suffix import SuffixProposer
 from outrider.speculative.tree import DynamicTree, FixedTree
 from outrider_proof import proposers, tiny
@@ -34,6 +35,7 @@ PROPOSERS = {
     "mtp": lambda: MtpProposer(tiny.mtp_heads()),
     "mtp-one": lambda: MtpProposer(tiny.mtp_heads(), draft_tokens=1),
     "mtp-tree": lambda: MtpProposer(tiny.mtp_heads(), branches=3),
+    "peagle": lambda: PEagleProposer(tiny.peagle_head(), draft_tokens=3),
     "dflash": lambda: BlockProposer(tiny.dflash_head()),
     "draft-model": lambda: DraftModelProposer(tiny.draft_model(), target=tiny.target(), draft_tokens=3),
     "draft-model-tree": lambda: DraftModelTreeProposer(
@@ -64,12 +66,13 @@ test_any_program_gives_plain_greedy_tokens, test_many_programs_give_plain_greedy
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_a_uniform_pass_has_as_many_new_tokens_as_it_says(name, monkeypatch):
     """Kernels of some devices take the queries apart by that number; the host's find them by their offsets."""
-    kind, passes = type(tiny.BACKEND.kernels), []
+    kind, passes, longest = type(tiny.BACKEND.kernels), [], []
     attention = kind.paged_attention
 
     def noted(kernels, q, k_cache, v_cache, metadata, **named):
         if metadata.uniform:
             passes.append((q.shape[0], metadata.seq_lens.shape[0] * metadata.max_query))
+        longest.append((int(metadata.seq_lens.max()), metadata.max_kv))
         return attention(kernels, q, k_cache, v_cache, metadata, **named)
 
     monkeypatch.setattr(kind, "paged_attention", noted)
@@ -77,9 +80,10 @@ def test_a_uniform_pass_has_as_many_new_tokens_as_it_says(name, monkeypatch):
     engine.generate([(3,), (1, 2, 3, 4, 5, 6)], SamplingParams(max_tokens=6, ignore_eos=True))
     assert passes
     assert all(tokens == told for tokens, told in passes)
+    assert all(found <= bound for found, bound in longest)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle-tree", "mtp", "dflash", "draft-model", "draft-model-tree"])
+@pytest.mark.parametrize("name", ["eagle", "eagle-tree", "mtp", "peagle", "dflash", "draft-model", "draft-model-tree"])
 def test_lengths_that_are_declared_for_graphs_are_those_of_calls(name, monkeypatch):
     """What a device takes as host integers: of each pass by its name, iteration after iteration."""
     backend = get_backend("sim:like=npu")
@@ -104,7 +108,7 @@ def test_lengths_that_are_declared_for_graphs_are_those_of_calls(name, monkeypat
     for graphs, proposer in zip((True, False), made, strict=True):
         config = plain_config(dtype="float64", max_context=32, max_requests=1, graphs=graphs, prefix_cache=False)
         engine = Engine(target, backend, proposer=proposer, config=config)
-        engine.add_request([1, 2, 3, 4, 5], SamplingParams(max_tokens=8, ignore_eos=True))
+        engine.add_request([1, 2, 3, 4, 5], SamplingParams(max_tokens=12, ignore_eos=True))
         engine.step()  # the prompt is called in both
         monkeypatch.setattr(Graph, "update_params", rebind)
         if not graphs:
@@ -113,6 +117,32 @@ def test_lengths_that_are_declared_for_graphs_are_those_of_calls(name, monkeypat
             engine.step()
     assert len(rebound) > 4
     assert called == rebound
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "peagle"])
+def test_passes_over_prompts_are_those_that_are_declared(name, monkeypatch):
+    """Data-parallel groups run as many of them, of as many tokens, side by side."""
+    proposer, passes, checked = PROPOSERS[name](), [], 0
+    forward, extend = proposer.head.forward, proposer.extend
+
+    def noted(inputs, hidden, cache):
+        passes.append(inputs.tokens.shape[0])
+        return forward(inputs, hidden, cache)
+
+    def taken_in(inputs):
+        nonlocal checked
+        passes.clear()
+        relayed = extend(inputs)
+        if inputs.prompt is not None:
+            chunks = inputs.attention.query_start.diff()
+            assert tuple(passes) == proposer.prompt_passes(int(chunks.sum()), len(chunks), int(chunks.max()))
+            checked += 1
+        return relayed
+
+    monkeypatch.setattr(proposer.head, "forward", noted)
+    proposer.extend = taken_in
+    tiny.engine(proposer, prefill_chunk=4).generate([(3,), (1, 2, 3, 4, 5, 6)], SamplingParams(max_tokens=3))
+    assert checked > 1
 
 
 def test_drafts_behind_the_context_have_its_last_position(monkeypatch):
@@ -139,7 +169,7 @@ def acceptance(proposer, **config):
 @pytest.mark.parametrize("name", [name for name in PROPOSERS if name != "dflash"])  # its tiny head is random
 def test_drafts_are_really_accepted(name):
     found = acceptance(PROPOSERS[name]())
-    assert found >= (1.5 if name == "mtp-one" else 2)
+    assert found >= {"mtp-one": 1.5, "peagle": 1.8}.get(name, 2)
 
 
 @pytest.mark.parametrize("mode", ["staged", "fused"])

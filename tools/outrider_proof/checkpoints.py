@@ -217,12 +217,16 @@ def write_eagle3(
     draft_vocab: int = 40,
     seed: int = 2,
     layers: tuple[int, ...] | None = (0, 1, 2),
+    depth: int = 1,
     fmt: str = "safetensors",
     vocab: int = 96,
+    mask: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Write a random EAGLE-3 head in its published format; returns its tensors. ``layers``: whose inputs it reads."""
+    """Write a random EAGLE-3 head in its published format; returns its tensors. ``layers``: whose inputs it reads; ``depth``:
+    its own; ``mask``: the mask token of a parallel one (P-EAGLE).
+    """
     torch.manual_seed(seed)
-    config = tiny_config("llama", num_hidden_layers=1)
+    config = tiny_config("llama", num_hidden_layers=depth)
     hidden, inner, kv = config.hidden_size, config.intermediate_size, config.num_key_value_heads * config.head_dim
     shapes = {
         "fc.weight": (hidden, 3 * hidden),
@@ -239,6 +243,14 @@ def write_eagle3(
         "midlayer.mlp.up_proj.weight": (inner, hidden),
         "midlayer.mlp.down_proj.weight": (hidden, inner),
     }
+    for index in range(1, depth):
+        for key in [key for key in shapes if key.startswith("midlayer.") and "hidden_norm" not in key]:
+            narrow = tuple(min(size, hidden) if "_proj" in key and "self_attn" in key else size for size in shapes[key])
+            shapes[key.replace("midlayer", f"layers.{index}")] = narrow
+    if mask is not None:
+        config.mask_token_id = mask
+        shapes["mask_hidden"] = (1, 1, 3 * hidden)
+        shapes["embed_tokens.weight"] = (vocab, hidden)
     state = {key: torch.randn(shape) * 0.3 for key, shape in shapes.items()}
     kept = torch.randperm(vocab)[:draft_vocab].sort().values
     state["d2t"] = kept - torch.arange(draft_vocab)
@@ -249,6 +261,13 @@ def write_eagle3(
         config.eagle_config = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]}
     _save(Path(directory), config, state, fmt)
     return state
+
+
+def write_peagle(
+    directory: str | Path, *, mask: int = 95, depth: int = 2, layers: tuple[int, ...] = (0, 1, 2), fmt: str = "safetensors"
+) -> dict[str, torch.Tensor]:
+    """Write a random P-EAGLE head in its published format; returns its tensors. As :func:`write_eagle3`."""
+    return write_eagle3(directory, seed=9, layers=layers, depth=depth, fmt=fmt, mask=mask)
 
 
 def write_dflash(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from outrider.model import (
     Shards,
 )
 from outrider.model.products import plain
+
+_Eagle3 = TypeVar("_Eagle3", bound=Eagle3Weights)
 
 
 def table_part(table: Tensor, shards: Shards) -> Tensor:
@@ -95,13 +98,14 @@ def eagle_part(weights: EagleWeights, config: ModelConfig, shards: Shards) -> Ea
     )
 
 
-def eagle3_part(weights: Eagle3Weights, config: ModelConfig, shards: Shards) -> Eagle3Weights:
-    """A part of an EAGLE-3 head with an embedding of its own."""
+def eagle3_part(weights: _Eagle3, config: ModelConfig, shards: Shards) -> _Eagle3:
+    """A part of an EAGLE-3 or P-EAGLE head with an embedding of its own."""
     return replace(
         weights,
         embedding=table_part(weights.embedding, shards),
         head=table_part(plain(weights.head), shards),
         layer=layer_part(weights.layer, config, shards),
+        later=tuple(layer_part(layer, config, shards) for layer in weights.later),
     )
 
 

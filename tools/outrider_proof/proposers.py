@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider import Engine, SamplingParams
-from outrider.model import Decoder, DFlashHead, Eagle3Head, EagleHead, ModelConfig, ModelRanks, MtpHead, Shards
+from outrider.model import (
+    Decoder,
+    DFlashHead,
+    Eagle3Head,
+    EagleHead,
+    ModelConfig,
+    ModelRanks,
+    MtpHead,
+    PEagleHead,
+    Shards,
+)
 from outrider.model.products import plain
 from outrider.speculative.block import BlockProposer
 from outrider.speculative.combined import CombinedProposer
@@ -17,6 +27,7 @@ from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeP
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.peagle import PEagleProposer
 from outrider.speculative.suffix import SuffixProposer
 from outrider.speculative.tree import DynamicTree, FixedTree
 from outrider_proof import tiny
@@ -69,6 +80,18 @@ def eagle3(target: Decoder) -> Eagle3Head:
     )
 
 
+def peagle(target: Decoder) -> PEagleHead:
+    """The tiny P-EAGLE head, on the device of its target."""
+    head = tiny.peagle_head()
+    return PEagleHead(
+        _local(head.config, target),
+        moved(eagle3_part(head.weights, head.config, target.shards), target.device),
+        target,
+        mask_token=head.mask_token,
+        aux_hidden_state_layers=head.aux_hidden_state_layers,
+    )
+
+
 def dflash(target: Decoder) -> DFlashHead:
     """The tiny DFlash head, on the device of its target."""
     head = tiny.dflash_head()
@@ -112,6 +135,7 @@ MAKERS: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
     "eagle3-tree": lambda t, _: EagleTreeProposer(eagle3(t), shape()),
     "mtp": lambda t, _: MtpProposer(mtp(t)),
     "mtp-tree": lambda t, _: MtpProposer(mtp(t), branches=3),
+    "peagle": lambda t, _: PEagleProposer(peagle(t), draft_tokens=3),
     "dflash": lambda t, _: BlockProposer(dflash(t)),
     "draft-model": lambda t, b: DraftModelProposer(decoder(tiny.draft_model(), b, t.ranks), target=t, draft_tokens=3),
     "draft-model-tree": lambda t, b: DraftModelTreeProposer(decoder(tiny.draft_model(), b, t.ranks), target=t, shape=shape()),

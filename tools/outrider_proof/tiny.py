@@ -8,7 +8,7 @@ everything before them, and a drafter that knows the successors alone is accepte
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,8 @@ from outrider.model import (
     ModelConfig,
     MtpHead,
     MtpWeights,
+    PEagleHead,
+    PEagleWeights,
     RopeConfig,
 )
 from outrider.model.products import plain as plain_weight
@@ -194,13 +196,15 @@ def draft_model() -> Decoder:
     return decoder(layers=1, noise=0.5, seed=9)
 
 
-def _self_attention(generator: torch.Generator, heads: int) -> LayerWeights:
+def _self_attention(generator: torch.Generator, heads: int, constant: torch.Tensor | None = None) -> LayerWeights:
     """A layer whose attention looks at its own position alone: it adds the embedding and takes the old state away.
 
     Queries and keys are one constant direction in all heads, which the rotation turns away with distance. Half of the
     heads carry the embedding, the first half of the layer's input, the others the normed hidden state, the second half.
+    ``constant``: a vector whose product with each embedding is 1.
     """
-    constant = torch.linalg.lstsq(embeddings(), torch.ones(VOCABULARY, 1, dtype=torch.float64)).solution.squeeze(1)
+    if constant is None:
+        constant = torch.linalg.lstsq(embeddings(), torch.ones(VOCABULARY, 1, dtype=torch.float64)).solution.squeeze(1)
     queries = torch.zeros(2 * heads * HEAD_SIZE, 2 * HIDDEN, dtype=torch.float64)
     queries[:, :HIDDEN] = constant * 8
     eye = torch.eye(2 * HIDDEN, dtype=torch.float64)
@@ -224,6 +228,46 @@ def eagle3_head(draft_vocabulary: int = 23) -> Eagle3Head:
         target_ids=ids,
     )
     return Eagle3Head(config(1, num_heads=heads, num_kv_heads=heads), weights, target(), aux_hidden_state_layers=(2, 1, 0))
+
+
+MASK = 0
+"""The token that stands for unknown ones in the P-EAGLE head; it knows nothing of what follows the real one."""
+
+
+def _looks_back(generator: torch.Generator, constant: torch.Tensor) -> LayerWeights:
+    """A layer that adds what should follow: half of its heads look one position back and add the successor of what is there,
+    the others two positions back, and add the successor's successor. Queries and keys are one direction in all heads, as far
+    as ``constant`` says it; queries are turned by the distance.
+    """
+    angles = torch.tensor([100.0 ** (-index / (HEAD_SIZE // 2)) for index in range(HEAD_SIZE // 2)], dtype=torch.float64)
+    keys = torch.full((HEAD_SIZE,), 8.0, dtype=torch.float64)
+    queries = []
+    for distance in (1, 2):
+        cos, sin = (angles * -distance).cos() * 8, (angles * -distance).sin() * 8
+        queries += [torch.cat((cos - sin, cos + sin))] * HEADS
+    eye = torch.eye(HIDDEN, dtype=torch.float64)
+    read = [torch.outer(torch.cat(queries), constant), torch.outer(keys.repeat(2 * HEADS), constant), eye, eye]
+    step = embeddings()[successors()].t() @ embeddings() / HIDDEN  # from a token to its successor
+    return replace(layer(generator, 0.05), qkv=torch.cat(read), output=torch.cat((step, step @ step / 3), dim=1))
+
+
+@functools.cache
+def peagle_head() -> PEagleHead:
+    """The EAGLE-3 head, with a layer behind it that looks back from places without a token: right for two of them.
+
+    The mask's embedding and state are at right angles to those of all tokens, so that nothing follows from them.
+    """
+    head, generator = eagle3_head(), torch.Generator().manual_seed(10)
+    beside, state = torch.linalg.qr(embeddings().t(), mode="complete").Q[:, -2:].t() * HIDDEN**0.5
+    constant = torch.linalg.lstsq(embeddings(), torch.ones(VOCABULARY, 1, dtype=torch.float64)).solution.squeeze(1)
+    constant = constant + beside / HIDDEN  # 1 for the mask as well
+    own = {each.name: getattr(head.weights, each.name) for each in fields(head.weights)}
+    own["embedding"] = embeddings().index_copy(0, torch.tensor([MASK]), beside.unsqueeze(0))
+    own["layer"] = _self_attention(generator, 2 * HIDDEN // HEAD_SIZE, constant)
+    own["later"] = (_looks_back(generator, constant),)
+    weights = PEagleWeights(**own, mask_state=state)
+    made = replace(head.config, num_layers=2, windows=head.config.windows * 2)
+    return PEagleHead(made, weights, target(), mask_token=MASK, aux_hidden_state_layers=head.aux_hidden_state_layers)
 
 
 @functools.cache

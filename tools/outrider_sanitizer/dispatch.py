@@ -10,13 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.device import ROW_ACCESS, Access, Operation
@@ -25,6 +23,7 @@ from outrider_sanitizer.ordering import HOST
 from outrider_sanitizer.places import here
 from outrider_sanitizer.ranks import Ranks
 from outrider_sanitizer.sanitizer import Sanitizer
+from outrider_sanitizer.storages import Known, Storages, extent
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Event, Graph, Stream
@@ -53,6 +52,23 @@ _INDEXED = frozenset(
         "take",
     )
 )
+_WAITING = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_local_scalar_dense",
+        "_unique2",
+        "allclose",
+        "equal",
+        "is_nonzero",
+        "item",
+        "masked_select",
+        "nonzero",
+        "unique_consecutive",
+        "unique_dim",
+    )
+)
+"""Operators that give the host a value, or a result whose size it has to know. Composite ones are met in inference mode."""
+_COPIES = frozenset(("aten::copy_", "aten::to", "aten::_to_copy"))
 _APART = "which rows an operator takes by data: two such accesses to one memory are taken to be disjoint"
 _BLIND = (
     "kernels launched outside torch's dispatcher, and what an operator does beyond its schema",
@@ -71,6 +87,8 @@ class _Operands(NamedTuple):
     waits: bool  # it gives a value to the host
     rows: frozenset[str]
     at_once: int  # where `non_blocking` is among the arguments, -1 where it isn't
+    views: bool  # results that share an operand's memory, unless it has to copy
+    copies: bool  # torch's allocator of pinned memory is told of the stream that it uses
 
 
 def _operands(func: Any) -> _Operands:
@@ -84,23 +102,14 @@ def _operands(func: Any) -> _Operands:
         writes=writes,
         fresh=fresh,
         empty=fresh and name.split("::")[-1].startswith(("empty", "new_empty")),
-        waits=name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"),
+        waits=name in _WAITING or str(func) == "aten.where.default",
         rows=frozenset(ROW_ACCESS.get(name, ("self", "weight") if name in _INDEXED else ())),
         at_once=names.index("non_blocking") if "non_blocking" in names else -1,
+        views=bool(schema.returns)
+        and not writes
+        and all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
+        copies=name in _COPIES,
     )
-
-
-class _Known:
-    """A storage that was seen."""
-
-    __slots__ = ("device", "home", "number", "pinned", "weak")
-
-    def __init__(self, number: int, weak: StorageWeakRef, device: bool, pinned: bool, home: str) -> None:
-        self.number = number
-        self.weak = weak
-        self.device = device
-        self.pinned = pinned
-        self.home = home
 
 
 class _Pinned:
@@ -117,54 +126,6 @@ class _Pinned:
         """The host touches these bytes now."""
         if self._sanitizer.watches_arrays:
             self._sanitizer.host_accessed(Access(self._number, low, high, write, argument="array"), here())
-
-
-class Storages:
-    """Numbers for storages, never used twice."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._known: dict[int, _Known] = {}
-        self._suspects: list[int] = []
-        self._count = 0
-
-    def known(self, tensor: Tensor) -> tuple[_Known, bool] | None:
-        """The storage of a tensor and whether it's new; None for host memory that the device can't reach."""
-        device = tensor.device.type == self._backend.device.type
-        if not device and tensor.device.type != "cpu":
-            return None  # another device's
-        storage = tensor.untyped_storage()
-        # The weak reference keeps the storage's header, so this number isn't given to another while we know it.
-        key = storage._cdata
-        known = self._known.get(key)
-        if known is not None and not known.weak.expired():
-            return (known, False) if known.device or known.pinned else None
-        pinned = not device and self._backend.is_pinned(tensor)
-        self._count += 1
-        known = _Known(self._count, StorageWeakRef(storage), device, pinned, "")
-        self._known[key] = known
-        return (known, True) if device or pinned else None
-
-    def note(self, tensor: Tensor) -> None:
-        """Check the tensor's storage again when this object is freed."""
-        key = tensor.untyped_storage()._cdata
-        weak = ref(tensor, partial(self._suspect, key))
-        # The reference must live as long as the tensor, and the tensor's own dictionary does.
-        tensor.__dict__.setdefault("_outrider_refs", []).append(weak)
-
-    def _suspect(self, key: int, _: object) -> None:
-        self._suspects.append(key)
-
-    def gone(self) -> list[_Known]:
-        """Storages that have been freed since the last call."""
-        found = []
-        while self._suspects:
-            key = self._suspects.pop()
-            known = self._known.get(key)
-            if known is not None and known.weak.expired():
-                del self._known[key]
-                found.append(known)
-        return found
 
 
 class DerivedSanitizer(Sanitizer):
@@ -255,7 +216,7 @@ class DerivedSanitizer(Sanitizer):
 
     def locate(self, tensor: Tensor) -> Access | None:
         known = self._storages.known(tensor)
-        return _extent(tensor, known[0].number, False, "", -1) if known is not None else None
+        return extent(tensor, known[0], False, "", -1) if known is not None else None
 
     def _placed(self) -> str:
         """The stream of what the calling thread does on the device now."""
@@ -296,16 +257,6 @@ class DerivedSanitizer(Sanitizer):
             known = self._storages.known(tensor)
         return array if known is None else watched(array, _Pinned(self, known[0].number, tensor))
 
-    @contextmanager
-    def running(self) -> Generator[None]:
-        """An operator runs on this thread: what it reads is its own access, which its schema names."""
-        before = getattr(self._scopes, "running", False)
-        self._scopes.running = True
-        try:
-            yield
-        finally:
-            self._scopes.running = before
-
     def _host_read(self, tensor: Tensor) -> None:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return  # device memory comes to the host through an operator
@@ -314,7 +265,7 @@ class DerivedSanitizer(Sanitizer):
         with self._lock:
             known = self._storages.known(tensor)
             if known is not None:
-                self.host_accessed(_extent(tensor, known[0].number, False, "", getattr(tensor, _BORN, -1)), here())
+                self.host_accessed(extent(tensor, known[0], False, "", getattr(tensor, _BORN, -1)), here())
 
     def thread_scope(self) -> AbstractContextManager[Any]:
         """What a watched thread runs in."""
@@ -352,6 +303,8 @@ class DerivedSanitizer(Sanitizer):
         outputs: list[tuple[str, Tensor]],
         blocking: bool,
     ) -> None:
+        if operands.views and self._viewed(inputs, outputs):
+            return
         on_device = bool(self._scope) if self._host_only else any(_on(t, self.backend) for _, t in (*inputs, *outputs))
         stream = self._placed() if on_device else HOST
         location = here()
@@ -369,12 +322,12 @@ class DerivedSanitizer(Sanitizer):
                 continue  # its shape is looked at, not its bytes
             born = getattr(tensor, _BORN, -1)
             by_rows = self._rows_apart and name in operands.rows
-            accesses.append(_extent(tensor, found[0].number, write, name, born, by_rows))
+            accesses.append(extent(tensor, found[0], write, name, born, by_rows))
         fresh = False
         for name, tensor in outputs:
             found = self._storages.known(tensor)
             if found is None:
-                fresh |= operands.fresh  # memory that isn't watched was filled from what is
+                fresh = True  # memory that isn't watched was filled from what is: it's none of the operands
                 continue
             if found[0].number in seen:
                 if not any(tensor is t for _, t in inputs):  # a view: it keeps the storage, and has an age
@@ -388,18 +341,43 @@ class DerivedSanitizer(Sanitizer):
                 self.allocated(found[0].number, tensor.untyped_storage().nbytes(), found[0].home, location)
                 self.found(tensor, found[0])
             if not operands.empty:
-                accesses.append(_extent(tensor, found[0].number, True, name, -1))
+                accesses.append(extent(tensor, found[0], True, name, -1))
         if not accesses or not (fresh or operands.writes or operands.waits):
-            return  # views and questions move no bytes
+            return  # questions move no bytes
         if stream == HOST:
             for access in accesses:
                 self.host_accessed(access, location)
             return
         self.launched(Operation(func._schema.name, stream, self._step(stream), tuple(accesses), location))
+        if operands.copies and not blocking and not self._host_only:
+            self._copied((*inputs, *outputs), stream)
         if operands.waits or self._over(inputs, outputs, blocking):
             self._ordering.stream_synchronized(stream)
 
-    def found(self, tensor: Tensor, known: _Known) -> None:
+    def _viewed(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]]) -> bool:
+        """The results are views, which move no bytes: they keep their storage, and have an age. False: some are no views."""
+        sources = [self._storages.key(t) for _, t in inputs]
+        if any(self._storages.key(t) not in sources for _, t in outputs):
+            return False
+        for _, tensor in outputs:
+            found = self._storages.known(tensor)
+            if found is None or any(tensor is t for _, t in inputs):
+                continue
+            setattr(tensor, _BORN, self.backend.replays)
+            self._storages.note(tensor)
+            if found[1]:
+                for _, source in inputs:
+                    self._storages.note(source)
+        return True
+
+    def _copied(self, tensors: Sequence[tuple[str, Tensor]], stream: str) -> None:
+        """Torch's allocator hands pinned memory out again when the streams that copied it are over with it."""
+        for _, tensor in tensors:
+            found = self._storages.known(tensor) if tensor.device.type == "cpu" else None
+            if found is not None and found[0].pinned:
+                self.memory_shared(found[0].number, stream)
+
+    def found(self, tensor: Tensor, known: Known) -> None:
         """A storage was seen for the first time, as a result."""
 
     def _over(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]], blocking: bool) -> bool:
@@ -420,8 +398,13 @@ class _Mode(TorchDispatchMode):
         kwargs = kwargs or {}
         if _of_a_library():
             return func(*args, **kwargs)
-        with self._sanitizer.running():
+        scopes = self._sanitizer._scopes
+        before = getattr(scopes, "running", False)
+        scopes.running = True  # what it reads is its own access, which its schema names
+        try:
             result = func(*args, **kwargs)
+        finally:
+            scopes.running = before
         if self._sanitizer.innermost(self):
             self._sanitizer.dispatched(func, args, kwargs, result)
         return result
@@ -454,14 +437,3 @@ def _tensors(name: str, value: Any, into: list[tuple[str, Tensor]]) -> None:
 
 def _on(tensor: Tensor, backend: Backend) -> bool:
     return tensor.device.type == backend.device.type
-
-
-def _extent(tensor: Tensor, storage: int, write: bool, argument: str, born: int, by_rows: bool = False) -> Access:
-    size = tensor.element_size()
-    low = int(tensor.storage_offset()) * size
-    if tensor.is_contiguous():
-        return Access(storage, low, low + int(tensor.numel()) * size, write, None, None, argument, by_rows, born)
-    shape = tuple(int(n) for n in tensor.shape)
-    stride = tuple(int(s) * size for s in tensor.stride())
-    span = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + size if tensor.numel() else 0
-    return Access(storage, low, low + span, write, shape, stride, argument, by_rows, born)

@@ -2,8 +2,9 @@
 
 Each interval keeps the last writes and the reads since, as (point, access) pairs. A dense write that comes after
 everything there replaces it: whoever conflicts with what was there conflicts with the write as well, so nothing is
-missed and the map stays as small as the storage is divided. Accesses with holes, or whose rows aren't known, are kept
-beside each other and never replace what they may not cover.
+missed and the map stays as small as the storage is divided. Accesses with many holes, or whose rows aren't known, divide
+nothing: they are kept in a list beside the map, and go when one that covers them comes after them, or when everything that
+is still to come is ordered behind them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ class Sink(Protocol):
 UNKNOWN_END = 1 << 62
 UNWRITTEN: Over = ("", None, -1)
 _PARTS = 64
-_KEPT = 48
+_FEW = 8
+"""Runs of a region that divide the map; more do so only where some bytes were never written, or are stale."""
+_KEPT = 512
+_LOOKED_THROUGH = 32
 _MANY = 4
 
 
@@ -65,13 +69,16 @@ class Interval:
 class IntervalMap:
     """The history of one storage. ``owner`` (the map itself, if none is given) goes to the sink with what is found."""
 
-    __slots__ = ("forgotten", "intervals", "owner")
+    __slots__ = ("forgotten", "holed", "intervals", "limit", "owner")
 
     def __init__(
         self, nbytes: int = UNKNOWN_END, origin: Record | None = None, over: Over | None = None, owner: object = None
     ) -> None:
         self.owner = owner  # None: itself, without the cycle
         self.intervals = [Interval(0, nbytes or UNKNOWN_END, () if origin is None else (origin,), (), over)]
+        self.holed: list[Record] = []
+        """Accesses with holes, and by rows, the oldest first."""
+        self.limit = _LOOKED_THROUGH
         self.forgotten = 0
 
     def touch(self, point: Point, access: Access, sink: Sink, late: bool = False) -> None:
@@ -81,15 +88,22 @@ class IntervalMap:
         """
         record = (point, access)
         if access.shape is None and not access.by_rows:
-            if late or not self._whole(record, point, access):
+            if late or self.holed or not self._whole(record, point, access):
                 self._dense(access.start, access.end, record, sink, late)
+                if self.holed:
+                    self._meet(point, access, sink, late)
             return
-        parts = None if access.by_rows else dense_parts(access, _PARTS)
+        parts = None
+        if not access.by_rows:
+            exact = any(interval.over is not None for interval in self.intervals)
+            parts = dense_parts(access, _PARTS if exact else _FEW)
         if parts is None:
             self._scattered(record, access, sink, late)
             return
         for start, end in parts:
             self._dense(start, end, record, sink, late)
+        if self.holed:
+            self._meet(point, access, sink, late)
 
     def _whole(self, record: Record, point: Point, access: Access) -> bool:
         """The common case in one go: all of an undivided storage, and nothing to tell. False: take the long way."""
@@ -133,7 +147,18 @@ class IntervalMap:
             for record in interval.writes:
                 if record[1] is not None and (best is None or record[0].sequence > best[0].sequence):
                     best = record
+        for record in self.holed_writes(start, end):
+            if best is None or record[0].sequence > best[0].sequence:
+                best = record
         return best
+
+    def holed_writes(self, start: int, end: int) -> list[Record]:
+        """Writes with holes, or by rows, that may touch [start, end)."""
+        return [
+            record
+            for record in self.holed
+            if record[1] is not None and record[1].write and record[1].start < end and start < record[1].end
+        ]
 
     def within(self, start: int, end: int) -> list[Interval]:
         """The intervals that share a byte with [start, end)."""
@@ -147,12 +172,12 @@ class IntervalMap:
     def records(self) -> list[Record]:
         """Everything that is remembered, each record once."""
         if len(self.intervals) == 1:
-            return [*self.intervals[0].writes, *self.intervals[0].reads]
+            return [*self.intervals[0].writes, *self.intervals[0].reads, *self.holed]
         seen: dict[int, Record] = {}
         for interval in self.intervals:
             for record in (*interval.writes, *interval.reads):
                 seen[id(record)] = record
-        return list(seen.values())
+        return [*seen.values(), *self.holed]
 
     def _index(self, offset: int) -> int:
         """The interval that ``offset`` lies in."""
@@ -203,7 +228,6 @@ class IntervalMap:
                     interval.over = None
                 interval.reads = _unless_covered(interval.reads, point)
                 interval.writes = (*_unless_covered(interval.writes, point), record)
-                self._bound(interval)
         if write and not late:
             intervals[first:last] = [Interval(start, end, (record,), (), None)]
         elif not write and last - first > _MANY:
@@ -234,19 +258,41 @@ class IntervalMap:
 
     def _scattered(self, record: Record, access: Access, sink: Sink, late: bool) -> None:
         point = record[0]
-        first, last = self._cut(access.start, access.end)
         told: set[int] = set()
-        for interval in self.intervals[first:last]:
+        met = self.within(access.start, access.end)
+        for interval in met:
             self._check(interval, point, access, sink, late, told)
-            same = interval.writes if access.write else interval.reads
-            kept = (*(old for old in same if not (_same_region(old, access) and old[0].before(point))), record)
-            if access.write:
-                interval.writes = kept
+        if access.write and any(interval.over is not None for interval in met):
+            first, last = self._cut(access.start, access.end)
+            for interval in self.intervals[first:last]:
                 if interval.over is not None and not _later(interval.over, point):
                     interval.over = None
-            else:
-                interval.reads = kept
-            self._bound(interval)
+        if self.holed:
+            self._meet(point, access, sink, late)
+        self.holed.append(record)
+        if len(self.holed) > self.limit:
+            settled = sink.settled()
+            kept = [old for old in self.holed if old[0].epoch > settled.get(old[0].number, 0)]
+            self.forgotten += max(0, len(kept) - _KEPT)
+            self.holed = kept[-_KEPT:]
+            self.limit = max(_LOOKED_THROUGH, 2 * len(self.holed))
+
+    def _meet(self, point: Point, access: Access, sink: Sink, late: bool) -> None:
+        """Check an access against those with holes, and drop those that it stands for."""
+        clock = point.clock
+        told: set[int] = set()
+        kept: list[Record] = []
+        for old in self.holed:
+            known = old[1]
+            assert known is not None
+            before = old[0]
+            if before.epoch > clock.get(before.number, 0):
+                if access.write or known.write:
+                    self._compare(old, point, access, sink, late, told)
+            elif (access.write or not known.write) and _covers(access, known):
+                continue
+            kept.append(old)
+        self.holed = kept
 
     def _check(self, interval: Interval, point: Point, access: Access, sink: Sink, late: bool, told: set[int]) -> None:
         clock = point.clock
@@ -274,13 +320,6 @@ class IntervalMap:
         told.add(id(old))
         sink.conflict(old, point, access, self.owner or self)
 
-    def _bound(self, interval: Interval) -> None:
-        for name in ("writes", "reads"):
-            records: Records = getattr(interval, name)
-            if len(records) > _KEPT:
-                self.forgotten += len(records) - _KEPT
-                setattr(interval, name, records[-_KEPT:])
-
 
 def _later(over: Over, point: Point) -> bool:
     return over[2] >= point.sequence
@@ -300,13 +339,14 @@ def _unless_covered(records: Records, point: Point) -> Records:
     return tuple([record for record in records if record[0].epoch > clock.get(record[0].number, 0)])
 
 
-def _same_region(record: Record, access: Access) -> bool:
-    old = record[1]
-    return (
-        old is not None
-        and old.start == access.start
-        and old.end == access.end
-        and old.shape == access.shape
-        and old.stride == access.stride
-        and old.by_rows == access.by_rows
-    )
+def _covers(access: Access, old: Access) -> bool:
+    """Whether whoever conflicts with the old access, for the bytes that it touched, conflicts with this one as well."""
+    if access.by_rows and not old.by_rows:
+        return False
+    if access.start > old.start or old.end > access.end:
+        return False
+    if access.shape is None or old.shape is None or access.stride is None:
+        return access.shape is None
+    if access.start != old.start or access.stride != old.stride:
+        return False
+    return all(now >= then for now, then in zip(access.shape, old.shape, strict=True))

@@ -80,7 +80,8 @@ class Memory:
     def share(self, storage: int, stream: str) -> None:
         """The allocator waits for ``stream`` before it hands the storage's memory out again."""
         shadow = self.shadow(storage)
-        shadow.shared = (*shadow.shared, stream)
+        if stream not in shadow.shared:
+            shadow.shared = (*shadow.shared, stream)
 
     def waits_for(self, stream: str) -> bool:
         """Whether memory that was released too early may be handed out by the next allocation there."""

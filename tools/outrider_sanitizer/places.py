@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 
 _INSIDE = (
     "outrider.device",
@@ -23,10 +24,15 @@ def here() -> str:
     """``file:line`` of the innermost caller outside torch, the seam, the sanitizer and the plugins; or an empty string."""
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(_INSIDE) or name.startswith(_PROGRAMS):
+        if not _inside(frame.f_globals.get("__name__", "")):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         if frame.f_back is None:
             break
         frame = frame.f_back
     return ""
+
+
+@lru_cache(1 << 12)
+def _inside(module: str) -> bool:
+    """Whether a module's code is no place of the program."""
+    return module.startswith(_INSIDE) and not module.startswith(_PROGRAMS)

@@ -161,6 +161,13 @@ class Staleness:
                         fresh.append(record)
                     else:
                         old.append((max(interval.start, begin), min(interval.end, finish), record))
+            for record in shadow.holed_writes(begin, finish):
+                access = record[1]
+                assert access is not None
+                if record[0].sequence > age.sequence:
+                    fresh.append(record)
+                else:
+                    old.append((max(access.start, begin), min(access.end, finish), record))
         for start, end, record in old:
             before, was = record
             assert was is not None

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from outrider.device import Access, Operation
-from outrider_sanitizer.dispatch import DerivedSanitizer, _extent, _Known, of_python
+from outrider_sanitizer.dispatch import DerivedSanitizer, of_python
 from outrider_sanitizer.places import here
 from outrider_sanitizer.ranks import Ranks
+from outrider_sanitizer.storages import Known, extent
 from outrider_sanitizer.triton_launches import launches
 
 if TYPE_CHECKING:
@@ -81,8 +82,8 @@ class TorchSanitizer(DerivedSanitizer):
         self._names: dict[int, str] = {0: _DEFAULT}
         self._torch_events: dict[int, TorchEvent] = {}
         self._graphs: WeakKeyDictionary[Any, TorchGraph] = WeakKeyDictionary()
-        self._addresses: dict[int, _Known] = {}
-        self._released: list[_Known] = []
+        self._addresses: dict[int, Known] = {}
+        self._released: list[Known] = []
         self._in_graphs: dict[int, int] = {}
         self._pooled: set[int] = set()
         self._backward: list[tuple[Any, Any]] = []
@@ -288,7 +289,7 @@ class TorchSanitizer(DerivedSanitizer):
             for argument, tensor, read, write in tensors:
                 found = self._storages.known(tensor) if isinstance(tensor, Tensor) else None
                 if found is not None and (read or write):
-                    accesses.append(_extent(tensor, found[0].number, write, argument, -1))
+                    accesses.append(extent(tensor, found[0], write, argument, -1))
             stream = self._placed()
             self.launched(Operation(name, stream, self._step(stream), tuple(accesses), location))
 
@@ -351,7 +352,7 @@ class TorchSanitizer(DerivedSanitizer):
             )
             self.memory_shared(known[0].number, self._stream(made.cuda_stream))
 
-    def found(self, tensor: Tensor, known: _Known) -> None:
+    def found(self, tensor: Tensor, known: Known) -> None:
         """A storage is new: torch will tell its release by its address."""
         if not known.device:
             return

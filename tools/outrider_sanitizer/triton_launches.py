@@ -15,11 +15,12 @@ from weakref import WeakKeyDictionary
 _NAME = re.compile(r"%[A-Za-z0-9_$.\-]+")
 _PARAMETER = re.compile(r"(%[A-Za-z0-9_$.\-]+): (!tt\.(?:ptr|tensordesc))")
 _CARRIED = re.compile(r"(%[A-Za-z0-9_$.\-]+) = (%[A-Za-z0-9_$.\-]+)")
+_LABEL = re.compile(r"\^\w+(?:\([^)]*\))?")
 _POINTS = ("!tt.ptr", "!tt.tensordesc")
 _ATOMIC = ("tt.atomic_", "tt.descriptor_reduce")
 _STORES = ("tt.store", "tt.descriptor_store", "tt.descriptor_scatter", *_ATOMIC)
 _LOADS = ("tt.load", "tt.descriptor_load", "tt.descriptor_gather", *_ATOMIC)
-_OPAQUE = ("tt.call", "tt.extern_elementwise", "tt.elementwise_inline_asm", "tt.int_to_ptr", "scf.while", "cf.")
+_OPAQUE = ("tt.call", "tt.extern_elementwise", "tt.elementwise_inline_asm", "tt.int_to_ptr", "scf.while", "cf.switch")
 """After these the text doesn't say any more where a pointer comes from."""
 
 _Held = dict[str, frozenset[int]]
@@ -44,10 +45,15 @@ def pointers(ttir: str) -> Pointers | None:
         return None
     names = [name for name, _ in _PARAMETER.findall(functions[0])]
     held: _Held = {name: frozenset((at,)) for at, name in enumerate(names)}
+    taken = {}  # what each block of a kernel that returns early takes
+    for line in lines:
+        if line.startswith("^"):
+            block = _LABEL.findall(line)[0]
+            taken[block.partition("(")[0]] = _NAME.findall(block)
     size = -1
     while size != sum(map(len, held.values())):  # a loop hands its values to its beginning
         size = sum(map(len, held.values()))
-        read, written = _walk(lines, held)
+        read, written = _walk(lines, held, taken)
     return Pointers(len(names), read, written)
 
 
@@ -55,7 +61,7 @@ def _operation(line: str) -> str:
     return (line.partition(" = ")[2] if line.startswith("%") else line).lstrip('"')
 
 
-def _walk(lines: Sequence[str], held: _Held) -> tuple[frozenset[int], frozenset[int]]:
+def _walk(lines: Sequence[str], held: _Held, taken: dict[str, list[str]]) -> tuple[frozenset[int], frozenset[int]]:
     """One pass: the pointers that are loaded from and stored to, as far as ``held`` knows; it learns more."""
     nothing: frozenset[int] = frozenset()
     read = written = nothing
@@ -72,6 +78,11 @@ def _walk(lines: Sequence[str], held: _Held) -> tuple[frozenset[int], frozenset[
             result, carried = blocks[-1]
             for at, name in enumerate(operands):
                 for target in (result, carried[at]) if at < len(carried) else (result,):
+                    held[target] = held.get(target, nothing) | held.get(name, nothing)
+        elif operation.startswith("cf."):
+            for block in _LABEL.findall(operation):
+                label = block.partition("(")[0]
+                for target, name in zip(taken.get(label, ()), _NAME.findall(block), strict=False):
                     held[target] = held.get(target, nothing) | held.get(name, nothing)
         elif operation.startswith("scf.for"):
             for name, start in _CARRIED.findall(operation.partition("iter_args")[2]):

@@ -25,6 +25,7 @@ from outrider.model.location import find_checkpoint
 from outrider.model.media import Media, MediaProcessor, expand_placeholders
 from outrider.model.mrope import MediaGrid, prompt_positions, speculative_positions
 from outrider.model.mtp import MtpHead, MtpWeights, load_mtp
+from outrider.model.peagle import PEagleHead, PEagleWeights, load_peagle
 from outrider.model.quantization import QuantizedMode
 from outrider.model.ranks import ModelRanks
 from outrider.model.rope import RopeConfig
@@ -57,6 +58,8 @@ __all__ = [
     "ModelRanks",
     "MtpHead",
     "MtpWeights",
+    "PEagleHead",
+    "PEagleWeights",
     "Progress",
     "QuantizedMode",
     "RopeConfig",
@@ -77,6 +80,7 @@ __all__ = [
     "load_eagle",
     "load_eagle3",
     "load_mtp",
+    "load_peagle",
     "load_through_transformers",
     "load_vision",
     "prompt_positions",

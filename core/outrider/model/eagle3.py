@@ -29,7 +29,7 @@ class Eagle3Weights:
     The layer's attention reads embedding and hidden state side by side (``qkv`` [(Hq + 2 Hkv) D, 2 H]); its
     ``attention_norm`` is that of the embedding. ``target_ids`` int64 [Vd] names each draft token in the target's
     vocabulary, or is None where both are the same. ``input_norm`` [3 Ht] is that of the three states side by side,
-    ``state_norms`` three of [Ht] those of each; a head has them or not.
+    ``state_norms`` three of [Ht] those of each; a head has them or not. ``later`` are ordinary layers behind the first one.
     """
 
     fusion: Weight
@@ -41,6 +41,17 @@ class Eagle3Weights:
     target_ids: Tensor | None
     input_norm: Tensor | None = None
     state_norms: tuple[Tensor, ...] = ()
+    later: tuple[LayerWeights, ...] = ()
+
+
+def fuse(weights: Eagle3Weights, states: tuple[Tensor, ...], eps: float, kernels: KernelSet) -> Tensor:
+    """Three states of the target, [T, Ht] each, as the one [T, H] that a head reads."""
+    if weights.state_norms:
+        states = tuple(kernels.rms_norm(x, w, eps) for x, w in zip(states, weights.state_norms, strict=True))
+    joined = torch.cat(states, dim=-1)
+    if weights.input_norm is not None:
+        joined = kernels.rms_norm(joined, weights.input_norm, eps)
+    return linear(kernels, joined, weights.fusion)
 
 
 class Eagle3Head:
@@ -75,6 +86,10 @@ class Eagle3Head:
             config.rope, config.head_size, context, kernels=target.kernels, dtype=target.dtype, device=target.device
         )
         self._layer = DecoderLayer(config, weights.layer, self.kernels, window=config.windows[0], ranks=target.ranks)
+        self._later = tuple(
+            DecoderLayer(config, layer, self.kernels, window=window, ranks=target.ranks)
+            for layer, window in zip(weights.later, config.windows[1:], strict=True)
+        )
 
     @property
     def draft_vocab_size(self) -> int:
@@ -90,14 +105,7 @@ class Eagle3Head:
     def condition(self, final: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
         """What the head reads of the target [T, H], from :meth:`LanguageModel.forward_with_aux_hidden_states`'s result."""
         del final
-        weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
-        states: tuple[Tensor, ...] = aux_hidden_states
-        if weights.state_norms:
-            states = tuple(kernels.rms_norm(x, w, eps) for x, w in zip(states, weights.state_norms, strict=True))
-        joined = torch.cat(states, dim=-1)
-        if weights.input_norm is not None:
-            joined = kernels.rms_norm(joined, weights.input_norm, eps)
-        return linear(kernels, joined, weights.fusion)
+        return fuse(self.weights, aux_hidden_states, self.config.rms_eps, self.kernels)
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
         """The head's states [T, H] from ``inputs`` and ``hidden`` [T, H]: of :meth:`condition`, or an earlier result.
@@ -114,6 +122,8 @@ class Eagle3Head:
         attended = self._layer.attend(torch.cat((embedded, normed), dim=-1), inputs, cos_sin, cache.layers[0])
         residual = normed if self._norm_before_residual else hidden.clone()
         pending = self._layer.mlp(attended, residual)
+        for layer, pages in zip(self._later, cache.layers[1:], strict=True):
+            pending = layer.forward(pending, residual, inputs, cos_sin, pages)
         if self._norm_output:
             return add_rms_norm(pending, residual, weights.norm, eps, kernels)
         return add(pending, residual, kernels)

@@ -1,4 +1,4 @@
-"""What the config of an EAGLE-3 head says beside the shape of its layer: which states it reads, and where it norms.
+"""What the config of an EAGLE-3 head says beside the shape of its layers: which states it reads, and where it norms.
 
 Published files say it in three ways: flat (the paper's authors, vLLM), with ``eagle_config`` inside (SpecForge, SGLang), and
 as the envelope of the library speculators, whose ``transformer_layer_config`` is the layer's own config.
@@ -16,6 +16,10 @@ from outrider.model.config_fields import MAX_LAYERS, is_whole
 ENVELOPE = "transformer_layer_config"
 """Where speculators keeps the config of a head's layer."""
 
+_OTHER = {
+    False: "has the tensor 'mask_hidden': it drafts in parallel (P-EAGLE)",
+    True: "has no tensor 'mask_hidden': it drafts one token after the other",
+}
 _SHOWN = 16  # layers that a config names, for an error to list them
 _NESTED = "eagle_config"
 # How far each key's numbers are from the layers whose input is meant: hidden state k is what k layers have made.
@@ -29,7 +33,7 @@ _LAYER_KEYS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eagle3Options:
-    """``layers``: the target's layers whose input is read. ``prefix``: of the layer's tensors.
+    """``layers``: the target's layers whose input is read. ``prefix``: of the first layer's tensors.
 
     ``norm_before_fc``: the three states side by side are normed (``input_norm``); ``fc_norm``: each of them is.
     ``norm_before_residual``: the residual of the layer is the normed state. ``norm_output``: what the head hands to its next
@@ -44,23 +48,27 @@ class Eagle3Options:
     norm_output: bool = False
 
 
-def read_eagle3_options(file: Path, raw: dict[str, object], depth: int, present: Container[str]) -> Eagle3Options:
-    """From ``config.json``, for a target of ``depth`` layers; ``present``: names of the head's tensors.
+def read_eagle3_options(
+    file: Path, raw: dict[str, object], depth: int, present: Container[str], *, parallel: bool = False
+) -> Eagle3Options:
+    """From ``config.json``, for a target of ``depth`` layers; ``present``: names of the head's tensors. ``parallel``: what is
+    wanted is a head that drafts in parallel (P-EAGLE).
 
-    Raises :class:`CheckpointError` for what isn't supported (a parallel head, one without the inner states), for values of
-    another kind, and where the file says the same thing twice and differently.
+    Raises :class:`CheckpointError` for a head of the other kind and one without the inner states, for values of another
+    type, and where the file says the same thing twice and differently.
     """
     envelope = ENVELOPE in raw
-    kind = raw.get("speculators_model_type")
-    if kind not in (None, "eagle3"):
-        raise CheckpointError(f"{file}: speculators_model_type is {shown(kind)}, expected 'eagle3'")
+    kind, wanted = raw.get("speculators_model_type"), "peagle" if parallel else "eagle3"
+    if kind not in (None, wanted):
+        raise CheckpointError(f"{file}: speculators_model_type is {shown(kind)}, expected {wanted!r}")
     own = raw.get(_NESTED)
     if own is not None and not isinstance(own, dict):
         raise CheckpointError(f"{file}: {_NESTED} is {shown(own)}, expected an object")
-    if "mask_hidden" in present:
+    if ("mask_hidden" in present) is not parallel:
         raise CheckpointError(
-            f"{file}: the head has the tensor 'mask_hidden': it drafts in parallel (P-EAGLE), which isn't supported; "
-            "expected an EAGLE-3 head that drafts one token after the other"
+            f"{file}: the head {_OTHER[parallel]}; expected an EAGLE-3 head that drafts "
+            f"{'in parallel' if parallel else 'one token after the other'}; for this one it's speculate "
+            f"{'eagle3' if parallel else 'peagle'}"
         )
     if _flag(file, raw, "use_aux_hidden_state") is False:
         raise CheckpointError(
@@ -68,7 +76,7 @@ def read_eagle3_options(file: Path, raw: dict[str, object], depth: int, present:
             "this format; expected a head that reads three inner states, or one for speculate eagle"
         )
     before_residual = _flag(file, raw, "norm_before_residual")
-    if envelope and before_residual is None:
+    if envelope and before_residual is None and not parallel:  # of parallel heads all readers take it as false
         raise CheckpointError(
             f"{file}: norm_before_residual is missing, and readers of {ENVELOPE} take its absence both ways; add what the "
             "head was trained with, true or false"

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import replace
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from outrider.device import Backend
+from outrider.device import Backend, Stream
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint_config import read_model_config
 from outrider.model.config import ModelConfig
 from outrider.model.config_fields import is_whole
 from outrider.model.eagle import EagleHead
-from outrider.model.eagle3 import Eagle3Head
-from outrider.model.eagle3_config import ENVELOPE, read_eagle3_options
+from outrider.model.eagle3 import Eagle3Head, Eagle3Weights
+from outrider.model.eagle3_config import ENVELOPE, Eagle3Options, read_eagle3_options
 from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.head_mapping import eagle3_targets, eagle3_weights, eagle_targets, eagle_weights
 from outrider.model.language_model import LanguageModel
-from outrider.model.quantization import QuantizedMode, read_quantization
+from outrider.model.mapping import Target
+from outrider.model.quantization import Quantization, QuantizedMode, read_quantization
 from outrider.model.reading import read_json, reading
 from outrider.model.rope import RopeConfig
 from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
@@ -71,15 +73,83 @@ def load_eagle3(
     :func:`read_eagle3_options` for what else the config says, and what is refused.
     """
     directory = Path(directory)
+    found = check_eagle3(directory, target=target, backend=backend, dtype=dtype, quantized=quantized)
+    with placed(backend, dtype) as stream:
+        config, record, _ = found.read(target, backend, dtype, stream, progress)
+        return Eagle3Head(config, record, target, **found.told)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Eagle3Found:
+    """An EAGLE-3 checkpoint whose config and tensors were found to be right. ``own``: what its config says beside the layers.
+
+    ``more`` are weights beside those of :class:`Eagle3Weights`.
+    """
+
+    directory: Path
+    config: ModelConfig
+    own: Eagle3Options
+    files: CheckpointFiles
+    quantization: Quantization | None
+    draft_vocab: int
+    target_ids: Tensor | None
+    more: tuple[Target, ...]
+
+    @property
+    def told(self) -> Eagle3Told:
+        """What the head is told beside its weights."""
+        own = self.own
+        return {
+            "aux_hidden_state_layers": own.layers,
+            "norm_before_residual": own.norm_before_residual,
+            "norm_output": own.norm_output,
+        }
+
+    def read(
+        self, target: LanguageModel, backend: Backend, dtype: torch.dtype, stream: Stream, progress: Progress | None
+    ) -> tuple[ModelConfig, Eagle3Weights, dict[str, Any]]:
+        """The config of this rank's part, its weights, and those of ``more`` by their names; in the scope of ``stream``."""
+        targets = eagle3_targets(self.config, target.config, self.own, self.draft_vocab, self.files.tensors, target.shards)
+        config = target.shards.local(self.config, str(self.directory))
+        weights = load_tensors(
+            self.files,
+            [*targets, *self.more],
+            dtype=dtype,
+            backend=backend,
+            stream=stream,
+            progress=progress,
+            quantization=self.quantization,
+        )
+        ids = None if self.target_ids is None else self.target_ids.to(backend.device)
+        record = eagle3_weights(weights, num_layers=config.num_layers, embedding=target.embedding, target_ids=ids)
+        return config, record, {each.name: weights[each.name] for each in self.more}
+
+
+class Eagle3Told(TypedDict):
+    """Options of :class:`Eagle3Head`."""
+
+    aux_hidden_state_layers: tuple[int, ...]
+    norm_before_residual: bool
+    norm_output: bool
+
+
+def check_eagle3(
+    directory: Path,
+    *,
+    target: LanguageModel,
+    backend: Backend,
+    dtype: torch.dtype,
+    quantized: QuantizedMode,
+    more: Callable[[CheckpointFiles, int], tuple[Target, ...]] | None = None,
+) -> Eagle3Found:
+    """Look at everything that an EAGLE-3 checkpoint says; nothing is on the device yet. ``more``: for a parallel head, its
+    other weights, from the files and the width of the states side by side. Raises as :func:`load_eagle3`.
+    """
     file = directory / "config.json"
     files = open_checkpoint(directory)
     raw = read_json(file)
-    own = read_eagle3_options(file, raw, target.config.num_layers, files.tensors)
+    own = read_eagle3_options(file, raw, target.config.num_layers, files.tensors, parallel=more is not None)
     config = head_config(directory, target, dtype, files.tensors, own.prefix, part=ENVELOPE if ENVELOPE in raw else None)
-    if config.num_layers != 1:
-        raise CheckpointError(
-            f"{file}: num_hidden_layers is {config.num_layers}, expected 1: EAGLE-3 heads of several layers aren't supported"
-        )
     width = raw.get("target_hidden_size")
     if width is not None and width != target.config.hidden_size:
         raise _foreign(directory, "target_hidden_size", width, target.config.hidden_size)
@@ -90,27 +160,21 @@ def load_eagle3(
             f"{directory / 'config.json'}: draft_vocab_size is {shown(draft_vocab)}, expected a whole number from 1 to the "
             f"vocab_size {config.vocab_size}"
         )
-    targets = eagle3_targets(config, target.config, own, draft_vocab, files.tensors, target.shards)
-    whole = eagle3_targets(config, target.config, own, draft_vocab, files.tensors)
-    config = target.shards.local(config, str(directory))
+    others = () if more is None else more(files, len(own.layers) * target.config.hidden_size)
+    whole = [*eagle3_targets(config, target.config, own, draft_vocab, files.tensors), *others]
     quantization = read_quantization(directory, mode=quantized)
     # t2d says what d2t says, the other way round
     check_tensors(files, whole, optional={"d2t", "t2d"}, quantization=quantization, backend=backend)
-    target_ids = _target_ids(files, draft_vocab, config.vocab_size)
-    with placed(backend, dtype) as stream:
-        weights = load_tensors(
-            files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
-        )
-        ids = None if target_ids is None else target_ids.to(backend.device)
-        record = eagle3_weights(weights, embedding=target.embedding, target_ids=ids)
-        return Eagle3Head(
-            config,
-            record,
-            target,
-            aux_hidden_state_layers=own.layers,
-            norm_before_residual=own.norm_before_residual,
-            norm_output=own.norm_output,
-        )
+    return Eagle3Found(
+        directory=directory,
+        config=config,
+        own=own,
+        files=files,
+        quantization=quantization,
+        draft_vocab=draft_vocab,
+        target_ids=_target_ids(files, draft_vocab, config.vocab_size),
+        more=others,
+    )
 
 
 def head_config(

@@ -51,7 +51,7 @@ def eagle3_targets(
     present: Container[str],
     shards: Shards = WHOLE,
 ) -> list[Target]:
-    """Weights of an EAGLE-3 head, whose attention reads embedding and hidden state side by side."""
+    """Weights of an EAGLE-3 head, whose first attention reads embedding and hidden state side by side."""
     hidden, states = config.hidden_size, len(own.layers)
     targets = [
         Target("fusion", (Piece("fc.weight", (hidden, states * target.hidden_size)),)),
@@ -68,10 +68,15 @@ def eagle3_targets(
             Target(f"state_norms.{index}", (Piece(f"fc_norm.{index}.weight", (target.hidden_size,)),))
             for index in range(states)
         ]
-    return targets + layer_targets(config, own.prefix, "layer", attention_width=2 * hidden, shards=shards)
+    targets += layer_targets(config, own.prefix, "layer", attention_width=2 * hidden, shards=shards)
+    for index in range(1, config.num_layers):
+        targets += layer_targets(config, f"layers.{index}", f"later.{index}", shards=shards)
+    return targets
 
 
-def eagle3_weights(weights: Mapping[str, Any], *, embedding: Tensor, target_ids: Tensor | None) -> Eagle3Weights:
+def eagle3_weights(
+    weights: Mapping[str, Any], *, num_layers: int, embedding: Tensor, target_ids: Tensor | None
+) -> Eagle3Weights:
     """The head's record from the loaded targets; ``embedding`` is the target's, for a head that ships none."""
     return Eagle3Weights(
         fusion=weights["fusion"],
@@ -83,4 +88,5 @@ def eagle3_weights(weights: Mapping[str, Any], *, embedding: Tensor, target_ids:
         target_ids=target_ids,
         input_norm=weights.get("input_norm"),
         state_norms=tuple(weights[name] for name in sorted(weights) if name.startswith("state_norms.")),
+        later=tuple(layer_weights(weights, f"later.{index}") for index in range(1, num_layers)),
     )

@@ -154,9 +154,12 @@ class DecoderLayer:
         else:
             added = quantized_product(pending)
             if added is not None and isinstance(weights.qkv, QuantizedWeight):
-                qkv = kernels.norm_linear_quantized(
-                    added, residual, weights.attention_norm, eps, weights.qkv, weights.qkv_bias
-                )
+                own = residual, weights.attention_norm, eps, weights.qkv, weights.qkv_bias
+                if weights.q_norm is None or weights.k_norm is None:
+                    rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
+                    q = kernels.norm_linear_quantized_rope_write_cache(added, *own, rotary)
+                    return self.mlp(self._look_back(q, inputs, cache), residual)
+                qkv = kernels.norm_linear_quantized(added, *own)
                 return self.mlp(self._attend(qkv, inputs, cos_sin, cache), residual)
             normed = add_rms_norm(pending, residual, weights.attention_norm, eps, kernels)
         return self.mlp(self.attend(normed, inputs, cos_sin, cache), residual)

@@ -6,7 +6,6 @@ Draft-extend writes keys and values of the accepted tokens, which follow from th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from outrider.device import AttentionMetadata, Backend, ConfigError
 from outrider.model import DFlashHead, ForwardInput
 from outrider.speculative.cached import CachedProposer
 from outrider.speculative.places import given_places, text_places
-from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw
+from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw_rows
 from outrider.speculative.slots import slots_of
 
 
@@ -110,14 +109,8 @@ class BlockProposer(CachedProposer):
             attention,
         )
         hidden = head.forward(flat, self.cache).view(batch, width, -1)[:, 1:]
-        each = replace(
-            inputs,
-            temperature=inputs.temperature.repeat_interleave(width - 1),
-            seeds=inputs.seeds.repeat_interleave(width - 1),
-        )
-        logits = head.logits(hidden.flatten(0, 1))
-        drawn, probs = draw(head.kernels, logits, each, positions[:, 1:].flatten())
-        return Draft(drawn.view(batch, -1), probs.view(batch, width - 1, -1) if inputs.sampling else None)
+        drawn, probs = draw_rows(head.kernels, head.logits(hidden.flatten(0, 1)), inputs, positions[:, 1:])
+        return Draft(drawn, probs if inputs.sampling else None)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """Write the keys and values of the tokens; padding goes where a later token will overwrite it, or to page 0."""

@@ -21,6 +21,7 @@ from outrider.model import (
     load_eagle,
     load_eagle3,
     load_mtp,
+    load_peagle,
 )
 from outrider.speculative.block import BlockProposer
 from outrider.speculative.combined import CombinedProposer
@@ -29,6 +30,7 @@ from outrider.speculative.eagle import DraftHead, EagleProposer, EagleTreePropos
 from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.names import FIRST, OWN_PROPOSERS
 from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.peagle import PEagleProposer
 from outrider.speculative.proposer import PlainProposer, Proposer
 from outrider.speculative.suffix import SuffixProposer
 from outrider.speculative.tree import DynamicTree
@@ -166,6 +168,12 @@ def _dflash(options: DraftOptions) -> Proposer:
     return BlockProposer(head, draft_tokens=options.draft_tokens)
 
 
+def _peagle(options: DraftOptions) -> Proposer:
+    _chain_only(options, "peagle")
+    head = _read(load_peagle, options, "peagle", "a P-EAGLE head")
+    return PEagleProposer(head, draft_tokens=options.draft_tokens)
+
+
 def _combined(name: str, options: DraftOptions, known: Mapping[str, Builder]) -> Proposer:
     """Suffix decoding first, then the proposer whose name stands behind the plus sign."""
     other = name.removeprefix(FIRST)
@@ -185,6 +193,7 @@ _OWN: Mapping[str, Builder] = {
     "none": _none,
     "eagle": _eagle,
     "eagle3": _eagle3,
+    "peagle": _peagle,
     "dflash": _dflash,
     "mtp": _mtp,
     "draft-model": _draft_model,

@@ -28,8 +28,8 @@ def _name(head: DraftHead) -> str:
     return "eagle3" if isinstance(head, Eagle3Head) else "eagle"
 
 
-class _HeadDrafts(CachedProposer):
-    """What a chain and a tree of one head have in common: what it sees of the target, and draft-extend up to its state."""
+class HeadDrafts(CachedProposer):
+    """What drafts of one head have in common: what it sees of the target, and draft-extend up to its state."""
 
     _head: DraftHead
     takes_padding = True
@@ -53,20 +53,28 @@ class _HeadDrafts(CachedProposer):
         """Those of the head's layers."""
         return attention_shapes(self._head.config, self._dtype, page_size=page_size)
 
-    def _take_in(self, inputs: ExtendInputs) -> Tensor:
+    def take_in(self, inputs: ExtendInputs) -> Tensor:
         """One pass over the accepted pairs; hidden states [B, H] behind the last ones."""
         places = given_places(self._head.config.rope, inputs)
         flat = ForwardInput(inputs.tokens, places, inputs.slots, inputs.attention, prompt_lens=inputs.prompt_lens)
         hidden = self._head.condition(inputs.hidden, inputs.aux_hidden_states)
         return self._head.kernels.gather_rows(self._head.forward(flat, hidden, self.cache), inputs.last)
 
-    def _tokens(self, draft_ids: Tensor) -> Tensor:
+    def tokens(self, draft_ids: Tensor) -> Tensor:
         """The target's ids of draft tokens, any shape."""
         ids = self._head.target_ids
         return draft_ids if ids is None else ids[draft_ids]
 
+    def over_target(self, probs: Tensor) -> Tensor:
+        """Distributions [B, K, Vd] over the draft vocabulary, as ones over the target's [B, K, V]."""
+        ids = self._head.target_ids
+        if ids is None:
+            return probs
+        full = probs.new_zeros((*probs.shape[:-1], self._head.target.config.vocab_size))
+        return full.index_copy_(2, ids, probs)
 
-class EagleProposer(_HeadDrafts):
+
+class EagleProposer(HeadDrafts):
     """A chain of K tokens from an EAGLE head.
 
     Relays, for each request, the first draft token, the head's hidden state behind it and, when the request samples, the
@@ -115,11 +123,11 @@ class EagleProposer(_HeadDrafts):
             token, drawn_from = self._draw(hidden, inputs, places.positions[step + 1])
             tokens.append(token)
             probs.append(drawn_from)
-        return Draft(torch.stack(tokens, dim=1), self._over_target(torch.stack(probs, dim=1)) if inputs.sampling else None)
+        return Draft(torch.stack(tokens, dim=1), self.over_target(torch.stack(probs, dim=1)) if inputs.sampling else None)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """One pass over the accepted pairs."""
-        hidden = self._take_in(inputs)
+        hidden = self.take_in(inputs)
         token, probs = self._draw(hidden, inputs, inputs.next_positions)
         relay = {"token": token, "hidden": hidden}
         if inputs.sampling:
@@ -129,18 +137,10 @@ class EagleProposer(_HeadDrafts):
     def _draw(self, hidden: Tensor, inputs: DraftInputs | ExtendInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The target's token behind each row of ``hidden`` [B, H], and the distribution [B, Vd] that it was drawn from."""
         drawn, drawn_from = draw(self._head.kernels, self._head.logits(hidden), inputs, positions)
-        return self._tokens(drawn), drawn_from
-
-    def _over_target(self, probs: Tensor) -> Tensor:
-        """Distributions [B, K, Vd] over the draft vocabulary, as ones over the target's [B, K, V]."""
-        ids = self._head.target_ids
-        if ids is None:
-            return probs
-        full = probs.new_zeros((*probs.shape[:-1], self._head.target.config.vocab_size))
-        return full.index_copy_(2, ids, probs)
+        return self.tokens(drawn), drawn_from
 
 
-class EagleTreeProposer(_HeadDrafts, TreeProposer):
+class EagleTreeProposer(HeadDrafts, TreeProposer):
     """A tree of K nodes from an EAGLE head, fixed or dynamic.
 
     Relays the T likeliest first tokens, their log-probabilities, and the head's hidden state behind them.
@@ -214,6 +214,6 @@ class EagleTreeProposer(_HeadDrafts, TreeProposer):
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """One pass over the accepted pairs."""
-        hidden = self._take_in(inputs)
+        hidden = self.take_in(inputs)
         first, scores = likeliest(self._head.logits(hidden), self._shape.branches)
-        return {"tokens": self._tokens(first), "scores": scores, "hidden": hidden}
+        return {"tokens": self.tokens(first), "scores": scores, "hidden": hidden}

@@ -9,6 +9,7 @@ OWN_PROPOSERS: Mapping[str, str] = MappingProxyType(
     {
         "eagle": "an EAGLE head (fc, layers.0.*): chain, or tree with --draft-topk",
         "eagle3": "an EAGLE-3 head (midlayer.*, its own lm_head, d2t): chain or tree",
+        "peagle": "a P-EAGLE head (EAGLE-3 with mask_hidden, one or more layers): a draft in one pass, a chain",
         "dflash": "a DFlash head (fc, hidden_norm, layers.*, dflash_config): a block in one pass, a chain",
         "mtp": "heads of multi-token prediction (model.mtp_layers.*), one a step: chain or tree",
         "draft-model": "any supported decoder with the same vocabulary: chain or tree",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -137,6 +137,20 @@ def draw(kernels: KernelSet, logits: Tensor, inputs: DraftInputs | ExtendInputs,
     # Rows at temperature 0 don't read their distribution; 1 keeps the division finite for them.
     scale = torch.where(inputs.temperature > 0, inputs.temperature, 1.0).unsqueeze(-1)
     return token, torch.softmax(logits.float() / scale, dim=-1)
+
+
+def draw_rows(kernels: KernelSet, logits: Tensor, inputs: DraftInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`draw` for n places of each request at once: ``logits`` [B * n, V] at ``positions`` int64 [B, n] → tokens [B, n]
+    and distributions [B, n, V].
+    """
+    count = positions.shape[1]
+    each = replace(
+        inputs,
+        temperature=inputs.temperature.repeat_interleave(count),
+        seeds=inputs.seeds.repeat_interleave(count),
+    )
+    drawn, probs = draw(kernels, logits, each, positions.flatten())
+    return drawn.view(positions.shape), probs.view(*positions.shape, -1)
 
 
 class Proposer(ABC):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider_triton.jit.dependent import ask_for_rows, begin
+from outrider_triton.jit.dependent import ask_for_rows, begin, begin_late
 from outrider_triton.jit.matmul import rows_and_tokens
 
 UNIT = tl.constexpr(128)
@@ -122,7 +122,7 @@ def linear_planes(
     factor = tl.load(scales + first_scale + there, mask=mine, other=0.0).to(tl.float32)
     if ZEROS:
         zero = tl.load(zeros + first_scale + there, mask=mine, other=0).to(tl.float32)
-    begin(PDL)
+    begin_late(PDL)
 
     lane = tl.arange(0, HELD)
     tile = weight + rows.to(tl.int64)[:, None] * (k // 4) + lane[None, :]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider_triton.jit.dependent import ask_for_rows, begin
+from outrider_triton.jit.dependent import ask_for_rows, begin, begin_late
 from outrider_triton.jit.matmul import rows_and_tokens
 
 # -- numbers from bytes --------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def linear_quantized(
     first_scale = (rows // ROWS) * scale_columns
     if MODE == "row":  # weights, too: no kernel writes them
         factor = tl.load(scales + first_scale, mask=mine, other=0.0).to(tl.float32)
-    begin(PDL)
+    begin_late(PDL)
 
     lane = tl.arange(0, HELD)
     tile = weight + rows.to(tl.int64)[:, None] * held + lane[None, :]

@@ -166,6 +166,74 @@ def rope_write_cache(
     tl.store(v_cache + there + half, tl.load(value + half, mask=mask, other=0.0), mask=mask)
 
 
+@triton.jit(do_not_specialize=["part_stride"])
+def add_parts_rope_write_cache(
+    parts,
+    bias,
+    cos,
+    sin,
+    q,
+    k_cache,
+    v_cache,
+    slots,
+    heads,
+    kv_heads,
+    half,
+    part_stride,
+    angles_token,
+    cache_slot,
+    cache_head,
+    PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """:func:`rope_write_cache` of the sum of ``parts [PARTS, m, (heads + 2 kv_heads) 2 half]`` (+ bias), rounded to q's dtype
+    before it's turned; queries go to ``q [m, heads, 2 half]``. Program (token, head).
+    """
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    lane = tl.arange(0, BLOCK_HALF)
+    inside = lane < half
+    turns = inside & (head < heads + kv_heads)
+    slot = tl.load(slots + token)
+    angle = token * angles_token + lane
+    cos_low = tl.load(cos + angle, mask=turns, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + angle + half, mask=turns, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + angle + half, mask=turns, other=0.0).to(tl.float32)
+    own = parts + (token * (heads + 2 * kv_heads) + head) * (2 * half) + lane
+    low = tl.zeros([BLOCK_HALF], dtype=tl.float32)
+    high = tl.zeros([BLOCK_HALF], dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        low += tl.load(own + part * part_stride, mask=inside, other=0.0).to(tl.float32)
+        high += tl.load(own + part * part_stride + half, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        low += tl.load(bias + head * (2 * half) + lane, mask=inside, other=0.0).to(tl.float32)
+        high += tl.load(bias + head * (2 * half) + half + lane, mask=inside, other=0.0).to(tl.float32)
+    # Rounded where the reference rounds: after the product and after the turn.
+    kept_low = low.to(q.dtype.element_ty)
+    kept_high = high.to(q.dtype.element_ty)
+    low = kept_low.to(tl.float32)
+    high = kept_high.to(tl.float32)
+    turned_low = (low * cos_low - high * sin_low).to(q.dtype.element_ty)
+    turned_high = (high * cos_high + low * sin_high).to(q.dtype.element_ty)
+
+    queries = inside & (head < heads)
+    place = q + (token * heads + head) * (2 * half) + lane
+    tl.store(place, turned_low, mask=queries)
+    tl.store(place + half, turned_high, mask=queries)
+    keys = inside & (head >= heads) & (head < heads + kv_heads)
+    key = slot * cache_slot + (head - heads) * cache_head + lane
+    tl.store(k_cache + key, turned_low, mask=keys)
+    tl.store(k_cache + key + half, turned_high, mask=keys)
+    values = inside & (head >= heads + kv_heads)
+    value = key - kv_heads * cache_head
+    tl.store(v_cache + value, kept_low, mask=values)
+    tl.store(v_cache + value + half, kept_high, mask=values)
+
+
 @triton.jit(do_not_specialize=["moves"])
 def move_cache(
     k_cache, v_cache, sources, destinations, moves, size, MOVES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr

@@ -13,8 +13,8 @@ from outrider_conformance.drawn import bounds
 from outrider_conformance.drawn.dense import EPS, TOKENS, normed, taken
 from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape
 
-_HEADS = ((1, 1), (4, 4), (8, 2), (7, 1), (12, 4), (16, 1))
-_SIZES = (64, 96, 128, 256)
+HEADS = ((1, 1), (4, 4), (8, 2), (7, 1), (12, 4), (16, 1))
+SIZES = (64, 96, 128, 256)
 _PAGES = (4, 16, 32, 128)
 Mapped = Mapping[str, Tensor]
 NOWHERE = float("inf")
@@ -47,8 +47,8 @@ def _tree(counts: list[int], padding: int, width: int, dice: Dice) -> Tensor:
 
 
 def _attention(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
-    heads, kv_heads = _HEADS[shape["heads"]]
-    size, page = _SIZES[shape["size"]], _PAGES[shape["page"]]
+    heads, kv_heads = HEADS[shape["heads"]]
+    size, page = SIZES[shape["size"]], _PAGES[shape["page"]]
     new, before = _lengths(shape, dice)
     batch, tokens, padding = len(new), sum(new), shape["padding"]
     width = max(n + c for n, c in zip(new, before, strict=True)) // page + 2
@@ -146,7 +146,7 @@ def attend(
 # -- rotation and the cache ------------------------------------------------------------------------------------------
 
 
-def _rotary(
+def rotary_operands(
     shape: Shape, dtype: torch.dtype, dice: Dice, tokens: int, kv_heads: int, size: int
 ) -> tuple[dict[str, Operand], Tensor]:
     """cos, sin, caches and slots; which tokens are real. The others write to page 0."""
@@ -183,10 +183,10 @@ def _of_real(x: bounds.Number, real: Tensor) -> bounds.Number:
 
 
 def _rope(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
-    heads, kv_heads = _HEADS[shape["heads"]]
-    tokens, size = shape["tokens"], _SIZES[shape["size"]]
+    heads, kv_heads = HEADS[shape["heads"]]
+    tokens, size = shape["tokens"], SIZES[shape["size"]]
     q, k, v = (dice.normal(tokens, n, size, dtype=dtype) for n in (heads, kv_heads, kv_heads))
-    operands, real = _rotary(shape, dtype, dice, tokens, kv_heads, size)
+    operands, real = rotary_operands(shape, dtype, dice, tokens, kv_heads, size)
     cos, sin, slots = (operands[name].tensor for name in ("cos", "sin", "slots"))
     turned = {name: bounds.rotate(bounds.exact(x), cos, sin, dtype) for name, x in (("q", q), ("k", k))}
     wanted = {name: _of_real(x, real) for name, x in turned.items()}
@@ -202,7 +202,7 @@ def _rope(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     return Problem(operands, call, wanted)
 
 
-def _turned(
+def turned_queries(
     made: bounds.Number, operands: Mapping[str, Operand], heads: int, kv_heads: int, real: Tensor, dtype: torch.dtype
 ) -> dict[str, bounds.Number]:
     """Queries, and both caches, of a product [T, (Hq + 2 Hkv) D]. Rotation may work on a product that isn't rounded."""
@@ -219,14 +219,15 @@ def _turned(
     }
 
 
-def _of(o: Mapped) -> RotaryArgs:
+def rotary_of(o: Mapped) -> RotaryArgs:
+    """The operands of :func:`rotary_operands` as a kernel takes them."""
     return RotaryArgs(o["cos"], o["sin"], o["k_cache"], o["v_cache"], o["slots"])
 
 
 def _linear_rope(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
-    heads, kv_heads = _HEADS[shape["heads"]]
-    size, inner = _SIZES[shape["size"]], shape["inner"]
-    operands, real = _rotary(shape, dtype, dice, shape["tokens"], kv_heads, size)
+    heads, kv_heads = HEADS[shape["heads"]]
+    size, inner = SIZES[shape["size"]], shape["inner"]
+    operands, real = rotary_operands(shape, dtype, dice, shape["tokens"], kv_heads, size)
     x = dice.factors(shape["tokens"], inner, dtype=dtype)
     rows = (heads + 2 * kv_heads) * size
     weight = dice.normal(rows, inner, dtype=dtype, scale=inner**-0.5)
@@ -235,32 +236,32 @@ def _linear_rope(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     made = bounds.product(bounds.exact(x), weight, bias, dtype)
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        return {"out": kernels.linear_rope_write_cache(Product(o["x"], o["weight"], o.get("bias")), _of(o))}
+        return {"out": kernels.linear_rope_write_cache(Product(o["x"], o["weight"], o.get("bias")), rotary_of(o))}
 
-    return Problem(operands, call, _turned(made, operands, heads, kv_heads, real, dtype))
+    return Problem(operands, call, turned_queries(made, operands, heads, kv_heads, real, dtype))
 
 
 def _norm_linear_rope(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
-    heads, kv_heads = _HEADS[shape["heads"]]
-    size = _SIZES[shape["size"]]
+    heads, kv_heads = HEADS[shape["heads"]]
+    size = SIZES[shape["size"]]
     operands, grown, middle = normed({**shape, "layout": 0}, dtype, dice)
-    more, real = _rotary(shape, dtype, dice, shape["tokens"], kv_heads, size)
+    more, real = rotary_operands(shape, dtype, dice, shape["tokens"], kv_heads, size)
     rows = (heads + 2 * kv_heads) * size
     qkv = dice.normal(rows, shape["outer"], dtype=dtype, scale=shape["outer"] ** -0.5)
     bias = dice.normal(rows, dtype=dtype) if shape["bias"] else None
     operands |= more | {"qkv": Operand(qkv)} | ({} if bias is None else {"qkv_bias": Operand(bias)})
-    wanted = _turned(taken(middle, qkv, bias, dtype), operands, heads, kv_heads, real, dtype)
+    wanted = turned_queries(taken(middle, qkv, bias, dtype), operands, heads, kv_heads, real, dtype)
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
         added, weights = Product(o["x"], o["weight"], o.get("bias")), (o["qkv"], o.get("qkv_bias"))
-        return {"out": kernels.norm_linear_rope_write_cache(added, o["residual"], o["norm"], EPS, *weights, _of(o))}
+        return {"out": kernels.norm_linear_rope_write_cache(added, o["residual"], o["norm"], EPS, *weights, rotary_of(o))}
 
     return Problem(operands, call, {**wanted, "residual": grown})
 
 
 def _move(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     """Moves that overlap, some onto themselves, some of padding within page 0."""
-    page, size, moves = _PAGES[shape["page"]], _SIZES[shape["size"]], shape["moves"]
+    page, size, moves = _PAGES[shape["page"]], SIZES[shape["size"]], shape["moves"]
     pages = moves // page + 3
     caches = [dice.normal(pages, page, 2, size, dtype=dtype) for _ in range(2)]
     sources = dice.whole(page, pages * page, moves)
@@ -288,7 +289,7 @@ def _move(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     return Problem(operands, call, wanted)
 
 
-_HEAD, _SIZE, _PAGE = st.integers(0, len(_HEADS) - 1), st.integers(0, len(_SIZES) - 1), st.integers(0, len(_PAGES) - 1)
+_HEAD, _SIZE, _PAGE = st.integers(0, len(HEADS) - 1), st.integers(0, len(SIZES) - 1), st.integers(0, len(_PAGES) - 1)
 _FLAG = st.integers(0, 1)
 _BATCHES = {
     "batch": st.integers(1, 6),
@@ -303,8 +304,8 @@ _BATCHES = {
     "page": _PAGE,
 }
 _PLAIN = {"ragged": 0, "tree": 0, "window": 0, "padding": 0, "heads": 2, "size": 0, "page": 1}
-_ROTARY = {"tokens": TOKENS, "heads": _HEAD, "size": _SIZE, "page": _PAGE, "padding": st.sampled_from((0, 3))}
-_TURNED = {"tokens": 17, "heads": 2, "size": 0, "page": 1, "padding": 3}
+ROTARY = {"tokens": TOKENS, "heads": _HEAD, "size": _SIZE, "page": _PAGE, "padding": st.sampled_from((0, 3))}
+TURNED = {"tokens": 17, "heads": 2, "size": 0, "page": 1, "padding": 3}
 _INNER = st.sampled_from((40, 96, 264, 520))
 ATTENTION = (
     Drawn(
@@ -319,18 +320,18 @@ ATTENTION = (
             {**_PLAIN, "batch": 260, "new": 1, "context": 30, "heads": 0, "page": 0},
         ),
     ),
-    Drawn("rope_write_cache", _rope, _ROTARY, (_TURNED, {**_TURNED, "tokens": 257, "size": 2, "heads": 3, "page": 0})),
+    Drawn("rope_write_cache", _rope, ROTARY, (TURNED, {**TURNED, "tokens": 257, "size": 2, "heads": 3, "page": 0})),
     Drawn(
         "linear_rope_write_cache",
         _linear_rope,
-        {**_ROTARY, "inner": _INNER, "bias": _FLAG},
-        ({**_TURNED, "inner": 520, "bias": 1}, {**_TURNED, "tokens": 130, "inner": 40, "bias": 0, "size": 1}),
+        {**ROTARY, "inner": _INNER, "bias": _FLAG},
+        ({**TURNED, "inner": 520, "bias": 1}, {**TURNED, "tokens": 130, "inner": 40, "bias": 0, "size": 1}),
     ),
     Drawn(
         "norm_linear_rope_write_cache",
         _norm_linear_rope,
-        {**_ROTARY, "inner": _INNER, "outer": _INNER, "bias": _FLAG},
-        ({**_TURNED, "inner": 520, "outer": 96, "bias": 1}, {**_TURNED, "tokens": 130, "inner": 40, "outer": 264, "bias": 0}),
+        {**ROTARY, "inner": _INNER, "outer": _INNER, "bias": _FLAG},
+        ({**TURNED, "inner": 520, "outer": 96, "bias": 1}, {**TURNED, "tokens": 130, "inner": 40, "outer": 264, "bias": 0}),
     ),
     Drawn(
         "move_cache",

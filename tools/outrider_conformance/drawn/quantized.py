@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outrider.device import QUANTIZED_FORMATS, KernelSet, QuantizedProduct, QuantizedWeight
 from outrider_conformance.drawn import bounds
+from outrider_conformance.drawn.attention import HEADS, ROTARY, SIZES, TURNED, rotary_of, rotary_operands, turned_queries
 from outrider_conformance.drawn.dense import EPS
 from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape
 
@@ -152,14 +153,38 @@ def _norm_linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: 
     wanted = bounds.product(_once_more(middle, dtype), out_of, given.get("second bias"), dtype)
 
     def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        added = QuantizedProduct(
-            o["x"], _record(format, shape, o, "first", (hidden, inner)), o.get("first bias"), bool(shape["active"])
-        )
-        into = _record(format, shape, o, "second", (shape["outer"], hidden))
-        out = kernels.norm_linear_quantized(added, o["residual"], o["norm"], EPS, into, o.get("second bias"))
-        return {"out": out}
+        return {"out": kernels.norm_linear_quantized(*_between(format, shape, o))}
 
     return Problem(operands, call, {"out": wanted, "residual": grown})
+
+
+def _between(
+    format: str, shape: Shape, o: Mapping[str, Tensor]
+) -> tuple[QuantizedProduct, Tensor, Tensor, float, QuantizedWeight, Tensor | None]:
+    """What ``norm_linear_quantized`` takes."""
+    hidden = o["residual"].shape[1]
+    first = _record(format, shape, o, "first", (hidden, shape["inner"]))
+    added = QuantizedProduct(o["x"], first, o.get("first bias"), bool(shape["active"]))
+    second = _record(format, shape, o, "second", (shape["outer"], hidden))
+    return added, o["residual"], o["norm"], EPS, second, o.get("second bias")
+
+
+def _norm_linear_quantized_rope(format: str, shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+    heads, kv_heads = HEADS[shape["heads"]]
+    size = SIZES[shape["size"]]
+    shape = {**shape, "outer": (heads + 2 * kv_heads) * size}
+    made = _norm_linear_quantized(format, shape, dtype, dice)
+    more, real = rotary_operands(shape, dtype, dice, shape["tokens"], kv_heads, size)
+    operands = {**made.operands, **more}
+    product = made.wanted["out"]
+    assert isinstance(product, bounds.Number)
+    product = bounds.rounded(product, dtype)
+    wanted = turned_queries(product, operands, heads, kv_heads, real, dtype)
+
+    def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {"out": kernels.norm_linear_quantized_rope_write_cache(*_between(format, shape, o), rotary_of(o))}
+
+    return Problem(operands, call, {**wanted, "residual": made.wanted["residual"]})
 
 
 _INNER = 24
@@ -220,12 +245,15 @@ def _once_more(number: bounds.Number, dtype: torch.dtype) -> bounds.Number:
     return bounds.Number(number.value, number.error + 4 * bounds.UNIT[dtype] * number.value.abs())
 
 
+_TURNS = {name: each for name, each in _DIMENSIONS.items() if name != "outer"} | ROTARY
+_TURNED = tuple({**corner, **TURNED, "tokens": corner["tokens"]} for corner in _CORNERS)
 QUANTIZED = tuple(
-    Drawn(f"{name}, {format}", partial(make, format), _DIMENSIONS, _CORNERS, format=format)
-    for name, make in (
-        ("linear_quantized", _linear_quantized),
-        ("norm_linear_quantized", _norm_linear_quantized),
-        ("experts_quantized", _experts_quantized),
+    Drawn(f"{name}, {format}", partial(make, format), dimensions, corners, format=format)
+    for name, make, dimensions, corners in (
+        ("linear_quantized", _linear_quantized, _DIMENSIONS, _CORNERS),
+        ("norm_linear_quantized", _norm_linear_quantized, _DIMENSIONS, _CORNERS),
+        ("norm_linear_quantized_rope_write_cache", _norm_linear_quantized_rope, _TURNS, _TURNED),
+        ("experts_quantized", _experts_quantized, _DIMENSIONS, _CORNERS),
     )
     for format in QUANTIZED_FORMATS
 )

@@ -137,6 +137,27 @@ class ModelKernels:
         normed = self.add_rms_norm(self.linear_quantized(x, added.weight, added.bias), residual, norm, eps)
         return self.linear_quantized(normed, weight, bias)
 
+    def norm_linear_quantized_rope_write_cache(
+        self,
+        added: QuantizedProduct,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        rotary: RotaryArgs,
+    ) -> Tensor:
+        """Queries, keys and values as one :meth:`norm_linear_quantized`, then :meth:`rope_write_cache` of them → queries
+        [T, Hq, D].
+        """
+        kv_heads, size = rotary.k_cache.shape[2:]
+        heads = weight.shape[0] // size - 2 * kv_heads
+        made = self.norm_linear_quantized(added, residual, norm, eps, weight, bias).view(-1, heads + 2 * kv_heads, size)
+        q, k, v = made.split((heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
+        self.rope_write_cache(q, k, v, *rotary)
+        queries: Tensor = q
+        return queries
+
     # -- embeddings, norms, activation -----------------------------------------------------------------------------
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:

@@ -1,0 +1,117 @@
+"""P-EAGLE: an EAGLE-3 head that was trained to draft several tokens in one pass (Hui et al. 2026, arXiv 2602.01469).
+
+Where the target's states aren't known yet, one learned state stands for them, and a mask token for the token. So a place
+behind the last known token needs nothing of the places before it but their keys and values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.device import Backend
+from outrider.errors import CheckpointError, shown
+from outrider.model.config import ModelConfig
+from outrider.model.config_fields import is_whole
+from outrider.model.eagle3 import Eagle3Head, Eagle3Weights, fuse
+from outrider.model.files import CheckpointFiles
+from outrider.model.head_loading import check_eagle3
+from outrider.model.language_model import LanguageModel
+from outrider.model.mapping import Piece, Target
+from outrider.model.quantization import QuantizedMode
+from outrider.model.reading import read_json
+from outrider.model.tensors import Progress, placed
+
+_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+_MASK = "mask_hidden"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PEagleWeights(Eagle3Weights):
+    """Tensors of a head: an EAGLE-3 head's, and ``mask_state`` [H], what it reads where the target's states aren't known."""
+
+    mask_state: Tensor
+
+
+class PEagleHead(Eagle3Head):
+    """Drafts in parallel. Used as :class:`Eagle3Head` is; at places without states it reads ``mask_state`` and
+    ``mask_token``.
+    """
+
+    weights: PEagleWeights
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: PEagleWeights,
+        target: LanguageModel,
+        *,
+        mask_token: int,
+        aux_hidden_state_layers: tuple[int, ...],
+        norm_before_residual: bool = False,
+        norm_output: bool = False,
+    ) -> None:
+        super().__init__(
+            config,
+            weights,
+            target,
+            aux_hidden_state_layers=aux_hidden_state_layers,
+            norm_before_residual=norm_before_residual,
+            norm_output=norm_output,
+        )
+        self.mask_token = mask_token
+
+
+def load_peagle(
+    directory: str | Path,
+    *,
+    target: LanguageModel,
+    backend: Backend,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    quantized: QuantizedMode = QuantizedMode.KERNELS,
+) -> PEagleHead:
+    """Load a P-EAGLE head for ``target``: an EAGLE-3 head with the tensor ``mask_hidden`` [1, 1, 3 Ht] (or [1, 3 Ht], or
+    [3 Ht]), whose config names the mask token as ``mask_token_id``, ``pard_token`` or ``ptd_token_id``.
+
+    As :func:`load_eagle3`; also a mask token that is missing, outside the vocabulary, or named twice and differently is an
+    error, and so is ``parallel_drafting`` false.
+    """
+    directory = Path(directory)
+    file = directory / "config.json"
+    found = check_eagle3(directory, target=target, backend=backend, dtype=dtype, quantized=quantized, more=_mask_target)
+    mask = _mask_token(file, found.config.vocab_size)
+    with placed(backend, dtype) as stream:
+        config, read, more = found.read(target, backend, dtype, stream, progress)
+        states = more[_MASK].view(1, -1).chunk(len(found.own.layers), dim=-1)
+        state = fuse(read, tuple(each.contiguous() for each in states), config.rms_eps, target.kernels)
+        record = PEagleWeights(**{each.name: getattr(read, each.name) for each in fields(read)}, mask_state=state[0])
+        return PEagleHead(config, record, target, mask_token=mask, **found.told)
+
+
+def _mask_target(files: CheckpointFiles, width: int) -> tuple[Target, ...]:
+    """What stands for the states, in whichever of the published shapes it has."""
+    shape = files.shape(_MASK)
+    usual = shape[-1:] == (width,) and math.prod(shape) == width
+    return (Target(_MASK, (Piece(_MASK, shape if usual else (1, 1, width)),)),)
+
+
+def _mask_token(file: Path, vocab: int) -> int:
+    raw = read_json(file)
+    parallel = raw.get("parallel_drafting")
+    if parallel not in (None, True):
+        raise CheckpointError(f"{file}: parallel_drafting is {shown(parallel)}, expected true: the head has {_MASK!r}")
+    found = {key: raw[key] for key in _MASK_KEYS if raw.get(key) is not None}
+    if not found:
+        raise CheckpointError(f"{file}: mask_token_id is missing; add the token that stands for unknown ones in training")
+    for key, token in found.items():
+        if not is_whole(token, 0, vocab - 1):
+            raise CheckpointError(f"{file}: {key} is {shown(token)}, expected a token from 0 to {vocab - 1}")
+    if len(set(found.values())) > 1:
+        said = ", ".join(f"{key} {token}" for key, token in found.items())
+        raise CheckpointError(f"{file}: the mask token is named in more than one way, and differently ({said})")
+    return int(next(iter(found.values())))

@@ -1,0 +1,129 @@
+"""Storages of torch's tensors, as accesses are derived from them: which they are, and where a tensor lies in one."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from outrider.device import Access
+from outrider_sanitizer.ordering import HOST
+
+if TYPE_CHECKING:
+    from outrider.device import Backend
+
+
+class Known:
+    """A storage that was seen. ``base``: where it begins in the memory that its number stands for."""
+
+    __slots__ = ("base", "device", "home", "mapped", "number", "pinned", "weak")
+
+    def __init__(self, number: int, weak: StorageWeakRef, device: bool, pinned: bool, home: str) -> None:
+        self.base = 0
+        self.mapped = False  # pinned memory of another storage, as the device sees it
+        self.number = number
+        self.weak = weak
+        self.device = device
+        self.pinned = pinned
+        self.home = home
+
+
+class Storages:
+    """Numbers for storages, never used twice."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._type = backend.device.type
+        self._known: dict[int, Known] = {}
+        self._suspects: list[int] = []
+        self._count = 0
+        self._pinned: list[tuple[int, int, Known]] = []
+        """Pinned memory by its address, in order: first, end."""
+
+    def known(self, tensor: Tensor) -> tuple[Known, bool] | None:
+        """The storage of a tensor and whether it's new; None for host memory that the device can't reach."""
+        kind = tensor.device.type
+        device = kind == self._type
+        if not device and kind != "cpu":
+            return None  # another device's
+        storage = tensor.untyped_storage()
+        # The weak reference keeps the storage's header, so this number isn't given to another while we know it.
+        key = storage._cdata
+        known = self._known.get(key)
+        if known is not None and not known.weak.expired():
+            return (known, False) if known.device or known.pinned else None
+        if device and self._pinned and not isinstance(tensor, FakeTensor):  # which has no bytes: a compiler traces with it
+            host = self._mapped(storage)
+            if host is not None:
+                self._known[key] = host
+                return host, False
+        pinned = not device and self._backend.is_pinned(tensor)
+        self._count += 1
+        known = Known(self._count, StorageWeakRef(storage), device, pinned, "")
+        self._known[key] = known
+        if pinned:
+            address = storage.data_ptr()
+            insort(self._pinned, (address, address + storage.nbytes(), known), key=itemgetter(0))
+        return (known, True) if device or pinned else None
+
+    def _mapped(self, storage: torch.UntypedStorage) -> Known | None:
+        """The pinned memory that a storage of the device shows: with one address space both have the same address."""
+        address = storage.data_ptr()
+        at = bisect_right(self._pinned, address, key=itemgetter(0)) - 1
+        if at < 0:
+            return None
+        first, end, host = self._pinned[at]
+        if address >= end or host.weak.expired():
+            return None
+        made = Known(host.number, StorageWeakRef(storage), True, True, HOST)
+        made.base, made.mapped = address - first, True
+        return made
+
+    def key(self, tensor: Tensor) -> int:
+        """Which storage it is, while that lives."""
+        key: int = tensor.untyped_storage()._cdata
+        return key
+
+    def note(self, tensor: Tensor) -> None:
+        """Check the tensor's storage again when this object is freed."""
+        key = tensor.untyped_storage()._cdata
+        weak = ref(tensor, partial(self._suspect, key))
+        # The reference must live as long as the tensor, and the tensor's own dictionary does.
+        tensor.__dict__.setdefault("_outrider_refs", []).append(weak)
+
+    def _suspect(self, key: int, _: object) -> None:
+        self._suspects.append(key)
+
+    def gone(self) -> list[Known]:
+        """Storages that have been freed since the last call."""
+        found = []
+        while self._suspects:
+            key = self._suspects.pop()
+            known = self._known.get(key)
+            if known is not None and known.weak.expired():
+                del self._known[key]
+                if known.mapped:
+                    continue  # the memory is the other storage's
+                found.append(known)
+                if known.pinned:
+                    self._pinned = [each for each in self._pinned if each[2] is not known]
+        return found
+
+
+def extent(tensor: Tensor, known: Known, write: bool, argument: str, born: int, by_rows: bool = False) -> Access:
+    """An access of a tensor: its bytes in the memory of ``known``, in strides where they have holes."""
+    size, storage = tensor.element_size(), known.number
+    low = known.base + int(tensor.storage_offset()) * size
+    if tensor.is_contiguous():
+        return Access(storage, low, low + int(tensor.numel()) * size, write, None, None, argument, by_rows, born)
+    shape = tuple(int(n) for n in tensor.shape)
+    stride = tuple(int(s) * size for s in tensor.stride())
+    span = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + size if tensor.numel() else 0
+    return Access(storage, low, low + span, write, shape, stride, argument, by_rows, born)
