@@ -122,6 +122,8 @@ class DecoderLayer:
         self._scale = attention_scale(config)
         self._before = None if weights.cache is None else weights.cache.before
         self._after = None if weights.cache is None else weights.cache.after
+        # Nothing comes between the product of queries, keys and values and their rotation: one kernel may do both.
+        self._direct = self._before is None and (weights.q_norm is None or weights.k_norm is None)
 
     def forward(
         self,
@@ -140,12 +142,7 @@ class DecoderLayer:
             normed = residual if pending is None else add(pending, residual, kernels)
         elif pending is None:
             normed = kernels.rms_norm(residual, weights.attention_norm, eps)
-        elif (
-            weights.q_norm is None
-            and self._before is None
-            and isinstance(pending, Product)
-            and isinstance(weights.qkv, Tensor)
-        ):
+        elif self._direct and isinstance(pending, Product) and isinstance(weights.qkv, Tensor):
             rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
             q = kernels.norm_linear_rope_write_cache(
                 pending, residual, weights.attention_norm, eps, weights.qkv, weights.qkv_bias, rotary
@@ -155,7 +152,7 @@ class DecoderLayer:
             added = quantized_product(pending)
             if added is not None and isinstance(weights.qkv, QuantizedWeight):
                 own = residual, weights.attention_norm, eps, weights.qkv, weights.qkv_bias
-                if weights.q_norm is None or weights.k_norm is None:
+                if self._direct:
                     rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
                     q = kernels.norm_linear_quantized_rope_write_cache(added, *own, rotary)
                     return self.mlp(self._look_back(q, inputs, cache), residual)
@@ -194,7 +191,7 @@ class DecoderLayer:
         """What attention adds for normed input [T, H], pending; writes keys and values to their slots."""
         weights, kernels = self._weights, self._kernels
         made = product(normed, weights.qkv, weights.qkv_bias)
-        if self._before is None and (weights.q_norm is None or weights.k_norm is None):
+        if self._direct:
             rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
             return self._look_back(linear_rope_write_cache(kernels, made, rotary), inputs, cache)
         return self._attend(multiply(kernels, made), inputs, cos_sin, cache)
