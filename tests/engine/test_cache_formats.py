@@ -16,13 +16,13 @@ from outrider_proof.checkpoints import write_checkpoint, write_eagle
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import watch
 
-PROMPTS = [(3, 1, 4, 1, 5, 9, 2, 6), (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5), (8, 9), tuple(range(10, 50))]
+PROMPTS = [(3, 1, 4, 1, 5, 9, 2, 6), (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5), (8, 9), (7, 7, 7), (44,), tuple(range(10, 50))]
 MODES = {
     "staged": {},
     "overlap": {"overlap": True},
     "graphs": {"graphs": True, "overlap": True},
     "fused": {"mode": "fused", "overlap": True},
-    "few pages": {"overlap": True, "num_pages": 22, "prefill_chunk": 7},  # requests are preempted, and prompts cut up
+    "few pages": {"overlap": True, "num_pages": 17, "prefill_chunk": 7},  # requests are preempted, and prompts cut up
 }
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
@@ -37,14 +37,18 @@ def written(tmp_path_factory):
 
 
 def config(**fields):
-    return plain_config(**{"dtype": "float64", "max_context": 64, "page_size": 4} | fields)
+    return plain_config(**{"dtype": "float64", "max_context": 64, "page_size": 4, "max_requests": 5} | fields)
+
+
+def engine_of(directory, backend, speculate="none", **fields):
+    draft = directory / "eagle" if speculate == "eagle" else directory if speculate == "draft-model" else None
+    made = Engine.from_checkpoint(directory, backend, speculate=speculate, draft_dir=draft, config=config(**fields))
+    assert made._parts.cache.layers[0][0].dtype is torch.float8_e4m3fn
+    return made
 
 
 def tokens_of(directory, backend, speculate="none", prompts=PROMPTS, **fields):
-    draft = directory / "eagle" if speculate == "eagle" else None
-    made = Engine.from_checkpoint(directory, backend, speculate=speculate, draft_dir=draft, config=config(**fields))
-    assert made._parts.cache.layers[0][0].dtype is torch.float8_e4m3fn
-    return [each.token_ids for each in made.generate(prompts, GREEDY)]
+    return [each.token_ids for each in engine_of(directory, backend, speculate, **fields).generate(prompts, GREEDY)]
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +67,33 @@ def test_plain_decoding_has_the_tokens_of_transformers(written, plain):
             made.append(token)
 
 
-@pytest.mark.parametrize("speculate", ["none", "eagle", "ngram"])
-@pytest.mark.parametrize("mode", MODES)
-def test_tokens_are_those_of_plain_decoding_on_sim(written, plain, mode, speculate):
+DRAFTS = {"none": {}, "eagle": {}, "ngram": {}, "draft-model": {}, "eagle tree": {"draft_topk": 2}}
+"""The draft model is the target itself: its cache is in fp8 too."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "draft"),
+    [
+        pytest.param(mode, draft, marks=() if draft == "eagle" or mode == "graphs" else pytest.mark.slow)
+        for mode in MODES
+        for draft in DRAFTS
+    ],
+)
+def test_tokens_are_those_of_plain_decoding_on_sim(written, plain, mode, draft):
     backend = Registry().create("sim:strategy=random,seed=3")
     with watch(backend) as report:
-        assert tokens_of(written[0], backend, speculate, **MODES[mode]) == plain
+        engine = engine_of(written[0], backend, draft.split()[0], **MODES[mode], **DRAFTS[draft])
+        assert [each.token_ids for each in engine.generate(PROMPTS, GREEDY)] == plain
     report.raise_if_any()
     assert report.operations > 100
+    assert (engine.stats.preemptions > 0) is (mode == "few pages")
+
+
+def test_a_prefix_is_found_again(written, plain):
+    engine = engine_of(written[0], CpuBackend())
+    for prompt, tokens in zip(PROMPTS, plain, strict=True):
+        assert engine.generate([prompt], GREEDY)[0].token_ids == tokens
+    assert engine.stats.prefix_hits >= 8
 
 
 @pytest.mark.parametrize(

@@ -31,14 +31,26 @@ def quantised_cache(plain, *, strategy="tensor", seed=0):
 
 def write_cached(out, family="llama", *, strategy="tensor", older=False, **shape):
     """A checkpoint of a family, its cache quantised; returns transformers' model with the same cache."""
-    plain = write_checkpoint(out, family, **shape)
+    return write_scales(out, write_checkpoint(out, family, **shape), strategy=strategy, older=older)
+
+
+def write_scales(out, plain, *, strategy="tensor", older=False):
+    """Quantise the cache of a checkpoint where it lies, which is that of transformers' ``plain``, its weights quantised or
+    not; returns transformers' model with the same cache.
+    """
     model, config = quantised_cache(plain, strategy=strategy)
     scales = {name: value.clone() for name, value in model.state_dict().items() if name.endswith(("k_scale", "v_scale"))}
     if older:
         scales = {name.replace("k_scale", "k_proj.output_scale"): value for name, value in scales.items()}
         scales = {name.replace("v_scale", "v_proj.output_scale"): value for name, value in scales.items()}
-    rewrite(out, lambda state, raw: (state | scales, raw | {"quantization_config": config}))
+    rewrite(out, lambda state, raw: (state | scales, raw | {"quantization_config": merged(raw, config)}))
     return model
+
+
+def merged(raw, config):
+    """What is said of weights, with what is said of the cache."""
+    said = raw.get("quantization_config")
+    return config if said is None else said | {"kv_cache_scheme": config["kv_cache_scheme"]}
 
 
 def rewrite(directory, change):

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from model.cached_checkpoints import rewrite, write_cached
+from model.cached_checkpoints import rewrite, write_cached, write_scales
 from model.harness import Driver
+from model.quantized_checkpoints import write_compressed
 from outrider.device import CapabilityError, KernelSet
 from outrider.errors import CheckpointError
-from outrider.model import load_decoder
+from outrider.model import QuantizedMode, load_decoder
+from outrider.model.products import quantized_products
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import write_checkpoint
 
@@ -45,6 +47,22 @@ def test_logits_are_those_of_transformers_with_the_same_cache(tmp_path, backend,
     plain = load_decoder(tmp_path, backend=backend, dtype=torch.float64, kv_dtype="plain")
     driver = Driver(plain)
     assert (driver.logits([(driver.sequence(), tokens)]) - wanted).abs().max() > 1e-3, "the cache makes no difference"
+
+
+@pytest.mark.parametrize("name", ["int4-g32-asymmetric", "int8-w8a16"])
+def test_quantised_weights_beside_it(tmp_path, backend, name):
+    """No kernel that turns queries at the end of a quantised product leaves the scales out."""
+    plain = write_checkpoint(tmp_path / "plain", "llama", hidden_size=128, intermediate_size=256, num_hidden_layers=2)
+    plain.load_state_dict(write_compressed(tmp_path / "plain", tmp_path / "made", name))
+    reference = write_scales(tmp_path / "made", plain, strategy="attn_head")
+    wanted = logits_of(reference, PROMPT)
+    dequantized = load_decoder(tmp_path / "made", backend=backend, dtype=torch.float64, quantized=QuantizedMode.DEQUANTIZE)
+    kept = load_decoder(tmp_path / "made", backend=backend, dtype=torch.float64)
+    assert quantized_products(kept.weights)
+    for model in (dequantized, kept):
+        driver = Driver(model)
+        assert driver.cache.layers[0][0].dtype is torch.float8_e4m3fn
+        assert (driver.logits([(driver.sequence(), PROMPT)]) - wanted).abs().max() < 1e-5
 
 
 def test_without_a_scheme_the_scales_are_one(tmp_path, backend):
