@@ -129,7 +129,9 @@ class TritonQuantized(KernelSet):
         if made is None:
             return super().norm_linear_quantized_rope_write_cache(added, residual, norm, eps, weight, bias, rotary)
         way, kind = plan(self.facts, weight), residual.dtype
-        new = self._scope.first(("add_parts_rope_write_cache", kind, weight.shape, weight.label, k_cache.shape[1:], k_cache.dtype))
+        new = self._scope.first(
+            ("add_parts_rope_write_cache", kind, weight.shape, weight.label, k_cache.shape[1:], k_cache.dtype)
+        )
         for split in {each.split for each in self._every(weight, way)} if new and way is not None else ():
             few = (
                 made.new_empty((split, 4, weight.shape[0]), dtype=torch.float32)

@@ -29,6 +29,7 @@ _DTYPES = {
         torch.float32,
         torch.bfloat16,
         torch.float16,
+        torch.float8_e4m3fn,
         torch.int64,
         torch.int32,
         torch.uint8,

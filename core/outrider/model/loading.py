@@ -54,7 +54,7 @@ def load_decoder(
         optional |= {key for key in files.tensors if vision_name(key) is not None}  # load_vision checks them
     quantization = read_quantization(Path(directory), mode=quantized)
     scheme = None if quantization is None or kv_dtype == "plain" else quantization.cache_scheme
-    format = decide(kv_dtype, scheme, kernels, backend, files.origin)
+    format = decide(kv_dtype, scheme, kernels, backend, str(files.origin))
     stem = decoder_stem(files.tensors)
     prefixes = [f"{stem}.layers.{index}" for index in range(config.num_layers)]
     scales: list[tuple[Tensor, Tensor]] = []

@@ -47,8 +47,9 @@ def copy_context(
     PDL: tl.constexpr,
 ):
     """Program (block of rows, block of columns, sequence): keys and values of a sequence out of its pages, row by row into
-    ``keys`` and ``values`` [rows, columns], whose heads are PADDED wide, in their dtype. Zeros behind the sequence, for as many rows as a
-    block of the attention may read there, and beside a head. ``kv_start [batch + 1]``: where each sequence begins.
+    ``keys`` and ``values`` [rows, columns] in their dtype, whose heads are PADDED wide. Zeros behind the sequence, for as
+    many rows as a block of the attention may read there, and beside a head. ``kv_start [batch + 1]``: where each sequence
+    begins.
     """
     begin(PDL)
     sequence = tl.program_id(2)
