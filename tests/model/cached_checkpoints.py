@@ -25,7 +25,7 @@ def quantised_cache(plain, *, strategy="tensor", seed=0):
     with torch.no_grad():
         for name, scale in model.state_dict().items():
             if name.endswith(("k_scale", "v_scale")):
-                scale.copy_(torch.exp2(torch.rand(scale.shape, generator=generator) * 6 - 10))
+                scale.copy_(torch.exp2(torch.rand(scale.shape, generator=generator) * 8 - 14))
     return model, json.loads(config.model_dump_json(exclude_none=True))
 
 

@@ -62,7 +62,9 @@ def test_quantised_weights_beside_it(tmp_path, backend, name):
     for model in (dequantized, kept):
         driver = Driver(model)
         assert driver.cache.layers[0][0].dtype is torch.float8_e4m3fn
-        assert (driver.logits([(driver.sequence(), PROMPT)]) - wanted).abs().max() < 1e-5
+        assert (
+            driver.logits([(driver.sequence(), PROMPT)]) - wanted
+        ).abs().max() < 1e-4  # weights made plain in float32 and float64 round some keys to neighbours
 
 
 def test_without_a_scheme_the_scales_are_one(tmp_path, backend):
