@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -56,3 +57,21 @@ def test_with_every_ordering_nothing_is_found(work):
     seen = run("--tokens", "8" if work == "scarce" else "6", "--work", work, *(FIRST if work == "recurrent" else ()))
     assert seen["right"], seen["tokens"]
     assert seen["findings"] == []
+
+
+def test_a_draft_model_may_be_given_the_seeds_of_the_next_request_in_its_row_and_nobody_takes_its_proposals():
+    """`docs/findings/vllm-temperatures-rewritten.md`."""
+    program = [sys.executable, str(Path(__file__).with_name("drafter_rows.py"))]
+    done = subprocess.run([*program, "lazy"], capture_output=True, text=True, timeout=600, check=False)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("OUTCOME ")] or [done.stderr[-3000:]]
+    seen = json.loads(line.removeprefix("OUTCOME "))
+    assert seen["judged"]["vllm-temperatures-rewritten"] > 0
+    assert seen["others"] > 0
+    assert seen["late"] == 0
+
+
+def test_a_draft_model_in_the_second_runner_is_right():
+    seen = run("--draft-model", "--tokens", "6")
+    assert seen["right"], seen["tokens"]
+    assert seen["findings"] == []
+    assert set(seen["judged"]) == {"vllm-unwritten-tail-of-sampled", "vllm-temperatures-rewritten"}

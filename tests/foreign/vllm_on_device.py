@@ -47,17 +47,21 @@ FILES = {"v2": "gpu/async_utils.py", "v1": "gpu_model_runner.py"}
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A finding that was looked into: its kind, and the ends of the places of its two accesses (empty: any)."""
+    """A finding that was looked into: its kind, and the ends of the places of its two accesses (empty: any).
+
+    More often than ``most`` it's another finding: what a warm-up does once, served steps would do each time.
+    """
 
     page: str
     kind: str
     first: str
     second: str
+    most: int | None = None
 
     def fits(self, finding: dict[str, Any]) -> bool:
         sites = [(finding[name] or {}).get("location", "") for name in ("first", "second")]
         near = all(where in site for where, site in zip((self.first, self.second), sites, strict=True))
-        return near and finding["kind"] == self.kind
+        return near and finding["kind"] == self.kind and (self.most is None or finding["count"] <= self.most)
 
 
 JUDGED = (
@@ -67,7 +71,15 @@ JUDGED = (
            first="v1/worker/gpu_model_runner.py:2140", second="v1/worker/gpu_model_runner.py:1534"),
     Judged(page="vllm-backup-tokens-one-buffer", kind="write_after_read",
            first="v1/utils.py:14", second="v1/spec_decode/llm_base_proposer.py:1067"),
+    Judged(page="vllm-counts-freed-early", kind="reuse",
+           first="v1/worker/gpu_model_runner.py:4905", second="v1/spec_decode/ngram_proposer_gpu.py:432"),
     Judged(page="vllm-outputs-dropped-in-warmup", kind="reuse", first="v1/outputs.py:7", second="v1/worker/gpu/"),
+    Judged(page="vllm-outputs-dropped-in-warmup", kind="reuse",
+           first="v1/worker/gpu/async_utils.py:110", second="v1/worker/gpu/buffer_utils.py:37", most=4),
+    Judged(page="vllm-temperatures-rewritten", kind="write_after_read",
+           first="v1/worker/gpu/spec_decode/speculator.py:313", second="v1/worker/gpu/buffer_utils.py:78"),
+    Judged(page="vllm-temperatures-rewritten", kind="write_after_read",
+           first="v1/worker/gpu/spec_decode/speculator.py:314", second="v1/worker/gpu/buffer_utils.py:78"),
 )  # fmt: skip
 """Lines are those of vLLM 0.26.0."""
 
@@ -138,7 +150,7 @@ def short(place: str) -> str:
 
 def told(finding: dict[str, Any]) -> str:
     sites = [f"{s['operation']}@{s['actor']} {short(s['location'])}" for s in (finding["first"], finding["second"]) if s]
-    return f"{finding['count']}x {finding['kind']}: " + " / ".join(sites) + f" [{finding['memory'][:80]}]"
+    return f"{finding['count']}x {finding['kind']}: " + " / ".join(sites) + f" [{finding['memory'][:240]}]"
 
 
 def run(stage: Stage, folder: Path, until: float, logs: Path | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 import time
@@ -127,6 +128,24 @@ def test_explore_fails_with_a_schedule_that_replays(capsys: pytest.CaptureFixtur
     assert (code, data["failed"]) == (1, True)
     code, again = run(capsys, "explore", "write-after-read", "--replay", data["shrunk"], "--json")
     assert (code, again["schedule"], again["runs"]) == (1, data["shrunk"], 1)
+
+
+def test_explore_runs_the_whole_corpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, data = run(capsys, "explore", "corpus", "--iterations", "2", "--json")
+    assert code == 0, data
+    assert {row["program"] for row in data["programs"]} == set(RACES)
+    assert (data["runs"], data["alarms"]) == (2 * len(RACES), 0)
+
+    races = {name: RACES[name] for name in ("write-after-read", "flag-set-twice")}
+    wrong = {
+        name: dataclasses.replace(race, body=lambda b, _, body=race.body: body(b, False)) for name, race in races.items()
+    }
+    monkeypatch.setattr("outrider_sanitizer.races.RACES", wrong)
+    code, data = run(capsys, "explore", "corpus", "--iterations", "20", "--json")
+    assert (code, data["alarms"]) == (1, 2)
+    assert "schedule" in data["programs"][0]["alarm"]
+    code, data = run(capsys, "explore", "corpus", "--backend", "sim:like=cuda", "--json")
+    assert [row["program"] for row in data["programs"]] == ["write-after-read"]
 
 
 def test_explore_passes_the_corrected_program(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,41 @@ def test_reads_and_writes_are_told_apart(name: str, read: set[int], written: set
     assert (found.number, found.read, found.written) == (3, read, written)
 
 
+def test_regions_beside_each_other_use_the_same_names_for_other_values(texts: dict[str, str]) -> None:
+    assert pointers(texts["beside"]) == (3, {2}, {0, 1})
+    text = """
+    tt.func public @k(%x: !tt.ptr<f32>, %y: !tt.ptr<f32>, %z: !tt.ptr<f32>, %c: i1, %n: i32) {
+      scf.if %c {
+        %a = tt.addptr %x, %n : !tt.ptr<f32>, i32
+        %v = tt.load %a : !tt.ptr<f32>
+        tt.store %z, %v : !tt.ptr<f32>
+      } else {
+        %a = tt.addptr %y, %n : !tt.ptr<f32>, i32
+        tt.store %a, %d : !tt.ptr<f32>
+      }
+      tt.return
+    }
+    """
+    assert pointers(text) == (3, {0}, {1, 2})
+
+
+def test_a_distance_is_no_pointer_and_results_are_told_apart() -> None:
+    text = """
+    tt.func public @k(%x: !tt.ptr<f32>, %y: !tt.ptr<f32>, %n: i32) {
+      %r:2 = scf.for %i = %n to %n step %n iter_args(%p = %x, %at = %n) -> (!tt.ptr<f32>, i32) : i32 {
+        %p_0 = tt.addptr %p, %n : !tt.ptr<f32>, i32
+        %at_0 = arith.addi %at, %n : i32
+        scf.yield %p_0, %at_0 : !tt.ptr<f32>, i32
+      }
+      %q = tt.addptr %y, %r#1 : !tt.ptr<f32>, i32
+      %v = tt.load %r#0 : !tt.ptr<f32>
+      tt.store %q, %v : !tt.ptr<f32>
+      tt.return
+    }
+    """
+    assert pointers(text) == (2, {0}, {1})
+
+
 def test_what_cannot_be_followed_counts_as_unknown(texts: dict[str, str]) -> None:
     text = texts["add"]
     assert pointers(text.replace("tt.return", "tt.call @other() : () -> ()\n    tt.return")) is None

@@ -60,6 +60,16 @@ def leaves(x, out, n, BLOCK: tl.constexpr):
     tl.store(out + at, found)
 
 
+def beside(x, out, source, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0)
+    if n > 0:
+        place = source + at * BLOCK + n
+        tl.store(out + at, tl.load(place))
+    else:
+        place = x + at * BLOCK + n
+        tl.store(place, 1.0)
+
+
 def ttir(function: Any) -> str:
     kernel = JITFunction(function)
     signature = {name: {"n": "i32", "BLOCK": "constexpr"}.get(name, "*fp32") for name in kernel.arg_names}
@@ -68,4 +78,4 @@ def ttir(function: Any) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps({function.__name__: ttir(function) for function in (add, loop, swaps, picks, leaves)}))
+    print(json.dumps({function.__name__: ttir(function) for function in (add, loop, swaps, picks, leaves, beside)}))

@@ -12,6 +12,7 @@ import torch
 
 from outrider.device import QuantizedWeight
 from outrider.model import Decoder, EagleHead, LayerWeights
+from outrider.model.layer import CacheFormat
 from outrider.model.products import SplitWeight, plain
 from outrider.model.quantization.cache import cache_format
 from outrider.speculative.eagle import EagleProposer
@@ -80,9 +81,13 @@ def _scales(model: Decoder) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
 
 
 def target(backend: Backend) -> Decoder:
-    """The tiny target with quantised layers and a quantised output head."""
+    """The tiny target with quantised layers, a quantised output head, and a quantised cache where the kernels have it."""
     model = tiny.target()
-    caches = [cache_format("fp8", scales, model.config, dtype=model.dtype, device=model.device) for scales in _scales(model)]
+    caches: list[CacheFormat | None] = [None] * len(model.weights.layers)
+    if "fp8" in backend.kernels_in_use.cache_formats:
+        caches = [
+            cache_format("fp8", scales, model.config, dtype=model.dtype, device=model.device) for scales in _scales(model)
+        ]
     layers = zip(model.weights.layers, caches, strict=True)
     weights = replace(
         model.weights,

@@ -1,11 +1,12 @@
 """Edges between host threads, from the ways in which Python programs hand things over.
 
-While a run is watched, these tell the observer: starting and joining threads, queues (also that what was taken is done),
-events, conditions, semaphores, barriers, and executors' futures. A plain lock tells it only where it's handed over: released
-by another thread than the one that took it. Holding the same lock one after the other orders nothing that a program could
-rely on for its results.
+While a run is watched, these tell the observer: starting threads, joining them or finding them at their end, events,
+conditions, barriers, executors' futures, and what is handed over in pieces (`handed`). A plain lock tells it only where it's
+handed over: released by another thread than the one that took it. Holding the same lock one after the other orders nothing
+that a program could rely on for its results. Unless it's the lock of a condition: what was changed under it is asked for.
 
-Names of the modules `threading` and `queue` are exchanged, so what a program imported from them before isn't seen.
+Names of the modules `threading`, `queue` and `multiprocessing.connection` are exchanged, so what a program imported from them
+before isn't seen.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from outrider.device import Observer
-
-Wrapped = tuple[type[Any], str, Callable[[Any], Any]]
+from outrider_sanitizer.handed import Pieces, Wrapped
+from outrider_sanitizer.lanes import Once
 
 
 def _started() -> bool:
@@ -56,17 +57,31 @@ def _acquire_after(observer: Observer, token: Callable[..., object]) -> Callable
     return wrap
 
 
-def _thread_body(observer: Observer, around: Callable[[], AbstractContextManager[Any]]) -> Callable[[Any], Any]:
-    def wrap(original: Any) -> Any:
-        def run(self: threading.Thread) -> None:
-            observer.host_acquired(self)
-            try:
-                with around():
-                    original(self)
-            finally:
-                observer.host_released(self)
+def _start(observer: Observer, around: Callable[[], AbstractContextManager[Any]]) -> Callable[[Any], Any]:
+    """The thread's own `run` is taken, for classes that have one of theirs."""
 
-        return run
+    def wrap(original: Any) -> Any:
+        def start(self: threading.Thread) -> None:
+            if _started():
+                observer.host_released(self)
+            body, own = self.run, "run" in self.__dict__
+
+            def run() -> None:
+                observer.host_acquired(self)
+                try:
+                    with around():
+                        body()
+                finally:
+                    observer.host_released(self)
+                    if own:
+                        self.__dict__["run"] = body
+                    else:
+                        self.__dict__.pop("run", None)
+
+            self.__dict__["run"] = run
+            original(self)
+
+        return start
 
     return wrap
 
@@ -74,7 +89,7 @@ def _thread_body(observer: Observer, around: Callable[[], AbstractContextManager
 def _submit(observer: Observer) -> Callable[[Any], Any]:
     def wrap(original: Any) -> Any:
         def submit(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-            token = object()
+            token = Once()
             observer.host_released(token)
 
             def body(*inner: Any, **named: Any) -> Any:
@@ -88,14 +103,23 @@ def _submit(observer: Observer) -> Callable[[Any], Any]:
     return wrap
 
 
-def _join(observer: Observer) -> Callable[[Any], Any]:
-    def wrap(original: Any) -> Any:
-        def join(self: threading.Thread, timeout: float | None = None) -> None:
-            original(self, timeout)
-            if not self.is_alive():
-                observer.host_acquired(self)
+def _join(original: Any) -> Any:
+    def join(self: threading.Thread, timeout: float | None = None) -> None:
+        original(self, timeout)
+        self.is_alive()  # which tells
 
-        return join
+    return join
+
+
+def _alive(observer: Observer) -> Callable[[Any], Any]:
+    def wrap(original: Any) -> Any:
+        def is_alive(self: threading.Thread) -> bool:
+            alive: bool = original(self)
+            if not alive and _started():
+                observer.host_acquired(self)
+            return alive
+
+        return is_alive
 
     return wrap
 
@@ -121,11 +145,24 @@ def _own(condition: threading.Condition) -> bool:
     return found
 
 
+def _lock_of(condition: threading.Condition) -> object:
+    """Conditions of one lock are one meeting: each may notify the others' threads."""
+    found: object = condition._lock  # type: ignore[attr-defined]
+    return found
+
+
 def _condition_made(original: Any) -> Any:
     def init(self: threading.Condition, lock: Any = None) -> None:
         original(self, lock)
-        module = sys._getframe(1).f_globals.get("__name__", "")
-        self.__dict__["_outrider_own"] = module not in ("threading", "queue") and not module.startswith("concurrent.")
+        caller: Any = sys._getframe(1)
+        while caller.f_globals.get("__name__") == __name__:  # several devices are watched, so it's wrapped several times
+            caller = caller.f_back
+        module = caller.f_globals.get("__name__", "")
+        own = module not in ("threading", "queue") and not module.startswith("concurrent.")
+        self.__dict__["_outrider_own"] = own
+        held: Any = self._lock  # type: ignore[attr-defined]  # what notify and wait go by
+        if own and isinstance(held, _Lock):
+            held.tells = True
 
     return init
 
@@ -133,8 +170,8 @@ def _condition_made(original: Any) -> Any:
 def _condition_left(observer: Observer) -> Callable[[Any], Any]:
     def wrap(original: Any) -> Any:
         def leave(self: threading.Condition, *args: Any) -> Any:
-            if _own(self):
-                observer.host_released(self)
+            if _own(self) and _started():
+                observer.host_released(_lock_of(self))
             return original(self, *args)
 
         return leave
@@ -146,8 +183,8 @@ def _condition_entered(observer: Observer) -> Callable[[Any], Any]:
     def wrap(original: Any) -> Any:
         def enter(self: threading.Condition, *args: Any) -> Any:
             result = original(self, *args)
-            if _own(self):
-                observer.host_acquired(self)
+            if _own(self) and _started():
+                observer.host_acquired(_lock_of(self))
             return result
 
         return enter
@@ -159,20 +196,29 @@ def _condition_waits(observer: Observer) -> Callable[[Any], Any]:
     """Waiting gives the lock up, and takes it again, also where nobody notified."""
 
     def wrap(original: Any) -> Any:
-        meets = _both(observer)(original)
-
         def wait(self: threading.Condition, *args: Any, **kwargs: Any) -> Any:
-            return (meets if _own(self) else original)(self, *args, **kwargs)
+            if not _own(self):
+                return original(self, *args, **kwargs)
+            observer.host_released(_lock_of(self))
+            result = original(self, *args, **kwargs)
+            observer.host_acquired(_lock_of(self))
+            return result
 
         return wait
 
     return wrap
 
 
+class _Lock:
+    """A lock that can tell of each hold, since a condition was made of it."""
+
+    tells = False
+
+
 def _locks(observer: Observer, before: Any) -> Any:
     """A class for `threading.Lock` that tells of each hand-over."""
 
-    class Lock:
+    class Lock(_Lock):
         def __init__(self) -> None:
             self._lock = before()
             self._owner = 0
@@ -182,13 +228,13 @@ def _locks(observer: Observer, before: Any) -> Any:
             taken: bool = self._lock.acquire(*args, **kwargs)
             if taken:
                 self._owner = threading.get_ident()
-                if self._handed:
+                if (self._handed or self.tells) and _started():
                     self._handed = False
                     observer.host_acquired(self)
             return taken
 
         def release(self) -> None:
-            if self._owner != threading.get_ident() and _started():
+            if (self.tells or self._owner != threading.get_ident()) and _started():
                 observer.host_released(self)
                 self._handed = True
             self._lock.release()
@@ -209,18 +255,46 @@ def _locks(observer: Observer, before: Any) -> Any:
     return Lock
 
 
-def _simple_queues(observer: Observer, before: Any) -> Any:
+def _recursive_locks(observer: Observer, before: Any) -> Any:
+    """A class for `threading.RLock`, which tells where a condition was made of it."""
+
+    class RLock(_Lock):
+        def __init__(self) -> None:
+            self._lock = before()
+
+        def acquire(self, *args: Any, **kwargs: Any) -> bool:
+            taken: bool = self._lock.acquire(*args, **kwargs)
+            if taken and self.tells and _started():
+                observer.host_acquired(self)
+            return taken
+
+        def release(self) -> None:
+            if self.tells and _started():
+                observer.host_released(self)
+            self._lock.release()
+
+        def __enter__(self) -> bool:
+            return self.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            self.release()
+
+        def __getattr__(self, name: str) -> Any:  # what a condition asks of its lock
+            return getattr(self._lock, name)
+
+    return RLock
+
+
+def _simple_queues(pieces: Pieces, before: Any) -> Any:
     """A class for `queue.SimpleQueue`, which is C."""
+    give, take = pieces.put(before.put), pieces.get(before.get)
 
     class SimpleQueue(before):  # type: ignore[misc]  # a class that is only known at run time
         def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-            observer.host_released(self)
-            super().put(item, block, timeout)
+            give(self, item, block, timeout)
 
         def get(self, block: bool = True, timeout: float | None = None) -> Any:
-            item = super().get(block, timeout)
-            observer.host_acquired(self)
-            return item
+            return take(self, block, timeout)
 
         def put_nowait(self, item: Any) -> None:
             self.put(item, False)
@@ -242,24 +316,19 @@ def host_edges(observer: Observer, around: Callable[[], AbstractContextManager[A
     def done(self: Any, *_: Any) -> object:
         return second.setdefault(self, [])
 
+    pieces = Pieces(observer)
     changes: list[Wrapped] = [
-        (threading.Thread, "start", _release_before(observer, itself)),
-        (threading.Thread, "run", _thread_body(observer, around)),
-        (threading.Thread, "join", _join(observer)),
+        (threading.Thread, "start", _start(observer, around)),
+        (threading.Thread, "join", _join),
+        (threading.Thread, "is_alive", _alive(observer)),
         (threading.Event, "set", _release_before(observer, itself)),
         (threading.Event, "wait", _acquire_after(observer, itself)),
         (threading.Event, "is_set", _acquire_after(observer, itself)),
-        (threading.Semaphore, "release", _release_before(observer, itself)),
-        (threading.BoundedSemaphore, "release", _release_before(observer, itself)),
-        (threading.Semaphore, "acquire", _acquire_after(observer, itself)),
-        (threading.Semaphore, "__enter__", _acquire_after(observer, itself)),
         (threading.Barrier, "wait", _both(observer)),
         (threading.Condition, "__init__", _condition_made),
         (threading.Condition, "__enter__", _condition_entered(observer)),
         (threading.Condition, "__exit__", _condition_left(observer)),
         (threading.Condition, "wait", _condition_waits(observer)),
-        (queue.Queue, "put", _release_before(observer, itself)),
-        (queue.Queue, "get", _acquire_after(observer, itself)),
         (queue.Queue, "task_done", _release_before(observer, done)),
         (queue.Queue, "join", _acquire_after(observer, done)),
         (ThreadPoolExecutor, "submit", _submit(observer)),
@@ -268,17 +337,16 @@ def host_edges(observer: Observer, around: Callable[[], AbstractContextManager[A
         (Future, "result", _acquire_after(observer, itself)),
         (Future, "exception", _acquire_after(observer, itself)),
         (Future, "done", _acquire_after(observer, itself)),
+        *pieces.changes(),
+        (threading, "Lock", lambda before: _locks(observer, before)),
+        (threading, "RLock", lambda before: _recursive_locks(observer, before)),
+        (queue, "SimpleQueue", lambda before: _simple_queues(pieces, before)),
     ]
     before = [(owner, name, owner.__dict__[name]) for owner, name, _ in changes]
-    names = ((threading, "Lock", threading.Lock, _locks), (queue, "SimpleQueue", queue.SimpleQueue, _simple_queues))
     for owner, name, wrap in changes:
         setattr(owner, name, wrap(owner.__dict__[name]))
-    for module, name, original, make in names:
-        setattr(module, name, make(observer, original))
     try:
         yield
     finally:
-        for module, name, original, _ in names:
-            setattr(module, name, original)
         for owner, name, original in before:
             setattr(owner, name, original)

@@ -13,8 +13,17 @@ from outrider_sanitizer.clocks import NOTHING, Actor, Clock, Point
 
 _TOKENS = 4096
 
+# While a run is watched, a program that asks this is told of: what is asked here isn't the program's.
+_ALIVE = threading.Thread.is_alive
+
 Step = Callable[[], bool]
 """Something enqueued on a stream; False while it has to wait for a flag, or for what waits for one."""
+
+
+class Once:
+    """What a host thread hands over to one other: nobody acquires it twice."""
+
+    __slots__ = ()
 
 
 class Edge:
@@ -80,7 +89,7 @@ class Lanes:
             else:
                 alive.append((thread, actor))
         self._threads = alive
-        current = threading.current_thread()
+        current = _current()
         # A thread that is over leaves its number to a new one, so that clocks don't grow with every thread.
         number, epoch = self._free_numbers.pop() if self._free_numbers else (self._number(), 0)
         new = Actor(number, f"host thread {current.name}", host=True)
@@ -118,6 +127,8 @@ class Lanes:
         known = self._tokens.get(id(token))
         if known is not None:
             self.thread().join(known[1])
+            if isinstance(token, Once):
+                del self._tokens[id(token)]
 
     # -- steps of streams --------------------------------------------------------------------------------------------
 
@@ -200,5 +211,14 @@ class Lanes:
         return self._stamp
 
 
+def _current() -> threading.Thread:
+    """The calling thread. While one starts, threading doesn't know yet which it is, and would make another object for it;
+    memory that is collected there is told of already.
+    """
+    own = threading.get_ident()
+    starting: dict[threading.Thread, threading.Thread] = getattr(threading, "_limbo", {})
+    return next((thread for thread in list(starting) if thread.ident == own), None) or threading.current_thread()
+
+
 def _lives(thread: threading.Thread | None) -> bool:
-    return thread is not None and thread.is_alive()
+    return thread is not None and _ALIVE(thread)

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-_NAME = re.compile(r"%[A-Za-z0-9_$.\-]+")
+_NAME = re.compile(r"%[A-Za-z0-9_$.\-]+(?:#\d+)?")
 _PARAMETER = re.compile(r"(%[A-Za-z0-9_$.\-]+): (!tt\.(?:ptr|tensordesc))")
-_CARRIED = re.compile(r"(%[A-Za-z0-9_$.\-]+) = (%[A-Za-z0-9_$.\-]+)")
+_CARRIED = re.compile(r"(%[A-Za-z0-9_$.\-]+) = (%[A-Za-z0-9_$.\-]+(?:#\d+)?)")
 _LABEL = re.compile(r"\^\w+(?:\([^)]*\))?")
 _POINTS = ("!tt.ptr", "!tt.tensordesc")
 _ATOMIC = ("tt.atomic_", "tt.descriptor_reduce")
@@ -44,6 +44,7 @@ def pointers(ttir: str) -> Pointers | None:
     if len(functions) != 1 or any(_operation(line).startswith(_OPAQUE) for line in lines):
         return None
     names = [name for name, _ in _PARAMETER.findall(functions[0])]
+    lines = _told_apart(lines)
     held: _Held = {name: frozenset((at,)) for at, name in enumerate(names)}
     taken = {}  # what each block of a kernel that returns early takes
     for line in lines:
@@ -55,6 +56,40 @@ def pointers(ttir: str) -> Pointers | None:
         size = sum(map(len, held.values()))
         read, written = _walk(lines, held, taken)
     return Pointers(len(names), read, written)
+
+
+def _told_apart(lines: Sequence[str]) -> list[str]:
+    """The lines with a name of its own for each value: the text uses a name again in a region beside the first one."""
+    regions: list[tuple[int, dict[str, str]]] = []  # those of a function that are open
+    told: list[str] = []
+    count, within = 0, False
+
+    def named(use: re.Match[str]) -> str:
+        name, mark, part = use[0].partition("#")
+        inner = next((names[name] for _, names in reversed(regions) if name in names), name)
+        return inner + mark + part
+
+    for line in lines:
+        if line.startswith("}") and regions:
+            regions.pop()
+        left = line.partition(" = ")[0] if line.startswith("%") else line if line.startswith("^") else ""
+        if regions:
+            number, names = regions[-1]
+            names |= {name: f"{name}$in{number}" for name in _NAME.findall(left)}
+        if within and line.endswith("{"):
+            count += 1
+            operation = _operation(line)
+            begun = _NAME.findall(operation)[:1] if operation.startswith("scf.for") else []
+            begun += [name for name, _ in _CARRIED.findall(operation.partition("iter_args")[2])]
+            regions.append((count, {name: f"{name}$in{count}" for name in begun}))
+        within = within or line.startswith("tt.func")
+        told.append(_NAME.sub(named, line))
+    return told
+
+
+def _results(made: str, number: int) -> list[str]:
+    """The names of an operation's results."""
+    return [made] if number == 1 else [f"{made}#{at}" for at in range(number)]
 
 
 def _operation(line: str) -> str:
@@ -76,8 +111,9 @@ def _walk(lines: Sequence[str], held: _Held, taken: dict[str, list[str]]) -> tup
             read |= held.get(operands[0], nothing)
         elif operation.startswith("scf.yield") and blocks:
             result, carried = blocks[-1]
+            results = _results(result, len(operands))
             for at, name in enumerate(operands):
-                for target in (result, carried[at]) if at < len(carried) else (result,):
+                for target in (results[at], carried[at]) if at < len(carried) else (results[at],):
                     held[target] = held.get(target, nothing) | held.get(name, nothing)
         elif operation.startswith("cf."):
             for block in _LABEL.findall(operation):
@@ -85,11 +121,13 @@ def _walk(lines: Sequence[str], held: _Held, taken: dict[str, list[str]]) -> tup
                 for target, name in zip(taken.get(label, ()), _NAME.findall(block), strict=False):
                     held[target] = held.get(target, nothing) | held.get(name, nothing)
         elif operation.startswith("scf.for"):
-            for name, start in _CARRIED.findall(operation.partition("iter_args")[2]):
+            loop = _CARRIED.findall(operation.partition("iter_args")[2])
+            for (name, start), result in zip(loop, _results(made, len(loop)), strict=True):
                 held[name] = held.get(name, nothing) | held.get(start, nothing)
-                held[made] = held.get(made, nothing) | held[name]
+                held[result] = held.get(result, nothing) | held[name]
         elif made and any(kind in operation for kind in _POINTS):
-            held[made] = held.get(made, nothing).union(*(held.get(name, nothing) for name in operands))
+            sources = operands[:1] if operation.startswith("tt.addptr") else operands  # the other one is a distance
+            held[made] = held.get(made, nothing).union(*(held.get(name, nothing) for name in sources))
         closes, opens = line.startswith("}"), line.endswith("{")
         block = blocks.pop() if closes and blocks else ("", [])
         if opens:

@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="program", help="which operation runs next (docs/simulator.md)")
     parser.add_argument("--synchronous", action="store_true", help="without asynchronous scheduling")
     parser.add_argument("--speculate", action="store_true", help="with n-gram proposals")
+    parser.add_argument("--draft-model", action="store_true", help="with a draft model's proposals")
     parser.add_argument("--work", default="plain", choices=[w.name for w in WORKLOADS], help="what it's asked for")
     parser.add_argument("--offload", action="store_true", help="the same as --work offload")
     parser.add_argument(
@@ -42,7 +43,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         outcome = engine.run(
             backend, launches, Path(folder), workload("offload" if given.offload else given.work), tokens=given.tokens,
-            asynchronous=not given.synchronous, speculate=given.speculate, first_runner=given.first_runner,
+            asynchronous=not given.synchronous, speculate=given.speculate or given.draft_model,
+            draft_model=given.draft_model or given.first_runner,
             revert=undo[given.revert].apply if given.revert else None,
         )  # fmt: skip
     print("OUTCOME " + json.dumps(asdict(outcome)))

@@ -71,10 +71,11 @@ def expected(folder: Path, prompts: Sequence[Sequence[int]], count: int) -> list
 
 def run(
     backend: Any, launches: Any, folder: Path, work: Workload, *, tokens: int, asynchronous: bool, speculate: bool,
-    first_runner: bool = False, revert: Callable[[Any], Callable[[], int]] | None = None,
+    draft_model: bool = False, revert: Callable[[Any], Callable[[], int]] | None = None,
 ) -> Outcome:  # fmt: skip
     """Decode the requests of `work`, `tokens` each, under the sanitizer. `revert` is given the engine before its first
-    request and takes an ordering out; the result says how often it was left out.
+    request and takes an ordering out; the result says how often it was left out. With `draft_model` speculation is with a
+    draft model, else with n-grams, which the older runner can't schedule asynchronously.
     """
     from vllm import LLM, SamplingParams
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -82,7 +83,7 @@ def run(
     from outrider_sanitizer import watch
 
     more: dict[str, Any] = {}
-    if speculate and first_runner:  # proposals by n-gram can't be scheduled asynchronously there
+    if speculate and draft_model:
         draft = str(checkpoint(folder / "draft", seed=1))
         more["speculative_config"] = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
     elif speculate:

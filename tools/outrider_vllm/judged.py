@@ -9,7 +9,7 @@ from outrider_sanitizer.findings import Finding, Kind, Report
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """How to know one again: its kind, and parts of the places of its second access and of its memory.
+    """How to know one again: its kind, and parts of the places of its two accesses and of its memory.
 
     Lines are those of the one version of vLLM that this package is for: a line beside them is another finding.
     """
@@ -18,10 +18,13 @@ class Judged:
     kind: Kind
     second: str
     memory: str
+    first: str = ""
 
     def fits(self, finding: Finding) -> bool:
         """Whether `finding` is this one."""
-        return finding.kind == self.kind and self.second in finding.second.location and self.memory in finding.memory
+        first = finding.first.location if finding.first is not None else ""
+        near = self.first in first and self.second in finding.second.location and self.memory in finding.memory
+        return near and finding.kind == self.kind
 
 
 JUDGED = (
@@ -35,6 +38,10 @@ JUDGED = (
            memory="v1/utils.py"),
     Judged(page="vllm-accepted-counts-written-twice", kind=Kind.WRITE_AFTER_READ, second="worker/gpu_model_runner.py:4073",
            memory="v1/utils.py"),
+    Judged(page="vllm-temperatures-rewritten", kind=Kind.WRITE_AFTER_READ, first="worker/gpu/spec_decode/speculator.py:541",
+           second="worker/gpu/buffer_utils.py:99", memory="worker/gpu/buffer_utils.py"),
+    Judged(page="vllm-temperatures-rewritten", kind=Kind.WRITE_AFTER_READ, first="worker/gpu/spec_decode/speculator.py:542",
+           second="worker/gpu/buffer_utils.py:99", memory="worker/gpu/buffer_utils.py"),
 )  # fmt: skip
 
 

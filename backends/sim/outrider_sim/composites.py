@@ -1,6 +1,7 @@
-"""`out=` overloads that torch carries out otherwise for a tensor in Python, and then leaves the given tensor as it was.
+"""Composite operators that torch carries out otherwise for a tensor in Python.
 
-They are done here as the operator without `out=`, and a copy.
+Some `out=` overloads then leave the given tensor as it was: they're done as the operator without `out=`, and a copy. And
+`ctc_loss` no longer takes lengths that are on the host.
 """
 
 from __future__ import annotations
@@ -26,8 +27,16 @@ def _kernel(packet: Any) -> Callable[..., Tensor]:
     return run
 
 
+def _ctc_loss(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, *rest: Any) -> Tensor:
+    result: Tensor = torch.ops.aten.ctc_loss.IntList(
+        log_probs, targets, input_lengths.tolist(), target_lengths.tolist(), *rest
+    )
+    return result
+
+
 def kernels() -> Iterator[tuple[str, Callable[..., Tensor]]]:
     """Name with overload, and what to do."""
+    yield "ctc_loss.Tensor", _ctc_loss
     for name in _NAMES:
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider_sim.meta import contiguous
-from outrider_sim.operands import CPU, META, Seeded, extent
+from outrider_sim.operands import CPU, META, Seeded, extent, without_generator
 from outrider_sim.opinfo import OpInfo
 from outrider_sim.queue import Kind, Op
 from outrider_sim.tensor import SimTensor
@@ -84,11 +84,18 @@ class Creation:
         return self._core.allocate(sim, plan.outs[0], sim.machine.stream)
 
     def filled_like(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Memory that looks like an operand, with values that don't depend on it, here or on another device."""
+        """New memory with values of its own, here or on another device. An operand called `self` only says what it looks
+        like; others (the ends of a `linspace`) are read.
+        """
         elsewhere = kwargs.get("device")
-        if elsewhere is not None and elsewhere.type != self._core.device.type and isinstance(args[0], SimTensor):
-            return info.run(args[0]._inner, *args[1:], **kwargs)
-        if not isinstance(args[0], SimTensor):
+        pattern = info.names[0] == "self" and isinstance(args[0], Tensor)
+        read = args[1:] if pattern else args
+        if elsewhere is not None and elsewhere.type != self._core.device.type:
+            given = [value.cpu() if isinstance(value, SimTensor) else value for value in read]
+            if pattern:
+                given.insert(0, args[0]._inner if isinstance(args[0], SimTensor) else args[0])
+            return info.run(*given, **kwargs)
+        if pattern and not isinstance(args[0], SimTensor):
             look = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device=META)
             return self.factory(info, (look, *args[1:]), kwargs)
         return self._core.compute(info, args, kwargs)
@@ -96,7 +103,7 @@ class Creation:
     def factory(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SimTensor:
         """`arange` and its like: no tensor operand, values made by a kernel on the device."""
         named = {**kwargs, "device": META}
-        shape = info.func(*args, **{k: v for k, v in named.items() if k != "generator"})
+        shape = info.func(*args, **without_generator(named))
         sim = self._core.current
         stream = sim.machine.stream
         made = self._core.allocate(sim, self._core.metas.of(shape), stream)

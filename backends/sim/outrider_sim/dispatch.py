@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import ROW_ACCESS, Access, CaptureError
+from outrider.device import ROW_ACCESS, Access
 from outrider_sim import composites, rows
 from outrider_sim.copies import Copies
 from outrider_sim.creation import Creation
 from outrider_sim.diverging import diverging
+from outrider_sim.lengths import Lengths
 from outrider_sim.meta import Meta, Metas
 from outrider_sim.operands import (
     CPU,
@@ -40,6 +41,7 @@ from outrider_sim.opinfo import OpInfo, Plan, Way
 from outrider_sim.pinned import PinnedTensor
 from outrider_sim.planning import Planner
 from outrider_sim.queue import Kind, Op, StreamQueue
+from outrider_sim.reads import Reads
 from outrider_sim.sim import Sim
 from outrider_sim.source import Lines
 from outrider_sim.tensor import SimTensor, wrap
@@ -63,7 +65,8 @@ class Dispatcher:
         self._lines = Lines()
         self.copies = copies = Copies(self)
         self.creation = Creation(self)
-        self._views = views = Views(self)
+        self.views = views = Views(self)
+        self._reads = reads = Reads(self)
         self._special: dict[str, Callable[..., Any]] = {
             "aten::copy_": copies.copy_,
             "aten::_copy_from": copies.copy_from,
@@ -76,15 +79,15 @@ class Dispatcher:
             "aten::_conj": lambda tensor: self(torch.ops.aten.conj_physical.default, (tensor,), None),
             "aten::_neg_view": lambda tensor: self(torch.ops.aten.neg.default, (tensor,), None),
             "aten::is_pinned": lambda *_: False,
-            "aten::repeat_interleave.Tensor": self._repeat_interleave,
-            "aten::histc": self._histc,
         }
+        self._special.update(reads.kernels())
+        self._special.update(Lengths(self).kernels())
         self._special.update((f"aten::{name}", kernel) for name, kernel in composites.kernels())
         self._ways: dict[Way, Callable[..., Any]] = {
             Way.COMPUTE: self.compute,
             Way.VIEW: views.view,
             Way.METADATA: views.metadata,
-            Way.READ: self._read,
+            Way.READ: reads.read,
             Way.DECOMPOSE: self._decompose,
         }
         self._handlers: dict[Any, Callable[..., Any]] = {}
@@ -246,14 +249,14 @@ class Dispatcher:
                 key.append(name)
                 named[name] = self.convert(value, key, info)
         if info.indexing and boolean_index(args):
-            return self._read(info, args, kwargs)
+            return self._reads.read(info, args, kwargs)
         looked_up = tuple(key)
         plan = info.plans.get(looked_up)
         if plan is None:
             plan = self.plan(info, looked_up, args, kwargs)
         if plan.resized:
             for name, meta in plan.resized:
-                self._views.renew(kwargs[name] if name in kwargs else args[info.names.index(name)], meta)
+                self.views.renew(kwargs[name] if name in kwargs else args[info.names.index(name)], meta)
             return self.compute(info, args, kwargs)
         sim = self.current
         machine = sim.machine
@@ -281,7 +284,7 @@ class Dispatcher:
         if type(run) is Seeded:
             op.seed = sim.next_seed
         if machine.tracks:
-            self._describe(op, info, args, kwargs, outs)
+            self.describe(op, info, args, kwargs, outs)
         machine.enqueue(op, stream)
         if info.fresh:
             return outs[0]
@@ -298,9 +301,10 @@ class Dispatcher:
 
     # -- what tools see ---------------------------------------------------------------------------------------------
 
-    def _describe(
+    def describe(
         self, op: Op, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[SimTensor | None]
     ) -> None:
+        """Attach what a tool sees of an operator call: its accesses, rows that are known later, and the line."""
         accesses: list[Access] = []
         for name, value in zip(info.names, args, strict=False):
             kind = type(value)
@@ -328,61 +332,6 @@ class Dispatcher:
         if machine.tracks:
             op.accesses = accesses
             op.line = machine.line
-
-    # -- reads ------------------------------------------------------------------------------------------------------
-
-    def _read(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Queue the computation, wait for it, then make results of the shape that it has."""
-        sim = self.current
-        machine = sim.machine
-        stream = machine.stream
-        if stream.capture is not None:
-            raise CaptureError(f"{info.name} reads device values on the host: nothing runs in a capture")
-        key: list[Any] = []
-        inner = tuple(self.convert(value, key, info) for value in args)
-        named = {name: self.convert(value, key, info) for name, value in kwargs.items()}
-        box: list[Any] = []
-        op = Op(Kind.KERNEL, info.name, info.run, inner, named, box.append, None, machine.like.kernel_us)
-        if machine.tracks:
-            self._describe(op, info, args, kwargs, ())
-        machine.enqueue(op, stream)
-        sim.synchronize(stream, info.name)
-        if not box:
-            raise RuntimeError(f"{info.name} didn't run: the device failed before it")
-        return self._place(box[0], sim, stream)
-
-    def _place(self, value: Any, sim: Sim, stream: StreamQueue) -> Any:
-        if isinstance(value, Tensor):
-            made = self.allocate(sim, self.metas.of(value), stream)
-            op = Op(Kind.KERNEL, "results", made._inner.copy_, (value,), cost=sim.machine.like.kernel_us)
-            self.note(op, extent(made, True, "out"))
-            sim.machine.enqueue(op, stream)
-            return made
-        if isinstance(value, list | tuple):
-            return type(value)(self._place(item, sim, stream) for item in value)
-        return value
-
-    def _histc(self, values: SimTensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
-        """Accelerators count whole numbers too, which torch's kernel of the host doesn't."""
-        if not values.is_floating_point():
-            return torch.histc(values.double(), bins, min, max).to(values.dtype)
-        return self._read(self.info(torch.ops.aten.histc.default), (values, bins, min, max), {})
-
-    def _repeat_interleave(self, repeats: SimTensor, output_size: int | None = None) -> Any:
-        info = self.infos[torch.ops.aten.repeat_interleave.Tensor]
-        if output_size is None:
-            return self._read(info, (repeats,), {})
-        # With the size known nothing needs to be waited for.
-        sim = self.current
-        stream = sim.machine.stream
-        made = self.allocate(sim, self.metas.get(torch.Size((output_size,)), (1,), repeats.dtype), stream)
-        op = Op(
-            Kind.KERNEL, info.name, info.run, (repeats._inner,), {"output_size": output_size}, made._inner.copy_,
-            cost=sim.machine.like.kernel_us,
-        )  # fmt: skip
-        self.note(op, extent(repeats, False, "repeats"), extent(made, True, "out"))
-        sim.machine.enqueue(op, stream)
-        return made
 
     def _decompose(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         result = info.func.decompose(*args, **kwargs)

@@ -131,6 +131,7 @@ class Memory:
         self.allocated = 0
         self.peak = 0
         self.reserved = 0
+        self.peak_reserved = 0
         self._next = _BASE + machine.rank * _SPACE
         # Blocks that were freed while a stream of `record_stream` still had work.
         self._held: list[tuple[Block, list[tuple[StreamQueue, int]]]] = []
@@ -215,6 +216,10 @@ class Memory:
         """Give free blocks back. Nobody may have work in flight that touches them, as on a device."""
         self._drop(self.pool)
 
+    def reset_peaks(self) -> None:
+        """The most that was in use is what is in use now."""
+        self.peak, self.peak_reserved = self.allocated, self.reserved
+
     def start_over(self, floor: int | None) -> int:
         """Forget every free block, so that the next run finds memory as the first one did; addresses start at `floor`
         again, if one is given. Returns where they start.
@@ -223,7 +228,7 @@ class Memory:
         self.pool.dead = True
         self.pool = Pool()
         self.count = 0
-        self.peak = self.allocated
+        self.reset_peaks()
         if floor is not None:
             self._next = floor
         return self._next
@@ -245,6 +250,7 @@ class Memory:
             )
         block = Block(pool, stream, size, self.take_address(size), self.poison)
         self.reserved += size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
         pool.reserved += size
         return block
 

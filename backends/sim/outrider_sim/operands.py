@@ -120,6 +120,11 @@ def probability(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return float(args[position] if position < len(args) else kwargs.get(info.random_if, 0.0))
 
 
+def without_generator(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Operands for a call that only asks what its results look like."""
+    return {name: None if isinstance(value, torch.Generator) else value for name, value in named.items()}
+
+
 def repin(result: Any, owner: PinnedTensor) -> Any:
     """Views of pinned memory are pinned."""
     if isinstance(result, Tensor):

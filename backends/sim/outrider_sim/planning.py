@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outrider_sim.meta import Meta, Metas
-from outrider_sim.operands import CPU, META, is_strided
+from outrider_sim.meta import Meta, Metas, contiguous
+from outrider_sim.operands import CPU, META, is_strided, without_generator
 from outrider_sim.opinfo import PLAN_LIMIT, OpInfo, Plan
 from outrider_sim.pinned import PinnedTensor
 from outrider_sim.sim import quiet
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 _PROBED = 1 << 22
 """Bytes of operands and results up to which a call is tried on zeros; larger ones run without their `out=` overload."""
+
+_CUT = 8
+"""Where a larger call has several results, torch's two answers are compared with each dimension cut to this."""
 
 
 _Resized = tuple[tuple[str, Meta], ...]
@@ -68,9 +71,12 @@ class Planner:
         if len(info.plans) > PLAN_LIMIT:
             info.plans.clear()
         out = False
-        if not resized and moved <= _PROBED:
+        if not resized:
             by_host = info.by_host
-            out = self._probe(info, key, args, kwargs, tuple(fresh))
+            if moved <= _PROBED:
+                out = self._probe(info, key, args, kwargs, tuple(fresh))
+            elif len(fresh) > 1 and _can_be_cut(info, key):
+                self._probe_small(info, key, args, kwargs)
             if info.by_host and not by_host:
                 return self.plan(info, key, args, kwargs)
         plan = info.plans[key] = Plan(tuple(fresh), tuple(structure), cost, out, resized)
@@ -101,6 +107,13 @@ class Planner:
                     result = sketch.call(asked, _meta_tensor, META)
             except NotImplementedError:
                 result = self._on_zeros(info, sketch)
+            except RuntimeError as error:
+                if "meta tensors" not in str(error):
+                    raise
+                raise NotImplementedError(
+                    f"{info.name}: what its results look like depends on values, and the simulated device doesn't wait for "
+                    "them here; run it on the host"
+                ) from error
         resized: _Resized = ()
         for name, made, meta in sketch.written:
             if made.shape != meta.shape and made.dtype == meta.dtype and not meta.numel and name in info.outs:
@@ -123,9 +136,9 @@ class Planner:
         self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any], fresh: tuple[Any, ...]
     ) -> bool:
         """Run once on zeros; returns whether the `out=` overload leaves the given tensors where they are."""
-        if not info.native or info.random or info.emulated is not None:
+        if not _probed(info):
             return False
-        kind = tuple((m.dtype, len(m.shape), m.numel == 0) if isinstance(m, Meta) else m for m in key)
+        kind = _kind(key)
         found = info.probed.get(kind)
         if found is None:
             if len(info.probed) > PLAN_LIMIT:
@@ -135,26 +148,60 @@ class Planner:
 
     def _try(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], fresh: tuple[Any, ...]) -> bool:
         sketch = _Sketch(info, args, kwargs)
+        result = self._run_on_zeros(info, sketch, _zeros)
+        if result is None:
+            return False
+        made = _fresh(info, result)
+        for value in made:
+            if value is not None:
+                self._strided(info, value)
+        if not _agree(info, made, fresh):
+            return False
+        if info.writes or None in fresh:
+            return False
+        return info.out is not None and bool(fresh) and self._stays(info, sketch, fresh)
+
+    def _probe_small(self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Ask about a large call with small operands of the same kind. Says nothing where these don't fit together."""
+        kind = ("cut", *_kind(key))
+        if not _probed(info) or info.by_host or kind in info.probed:
+            return
+        if len(info.probed) > PLAN_LIMIT:
+            info.probed.clear()
+        info.probed[kind] = False
+        sketch = _Sketch(info, args, kwargs)
+        made = self._run_on_zeros(info, sketch, lambda meta: _zeros(self._cut(meta)))
+        if made is None:
+            return
+        try:
+            with torch.no_grad(), torch._C._InferenceMode(False):
+                look = sketch.call(info.func, lambda meta: _meta_tensor(self._cut(meta)), META)
+        except Exception:
+            return
+        _agree(info, _fresh(info, made), _fresh(info, look))
+
+    def _cut(self, meta: Meta) -> Meta:
+        """The same kind of operand with short dimensions: equal ones stay equal."""
+        shape = tuple(min(size, _CUT) for size in meta.shape)
+        return self._metas.get(torch.Size(shape), contiguous(shape), meta.dtype)
+
+    @staticmethod
+    def _run_on_zeros(info: OpInfo, sketch: _Sketch, make: Callable[[Meta], Tensor]) -> Any:
+        """The host's result; None where it fails by what the operands hold.
+
+        Raises `NotImplementedError` where it can't at all.
+        """
         try:
             # What a call on zeros has to say (an index, a singular matrix) is of no interest; only what can't be done is.
             with warnings.catch_warnings(), torch.no_grad(), torch._C._InferenceMode(False), quiet():
                 warnings.simplefilter("ignore")
-                result = sketch.call(info.run, _zeros, CPU)
+                return sketch.call(info.run, make, CPU)
         except NotImplementedError as error:
             raise _missing(info, error) from error
         except Exception as error:
             if "not implemented for" in str(error) or "not supported on" in str(error):
                 raise _missing(info, error) from error
-            return False
-        made = [value for value in (result if isinstance(result, tuple) else (result,)) if isinstance(value, Tensor)]
-        for value in made:
-            self._strided(info, value)
-        if info.writes or None in fresh or len(made) != len(fresh):
-            return False
-        if any(value.shape != look.shape for value, look in zip(made, fresh, strict=True)):
-            info.by_host = True  # where torch's two answers differ, the host's is what there will be
-            return False
-        return info.out is not None and bool(fresh) and self._stays(info, sketch, fresh)
+            return None
 
     @staticmethod
     def _stays(info: OpInfo, sketch: _Sketch, fresh: tuple[Any, ...]) -> bool:
@@ -191,7 +238,7 @@ class _Sketch:
         self.written.clear()
         names = self._info.names
         drawn = [self._draw(make, device, name, value) for name, value in zip(names, self._args, strict=False)]
-        named = {name: self._draw(make, device, name, value) for name, value in self._kwargs.items() if name != "generator"}
+        named = {name: self._draw(make, device, name, value) for name, value in without_generator(self._kwargs).items()}
         return fn(*drawn, **named, **(outs or {}))
 
     def _draw(self, make: Callable[[Meta], Tensor], device: torch.device, name: str, value: Any) -> Any:
@@ -208,6 +255,41 @@ class _Sketch:
         if isinstance(value, Tensor) and device is META and value.dim() == 0:
             return value
         return device if isinstance(value, torch.device) else value
+
+
+def _probed(info: OpInfo) -> bool:
+    return info.native and not info.random and info.emulated is None
+
+
+def _kind(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple((m.dtype, len(m.shape), m.numel == 0) if isinstance(m, Meta) else m for m in key)
+
+
+def _can_be_cut(info: OpInfo, key: tuple[Any, ...]) -> bool:
+    """A number beyond the cut may be a size, and a backward has operands whose sizes follow from others: with these cut, a
+    kernel that checks too little would leave its memory.
+    """
+    numbers = (value for value in key if isinstance(value, int) and not isinstance(value, bool))
+    return "backward" not in info.name and all(abs(number) <= _CUT for number in numbers)
+
+
+def _agree(info: OpInfo, made: Sequence[Any], looks: Sequence[Any]) -> bool:
+    """Whether results of the host look as expected. Where not, the host is asked from now on: it says what there will be."""
+    if len(made) != len(looks):
+        return False
+    if any(v is not None and look is not None and v.shape != look.shape for v, look in zip(made, looks, strict=True)):
+        info.by_host = True
+        return False
+    return True
+
+
+def _fresh(info: OpInfo, result: Any) -> list[Tensor | None]:
+    """The results that aren't operands."""
+    made: list[Tensor | None] = []
+    for operand, value in zip(info.returns, result if isinstance(result, tuple) else (result,), strict=False):
+        if operand is None:
+            made.extend(value if isinstance(value, list | tuple) else [value if isinstance(value, Tensor) else None])
+    return made
 
 
 def _argument(info: OpInfo, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

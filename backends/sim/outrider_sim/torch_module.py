@@ -267,6 +267,22 @@ def _memory_info() -> tuple[int, int]:
     return memory.limit - memory.allocated, memory.limit
 
 
+def _memory_stats() -> dict[str, Any]:
+    memory = _backend().sim.memory
+
+    def bytes_of(current: int, peak: int) -> dict[str, Any]:
+        return {"all": {"current": current, "peak": peak}}
+
+    return {
+        "allocated_bytes": bytes_of(memory.allocated, memory.peak),
+        "reserved_bytes": bytes_of(memory.reserved, memory.peak_reserved),
+    }
+
+
+def _reset_peaks() -> None:
+    _backend().sim.memory.reset_peaks()
+
+
 def make_module(name: str) -> ModuleType:
     """The module for the device called `name`."""
     from outrider_sim import torch_graphs as graphs
@@ -277,6 +293,7 @@ def make_module(name: str) -> ModuleType:
         "Event": Event,
         "Stream": Stream,
         "StreamContext": StreamContext,
+        "_initialized": True,  # without it, checkpointing doesn't put random states back
         "_is_in_bad_fork": lambda: False,
         "current_device": lambda: _backend().sim.machine.rank,
         "current_stream": current_stream,
@@ -298,7 +315,9 @@ def make_module(name: str) -> ModuleType:
         "max_memory_allocated": lambda device=None: _backend().sim.memory.peak,
         "mem_get_info": lambda device=None: _memory_info(),
         "memory_allocated": lambda device=None: _backend().sim.memory.allocated,
+        "max_memory_reserved": lambda device=None: _backend().sim.memory.peak_reserved,
         "memory_reserved": lambda device=None: _backend().sim.memory.reserved,
+        "reset_peak_memory_stats": lambda device=None: _reset_peaks(),
         "set_device": _set_device,
         "set_rng_state": _set_rng_state,
         "set_stream": set_stream,

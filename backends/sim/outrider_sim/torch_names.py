@@ -135,7 +135,11 @@ def _accelerator() -> None:
         "_accelerator_deviceCount": module._device_count,
         "_accelerator_isAllocatorInitialized": lambda: True,
         "_accelerator_emptyCache": module._empty_cache,
+        "_accelerator_emptyHostCache": lambda: None,  # the device keeps none
         "_accelerator_getMemoryInfo": lambda index: module._memory_info(),
+        "_accelerator_getDeviceStats": lambda index: module._memory_stats(),
+        "_accelerator_resetPeakStats": lambda index: module._reset_peaks(),
+        "_accelerator_resetAccumulatedStats": lambda index: None,  # it counts nothing that accumulates
     }.items():
         if hasattr(torch._C, name):
             setattr(torch._C, name, answer)

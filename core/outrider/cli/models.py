@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from outrider.model import ModelConfig
     from outrider.model.tuning import Prepared
 
+BUNDLED_HEADS = ("eagle", "dflash")
+"""Proposers for which the bundled model has a head."""
+
 ModelOption = Annotated[
     Path | None,
     typer.Option(
@@ -40,7 +43,7 @@ DraftOption = Annotated[
     typer.Option(
         "--draft",
         metavar="DIR|OWNER/NAME",
-        help="The draft's checkpoint, likewise: a head, or a model. Default: the bundled head.",
+        help="The draft's checkpoint, likewise: a head, or a model. Default: the bundled head of that kind.",
     ),
 ]
 SpeculateOption = Annotated[
@@ -230,9 +233,10 @@ class Speculation:
         trust_remote_code: bool = False,
         quantized: str = "kernels",
     ) -> Speculation:
-        """Fill in what wasn't given: the bundled model, its head, and speculation wherever there is a head."""
-        if draft is None and model is None and kind in (None, "eagle", "suffix+eagle"):
-            draft = bundled("eagle")
+        """Fill in what wasn't given: the bundled model, its head of that kind, and speculation wherever there is a head."""
+        head = "eagle" if kind is None else kind.removeprefix("suffix+")
+        if draft is None and model is None and head in BUNDLED_HEADS:
+            draft = bundled(head)
         from outrider.model.location import find_checkpoint
 
         return cls(
@@ -253,7 +257,7 @@ class Speculation:
 
 
 def bundled(part: str) -> Path:
-    """Directory of the bundled model's ``target`` or ``eagle``."""
+    """Directory of the bundled model's ``target``, or of its head for one of :data:`BUNDLED_HEADS`."""
     return Path(str(resources.files("outrider").joinpath("bundled", part)))
 
 

@@ -2,11 +2,11 @@
 
 ``python -m outrider_bench.programs.acceptance --prompts tests/data/heldout_prompts.json [--backend cuda] [--dflash DIR]``
 
-Ways: plain decoding; the EAGLE head with 1, 2, 4 and 7 tokens, and with each request's own length (adaptive); suffix
-decoding; suffix decoding with the head; with ``--dflash`` a block drafter, alone and behind suffix decoding. Greedy. Tokens
-of each way are compared with those of plain decoding: where two logits are nearly equal, another shape of batch may turn them
-around, so in float32 there should be none. All ways run in turn, ``--rounds`` times as far as there are prompts, and the
-fastest round of each counts. No prompt comes twice: suffix decoding's past outputs are those of other prompts.
+Ways: plain decoding; the EAGLE head, the block drafter, suffix decoding and the heads behind suffix decoding, with fixed
+lengths and with each request's own (adaptive). Greedy. Tokens of each way are compared with those of plain decoding: where
+two logits are nearly equal, another shape of batch may turn them around, so in float32 there should be none. The ways of one
+proposer run in turn, ``--rounds`` times as far as there are prompts, and the fastest round of each counts; then their engines
+go, since a device has few streams. No prompt comes twice: suffix decoding's past outputs are those of other prompts.
 """
 
 from __future__ import annotations
@@ -42,19 +42,23 @@ class Way:
         return f"{self.speculate} {'adaptive, up to ' if self.length == 'adaptive' else ''}{self.draft_tokens}"
 
 
-def ways(dflash: Path | None) -> list[Way]:
-    """All that are compared, plain decoding first."""
-    head = bundled("eagle")
-    made = [Way("none")]
-    made += [Way("eagle", count, draft=head) for count in (1, 2, 4, 7)]
-    made += [Way("eagle", 4, "adaptive", head), Way("eagle", 7, "adaptive", head)]
-    made += [Way("ngram", 4), Way("suffix", 4), Way("suffix", 7), Way("suffix", 7, "adaptive")]
-    made += [Way("suffix+eagle", 4, draft=head), Way("suffix+eagle", 7, draft=head)]
-    made += [Way("suffix+eagle", 7, "adaptive", head)]
-    if dflash is not None:
-        made += [Way("dflash", 4, draft=dflash), Way("dflash", 7, draft=dflash), Way("dflash", 7, "adaptive", dflash)]
-        made += [Way("suffix+dflash", 7, draft=dflash)]
-    return made
+def ways(dflash: Path) -> list[list[Way]]:
+    """All that are compared, by proposer; plain decoding first."""
+    eagle = bundled("eagle")
+
+    def of(speculate: str, lengths: Sequence[int], adaptive: Sequence[int], draft: Path | None = None) -> list[Way]:
+        fixed = [Way(speculate, count, draft=draft) for count in lengths]
+        return fixed + [Way(speculate, count, "adaptive", draft) for count in adaptive]
+
+    return [
+        [Way("none")],
+        of("eagle", (1, 2, 4, 7), (4, 7), eagle),
+        of("dflash", (1, 2, 4, 7), (7,), dflash),
+        of("ngram", (4,), ()),
+        of("suffix", (1, 4, 7), (7,)),
+        of("suffix+eagle", (1, 2, 4, 7), (7,), eagle),
+        of("suffix+dflash", (2, 4, 7), (7,), dflash),
+    ]
 
 
 def main() -> None:
@@ -63,9 +67,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True, help='{"prompts": [{"text": …}]}')
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument(
-        "--dflash", type=Path, help="a block drafter of the bundled model, as training/train_block.py makes it"
-    )
+    parser.add_argument("--dflash", type=Path, default=bundled("dflash"), help="another block drafter of the bundled model")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
@@ -85,25 +87,33 @@ def main() -> None:
             print(f"batch {batch} and what follows is left out: {given.seconds:.0f} s are over", flush=True)
             break
         tables[batch] = _batch(given, backend, texts, batch)
-        _show(batch, tables[batch])
     print(json.dumps({"backend": given.backend, "dtype": given.dtype, "new_tokens": given.new_tokens, "batches": tables}))
 
 
 def _batch(given: argparse.Namespace, backend: Any, texts: Sequence[str], batch: int) -> list[dict[str, Any]]:
-    engines = []
-    for way in ways(given.dflash):
-        config = EngineConfig(
-            max_requests=batch,
-            max_context=256 + given.new_tokens,
-            dtype=given.dtype,
-            mode=given.mode,
-            draft_tokens=way.draft_tokens or 1,
-            draft_length=way.length,
-            prefix_cache=False,
-        )
-        engines.append(
-            Engine.from_checkpoint(bundled("target"), backend, draft_dir=way.draft, speculate=way.speculate, config=config)
-        )
+    """The rows of one batch size; each proposer's are printed when they're there."""
+    print(f"\n| batch {batch} | tokens an iteration | tokens/s | to plain | prompts that differ |\n|---|---|---|---|---|")
+    rows: list[dict[str, Any]] = []
+    plain: list[list[tuple[int, ...]]] = []
+    for group in ways(given.dflash):
+        found = _group(given, backend, texts, batch, group, plain)
+        rows += found
+        for row in found:
+            row["ratio"] = row["tokens_per_s"] / rows[0]["tokens_per_s"]
+        _show(found)
+    return rows
+
+
+def _group(
+    given: argparse.Namespace,
+    backend: Any,
+    texts: Sequence[str],
+    batch: int,
+    group: Sequence[Way],
+    plain: list[list[tuple[int, ...]]],
+) -> list[dict[str, Any]]:
+    """One proposer's rows. ``plain``: the tokens of plain decoding by round, which the first call leaves there."""
+    engines = [_engine(given, backend, batch, way) for way in group]
     tokenizer = engines[0].tokenizer
     prompts = [tokenizer.encode(text) for text in texts]
     params = SamplingParams(max_tokens=given.new_tokens, ignore_eos=True)
@@ -113,7 +123,6 @@ def _batch(given: argparse.Namespace, backend: Any, texts: Sequence[str], batch:
     differ = [0] * len(engines)
     for number in range(rounds):
         part = prompts[number * each : (number + 1) * each]
-        plain: list[tuple[int, ...]] = []
         for index, engine in enumerate(engines):
             if not number:
                 engine.generate(part[:1], SamplingParams(max_tokens=8, ignore_eos=True))
@@ -122,22 +131,29 @@ def _batch(given: argparse.Namespace, backend: Any, texts: Sequence[str], batch:
             rate = len(part) * given.new_tokens / (time.perf_counter() - started)
             best[index] = max(best[index], rate)
             found = [result.token_ids for result in results]
-            plain = plain or found
-            differ[index] += sum(one != other for one, other in zip(found, plain, strict=True))
+            if len(plain) == number:
+                plain.append(found)
+            differ[index] += sum(one != other for one, other in zip(found, plain[number], strict=True))
     return [
-        {
-            "way": way.name,
-            "acceptance": engine.stats.acceptance_length,
-            "tokens_per_s": rate,
-            "ratio": rate / best[0],
-            "differ": wrong,
-        }
-        for way, engine, rate, wrong in zip(ways(given.dflash), engines, best, differ, strict=True)
+        {"way": way.name, "acceptance": engine.stats.acceptance_length, "tokens_per_s": rate, "differ": wrong}
+        for way, engine, rate, wrong in zip(group, engines, best, differ, strict=True)
     ]
 
 
-def _show(batch: int, rows: Sequence[dict[str, Any]]) -> None:
-    print(f"\n| batch {batch} | tokens an iteration | tokens/s | to plain | prompts that differ |\n|---|---|---|---|---|")
+def _engine(given: argparse.Namespace, backend: Any, batch: int, way: Way) -> Engine:
+    config = EngineConfig(
+        max_requests=batch,
+        max_context=256 + given.new_tokens,
+        dtype=given.dtype,
+        mode=given.mode,
+        draft_tokens=way.draft_tokens or 1,
+        draft_length=way.length,
+        prefix_cache=False,
+    )
+    return Engine.from_checkpoint(bundled("target"), backend, draft_dir=way.draft, speculate=way.speculate, config=config)
+
+
+def _show(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         print(
             f"| {row['way']} | {row['acceptance']:.2f} | {row['tokens_per_s']:.0f} | {row['ratio']:.2f} | {row['differ']} |",

@@ -16,6 +16,7 @@ from outrider.cli.environment import backend_from_environment
 from outrider.cli.report import BackendOption, JsonOption, Report, exit_code
 from outrider.device.errors import CapabilityError, ConfigError, OutriderError
 from outrider.registry import Registry
+from outrider_proof.corpus_exploration import CORPUS, CorpusWanted, explore_corpus
 from outrider_proof.decode_exploration import DECODE, Exploration, explore_decode
 from outrider_proof.rank_exploration import RANKS, RanksWanted, explore_ranks
 
@@ -78,6 +79,7 @@ def explore(
     something is wrong. Without a name: the programs of the corpus. ``decode`` is the real engine on drawn host programs,
     its tokens checked against plain decoding and the sanitizer watching; one of its fences can be left out. ``ranks`` is the
     engine on several simulated ranks, or with ``--inject`` and ``--corrected`` the corpus of ranks that come apart.
+    ``corpus`` runs all corrected programs, the sanitizer watching: each has to be silent.
     """
     del json_output
     if name is None:
@@ -113,6 +115,11 @@ def explore(
             strategy=strategy or "mixed",
         )
         return explore_ranks(wanted)
+    if name == CORPUS:
+        given = backend or backend_from_environment()
+        return explore_corpus(
+            CorpusWanted(registry=registry, iterations=iterations, seed=seed, strategy=chosen or "mixed", backend=given)
+        )
     device = registry.create(spec)
     control = device.control
     if control is None:

@@ -18,7 +18,7 @@ Ends = tuple[Callable[[], Any], Callable[[], Any]]
 """What the thread does that hands over, and the one that takes over."""
 
 
-def _handing_over(ends: Callable[[], Ends]) -> Callable[[Backend, bool], None]:
+def handing_over(ends: Callable[[], Ends]) -> Callable[[Backend, bool], None]:
     """A thread fills a staging buffer, and another sends it. Wrong: they agree through a variable, which orders nothing."""
 
     def body(backend: Backend, fixed: bool) -> None:
@@ -179,11 +179,12 @@ def expect_host(seen: list[float]) -> None:
         raise WrongValue(f"expected 7, found {seen}")
 
 
-def _race(name: str, ends: Callable[[], Ends], through: str) -> Race:
+def handover(name: str, ends: Callable[[], Ends], through: str) -> Race:
+    """The program of `handing_over`."""
     return Race(
         name=name,
         about=f"A buffer goes from one host thread to another; {through} orders them, a variable doesn't.",
-        body=_handing_over(ends),
+        body=handing_over(ends),
         kind=Kind.READ_AFTER_WRITE,
         names=("order host thread filler", "hand over"),
         visible=False,
@@ -191,13 +192,13 @@ def _race(name: str, ends: Callable[[], Ends], through: str) -> Race:
 
 
 RACES = (
-    _race("over-a-simple-queue", _simple_queue, "a SimpleQueue"),
-    _race("until-a-task-is-done", _task_done, "Queue.join"),
-    _race("over-a-semaphore", _semaphore, "a semaphore"),
-    _race("over-a-condition", _condition, "a condition"),
-    _race("at-a-barrier", _barrier, "a barrier"),
-    _race("over-a-lock", _lock, "a lock that the other thread releases"),
-    _race("until-an-event-is-set", _polled_event, "Event.is_set"),
+    handover("over-a-simple-queue", _simple_queue, "a SimpleQueue"),
+    handover("until-a-task-is-done", _task_done, "Queue.join"),
+    handover("over-a-semaphore", _semaphore, "a semaphore"),
+    handover("over-a-condition", _condition, "a condition"),
+    handover("at-a-barrier", _barrier, "a barrier"),
+    handover("over-a-lock", _lock, "a lock that the other thread releases"),
+    handover("until-an-event-is-set", _polled_event, "Event.is_set"),
     Race(
         name="timed-out",
         about="A wait that gave up orders nothing.",

@@ -19,6 +19,7 @@ _LEAST = 0.02  # iterations that a probe is taken to cost at least
 _OWN_WEIGHT = 24.0  # trials that all requests' acceptance counts for in that of one, always
 _OWN_TRIALS = 100.0  # trials after which what is known of one request is forgotten by two thirds
 _ALL_TRIALS = 600.0  # the same of all requests together
+_THINKS_EVERY = 8  # iterations, while the requests stay the same
 _FORGOTTEN = 64  # requests beyond those of the batch that are remembered at most
 
 
@@ -61,19 +62,14 @@ class MeasuredCosts:
         return min(least)
 
 
-class _Own:
-    """How likely each place of one request passes: its own trials beside some of what is known of all."""
+class _Pending:
+    """What iterations of one length accepted since it was last taken in: how many there were, and by request how often so
+    many tokens passed.
+    """
 
-    def __init__(self, most: int) -> None:
-        self.trials = Acceptance(most, [0.0] * most, 0.0, trials=_OWN_TRIALS)
-
-    def expected(self, length: int, shares: Sequence[float]) -> float:
-        """Tokens that an iteration yields for the request; ``shares``: of all requests."""
-        total, reached = 1.0, 1.0
-        for share, (passed, tried) in zip(shares[:length], self.trials.counts, strict=False):
-            reached *= (passed + share * _OWN_WEIGHT) / (tried + _OWN_WEIGHT)
-            total += reached
-        return total
+    def __init__(self) -> None:
+        self.iterations = 0
+        self.counts: dict[int, list[int]] = {}
 
 
 class Adaptive(DraftLengthPolicy):
@@ -83,6 +79,9 @@ class Adaptive(DraftLengthPolicy):
     first estimates until iterations of a length and size were observed (:class:`MeasuredCosts`). What other lengths take, and
     what they accept, is found out by single iterations; by what is known, these cost 1 % of all at most, and 0.4 % once every
     length was observed with a size of batch. All requests of an iteration have one length.
+
+    It thinks once in eight iterations, or when the number of requests changes; in between it only notes what it is told,
+    since a host that thinks longer than an iteration takes would slow it down.
     """
 
     takes_times = True
@@ -91,39 +90,42 @@ class Adaptive(DraftLengthPolicy):
         super().__init__([length for length, _ in costs.base])
         self.costs = MeasuredCosts(costs)
         self.acceptance = Acceptance(self.lengths[-1], trials=_ALL_TRIALS)
-        self._own: dict[int, _Own] = {}
+        self._own: dict[int, Acceptance] = {}
+        self._pending: dict[int, _Pending] = {}
         self._length = self.lengths[-1]
         self._iterations = 0
+        self._thought = 0  # the iteration in which it last did
+        self._requests = 0  # how many there were then
         self._allowance = _FIRST
         self._seen: dict[tuple[int, int], int] = {}
 
     def choose(self, requests: int, cached: int) -> int:
         """As :meth:`choose_for`, of requests of which nothing is known."""
+        if not self._thinks(requests):
+            return self._length
         return self._choose([self.acceptance.expected(length) * requests for length in self.lengths], requests, cached)
 
     def choose_for(self, requests: Sequence[int], cached: int) -> int:
         """The fastest, or now and then one to find out about."""
+        if not self._thinks(len(requests)):
+            return self._length
         if len(self._own) > len(requests) + _FORGOTTEN:
             self._own = {request: self._own[request] for request in requests if request in self._own}
-        shares = self.acceptance.shares
-        known = [self._own[request] for request in requests if request in self._own]
-        new = len(requests) - len(known)
-        expected = [
-            new * self.acceptance.expected(length) + sum(own.expected(length, shares) for own in known)
-            for length in self.lengths
-        ]
-        return self._choose(expected, len(requests), cached)
+        return self._choose(self._expected(requests), len(requests), cached)
 
     def observe_each(self, drafted: int, requests: Sequence[int], accepted: Sequence[int]) -> None:
-        """Into the acceptance of all, and of each request."""
+        """Noted, of each request."""
         if not drafted:
             return
-        self.acceptance.observe(drafted, accepted)
+        pending = self._pending.get(drafted)
+        if pending is None:
+            pending = self._pending[drafted] = _Pending()
+        pending.iterations += 1
+        counts = pending.counts
         for request, count in zip(requests, accepted, strict=True):
-            own = self._own.get(request)
-            if own is None:
-                own = self._own[request] = _Own(self.lengths[-1])
-            own.trials.observe(drafted, (count,))
+            if request not in counts:
+                counts[request] = [0] * (drafted + 1)
+            counts[request][count] += 1
 
     def observe(self, drafted: int, accepted: Sequence[int]) -> None:
         """Into the acceptance of all."""
@@ -133,10 +135,42 @@ class Adaptive(DraftLengthPolicy):
         """Into the costs."""
         self.costs.observe(drafted, requests, cached, seconds)
 
-    def _choose(self, expected: Sequence[float], requests: int, cached: int) -> int:
+    def _thinks(self, requests: int) -> bool:
+        """Whether this iteration's length is thought about; if so, what was noted is taken in."""
         self._iterations += 1
+        if self._iterations - self._thought < _THINKS_EVERY and self._thought and requests == self._requests:
+            return False
+        for pending in self._pending.values():
+            each = pending.counts
+            self.acceptance.observe_counts([sum(counts) for counts in zip(*each.values(), strict=True)], pending.iterations)
+            for request, counts in each.items():
+                own = self._own.get(request)
+                if own is None:
+                    most = self.lengths[-1]
+                    own = self._own[request] = Acceptance(most, [0.0] * most, 0.0, trials=_OWN_TRIALS)
+                own.observe_counts(counts, pending.iterations)
+        self._pending.clear()
+        self._requests = requests
+        return True
+
+    def _expected(self, requests: Sequence[int]) -> list[float]:
+        """Tokens that an iteration of each length yields for these requests, each by its own trials beside those of all."""
+        shares = [share * _OWN_WEIGHT for share in self.acceptance.shares]
+        known = [self._own[request] for request in requests if request in self._own]
+        new = len(requests) - len(known)
+        expected = [float(len(known))] * (len(shares) + 1)
+        for own in known:
+            total, reached = 0.0, 1.0
+            for place, (share, (passed, tried)) in enumerate(zip(shares, own.counts, strict=True), start=1):
+                reached *= (passed + share) / (tried + _OWN_WEIGHT)
+                total += reached
+                expected[place] += total
+        return [expected[length] + new * self.acceptance.expected(length) for length in self.lengths]
+
+    def _choose(self, expected: Sequence[float], requests: int, cached: int) -> int:
         seconds = {length: self.costs.seconds(length, requests, cached) for length in self.lengths}
         rates = {length: tokens / seconds[length] for length, tokens in zip(self.lengths, expected, strict=True)}
+        self._seen[self._length, self.costs.first.size(self._length, requests)] = self._iterations
         best = max(self.lengths, key=rates.__getitem__)
         if rates[best] > _GAIN * rates[self._length]:
             self._length = best
@@ -145,17 +179,19 @@ class Adaptive(DraftLengthPolicy):
             for length in self.lengths
             if length != self._length
         }
-        chosen = self._probe(lost, requests)
+        chosen = self._probe(lost, requests, self._iterations - self._thought)
+        self._thought = self._iterations
         self._seen[chosen, self.costs.first.size(chosen, requests)] = self._iterations
         return chosen
 
-    def _probe(self, lost: Mapping[int, float], requests: int) -> int:
+    def _probe(self, lost: Mapping[int, float], requests: int, passed: int) -> int:
         """The length in use, or another one that is worth finding out about and affordable now.
 
         ``lost``: of each other length, iterations of the fastest one that fit into the time that an iteration with it loses.
+        ``passed``: iterations since the last time.
         """
         new = [length for length in lost if self.costs.known(length, requests) < _ENOUGH]
-        self._allowance = min(self._allowance + (_SHARE_NEW if new else _SHARE), _ALLOWANCE)
+        self._allowance = min(self._allowance + passed * (_SHARE_NEW if new else _SHARE), _ALLOWANCE)
         if new:
             wanted = min(new, key=lambda length: (self.costs.known(length, requests), lost[length]))
         elif lost:

@@ -44,7 +44,7 @@ class Batch:
     """What one iteration does. ``table_updates`` are (row, index, page); ``arrivals`` are requests whose state comes from
     another engine, and which decode from the next iteration on. ``drafted``: tokens that are drafted for each decoding
     request; None: as many as the proposer drafts. ``together``: what other data-parallel groups do in it; None: there are
-    none.
+    none. ``needed``: what its decoding requests need, where that is known already.
     """
 
     prefill: tuple[PrefillChunk, ...]
@@ -54,6 +54,7 @@ class Batch:
     arrivals: tuple[tuple[Request, HandOver | Arrived], ...] = ()
     drafted: int | None = None
     together: Together | None = None
+    needed: Features | None = None
 
     @property
     def everyone(self) -> tuple[Batch, ...]:
@@ -68,7 +69,9 @@ class Batch:
     @property
     def features(self) -> Features:
         """Of all requests that decode in the iteration, here and elsewhere."""
-        return Features.of(self.decode) if self.together is None else self.together.features
+        if self.together is not None:
+            return self.together.features
+        return Features.of(self.decode) if self.needed is None else self.needed
 
     @property
     def requests(self) -> tuple[Request, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -88,11 +89,18 @@ class DraftCosts:
 
     base: Mapping[tuple[int, int], float]
     per_token: Mapping[int, float] = field(default_factory=dict)
+    _sizes: Mapping[int, Sequence[int]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        sizes: dict[int, list[int]] = {}
+        for length, size in sorted(self.base):
+            sizes.setdefault(length, []).append(size)
+        object.__setattr__(self, "_sizes", sizes)
 
     def size(self, length: int, requests: int) -> int:
         """The least measured number of requests that holds so many, or the largest."""
-        sizes = [size for of, size in self.base if of == length]
-        return min((size for size in sizes if size >= requests), default=max(sizes))
+        sizes = self._sizes[length]
+        return sizes[min(bisect_left(sizes, requests), len(sizes) - 1)]
 
     def seconds(self, length: int, requests: int, cached: int) -> float:
         """An iteration of ``requests`` requests: that of the least measured number that holds them, or of the largest."""
@@ -120,13 +128,21 @@ class Acceptance:
 
     def observe(self, drafted: int, accepted: Sequence[int]) -> None:
         """See :meth:`DraftLengthPolicy.observe`. Places that weren't drafted keep what is known of them."""
-        for place in range(drafted):
-            tried = sum(count >= place for count in accepted)
-            if tried:
-                passed = sum(count > place for count in accepted)
-                left = _DECAY if self._trials is None else max(_DECAY, 1.0 - tried / self._trials)
-                self._passed[place] = left * self._passed[place] + passed
-                self._tried[place] = left * self._tried[place] + tried
+        counts = [0] * (drafted + 1)
+        for count in accepted:
+            counts[count] += 1
+        self.observe_counts(counts)
+
+    def observe_counts(self, counts: Sequence[int], iterations: int = 1) -> None:
+        """The same of several iterations that drafted as much: how often 0, 1, … up to all tokens passed."""
+        tried, decay = sum(counts), _DECAY**iterations
+        for place, stopped in enumerate(counts[:-1]):
+            if not tried:
+                return
+            left = decay if self._trials is None else max(decay, 1.0 - tried / self._trials)
+            self._tried[place] = left * self._tried[place] + tried
+            tried -= stopped
+            self._passed[place] = left * self._passed[place] + tried
 
     @property
     def counts(self) -> tuple[tuple[float, float], ...]:

@@ -96,11 +96,11 @@ class Scheduler:
         self._grow()
         admitted = self._admit()
         decode = tuple(r for r in self._running if self._decodes(r))
-        drafted = None
+        drafted, needed = None, Features.of(decode)
         if decode and self._draft_length is not None:
             # A draw depends on what was drafted: requests that draw are drafted for in full, whatever else runs.
             drafted = self._draft_length.lengths[-1]
-            if Features.of(decode) == Features():
+            if needed == Features():
                 drafted = self._draft_length.choose_for(
                     [request.id for request in decode], sum(request.known_length for request in decode)
                 )
@@ -114,7 +114,7 @@ class Scheduler:
         for request, _ in arrivals:
             request.arrival = None  # the batch holds it now
             request.prefilled = len(request.context)
-        batch = Batch(prefill, decode, admitted, tuple(self._table_updates), arrivals, drafted)
+        batch = Batch(prefill, decode, admitted, tuple(self._table_updates), arrivals, drafted, needed=needed)
         self._table_updates.clear()
         self._count(batch, 1)
         return batch
@@ -339,6 +339,6 @@ def tell_time(policy: DraftLengthPolicy, batch: Batch, seconds: float) -> None:
     batches = batch.everyone
     decode = [request for each in batches for request in each.decode]
     alone = not any(each.prefill or each.arrivals or each.guided for each in batches)
-    if policy.takes_times and batch.drafted is not None and alone and Features.of(decode) == Features():
+    if policy.takes_times and batch.drafted is not None and alone and batch.features == Features():
         cached = sum(request.known_length for request in decode)
         policy.observe_time(batch.drafted, len(decode), cached, seconds)

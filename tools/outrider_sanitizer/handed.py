@@ -1,0 +1,209 @@
+"""Edges between host threads for what is handed over piece by piece: each piece orders who gave it before who took it.
+
+Queues, semaphores, pipes of `multiprocessing`, what waits for several futures, and callbacks of an event loop. A piece is
+told of by a token of its own, so taking one doesn't order what was given after it. Where it isn't known which piece was
+taken (a queue that changes its items), all that were given count.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from asyncio import BaseEventLoop
+from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import _base as futures
+from multiprocessing import connection
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from outrider.device import Observer
+from outrider_sanitizer.lanes import Once
+
+Wrapped = tuple[Any, str, Callable[[Any], Any]]
+
+_KEPT = 4096
+"""Messages of a pipe that nobody here has taken: another process may have."""
+
+
+class Pieces:
+    """What was given and not taken yet, for each queue, semaphore or pipe."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._items: WeakKeyDictionary[Any, defaultdict[int, deque[Once]]] = WeakKeyDictionary()
+        self._permits: WeakKeyDictionary[Any, deque[Once | None]] = WeakKeyDictionary()
+        self._messages: WeakKeyDictionary[Any, deque[Once]] = WeakKeyDictionary()
+        self._peers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._elsewhere: list[object] = []  # a token: what other processes may have been told
+
+    def changes(self) -> list[Wrapped]:
+        """Owner, name, and what to put there for what is there."""
+        return [
+            (queue.Queue, "put", self.put),
+            (queue.Queue, "get", self.get),
+            (threading.Semaphore, "release", self._release),
+            (threading.BoundedSemaphore, "release", self._release),
+            (threading.Semaphore, "acquire", self._acquire),
+            (threading.Semaphore, "__enter__", self._acquire),
+            (connection._ConnectionBase, "send", self._send),
+            (connection._ConnectionBase, "send_bytes", self._send),
+            (connection._ConnectionBase, "recv", self._receive),
+            (connection._ConnectionBase, "recv_bytes", self._receive),
+            (connection._ConnectionBase, "recv_bytes_into", self._receive),
+            (connection, "Pipe", self._pipe),
+            (futures.Future, "add_done_callback", self._done_callback),
+            (futures._AcquireFutures, "__exit__", self._looked_at),
+            (futures._AllCompletedWaiter, "_decrement_pending_calls", self._one_of_all),
+            (BaseEventLoop, "call_soon_threadsafe", self._callback),
+        ]
+
+    def _give(self) -> Once:
+        token = Once()
+        self._observer.host_released(token)
+        return token
+
+    # -- queues ------------------------------------------------------------------------------------------------------
+
+    def put(self, original: Any) -> Any:
+        """`put(item)` of a queue."""
+
+        def put(this: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
+            tokens = self._items.setdefault(this, defaultdict(deque))[id(item)]
+            token = self._give()
+            tokens.append(token)
+            self._observer.host_released(this)
+            try:
+                return original(this, item, *args, **kwargs)
+            except queue.Full:
+                tokens.remove(token)
+                raise
+
+        return put
+
+    def get(self, original: Any) -> Any:
+        """`get()` of a queue."""
+
+        def get(this: Any, *args: Any, **kwargs: Any) -> Any:
+            item = original(this, *args, **kwargs)
+            known = self._items.get(this)
+            tokens = None if known is None else known.get(id(item))
+            if known is None or not tokens:
+                self._observer.host_acquired(this)
+                return item
+            token = tokens.pop() if isinstance(this, queue.LifoQueue) else tokens.popleft()
+            if not tokens:
+                known.pop(id(item), None)
+            self._observer.host_acquired(token)
+            return item
+
+        return get
+
+    # -- semaphores --------------------------------------------------------------------------------------------------
+
+    def _free(self, semaphore: Any) -> deque[Once | None]:
+        """Who gave each permit, in the order in which they're taken; nobody gave those that it had at first."""
+        found = self._permits.get(semaphore)
+        return found if found is not None else self._permits.setdefault(semaphore, deque([None] * semaphore._value))
+
+    def _release(self, original: Any) -> Any:
+        def release(this: Any, n: int = 1) -> None:
+            free = self._free(this)
+            given = [self._give() for _ in range(n)]
+            free.extend(given)
+            try:
+                original(this, n)
+            except ValueError:  # of a bounded one that is full
+                for token in given:
+                    free.remove(token)
+                raise
+
+        return release
+
+    def _acquire(self, original: Any) -> Any:
+        def acquire(this: Any, *args: Any, **kwargs: Any) -> Any:
+            free = self._free(this)
+            taken = original(this, *args, **kwargs)
+            if taken and free:
+                token = free.popleft()
+                if token is not None:
+                    self._observer.host_acquired(token)
+            return taken
+
+        return acquire
+
+    # -- pipes -------------------------------------------------------------------------------------------------------
+
+    def _pipe(self, original: Any) -> Any:
+        def pipe(*args: Any, **kwargs: Any) -> Any:
+            ends = original(*args, **kwargs)
+            self._peers[ends[0]], self._peers[ends[1]] = ends[1], ends[0]
+            return ends
+
+        return pipe
+
+    def _send(self, original: Any) -> Any:
+        def send(this: Any, *args: Any, **kwargs: Any) -> None:
+            messages = self._messages.setdefault(this, deque(maxlen=_KEPT))
+            messages.append(self._give())
+            self._observer.host_released(self._elsewhere)
+            original(this, *args, **kwargs)
+
+        return send
+
+    def _receive(self, original: Any) -> Any:
+        def receive(this: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(this, *args, **kwargs)
+            peer = self._peers.get(this)
+            messages = None if peer is None else self._messages.get(peer)
+            # Nothing was sent here: it comes from another process, which may answer to what it was told.
+            self._observer.host_acquired(messages.popleft() if messages else self._elsewhere)
+            return result
+
+        return receive
+
+    # -- futures and event loops -------------------------------------------------------------------------------------
+
+    def _done_callback(self, original: Any) -> Any:
+        """Where the future is done already, whoever adds the callback calls it at once."""
+
+        def add(this: Any, fn: Callable[[Any], object]) -> None:
+            def call(future: Any) -> object:
+                self._observer.host_acquired(this)
+                return fn(future)
+
+            original(this, call)
+
+        return add
+
+    def _looked_at(self, original: Any) -> Any:
+        """`wait` and `as_completed` begin with what is done already."""
+
+        def leave(this: Any, *args: Any) -> None:
+            for future in this.futures:
+                if future._state == futures.FINISHED:
+                    self._observer.host_acquired(future)
+            original(this, *args)
+
+        return leave
+
+    def _one_of_all(self, original: Any) -> Any:
+        """Whoever waits for all futures learns of each, though the last one alone wakes it."""
+
+        def count(this: Any) -> None:
+            self._observer.host_released(this.event)
+            original(this)
+
+        return count
+
+    def _callback(self, original: Any) -> Any:
+        def call_soon_threadsafe(this: Any, callback: Any, *args: Any, **kwargs: Any) -> Any:
+            token = self._give()
+
+            def call(*inner: Any) -> Any:
+                self._observer.host_acquired(token)
+                return callback(*inner)
+
+            return original(this, call, *args, **kwargs)
+
+        return call_soon_threadsafe
