@@ -38,7 +38,9 @@ class CacheScheme:
     def of(cls, given: object) -> CacheScheme:
         """What ``kv_cache_scheme`` says. Raises :class:`ConfigError` that names the key for what isn't supported."""
         if not isinstance(given, dict):
-            raise ConfigError(f"{KEY} is {shown(given)}, expected a JSON object")
+            raise ConfigError(
+                f"{KEY} is {shown(given)}, expected a JSON object; --kv-dtype plain keeps the cache in the model's dtype"
+            )
         defaults = {"symmetric": True, "dynamic": False}
         for name, allowed in _EXPECTED.items():
             value = given.get(name, defaults.get(name))
