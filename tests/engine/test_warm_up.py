@@ -9,6 +9,7 @@ from tests.engine.conftest import Tiny
 
 from outrider import Engine, SamplingParams
 from outrider.device import KernelSet
+from outrider.engine.assembly import build_runner
 from outrider.engine.state.staging import Packer
 from outrider.model import Decoder, EagleHead
 from outrider.registry import get_backend
@@ -150,6 +151,27 @@ def test_without_every_variant_something_is(bundle, tiny_tokens):
     engine = engine_with(bundle, kernels)
     serve(engine, tiny_tokens)
     assert sum(kernels.compiled().values()) > sum(engine.warm_up.compiled.values())
+
+
+@pytest.mark.parametrize("mode", ["graphs", "fused"])
+def test_capturing_goes_on_with_none_of_the_warm_ups_requests(bundle, monkeypatch, mode):
+    """Their rows and lengths would still be there: each graph's own warm-up would make them longer, beyond their tables."""
+    found = {}
+
+    def watched(parts, *rest):
+        before = parts.future.seq_lens.tolist()
+        runner = build_runner(parts, *rest)
+        parts.backend.synchronize()
+        found.update(before=before, after=parts.future.seq_lens.tolist(), rows=parts.staging.decode_rows(3).tolist())
+        found["captured"] = [parts.buffers.views(count).inputs.seq_lens.tolist() for count in (1, 2, 3)]
+        return runner
+
+    monkeypatch.setattr("outrider.engine.engine.build_runner", watched)
+    engine_with(bundle, Compiling(), **MODES[mode])
+    assert max(found["before"]) > 0, "the warm-up's requests have left their lengths"
+    assert found["after"] == found["before"]
+    assert found["rows"] == [0, 0, 0]
+    assert found["captured"] == [[0], [0, 0], [0, 0, 0]]
 
 
 def test_the_engine_forgets_its_own_requests(bundle, tiny_tokens):

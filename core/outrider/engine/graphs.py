@@ -29,7 +29,7 @@ from outrider.engine.stage_io import (
     VerifyStageInput,
 )
 from outrider.engine.stages import DraftStage, Extend, Iteration, Stages, Verify
-from outrider.engine.state.buffers import EXTEND, VERIFY, StaticBuffers
+from outrider.engine.state.buffers import EXTEND, INPUTS, VERIFY, StaticBuffers
 from outrider.speculative.seq_lens import HostSeqLens
 
 CaptureProgress = Callable[[int, int], None]
@@ -239,7 +239,7 @@ class GraphRunner(Runner):
         batch = DecodeBatch(bucket, bucket, drafted, features, self._capacity, captured=True)
         nothing, plan = HostSeqLens((0,) * bucket, self._capacity), stages.verify_attention.stream
         with self._backend.on(plan):
-            for group in (VERIFY, EXTEND):  # what lies there is of another length
+            for group in (INPUTS, VERIFY, EXTEND):  # what lies there is of another length, or of a warm-up's requests
                 self._buffers.pad(group, count=0, bucket=bucket, drafted=drafted)
             attention = stages.verify_attention.run(AttentionInput(batch, nothing))
             along = stages.extend_attention.run(ExtendAttentionInput(batch, attention, nothing))

@@ -19,7 +19,8 @@ _LEAST = 0.02  # iterations that a probe is taken to cost at least
 _OWN_WEIGHT = 24.0  # trials that all requests' acceptance counts for in that of one, always
 _OWN_TRIALS = 100.0  # trials after which what is known of one request is forgotten by two thirds
 _ALL_TRIALS = 600.0  # the same of all requests together
-_THINKS_EVERY = 8  # iterations, while the requests stay the same
+_THINKS_EVERY = 8  # iterations, while there are as many requests
+_THINKS_EVERY_NEW = 4  # while too few with the length in use were observed
 _FORGOTTEN = 64  # requests beyond those of the batch that are remembered at most
 
 
@@ -27,19 +28,23 @@ class MeasuredCosts:
     """Times of iterations: first estimates, put right by those that were observed.
 
     What is kept of an observed iteration is how much longer it took than estimated. The median of the last few counts for its
-    length and size of batch; where too few were observed, the least that
-    may be: that of the other lengths, what was seen, or the estimate.
+    length and size of batch. Where too few were observed, that of the nearest size counts, since a slow host is as slow
+    there; and where there is none, the least that may be: that of the other lengths, what was seen, or the estimate.
     """
 
     def __init__(self, first: DraftCosts) -> None:
         self.first = first
         self._ratios: dict[tuple[int, int], deque[float]] = {}
+        self._medians: dict[tuple[int, int], float] = {}  # of those that are enough, until there is another time
 
     def observe(self, length: int, requests: int, cached: int, seconds: float) -> None:
         """An iteration took so many ``seconds``."""
         key = length, self.first.size(length, requests)
-        kept = self._ratios.setdefault(key, deque(maxlen=_KEPT))
+        kept = self._ratios.get(key)
+        if kept is None:
+            kept = self._ratios[key] = deque(maxlen=_KEPT)
         kept.append(seconds / self.first.seconds(length, requests, cached))
+        self._medians.pop(key, None)
 
     def known(self, length: int, requests: int) -> int:
         """How many iterations of the kind are kept."""
@@ -51,15 +56,26 @@ class MeasuredCosts:
 
     def _ratio(self, length: int, requests: int) -> float:
         size = self.first.size(length, requests)
-        own = list(self._ratios.get((length, size), ()))
-        if len(own) >= _ENOUGH:
-            return median(own)
-        others = [median(kept) for (_, of), kept in self._ratios.items() if of == size and len(kept) >= _ENOUGH]
+        own = self._median(length, size)
+        if own is not None:
+            return own
+        found = [(of, self._median(length, of)) for what, of in self._ratios if what == length]
+        near = [(max(of, size) / min(of, size), ratio) for of, ratio in found if ratio is not None]
+        if near:
+            return min(near)[1]
+        others = [self._median(what, of) for what, of in self._ratios if of == size]
+        measured = [ratio for ratio in others if ratio is not None]
         # What interrupts an iteration makes it longer: few that took long are no reason to look no further.
-        least = [1.0, *own]
-        if others:
-            least.append(median(others))
-        return min(least)
+        least: float = median(measured) if measured else 1.0
+        return min(1.0, least, *self._ratios.get((length, size), ()))
+
+    def _median(self, length: int, size: int) -> float | None:
+        """None where too few were observed."""
+        key = length, size
+        known = self._medians.get(key)
+        if known is None and len(self._ratios.get(key, ())) >= _ENOUGH:
+            known = self._medians[key] = median(self._ratios[key])
+        return known
 
 
 class _Pending:
@@ -80,8 +96,9 @@ class Adaptive(DraftLengthPolicy):
     what they accept, is found out by single iterations; by what is known, these cost 1 % of all at most, and 0.4 % once every
     length was observed with a size of batch. All requests of an iteration have one length.
 
-    It thinks once in eight iterations, or when the number of requests changes; in between it only notes what it is told,
-    since a host that thinks longer than an iteration takes would slow it down.
+    It thinks once in eight iterations, in four while the length in use is new, and when the number of requests changes; in
+    between it only notes what it is told, since a host that thinks longer than an iteration takes slows it down. For the same
+    reason a single iteration of another length isn't the one in which it thinks: that one takes longer, whatever its length.
     """
 
     takes_times = True
@@ -96,19 +113,20 @@ class Adaptive(DraftLengthPolicy):
         self._iterations = 0
         self._thought = 0  # the iteration in which it last did
         self._requests = 0  # how many there were then
+        self._single: int | None = None  # the length of the next iteration alone
         self._allowance = _FIRST
         self._seen: dict[tuple[int, int], int] = {}
 
     def choose(self, requests: int, cached: int) -> int:
         """As :meth:`choose_for`, of requests of which nothing is known."""
         if not self._thinks(requests):
-            return self._length
+            return self._between()
         return self._choose([self.acceptance.expected(length) * requests for length in self.lengths], requests, cached)
 
     def choose_for(self, requests: Sequence[int], cached: int) -> int:
         """The fastest, or now and then one to find out about."""
         if not self._thinks(len(requests)):
-            return self._length
+            return self._between()
         if len(self._own) > len(requests) + _FORGOTTEN:
             self._own = {request: self._own[request] for request in requests if request in self._own}
         return self._choose(self._expected(requests), len(requests), cached)
@@ -138,8 +156,10 @@ class Adaptive(DraftLengthPolicy):
     def _thinks(self, requests: int) -> bool:
         """Whether this iteration's length is thought about; if so, what was noted is taken in."""
         self._iterations += 1
-        if self._iterations - self._thought < _THINKS_EVERY and self._thought and requests == self._requests:
-            return False
+        if self._thought and requests == self._requests:
+            new = self.costs.known(self._length, requests) < _ENOUGH
+            if self._iterations - self._thought < (_THINKS_EVERY_NEW if new else _THINKS_EVERY):
+                return False
         for pending in self._pending.values():
             each = pending.counts
             self.acceptance.observe_counts([sum(counts) for counts in zip(*each.values(), strict=True)], pending.iterations)
@@ -152,6 +172,11 @@ class Adaptive(DraftLengthPolicy):
         self._pending.clear()
         self._requests = requests
         return True
+
+    def _between(self) -> int:
+        """The length of an iteration that isn't thought about."""
+        single, self._single = self._single, None
+        return self._length if single is None else single
 
     def _expected(self, requests: Sequence[int]) -> list[float]:
         """Tokens that an iteration of each length yields for these requests, each by its own trials beside those of all."""
@@ -179,13 +204,14 @@ class Adaptive(DraftLengthPolicy):
             for length in self.lengths
             if length != self._length
         }
-        chosen = self._probe(lost, requests, self._iterations - self._thought)
+        self._single = self._probe(lost, requests, self._iterations - self._thought)
         self._thought = self._iterations
-        self._seen[chosen, self.costs.first.size(chosen, requests)] = self._iterations
-        return chosen
+        if self._single is not None:
+            self._seen[self._single, self.costs.first.size(self._single, requests)] = self._iterations
+        return self._length
 
-    def _probe(self, lost: Mapping[int, float], requests: int, passed: int) -> int:
-        """The length in use, or another one that is worth finding out about and affordable now.
+    def _probe(self, lost: Mapping[int, float], requests: int, passed: int) -> int | None:
+        """Another length that is worth finding out about and affordable now, or None.
 
         ``lost``: of each other length, iterations of the fastest one that fit into the time that an iteration with it loses.
         ``passed``: iterations since the last time.
@@ -198,9 +224,9 @@ class Adaptive(DraftLengthPolicy):
             # The longer ago, and the less it costs, the sooner.
             wanted = max(lost, key=lambda length: self._age(length, requests) / lost[length])
         else:
-            return self._length
+            return None
         if lost[wanted] > self._allowance:
-            return self._length
+            return None
         self._allowance -= lost[wanted]
         return wanted
 

@@ -92,6 +92,11 @@ class Staging:
             pinned.tensor[start : min(start + _COPIED, count)].copy_(values[start : start + _COPIED])
         self._backend.copy_async(self._device[:count], pinned.tensor[:count], stream=stream)
 
+    def clear(self, stream: Stream) -> None:
+        """No request: every row is 0. What graphs do when they're captured then concerns none; enqueued on ``stream``."""
+        with self._backend.on(stream):
+            self._device.zero_()
+
     def decode_rows(self, count: int) -> Tensor:
         """Rows of the first ``count`` decoding requests, int64 [count], at an address that never changes; behind the last
         request they're 0.
