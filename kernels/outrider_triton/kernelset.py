@@ -70,6 +70,8 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonQuantized, TritonExp
         self._derived: dict[tuple[str, int, int, int, int], MatmulConfig | None] = {}
         self._derived_quantized, self._derived_experts = {}, {}
         self._prompts = PromptAttention(facts)
+        # Elsewhere Triton has no conversion to e4m3 and back.
+        self.cache_formats = frozenset({"fp8"} if facts.fp8 else ())
         tuned = f"derived for {facts.architecture}" if table is None else f"tuned for {table.device}"
         self.name = f"triton, {tuned}" + (", everywhere" if everywhere else "")
 
@@ -97,13 +99,16 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonQuantized, TritonExp
         return self._prompts.said
 
     def _products(
-        self, operator: str, x: Tensor, weight: Tensor, *, scaled: bool = False, half: int = 0
+        self, operator: str, x: Tensor, weight: Tensor, *, scaled: bool = False, rotary: RotaryArgs | None = None
     ) -> Iterator[list[int]]:
-        """What is to be run beforehand for such a weight, and an ``x`` that is ``scaled`` there; once, in the scope alone."""
+        """What is to be run beforehand for such a weight, and an ``x`` that is ``scaled`` there, and a product that ends in
+        ``rotary``; once, in the scope alone.
+        """
         if x.dtype not in (torch.bfloat16, torch.float16) or x.dtype is not weight.dtype or not weight.is_contiguous():
             return
         n, k = weight.shape
-        if self._scope.first((operator, x.dtype, n, k, scaled)):
+        half, kept = (0, None) if rotary is None else (rotary.k_cache.shape[3] // 2, rotary.k_cache.dtype)
+        if self._scope.first((operator, x.dtype, n, k, scaled, kept)):
             dtype = str(x.dtype)[6:]
             for config in variants.products(self.facts, self.table, operator, dtype, n=n, k=k, half=half):
                 with ahead():
@@ -203,7 +208,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonQuantized, TritonExp
         """One kernel where it was faster."""
         half = rotary.k_cache.shape[3] // 2
         for each in (
-            self._products("linear_rope", product.x, product.weight, half=half) if _rotates(rotary, product.x) else ()
+            self._products("linear_rope", product.x, product.weight, rotary=rotary) if _rotates(rotary, product.x) else ()
         ):
             if not _cuts_heads(each, rotary):
                 continue
@@ -243,7 +248,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonQuantized, TritonExp
         """Two kernels, where they were faster than four."""
         half = rotary.k_cache.shape[3] // 2
         for first in self._scaled(added, residual, norm) if _rotates(rotary, residual) else ():
-            for each in self._products("linear_rope", first[0], weight, scaled=True, half=half):
+            for each in self._products("linear_rope", first[0], weight, scaled=True, rotary=rotary):
                 if not _cuts_heads(each, rotary):
                     continue
                 _TRITON.rope_write_cache.triton_linear(*first, weight, bias, eps, *_few_rotary(rotary), each, self.pdl)
@@ -402,7 +407,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonQuantized, TritonExp
 
         longest = metadata.max_query if metadata.tree_mask is not None else self._prompts.longest_elsewhere(q)
         variant = metadata.max_query, metadata.tree_mask is not None, metadata.settled, window
-        if self._scope.first(("attention", q.dtype, *q.shape[1:], k_cache.shape[1:], *variant)):
+        if self._scope.first(("attention", q.dtype, k_cache.dtype, *q.shape[1:], k_cache.shape[1:], *variant)):
             for each in variants.attention_configs(
                 lambda *sizes: self._attention_config(q, k_cache, *sizes),
                 max_query=min(metadata.max_query, longest),
@@ -431,7 +436,7 @@ def _few(x: Tensor) -> Tensor:
 def _rotates(rotary: RotaryArgs, x: Tensor) -> bool:
     """Whether keys and values of ``x``'s dtype can be turned and written by a product."""
     straight = rotary.cos.stride() == rotary.sin.stride() and rotary.cos.stride(1) == 1 and rotary.slots.is_contiguous()
-    return straight and rotary.k_cache.dtype is x.dtype and rotary.k_cache.shape[3] % 2 == 0
+    return straight and rotary.k_cache.dtype in (x.dtype, torch.float8_e4m3fn) and rotary.k_cache.shape[3] % 2 == 0
 
 
 def _cuts_heads(config: list[int], rotary: RotaryArgs) -> bool:

@@ -27,12 +27,20 @@ def _bound(sequences: int) -> int:
 
 
 def _copy_context(
-    k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, block_table: Tensor, rows: int, most: int, padded: int, pdl: bool
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    rows: int,
+    most: int,
+    padded: int,
+    dtype: torch.dtype,
+    pdl: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     page, kv_heads, size = k_cache.shape[1:]
     batch, columns = seq_lens.shape[0], kv_heads * padded
     torch._check(k_cache.is_contiguous() and v_cache.is_contiguous(), lambda: "copy_context: caches must be contiguous")
-    keys, values = (torch.empty((rows, kv_heads, padded), dtype=k_cache.dtype, device=k_cache.device) for _ in range(2))
+    keys, values = (torch.empty((rows, kv_heads, padded), dtype=dtype, device=k_cache.device) for _ in range(2))
     kv_start = torch.empty(batch + 1, dtype=torch.int32, device=k_cache.device)
     block_columns = min(power_of_two(columns), 1024)
     block_rows = max(1, 4096 // block_columns)
@@ -55,11 +63,11 @@ def _copy_context(
 
 define(
     "copy_context.triton(Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor block_table, int rows, int most, "
-    "int padded, bool pdl) -> (Tensor, Tensor, Tensor)",
+    "int padded, ScalarType dtype, bool pdl) -> (Tensor, Tensor, Tensor)",
     _copy_context,
-    lambda k_cache, v_cache, seq_lens, block_table, rows, most, padded, pdl: (
-        k_cache.new_empty((rows, k_cache.shape[2], padded)),
-        v_cache.new_empty((rows, k_cache.shape[2], padded)),
+    lambda k_cache, v_cache, seq_lens, block_table, rows, most, padded, dtype, pdl: (
+        k_cache.new_empty((rows, k_cache.shape[2], padded), dtype=dtype),
+        v_cache.new_empty((rows, k_cache.shape[2], padded), dtype=dtype),
         seq_lens.new_empty(seq_lens.shape[0] + 1),
     ),
 )

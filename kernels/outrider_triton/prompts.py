@@ -52,8 +52,9 @@ class Prompts:
         metadata = self.metadata
         batch = metadata.seq_lens.shape[0]
         rows = prompt_ops.copied_rows(batch * metadata.max_kv, batch)
+        most, dtype = metadata.max_kv, self.q.dtype
         return _TRITON.copy_context.triton(  # type: ignore[no-any-return]
-            self.k_cache, self.v_cache, metadata.seq_lens, metadata.block_table, rows, metadata.max_kv, width, pdl
+            self.k_cache, self.v_cache, metadata.seq_lens, metadata.block_table, rows, most, width, dtype, pdl
         )
 
     def first(self, count: int, sequences: int = 1) -> Prompts:
@@ -273,7 +274,7 @@ class PromptAttention:
 
 def _key(prompts: Prompts) -> tuple[object, ...]:
     q = prompts.q
-    return q.dtype, *q.shape[1:], *prompts.k_cache.shape[1:], prompts.window
+    return q.dtype, prompts.k_cache.dtype, *q.shape[1:], *prompts.k_cache.shape[1:], prompts.window
 
 
 def _zeros_behind(out: Tensor, metadata: AttentionMetadata) -> Tensor:

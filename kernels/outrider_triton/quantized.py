@@ -121,14 +121,17 @@ class TritonQuantized(KernelSet):
         """Four kernels for few tokens: what turns queries and keys adds parts of their product up."""
         cos, sin, k_cache, v_cache, slots = rotary
         straight = cos.stride() == sin.stride() and cos.stride(1) == 1 and slots.is_contiguous()
-        straight = straight and k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.dtype is residual.dtype
+        straight = straight and k_cache.is_contiguous() and v_cache.is_contiguous()
+        straight = straight and k_cache.dtype in (residual.dtype, torch.float8_e4m3fn)
         made = None
         if straight and self._uses("rope_write_cache", residual):
             made = self._normed_product(added, residual, norm, eps, weight, bias, parts=True)
         if made is None:
             return super().norm_linear_quantized_rope_write_cache(added, residual, norm, eps, weight, bias, rotary)
         way, kind = plan(self.facts, weight), residual.dtype
-        new = self._scope.first(("add_parts_rope_write_cache", kind, weight.shape, weight.label, k_cache.shape[1:]))
+        new = self._scope.first(
+            ("add_parts_rope_write_cache", kind, weight.shape, weight.label, k_cache.shape[1:], k_cache.dtype)
+        )
         for split in {each.split for each in self._every(weight, way)} if new and way is not None else ():
             few = (
                 made.new_empty((split, 4, weight.shape[0]), dtype=torch.float32)

@@ -225,6 +225,30 @@ KERNELS = [
     (experts.expert_outputs, CHOSEN, {**MANY}),
     (experts.add_experts, {"parts": HALF}, {"BLOCK": 1024}),
 ]
+NARROW = dict.fromkeys(("k_cache", "v_cache"), E4M3)
+IN_E4M3 = [
+    (rows.rope_write_cache, NARROW, {"BLOCK_Q": 32, "BLOCK_KV": 8, "BLOCK_HALF": 64}),
+    (
+        rows.add_parts_rope_write_cache,
+        {**NARROW, "parts": WIDE, "bias": HALF},
+        {"PARTS": 4, "HAS_BIAS": True, "BLOCK_HALF": 64},
+    ),
+    (rows.move_cache, NARROW, {"MOVES": 4, "BLOCK": 64}),
+    (
+        fused.linear_rope_write_cache,
+        {**NARROW, "k": "i32"},
+        {**PRODUCT, "squares": None, "SCALED": False, "SHARES": 1, "HALF": 64},
+    ),
+    (attention.paged_attention, {**NARROW, "tokens": "i32"}, {**ATTENTION, "TREE": False, "SETTLED": True}),
+    (attention.paged_attention, {**NARROW, "tokens": "i32"}, {**ATTENTION, "TREE": True, "SETTLED": False}),
+    (prompt_attention.copy_context, NARROW, COPY),
+    (
+        prompt_attention.prompt_attention,
+        {"tokens": "i32", "keys": E4M3, "values": E4M3},
+        {**PROMPT, "DESCRIPTOR": False},
+    ),
+]
+"""Over caches in e4m3, for devices that have it."""
 RING = {"bias": None, "HAS_BIAS": False, "STEPS": 8, "BLOCK_M": 8, "BLOCK_K": 128, "STAGES": 4}
 SCALED = {**RING, "SCALED": True, "SHARES": 128}
 PLAIN = {**RING, "squares": None, "SCALED": False, "SHARES": 1}
@@ -237,6 +261,7 @@ STREAMED = [
     (streamed.streamed_silu_mul, {"k": "i32"}, PLAIN),
     (streamed.streamed_rope_write_cache, {"k": "i32"}, {**SCALED, "HALF": 64}),
     (streamed.streamed_rope_write_cache, {"k": "i32"}, {**PLAIN, "HALF": 64}),
+    (streamed.streamed_rope_write_cache, {"k": "i32", **NARROW}, {**PLAIN, "HALF": 64}),
 ]
 """For devices with a copy engine alone."""
 LATE = {"linear_silu_mul", "scaled_silu_mul", "streamed_silu_mul", "linear_planes", "linear_quantized"}
@@ -262,7 +287,8 @@ SOME |= {
 def main() -> None:
     backend, architecture, warp, pdl, *some = sys.argv[1:]
     target = GPUTarget(backend, int(architecture) if architecture.isdigit() else architecture, int(warp))
-    every = [*KERNELS, *quantized_kernels(target.arch if backend == "cuda" else 0)]
+    capability = target.arch if backend == "cuda" else 0
+    every = [*(IN_E4M3 if capability >= 89 else ()), *KERNELS, *quantized_kernels(capability)]
     last = {kernel: (types, constants) for kernel, types, constants in every}
     for kernel, types, constants in every:
         if some and (kernel.__name__ not in SOME or last[kernel] != (types, constants)):

@@ -33,6 +33,8 @@ def kernels(streamed):
         "rows_and_tokens",
         "ask_for_gates",
         "write_rotated",
+        "as_cached",
+        "nearest_e4m3",
         "uniforms",
         "gumbel",
     }

@@ -55,7 +55,7 @@ def test_prompts(heads, kv_heads, size, window, copied, device, pdl):
         padded = max(16, 1 << (size - 1).bit_length())
         rows = prompt_ops.copied_rows(int(lens.sum()), lens.shape[0])
         copy = torch.ops.outrider.copy_context.triton
-        keys, values, kv_start = copy(keys, values, lens, table, rows, metadata.max_kv, padded, pdl)
+        keys, values, kv_start = copy(keys, values, lens, table, rows, metadata.max_kv, padded, q.dtype, pdl)
     made = torch.ops.outrider.prompt_attention.triton(
         *(q, keys, values, starts, lens, table, kv_start, 8, 0.3, window, [16, 32, 4, 2], pdl)
     )

@@ -32,7 +32,7 @@ class Driver:
             config.head_size,
             pages=pages,
             page_size=page_size,
-            dtype=model.dtype,
+            dtype=model.cache_dtype,
             device=self.device,
         )
 

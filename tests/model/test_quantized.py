@@ -271,8 +271,8 @@ TENSOR = {"num_bits": 8, "dynamic": True, "strategy": "tensor"}
             "transform_config is .*isn't supported",
         ),
         (
-            compressed_config({"g": INT4}, kv_cache_scheme={"num_bits": 8, "type": "float"}),
-            "a quantised KV cache isn't supported",
+            compressed_config({"g": INT4}, kv_cache_scheme={"num_bits": 8, "type": "int"}),
+            "kv_cache_scheme.type is 'int', expected 'float'",
         ),
         (
             compressed_config({"g": group_of("int8-w8a8") | {"input_activations": TENSOR}}),

@@ -25,6 +25,7 @@ def over(wire, item, size):
 
 
 INFO = EngineInfo(
+    cache_dtype="float8_e4m3fn",
     backend="cpu",
     device="cpu",
     dtype="float32",

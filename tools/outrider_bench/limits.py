@@ -80,7 +80,7 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float:
     output = target.weights.head.nbytes
     tokens = batch * (1 + engine.proposer.depth)
     weights = _bytes(target.weights.layers) - _idle_bytes(target, tokens) + target.weights.norm.nbytes + output
-    cached = _cached_bytes(target.config, target.dtype.itemsize)
+    cached = _cached_bytes(target.config, target.cache_dtype.itemsize)
     proposer = engine.proposer
     if isinstance(proposer, EagleProposer) and isinstance(proposer.head, EagleHead):
         head = proposer.head

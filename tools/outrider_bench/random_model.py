@@ -86,7 +86,7 @@ class RandomModel:
         )
 
     def make(
-        self, device: Backend, dtype: torch.dtype, ranks: ModelRanks | None = None
+        self, device: Backend, dtype: torch.dtype, ranks: ModelRanks | None = None, *, kv_dtype: str = "auto"
     ) -> tuple[LanguageModel, Proposer | None]:
         """The weights on a device, or this rank's part of them."""
         from outrider.model import Decoder
@@ -96,7 +96,7 @@ class RandomModel:
 
         whole = shape_config(self.shape)
         way = None if self.quantize is None else RandomQuantization(name=self.quantize, head=self.quantize_head)
-        model = random_decoder(whole, backend=device, dtype=dtype, ranks=ranks, quantization=way)
+        model = random_decoder(whole, backend=device, dtype=dtype, ranks=ranks, quantization=way, kv_dtype=kv_dtype)
         if self.accept_length is not None:
             model = Decoder(model.config, model.weights, with_synthetic_acceptance(model.kernels, self.accept_length), ranks)
         elif self.accept_rates is not None and self.speculate == "eagle":
@@ -148,7 +148,8 @@ class RandomModel:
         if cached_tokens is not None:
             pages = cached_tokens // (config.page_size or device.capabilities.page_size) + max_requests + 2
             config = replace(config, num_pages=pages)
-        model, proposer = self.make(device, config.torch_dtype, None if ranks is None else ranks.model)
+        part = None if ranks is None else ranks.model
+        model, proposer = self.make(device, config.torch_dtype, part, kv_dtype=config.kv_dtype)
         config = resolve(config, situation_of(device, model, proposer or PlainProposer()), own)
         with progress_shown(joined.leads) as tell:
             engine = Engine(

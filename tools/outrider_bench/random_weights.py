@@ -17,6 +17,7 @@ from outrider.model.eagle import EagleHead
 from outrider.model.head_mapping import eagle_targets, eagle_weights
 from outrider.model.mapping import Target, decoder_targets, decoder_weights
 from outrider.model.products import Weight
+from outrider.model.quantization.cache import cache_format, decide
 from outrider.model.ranks import ModelRanks
 from outrider.model.shapes import shape_config
 from outrider.model.shards import Shards
@@ -64,10 +65,12 @@ def random_decoder(
     dtype: torch.dtype,
     ranks: ModelRanks | None = None,
     quantization: RandomQuantization | None = None,
+    kv_dtype: str = "auto",
 ) -> Decoder:
     """A decoder of this shape, or the part of it that is this rank's; returns when its weights are there. The same weights
-    each time on one kind of device and as many ranks.
+    each time on one kind of device and as many ranks. ``kv_dtype``: what its KV cache holds; scales are 1.
     """
+    format = decide(kv_dtype, None, backend.kernels_in_use, backend, "the random model")
     if quantization is not None:
         quantization.check(backend)
     shards = Shards() if ranks is None else ranks.shards
@@ -75,7 +78,11 @@ def random_decoder(
     with placed(backend, dtype):
         targets = decoder_targets(config, (), shards)
         weights = _draw(targets, dtype, backend.device, seed=0, shards=shards, quantization=quantization)
-        return Decoder(local, decoder_weights(local, weights), backend.kernels_in_use, ranks)
+        record = decoder_weights(local, weights)
+        if format is not None:
+            kept = cache_format(format, None, local, dtype=dtype, device=backend.device)
+            record = replace(record, layers=tuple(replace(each, cache=kept) for each in record.layers))
+        return Decoder(local, record, backend.kernels_in_use, ranks)
 
 
 def random_eagle(

@@ -57,6 +57,10 @@ def layer_part(weights: LayerWeights, config: ModelConfig, shards: Shards) -> La
     if weights.shared_gate_up is not None and weights.shared_down is not None:
         stacked = _experts_part(plain(weights.shared_gate_up)[None], plain(weights.shared_down)[None], shards)
         weights = replace(weights, shared_gate_up=stacked[0][0], shared_down=stacked[1][0])
+    if weights.cache is not None and weights.cache.before is not None and weights.cache.after is not None:
+        q, k, v = weights.cache.before.split((heads, kv_heads, kv_heads))
+        before = torch.cat((rows(q, own, 1), rows(k, own_kv, 1), rows(v, own_kv, 1)))
+        weights = replace(weights, cache=replace(weights.cache, before=before, after=rows(weights.cache.after, own, 1)))
     return replace(
         weights,
         qkv=projections,

@@ -1,4 +1,7 @@
-"""The tiny target and its EAGLE head with quantised weights, for proofs: all formats, quantised activations, a split one."""
+"""The tiny target and its EAGLE head with quantised weights, for proofs: all formats, quantised activations, a split one.
+
+The target's cache is quantised too: the first layer's by scales of its heads, the others' without.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ import torch
 
 from outrider.device import QuantizedWeight
 from outrider.model import Decoder, EagleHead, LayerWeights
+from outrider.model.layer import CacheFormat
 from outrider.model.products import SplitWeight, plain
+from outrider.model.quantization.cache import cache_format
 from outrider.speculative.eagle import EagleProposer
 from outrider_proof import tiny
 from outrider_proof.proposers import moved
@@ -69,11 +74,25 @@ def layer(weights: LayerWeights) -> LayerWeights:
     )
 
 
+def _scales(model: Decoder) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+    """Of keys and of values of each layer."""
+    first = torch.linspace(0.004, 0.02, tiny.KV_HEADS, dtype=torch.float64)
+    return [(first, first.flip(0)), *[None] * (len(model.weights.layers) - 1)]
+
+
 def target(backend: Backend) -> Decoder:
-    """The tiny target with quantised layers and a quantised output head."""
+    """The tiny target with quantised layers, a quantised output head, and a quantised cache where the kernels have it."""
     model = tiny.target()
+    caches: list[CacheFormat | None] = [None] * len(model.weights.layers)
+    if "fp8" in backend.kernels_in_use.cache_formats:
+        caches = [
+            cache_format("fp8", scales, model.config, dtype=model.dtype, device=model.device) for scales in _scales(model)
+        ]
+    layers = zip(model.weights.layers, caches, strict=True)
     weights = replace(
-        model.weights, head=int4(plain(model.weights.head)), layers=tuple(layer(each) for each in model.weights.layers)
+        model.weights,
+        head=int4(plain(model.weights.head)),
+        layers=tuple(replace(layer(each), cache=kept) for each, kept in layers),
     )
     return Decoder(model.config, moved(weights, backend.device), backend.kernels_in_use)
 

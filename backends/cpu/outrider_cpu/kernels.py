@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, KernelSet, Product, RotaryArgs
+from outrider.device import CACHE_FORMATS, AttentionMetadata, KernelSet, Product, RotaryArgs
 from outrider_cpu import operators as _operators  # noqa: F401  (registers them)
 
 _TARGET, _DRAFT = 0, 2
@@ -21,6 +21,7 @@ class CpuKernels(KernelSet):
     """The torch references, with fewer operations."""
 
     name = "cpu"
+    cache_formats = frozenset(CACHE_FORMATS)
 
     def batch_invariant(self) -> KernelSet:
         """Over the references: here the length of a call depends on the batch."""

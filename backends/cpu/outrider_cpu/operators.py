@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.device.kernels.reference import as_cached
+
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
 _ALONE = 16
@@ -32,9 +34,16 @@ def _rope_write_cache(
     rotated = turned * cos.unsqueeze(1)
     rotated[..., :half].addcmul_(turned[..., half:], sin[..., :half], value=-1)
     rotated[..., half:].addcmul_(turned[..., :half], sin[..., half:])
-    k_cache.flatten(0, 1).index_copy_(0, slots, rotated[:, -v.shape[1] :])
-    v_cache.flatten(0, 1).index_copy_(0, slots, v)
+    _write(k_cache, slots, rotated[:, -v.shape[1] :])
+    _write(v_cache, slots, v)
     return rotated
+
+
+def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    rows, cache = as_cached(rows, cache.dtype), cache.flatten(0, 1)
+    if cache.dtype.itemsize == 1:  # torch copies no rows of eight-bit floats, but bytes
+        rows, cache = rows.view(torch.uint8), cache.view(torch.uint8)
+    cache.index_copy_(0, slots, rows)
 
 
 def _paged_attention(
@@ -68,7 +77,7 @@ def _paged_attention(
         if length < count:  # padding: it has no tokens of its own
             parts.append(torch.zeros_like(queries))
             continue
-        keys, values = (_cached(cache, block_table[index], length) for cache in (k_cache, v_cache))
+        keys, values = (_cached(cache, block_table[index], length).to(q.dtype) for cache in (k_cache, v_cache))
         tree = None if tree_mask is None else tree_mask[start:end, :count]
         parts.append(_attend(queries, keys, values, tree, scale, window))
     beyond = q.shape[0] - starts[len(lens)]

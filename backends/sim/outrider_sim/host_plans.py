@@ -69,6 +69,7 @@ class HostPlanKernels(WrappedKernels):
 
     def __init__(self, inner: KernelSet, backend: Backend) -> None:
         super().__init__(inner)
+        self.cache_formats = inner.cache_formats
         self.backend = backend
 
     def plan_attention(self, metadata: AttentionMetadata, *, stream: Stream) -> AttentionMetadata:

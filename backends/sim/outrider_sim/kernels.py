@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, Backend, KernelSet
+from outrider.device import CACHE_FORMATS, AttentionMetadata, Backend, KernelSet
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider_sim", "DEF")
@@ -28,6 +28,8 @@ class HostLengthKernels(KernelSet):
 
     They travel as operands of the operations that are enqueued: a replay has those of its capture until they're rebound.
     """
+
+    cache_formats = frozenset(CACHE_FORMATS)
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

@@ -29,6 +29,7 @@ _DTYPES = {
         torch.float32,
         torch.bfloat16,
         torch.float16,
+        torch.float8_e4m3fn,
         torch.int64,
         torch.int32,
         torch.uint8,
@@ -167,6 +168,7 @@ def fit_of(engine: Engine) -> dict[str, Any]:
     of_model = {f"model.{each.name}": repr(getattr(config, each.name)) for each in fields(config)}
     return of_model | {
         "dtype": str(engine.model.dtype),
+        "kv_dtype": str(engine.model.cache_dtype),
         "page_size": repr(engine.config.page_size),
         "proposer": proposer.name,
         "proposer.caches": repr(shapes),

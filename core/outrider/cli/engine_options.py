@@ -17,6 +17,7 @@ from outrider.cli.models import (
     DraftTopkOption,
     DtypeOption,
     GraphsOption,
+    KvDtypeOption,
     KvMemoryOption,
     MaxContextOption,
     MaxRequestsOption,
@@ -52,6 +53,7 @@ class LaunchOptions:
     overlap: OverlapOption = None
     max_context: MaxContextOption = None
     kv_memory: KvMemoryOption = None
+    kv_dtype: KvDtypeOption = "auto"
     page_size: PageSizeOption = None
     max_requests: MaxRequestsOption = None
     prefill_chunk: PrefillChunkOption = None
@@ -65,6 +67,7 @@ class LaunchOptions:
         return Sizes(
             max_context=self.max_context,
             kv_memory=self.kv_memory,
+            kv_dtype=None if self.kv_dtype == "auto" else self.kv_dtype,
             page_size=self.page_size,
             max_requests=self.max_requests,
             prefill_chunk=self.prefill_chunk,

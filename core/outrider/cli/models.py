@@ -146,6 +146,15 @@ PageSizeOption = Annotated[
     int | None,
     typer.Option("--page-size", metavar="N", help="Tokens of a KV page. Default: that of the device's own kernels."),
 ]
+KvDtypeOption = Annotated[
+    str,
+    typer.Option(
+        "--kv-dtype",
+        metavar="FORMAT",
+        help="What the KV cache holds: fp8 (eight bits, by the checkpoint's scales or 1), plain (the model's dtype), or "
+        "auto: as the checkpoint says.",
+    ),
+]
 MaxRequestsOption = Annotated[
     int | None,
     typer.Option(
@@ -185,6 +194,7 @@ class Sizes:
 
     max_context: int | None = None
     kv_memory: float | None = None
+    kv_dtype: str | None = None
     page_size: int | None = None
     max_requests: int | None = None
     prefill_chunk: int | None = None

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         Scalar,
     )
     from outrider.device.kernels import (
+        CACHE_FORMATS,
         LANE_ACCEPT,
         LANE_DRAFT,
         LANE_RESIDUAL,
@@ -127,6 +128,7 @@ _HOMES = {
         "LANE_RESIDUAL",
         "LANE_SAMPLE",
         "Product",
+        "CACHE_FORMATS",
         "QUANTIZED_FORMATS",
         "QuantizedProduct",
         "QuantizedWeight",
@@ -183,6 +185,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CACHE_FORMATS",
     "ENTRY_POINT_GROUP",
     "KERNELS_GROUP",
     "LANE_ACCEPT",

@@ -123,7 +123,7 @@ def assemble(
             model.config.head_size,
             pages=pages,
             page_size=config.page_size,
-            dtype=config.torch_dtype,
+            dtype=model.cache_dtype,
             device=device,
         )
         proposer.allocate(backend=backend, pages=pages, page_size=config.page_size)

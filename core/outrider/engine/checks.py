@@ -76,7 +76,7 @@ def check_cache(backend: Backend, config: DecidedConfig, model: LanguageModel, *
         )
     shape = model.config
     page = KVCache.page_bytes(
-        shape.num_layers, shape.num_kv_heads, shape.head_size, page_size=config.page_size, dtype=config.torch_dtype
+        shape.num_layers, shape.num_kv_heads, shape.head_size, page_size=config.page_size, dtype=model.cache_dtype
     )
     memory = memory_of(backend)
     if memory is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.device import ConfigError, StepMode
+from outrider.device import CACHE_FORMATS, ConfigError, StepMode
 from outrider.errors import shown
 
 DTYPES = {
@@ -15,6 +15,9 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+KV_DTYPES = ("auto", "plain", *CACHE_FORMATS)
+"""What a KV cache can be asked to hold."""
 
 DRAFT_LENGTHS = ("fixed", "load", "adaptive")
 """How the length of drafts is decided."""
@@ -66,6 +69,10 @@ class EngineConfig:
     while the previous one runs, and reads its results one iteration later. ``prefix_cache``: requests share the pages of a
     common prefix.
 
+    ``kv_dtype``: ``auto`` keeps keys and values as the checkpoint's ``kv_cache_scheme`` says, in ``dtype`` where it says
+    nothing; ``plain`` in ``dtype``; ``fp8`` in eight bits, by the checkpoint's scales, or 1 where it has none. A draft's own
+    caches aren't meant.
+
     ``token_budget``: tokens of an iteration in which requests decode: theirs and their drafts' first, then prompts, which
     get a quarter of it at least; None: all requests with their drafts, and ``prefill_chunk`` for prompts.
     ``gather_iterations``: while half of the requests, and at least 8, decode, new prompts of less than 1,024 tokens
@@ -108,6 +115,7 @@ class EngineConfig:
     draft_nodes: int | None = None
     draft_length: str | None = None
     dtype: str | None = None
+    kv_dtype: str = "auto"
     overlap: bool | None = None
     prefix_cache: bool = True
     penalties: bool = True
@@ -152,6 +160,8 @@ class EngineConfig:
             raise ConfigError(
                 f"device_timeout_s is {shown(seconds)}; expected a positive number of seconds, or None for no limit"
             )
+        if self.kv_dtype not in KV_DTYPES:
+            raise ConfigError(f"kv_dtype is {shown(self.kv_dtype)}; expected one of {', '.join(KV_DTYPES)}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {shown(self.dtype)}; expected one of {', '.join(DTYPES)}")
 

@@ -80,12 +80,17 @@ def load_checkpoint(
             "through_transformers runs a model by transformers' own code, which isn't shared out among ranks; leave it out, "
             "or run on one rank"
         )
+    if through_transformers and config.kv_dtype not in ("auto", "plain"):
+        raise ConfigError(
+            f"kv_dtype is {config.kv_dtype}, and through_transformers runs a model by transformers' own code, whose KV cache "
+            "is kept in the model's dtype; leave one of them out"
+        )
     if through_transformers:
         model: LanguageModel = load_through_transformers(
             directory, backend=backend, dtype=dtype, trust_remote_code=trust_remote_code
         )
     else:
-        model = _load_native(directory, backend, dtype, config.batch_invariant, progress, ranks, mode)
+        model = _load_native(directory, backend, dtype, config, progress, ranks, mode)
     options = DraftOptions(
         target=model,
         backend=backend,
@@ -111,17 +116,24 @@ def _load_native(
     directory: Path,
     backend: Backend,
     dtype: torch.dtype,
-    batch_invariant: bool,
+    config: EngineConfig,
     progress: Progress | None,
     ranks: Ranks | None,
     quantized: QuantizedMode,
 ) -> Decoder:
     """The model of a checkpoint, with the kernels that the config asks for."""
     shared = None if ranks is None else ranks.model
-    model = load_decoder(directory, backend=backend, dtype=dtype, progress=progress, ranks=shared, quantized=quantized)
-    if batch_invariant:
-        return Decoder(model.config, model.weights, backend.kernels_in_use.batch_invariant(), shared)
-    return model
+    kernels = backend.kernels_in_use
+    return load_decoder(
+        directory,
+        backend=backend,
+        dtype=dtype,
+        progress=progress,
+        ranks=shared,
+        quantized=quantized,
+        kv_dtype=config.kv_dtype,
+        kernels=kernels.batch_invariant() if config.batch_invariant else kernels,
+    )
 
 
 def _quantized_weights(model: LanguageModel, mode: QuantizedMode, directory: Path) -> tuple[Choice, ...]:

@@ -54,7 +54,7 @@ class MovingRequests(EngineBase):
 
         Raises :class:`ConfigError` when the engines don't fit, and :class:`RequestError` for a request that can't be served.
         """
-        handed.check_fits(self.model.config, self.model.dtype, self.proposer)
+        handed.check_fits(self.model, self.proposer)
         if self._course is not None or handed.key is not None:
             check_key(handed, None if self._course is None else self._course.ranks)
         with self._use():

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import torch
 
-from outrider.device import Capabilities, ConfigError, OutOfDeviceMemory, StepMode
+from outrider.device import CACHE_FORMATS, Capabilities, ConfigError, OutOfDeviceMemory, StepMode
 from outrider.engine.config import DTYPES, Choice, DecidedConfig, EngineConfig
 
 GIB = 1 << 30
@@ -55,9 +55,10 @@ class Situation:
 
     ``dtype``: of the weights. ``context``: the most tokens that model and proposer were made for, ``context_of`` whose limit
     that is. ``slots``: cache slots behind the cached tokens that an iteration may write. ``token_bytes``: what a token takes
-    in all KV caches. ``prompt_token_bytes`` and ``drafted_token_bytes``: what a forward takes at most for each token of a
-    prompt, and for each one that is verified. ``request_bytes``: what a request takes besides, ``fixed_bytes`` what an engine
-    takes whatever runs. ``memory``: None where nothing is known of it. ``no_fused`` and ``no_graphs``: why that isn't chosen
+    in all KV caches, ``cached_bytes`` in the target's, which is in ``cache_dtype`` (None: in ``dtype``).
+    ``prompt_token_bytes`` and ``drafted_token_bytes``: what a forward takes at most for each token of a prompt, and
+    for each one that is verified. ``request_bytes``: what a request takes besides, ``fixed_bytes`` what an engine takes
+    whatever runs. ``memory``: None where nothing is known of it. ``no_fused`` and ``no_graphs``: why that isn't chosen
     here, empty where it may be.
     """
 
@@ -76,6 +77,8 @@ class Situation:
     no_fused: str = ""
     no_graphs: str = ""
     no_overlap_fused: bool = False
+    cache_dtype: torch.dtype | None = None
+    cached_bytes: int = 0
 
 
 def choose_dtype(capabilities: Capabilities, checkpoint: torch.dtype | None) -> Choice:
@@ -106,6 +109,7 @@ def resolve(config: EngineConfig, known: Situation, before: tuple[Choice, ...] =
         return config
     choices = _Choices(config, before)
     choices.add("dtype", _NAMES[known.dtype], "the model's")
+    _keeping(choices, known)
     _launching(choices, known)
     _sizes(choices, known)
     _cache(choices, known)
@@ -133,6 +137,23 @@ class _Choices:
         value = self.values[name]
         assert isinstance(value, int)
         return value
+
+
+def _keeping(choices: _Choices, known: Situation) -> None:
+    """What the pages hold was decided when the model was loaded, with its scales."""
+    asked = choices.config.kv_dtype
+    format = next((name for name, dtype in CACHE_FORMATS.items() if dtype is known.cache_dtype), "plain")
+    if asked not in ("auto", format):
+        raise ConfigError(
+            f"kv_dtype is {asked}, and the model was loaded for a {format} KV cache; use Engine.from_checkpoint, or load it "
+            f"with kv_dtype={asked!r}"
+        )
+    choices.values["kv_dtype"] = format
+    if format != "plain":
+        plain = known.cached_bytes * known.dtype.itemsize
+        whose = "as asked" if asked == format else "the checkpoint's kv_cache_scheme"
+        why = f"{whose}: {known.cached_bytes} bytes a token in place of {plain}"
+        choices.made += (Choice("kv_dtype", format, why),)
 
 
 def _launching(choices: _Choices, known: Situation) -> None:

@@ -31,7 +31,7 @@ def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> 
     context, context_of = config.max_context, "model"
     if proposer.max_context is not None and proposer.max_context < context:
         context, context_of = proposer.max_context, f"proposer {proposer.name!r}"
-    kept = KVCache.page_bytes(config.num_layers, config.num_kv_heads, config.head_size, page_size=1, dtype=model.dtype)
+    kept = KVCache.page_bytes(config.num_layers, config.num_kv_heads, config.head_size, page_size=1, dtype=model.cache_dtype)
     no_fused = no_graphs = "" if model.native else "the code of transformers may wait for the device"
     if model.kernels.plans_on_host:
         no_fused = no_fused or f"the kernels {model.kernels.name!r} plan each batch on the host"
@@ -44,6 +44,8 @@ def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> 
         capabilities=backend.capabilities,
         step_modes=sync.step_modes,
         dtype=model.dtype,
+        cache_dtype=model.cache_dtype,
+        cached_bytes=kept,
         context=context,
         context_of=context_of,
         slots=proposer.slots,

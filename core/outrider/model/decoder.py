@@ -62,6 +62,12 @@ class Decoder(LanguageModel):
         """The table of embeddings [V, H]."""
         return self.weights.embedding
 
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """That of the layers' format, else the weights'."""
+        format = self.weights.layers[0].cache
+        return self.dtype if format is None else format.dtype
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [T, H] of int64 ``tokens`` [T]."""
         return self.embedded(tokens, self.weights.embedding)

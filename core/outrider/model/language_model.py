@@ -66,6 +66,11 @@ class LanguageModel(ABC):
         return self.embedding.dtype
 
     @property
+    def cache_dtype(self) -> torch.dtype:
+        """Dtype of the pages that hold its keys and values."""
+        return self.dtype
+
+    @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.embedding.device

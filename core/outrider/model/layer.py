@@ -50,6 +50,22 @@ def attention_shapes(config: ModelConfig, dtype: torch.dtype, *, page_size: int)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CacheFormat:
+    """What the pages of a layer hold in place of plain numbers: ``dtype``, one of ``CACHE_FORMATS``, and the scales.
+
+    A cached number stands for itself times its key head's scale. ``before`` [Hq + 2 Hkv, 1] is what queries, keys and
+    values are multiplied by ahead of rotation: queries by the scale of the keys that they meet, keys and
+    values by one over theirs.
+    ``after`` [Hq, 1] is what attention's result is multiplied by, the scale of the values. In float32 or wider; None where
+    all of them are 1, and kernels that write the cache at the end of a product can be used.
+    """
+
+    dtype: torch.dtype
+    before: Tensor | None = None
+    after: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
     """Tensors of one layer. What is read together is stored together: q, k, v in ``qkv``, gate and up in ``gate_up``.
 
@@ -60,6 +76,8 @@ class LayerWeights:
     A mixture of E experts has a ``router`` [E, H], ``gate_up`` [E, 2 I, H] and ``down`` [E, H, I]; with a shared expert of
     inner size Is also ``shared_gate_up`` [2 Is, H], ``shared_down`` [H, Is] and ``shared_gate`` [1, H]. Quantised experts are
     [E 2 I, H] and [E H, I].
+
+    ``cache``: how the layer's pages hold keys and values; None: plainly.
     """
 
     qkv: Weight
@@ -78,6 +96,7 @@ class LayerWeights:
     shared_gate_up: Weight | None = None
     shared_down: Weight | None = None
     shared_gate: Weight | None = None
+    cache: CacheFormat | None = None
 
 
 class DecoderLayer:
@@ -101,6 +120,10 @@ class DecoderLayer:
         self._kernels = kernels
         self._window = window
         self._scale = attention_scale(config)
+        self._before = None if weights.cache is None else weights.cache.before
+        self._after = None if weights.cache is None else weights.cache.after
+        # Nothing comes between the product of queries, keys and values and their rotation: one kernel may do both.
+        self._direct = self._before is None and (weights.q_norm is None or weights.k_norm is None)
 
     def forward(
         self,
@@ -119,7 +142,7 @@ class DecoderLayer:
             normed = residual if pending is None else add(pending, residual, kernels)
         elif pending is None:
             normed = kernels.rms_norm(residual, weights.attention_norm, eps)
-        elif weights.q_norm is None and isinstance(pending, Product) and isinstance(weights.qkv, Tensor):
+        elif self._direct and isinstance(pending, Product) and isinstance(weights.qkv, Tensor):
             rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
             q = kernels.norm_linear_rope_write_cache(
                 pending, residual, weights.attention_norm, eps, weights.qkv, weights.qkv_bias, rotary
@@ -129,7 +152,7 @@ class DecoderLayer:
             added = quantized_product(pending)
             if added is not None and isinstance(weights.qkv, QuantizedWeight):
                 own = residual, weights.attention_norm, eps, weights.qkv, weights.qkv_bias
-                if weights.q_norm is None or weights.k_norm is None:
+                if self._direct:
                     rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
                     q = kernels.norm_linear_quantized_rope_write_cache(added, *own, rotary)
                     return self.mlp(self._look_back(q, inputs, cache), residual)
@@ -168,7 +191,7 @@ class DecoderLayer:
         """What attention adds for normed input [T, H], pending; writes keys and values to their slots."""
         weights, kernels = self._weights, self._kernels
         made = product(normed, weights.qkv, weights.qkv_bias)
-        if weights.q_norm is None or weights.k_norm is None:
+        if self._direct:
             rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
             return self._look_back(linear_rope_write_cache(kernels, made, rotary), inputs, cache)
         return self._attend(multiply(kernels, made), inputs, cos_sin, cache)
@@ -179,13 +202,18 @@ class DecoderLayer:
         """:meth:`attend` with queries, keys and values as the product made them, [T, (Hq + 2 Hkv) D]."""
         config, weights, kernels = self._config, self._weights, self._kernels
         rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
-        if weights.q_norm is None or weights.k_norm is None:
-            return self._look_back(rope_write_cache(kernels, made, rotary), inputs, cache)
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
         qkv = made.view(-1, heads + 2 * kv_heads, size)
+        if weights.q_norm is None or weights.k_norm is None:
+            if self._before is not None:
+                qkv.mul_(self._before)
+            return self._look_back(rope_write_cache(kernels, made, rotary), inputs, cache)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [T, heads, D] each
         q = kernels.rms_norm(q, weights.q_norm, config.rms_eps)
         k = kernels.rms_norm(k, weights.k_norm, config.rms_eps)
+        if self._before is not None:
+            for each, factor in zip((q, k, v), self._before.split((heads, kv_heads, kv_heads)), strict=True):
+                each.mul_(factor)
         kernels.rope_write_cache(q, k, v, *rotary)
         return self._look_back(q, inputs, cache)
 
@@ -193,6 +221,8 @@ class DecoderLayer:
         """Attention of ``q`` [T, Hq, D] over the cache; what it adds, pending."""
         weights = self._weights
         out = self._kernels.paged_attention(q, *cache, inputs.attention, scale=self._scale, window=self._window)
+        if self._after is not None:
+            out.mul_(self._after)
         made = product(out.reshape(q.shape[0], -1), weights.output, weights.output_bias)
         return made if self._ranks is None else Partial(multiply(self._kernels, made), self._ranks)
 

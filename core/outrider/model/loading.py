@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from outrider.device import Backend
+from outrider.device import Backend, KernelSet
 from outrider.errors import CheckpointError
 from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder
 from outrider.model.expert_mapping import check_count
 from outrider.model.files import CheckpointFiles, open_checkpoint
-from outrider.model.mapping import Piece, decoder_targets, decoder_weights, vision_name
+from outrider.model.mapping import Piece, decoder_stem, decoder_targets, decoder_weights, vision_name
 from outrider.model.quantization import QuantizedMode, read_quantization
+from outrider.model.quantization.cache import cache_format, decide, read_scales, scale_keys
 from outrider.model.ranks import ModelRanks
 from outrider.model.shards import Shards
 from outrider.model.tensors import Progress, check_tensors, load_tensors, placed
@@ -27,14 +30,19 @@ def load_decoder(
     progress: Progress | None = None,
     ranks: ModelRanks | None = None,
     quantized: QuantizedMode = QuantizedMode.KERNELS,
+    kv_dtype: str = "auto",
+    kernels: KernelSet | None = None,
 ) -> Decoder:
     """Load a decoder's checkpoint onto ``backend`` in ``dtype``; with ``ranks`` the part of it that is this rank's, of which
-    alone the tensors are read. ``quantized``: how quantised weights are loaded.
+    alone the tensors are read. ``quantized``: how quantised weights are loaded. ``kv_dtype``: what its KV cache is to
+    hold, as an engine's config has it. ``kernels``: what it runs on, those of ``backend`` unless told.
 
     Blocks until the weights are on the device, so that any stream may read them. Raises :class:`CheckpointError` that
     names file and tensor when anything is missing, superfluous, of the wrong shape or unreadable, and
-    :class:`CapabilityError` when the backend doesn't compute in ``dtype``, or declares no kernels for quantised weights.
+    :class:`CapabilityError` when the backend doesn't compute in ``dtype``, or declares no kernels for quantised weights
+    or for such a cache.
     """
+    kernels = backend.kernels_in_use if kernels is None else kernels
     config = ModelConfig.from_checkpoint(directory)
     shards = Shards() if ranks is None else ranks.shards
     local = shards.local(config, str(directory))
@@ -45,6 +53,15 @@ def load_decoder(
     if config.vision is not None:
         optional |= {key for key in files.tensors if vision_name(key) is not None}  # load_vision checks them
     quantization = read_quantization(Path(directory), mode=quantized)
+    scheme = None if quantization is None or kv_dtype == "plain" else quantization.cache_scheme
+    format = decide(kv_dtype, scheme, kernels, backend, str(files.origin))
+    stem = decoder_stem(files.tensors)
+    prefixes = [f"{stem}.layers.{index}" for index in range(config.num_layers)]
+    scales: list[tuple[Tensor, Tensor]] = []
+    if quantization is not None and quantization.cache is not None:
+        optional |= scale_keys(files, prefixes)
+    if scheme is not None:
+        scales = [read_scales(files, prefix, scheme, config.num_kv_heads) for prefix in prefixes]
     check_tensors(
         files, decoder_targets(config, files.tensors), optional=optional, quantization=quantization, backend=backend
     )
@@ -54,7 +71,22 @@ def load_decoder(
         weights = load_tensors(
             files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
         )
-        return Decoder(local, decoder_weights(local, weights), backend.kernels_in_use, ranks)
+        record = decoder_weights(local, weights)
+        if format is not None:
+            own = slice(*shards.kv_heads(config))
+            formats = [
+                cache_format(
+                    format,
+                    (scales[index][0][own], scales[index][1][own]) if scales else None,
+                    local,
+                    dtype=dtype,
+                    device=backend.device,
+                )
+                for index in range(config.num_layers)
+            ]
+            layers = zip(record.layers, formats, strict=True)
+            record = replace(record, layers=tuple(replace(layer, cache=each) for layer, each in layers))
+        return Decoder(local, record, kernels, ranks)
 
 
 def _check_tied(files: CheckpointFiles, head: str, embedding: Piece) -> None:

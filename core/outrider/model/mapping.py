@@ -122,13 +122,18 @@ def table_target(name: str, key: str, rows: int, width: int, shards: Shards) -> 
     return Target(name, (Piece(key, (rows, width), cut),), shards.vocabulary.width(rows) - (stop - start))
 
 
+def decoder_stem(present: Container[str]) -> str:
+    """What the names of a decoder's tensors begin with."""
+    return "model.language_model" if "model.language_model.embed_tokens.weight" in present else "model"
+
+
 def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards = WHOLE) -> list[Target]:
     """Weights of a decoder, with the names that transformers gives a causal language model.
 
     ``present`` are the checkpoint's tensor names: a vision-language model's come in two spellings. ``config`` is that of the
     checkpoint, ``shards`` what is read of it.
     """
-    stem = "model.language_model" if "model.language_model.embed_tokens.weight" in present else "model"
+    stem = decoder_stem(present)
     vocabulary, hidden = config.vocab_size, config.hidden_size
     targets = [table_target("embedding", f"{stem}.embed_tokens.weight", vocabulary, hidden, shards)]
     for index in range(config.num_layers):

@@ -89,6 +89,7 @@ class EngineInfo:
     backend: str
     device: str
     dtype: str
+    cache_dtype: str
     vocab_size: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -110,6 +111,7 @@ class EngineInfo:
             backend=engine.backend.name,
             device=str(engine.backend.device),
             dtype=config.dtype,
+            cache_dtype=str(engine.model.cache_dtype).removeprefix("torch."),
             vocab_size=model.vocab_size,
             bos_token_id=model.bos_token_id,
             eos_token_ids=tuple(sorted(model.eos_token_ids)),

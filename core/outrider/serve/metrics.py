@@ -190,7 +190,7 @@ class _EngineCollector(Collector):
             "block_size": str(info.page_size),
             "num_gpu_blocks": str(info.num_pages),
             "enable_prefix_caching": str(info.prefix_cache),
-            "cache_dtype": info.dtype,
+            "cache_dtype": info.cache_dtype,
         }
         yield self._info("outrider_cache_config_info", shape)
         if self._vllm:

@@ -91,7 +91,7 @@ class DraftModelProposer(_ModelDrafts):
         if draft_tokens < 1:
             raise ConfigError(f"draft_tokens is {draft_tokens}; a chain has at least 1 token")
         _check_vocabulary(model, target)
-        super().__init__(model.config, model.dtype)
+        super().__init__(model.config, model.cache_dtype)
         self._model = model
         self._draft_tokens = draft_tokens
 
@@ -159,7 +159,7 @@ class DraftModelTreeProposer(_ModelDrafts, TreeProposer):
         _check_vocabulary(model, target)
         if any(model.config.windows):
             raise ConfigError("a draft model with a sliding window can't draft trees; draft a chain (draft_topk=1)")
-        TreeProposer.__init__(self, model.config, model.dtype, shape)
+        TreeProposer.__init__(self, model.config, model.cache_dtype, shape)
         self._model = model
 
     @property

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from outrider_triton.jit.dependent import begin
 from outrider_triton.jit.matmul import gated
-from outrider_triton.jit.rows import add_row, norm
+from outrider_triton.jit.rows import add_row, nearest_e4m3, norm
 
 
 @triton.jit
@@ -17,19 +17,11 @@ def _whole(value):
 
 
 @triton.jit
-def _nearest_e4m3(value):
-    """The nearest number of e4m3, as float32: the step is an eighth of the power of two below, 2**-9 at least."""
-    exponent = tl.maximum((value.to(tl.int32, bitcast=True) >> 23) & 0xFF, 121)
-    away = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)  # 1.5 * 2**23 steps
-    return (value + away) - away
-
-
-@triton.jit
 def _rounded(quotient, FORMAT: tl.constexpr):
     """The nearest number of the format. NaN becomes 0: the scale says it, and a whole number couldn't."""
     quotient = tl.where(quotient == quotient, quotient, 0.0)
     if FORMAT == "fp8":
-        return _nearest_e4m3(tl.minimum(tl.maximum(quotient, -448.0), 448.0))
+        return nearest_e4m3(tl.minimum(tl.maximum(quotient, -448.0), 448.0))
     else:
         return tl.minimum(tl.maximum(_whole(quotient), -128.0), 127.0)
 

@@ -24,11 +24,11 @@ def _places(table, at, high, context, kv_head, cache_slot, cache_head, PAGE: tl.
 
 
 @triton.jit
-def _keys_and_values(k_cache, v_cache, slot, lane, size, which):
-    """Keys [size, BLOCK_KV] and values [BLOCK_KV, size] of the slots that ``which`` says, zeros elsewhere."""
+def _keys_and_values(k_cache, v_cache, slot, lane, size, which, TYPE: tl.constexpr):
+    """Keys [size, BLOCK_KV] and values [BLOCK_KV, size] of the slots that ``which`` says, zeros elsewhere; as TYPE."""
     keys = tl.load(k_cache + slot[None, :] + lane[:, None], mask=which[None, :] & (lane[:, None] < size), other=0.0)
     values = tl.load(v_cache + slot[:, None] + lane[None, :], mask=which[:, None] & (lane[None, :] < size), other=0.0)
-    return keys, values
+    return keys.to(TYPE), values.to(TYPE)
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def paged_attention(
     if SETTLED:
         new, inside, slot = _places(table, low, high, context, kv_head, cache_slot, cache_head, PAGE, BLOCK_KV)
         old = inside & (new < 0)
-        old_keys, old_values = _keys_and_values(k_cache, v_cache, slot, lane, size, old)
+        old_keys, old_values = _keys_and_values(k_cache, v_cache, slot, lane, size, old, q.dtype.element_ty)
         wait_for_last(PDL)
 
     if (sequence == batch - 1) & (tl.program_id(0) == 0):
@@ -160,7 +160,8 @@ def paged_attention(
         total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
         made = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], dtype=tl.float32)
         if SETTLED:
-            keys, values = _keys_and_values(k_cache, v_cache, slot, lane, size, inside & (new >= 0))
+            fresh = inside & (new >= 0)
+            keys, values = _keys_and_values(k_cache, v_cache, slot, lane, size, fresh, q.dtype.element_ty)
             keys = tl.where(old[None, :], old_keys, keys)
             values = tl.where(old[:, None], old_values, values)
             visible = _visible(new, inside, own, real, token, tree_mask, mask_width, WINDOW, TREE)
@@ -168,7 +169,7 @@ def paged_attention(
             low += BLOCK_KV
         for at in range(low, high, BLOCK_KV):
             new, inside, slot = _places(table, at, high, context, kv_head, cache_slot, cache_head, PAGE, BLOCK_KV)
-            keys, values = _keys_and_values(k_cache, v_cache, slot, lane, size, inside)
+            keys, values = _keys_and_values(k_cache, v_cache, slot, lane, size, inside, q.dtype.element_ty)
             visible = _visible(new, inside, own, real, token, tree_mask, mask_width, WINDOW, TREE)
             best, total, made = _attend(queries, keys, values, visible, scale, best, total, made)
 

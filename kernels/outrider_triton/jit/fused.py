@@ -12,6 +12,7 @@ import triton.language as tl
 
 from outrider_triton.jit.dependent import ask_for_rows, begin, begin_late
 from outrider_triton.jit.matmul import ask_for_gates, gated, rows_and_tokens
+from outrider_triton.jit.rows import as_cached
 
 
 @triton.jit
@@ -212,12 +213,12 @@ def write_rotated(
     key = head - heads
     place = slot[None, :] * cache_slot + key[:, None] * cache_head + lane[:, None]
     keys = real & ((key >= 0) & (key < kv_heads))[:, None]
-    tl.store(k_cache + place, turned_low, mask=keys)
-    tl.store(k_cache + place + HALF, turned_high, mask=keys)
+    tl.store(k_cache + place, as_cached(turned_low, k_cache), mask=keys)
+    tl.store(k_cache + place + HALF, as_cached(turned_high, k_cache), mask=keys)
     place -= kv_heads * cache_head
     values = real & (key >= kv_heads)[:, None]
-    tl.store(v_cache + place, turned_low, mask=values)
-    tl.store(v_cache + place + HALF, turned_high, mask=values)
+    tl.store(v_cache + place, as_cached(turned_low, v_cache), mask=values)
+    tl.store(v_cache + place + HALF, as_cached(turned_high, v_cache), mask=values)
 
 
 @triton.jit(do_not_specialize=["m", "each", "ahead", "shares"])

@@ -47,8 +47,9 @@ def copy_context(
     PDL: tl.constexpr,
 ):
     """Program (block of rows, block of columns, sequence): keys and values of a sequence out of its pages, row by row into
-    ``keys`` and ``values`` [rows, columns], whose heads are PADDED wide. Zeros behind the sequence, for as many rows as a
-    block of the attention may read there, and beside a head. ``kv_start [batch + 1]``: where each sequence begins.
+    ``keys`` and ``values`` [rows, columns] in their dtype, whose heads are PADDED wide. Zeros behind the sequence, for as
+    many rows as a block of the attention may read there, and beside a head. ``kv_start [batch + 1]``: where each sequence
+    begins.
     """
     begin(PDL)
     sequence = tl.program_id(2)
@@ -68,8 +69,10 @@ def copy_context(
     which = inside[:, None] & ((column < columns) & (column % PADDED < size))[None, :]
     target = (start + row).to(tl.int64)[:, None] * columns + column[None, :]
     written = (row < space)[:, None] & (column < columns)[None, :]
-    tl.store(keys + target, tl.load(k_cache + there, mask=which, other=0.0), mask=written)
-    tl.store(values + target, tl.load(v_cache + there, mask=which, other=0.0), mask=written)
+    key = tl.load(k_cache + there, mask=which, other=0.0)
+    value = tl.load(v_cache + there, mask=which, other=0.0)
+    tl.store(keys + target, key.to(keys.dtype.element_ty), mask=written)
+    tl.store(values + target, value.to(values.dtype.element_ty), mask=written)
 
 
 @triton.jit
@@ -113,7 +116,7 @@ def _blocks(
                 key = tl.load(keys + slot[None, :] + lane[:, None])
             else:
                 key = tl.load(keys + slot[None, :] + lane[:, None], mask=inside[None, :] & (lane[:, None] < size), other=0.0)
-        scores = tl.dot(queries, key)
+        scores = tl.dot(queries, key.to(queries.dtype))
         if MASKED:
             visible = (position[None, :] <= own[:, None]) & inside[None, :]
             if WINDOW > 0:
@@ -134,7 +137,7 @@ def _blocks(
             value = tl.load(values + slot[:, None] + lane[None, :])
         else:
             value = tl.load(values + slot[:, None] + lane[None, :], mask=inside[:, None] & (lane[None, :] < size), other=0.0)
-        made = tl.dot(weights.to(value.dtype), value, made)
+        made = tl.dot(weights.to(queries.dtype), value.to(queries.dtype), made)
         best = higher
     return best, total, made
 

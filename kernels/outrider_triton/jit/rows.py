@@ -104,6 +104,26 @@ def silu_mul(gate_up, out, size, PLANES: tl.constexpr, BLOCK: tl.constexpr, PDL:
 
 
 @triton.jit
+def nearest_e4m3(value):
+    """The nearest number of e4m3, as float32: the step is an eighth of the power of two below, 2**-9 at least."""
+    exponent = tl.maximum((value.to(tl.int32, bitcast=True) >> 23) & 0xFF, 121)
+    away = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)  # 1.5 * 2**23 steps
+    return (value + away) - away
+
+
+@triton.jit
+def as_cached(x, cache):
+    """``x`` as a ``cache`` in e4m3 holds it, clamped to its range as the reference does, a NaN as one; else as it is."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        wide = x.to(tl.float32)
+        wide = tl.where(wide > 448.0, 448.0, wide)
+        wide = tl.where(wide < -448.0, -448.0, wide)
+        return nearest_e4m3(wide).to(tl.float8e4nv)  # exact: an interpreter rounds wrongly
+    else:
+        return x
+
+
+@triton.jit
 def _rotate(pointers, half, cos_low, sin_low, cos_high, sin_high, mask):
     """Both halves of some heads, turned and stored in place."""
     low = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
@@ -159,11 +179,11 @@ def rope_write_cache(
     mask = inside & (head < kv_heads)
     low, high = _rotate(k + token * k_token + head * k_head + lane, half, cos_low, sin_low, cos_high, sin_high, mask)
     there = tl.load(slots + token) * cache_slot + head * cache_head + lane
-    tl.store(k_cache + there, low, mask=mask)
-    tl.store(k_cache + there + half, high, mask=mask)
+    tl.store(k_cache + there, as_cached(low, k_cache), mask=mask)
+    tl.store(k_cache + there + half, as_cached(high, k_cache), mask=mask)
     value = v + token * v_token + head * v_head + lane
-    tl.store(v_cache + there, tl.load(value, mask=mask, other=0.0), mask=mask)
-    tl.store(v_cache + there + half, tl.load(value + half, mask=mask, other=0.0), mask=mask)
+    tl.store(v_cache + there, as_cached(tl.load(value, mask=mask, other=0.0), v_cache), mask=mask)
+    tl.store(v_cache + there + half, as_cached(tl.load(value + half, mask=mask, other=0.0), v_cache), mask=mask)
 
 
 @triton.jit(do_not_specialize=["part_stride"])
@@ -226,12 +246,12 @@ def add_parts_rope_write_cache(
     tl.store(place + half, turned_high, mask=queries)
     keys = inside & (head >= heads) & (head < heads + kv_heads)
     key = slot * cache_slot + (head - heads) * cache_head + lane
-    tl.store(k_cache + key, turned_low, mask=keys)
-    tl.store(k_cache + key + half, turned_high, mask=keys)
+    tl.store(k_cache + key, as_cached(turned_low, k_cache), mask=keys)
+    tl.store(k_cache + key + half, as_cached(turned_high, k_cache), mask=keys)
     values = inside & (head >= heads + kv_heads)
     value = key - kv_heads * cache_head
-    tl.store(v_cache + value, kept_low, mask=values)
-    tl.store(v_cache + value + half, kept_high, mask=values)
+    tl.store(v_cache + value, as_cached(kept_low, v_cache), mask=values)
+    tl.store(v_cache + value + half, as_cached(kept_high, v_cache), mask=values)
 
 
 @triton.jit(do_not_specialize=["moves"])

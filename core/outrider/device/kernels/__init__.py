@@ -15,13 +15,14 @@ from outrider.device.kernels.metadata import (
 )
 from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.device.kernels.ops import ROW_ACCESS, RowResolver
-from outrider.device.kernels.quantized import QUANTIZED_FORMATS, QuantizedProduct, QuantizedWeight
+from outrider.device.kernels.quantized import CACHE_FORMATS, QUANTIZED_FORMATS, QuantizedProduct, QuantizedWeight
 from outrider.device.kernels.reference import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE
 from outrider.device.kernels.sampling_kernels import SamplingKernels
 from outrider.device.kernels.tuning import DecoderShape, TuningProgress, TuningResult
 from outrider.device.kernels.wrapping import WrappedKernels
 
 __all__ = [
+    "CACHE_FORMATS",
     "LANE_ACCEPT",
     "LANE_DRAFT",
     "LANE_RESIDUAL",

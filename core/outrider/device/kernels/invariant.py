@@ -45,6 +45,7 @@ class InvariantKernels(KernelSet):
         self._inner = inner
         self._tile = tile
         self.name = f"{inner.name}, batch-invariant"
+        self.cache_formats = inner.cache_formats
 
     def batch_invariant(self) -> KernelSet:
         """It is already."""
@@ -164,8 +165,8 @@ class InvariantKernels(KernelSet):
         out = []
         for token in range(q.shape[0]):
             pages = tables[token]
-            keys = k_cache[pages].view(1, span, kv_heads, size).transpose(1, 2)
-            values = v_cache[pages].view(1, span, kv_heads, size).transpose(1, 2)
+            keys = k_cache[pages].to(q.dtype).view(1, span, kv_heads, size).transpose(1, 2)
+            values = v_cache[pages].to(q.dtype).view(1, span, kv_heads, size).transpose(1, 2)
             # A weight of zero doesn't hide a NaN that somebody else left behind the sequence.
             seen = visible[token].view(1, 1, span, 1)
             keys, values = torch.where(seen, keys, 0.0), torch.where(seen, values, 0.0)

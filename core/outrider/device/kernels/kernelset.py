@@ -11,8 +11,21 @@ from outrider.device.errors import CapabilityError
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.collective_kernels import CollectiveKernels
 from outrider.device.kernels.model_kernels import ModelKernels
+from outrider.device.kernels.quantized import CACHE_FORMATS
 from outrider.device.kernels.sampling_kernels import SamplingKernels
 from outrider.device.kernels.tuning import DecoderShape, TuningProgress, TuningResult
+
+_OVER_CACHES = frozenset(
+    {
+        "rope_write_cache",
+        "linear_rope_write_cache",
+        "norm_linear_rope_write_cache",
+        "paged_attention",
+        "plan_attention",
+        "move_cache",
+    }
+)
+"""Kernels that read or write the pages of a cache."""
 
 
 class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels, CollectiveKernels):
@@ -39,6 +52,20 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels, CollectiveKer
     name = "torch"
     row_invariant = False
     """Whether a token's or request's results are bit for bit the same whatever else is in the batch."""
+
+    cache_formats: frozenset[str] = frozenset(CACHE_FORMATS)
+    """Formats of :data:`~outrider.device.CACHE_FORMATS` that the kernels take a cache in, beside that in the dtype of the
+    queries: :meth:`rope_write_cache` and what ends with it rounds to the nearest and clamps to the format's range (a NaN
+    stays one), :meth:`paged_attention` and :meth:`move_cache` read what is there. ``fp8`` is e4m3, -448 to 448. A model
+    multiplies by the scales of its cache outside of these. The references do all formats. A class that overrides one of these
+    methods has none unless it declares some: a cache that it doesn't know would be read wrongly. Asked before a model is
+    loaded.
+    """
+
+    def __init_subclass__(cls, **given: object) -> None:
+        super().__init_subclass__(**given)
+        if "cache_formats" not in vars(cls) and not _OVER_CACHES.isdisjoint(vars(cls)):
+            cls.cache_formats = frozenset()
 
     def batch_invariant(self) -> KernelSet:
         """Kernels of this device that are ``row_invariant``, slower. The default wraps these, see

@@ -16,6 +16,8 @@ QUANTIZED_FORMATS: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
 )
 """The formats, and the dtype of ``QuantizedWeight.data`` in each."""
+CACHE_FORMATS: Mapping[str, torch.dtype] = MappingProxyType({"fp8": torch.float8_e4m3fn})
+"""What the pages of a cache can hold in place of plain numbers, and their dtype then; see ``KernelSet.cache_formats``."""
 ACTIVATION_FORMATS = ("fp8", "int8")
 """What activations can be quantised to."""
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -44,8 +44,16 @@ def rope_write_cache(
         x.copy_(x * cos.unsqueeze(1) + rotated * sin.unsqueeze(1))
     page_size = k_cache.shape[1]
     page, offset = slots // page_size, slots % page_size
-    k_cache[page, offset] = k
-    v_cache[page, offset] = v
+    k_cache[page, offset] = as_cached(k, k_cache.dtype)
+    v_cache[page, offset] = as_cached(v, v_cache.dtype)
+
+
+def as_cached(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` as a cache of ``dtype`` holds it: in a narrow one clamped to its range, so that none becomes infinite or NaN."""
+    if dtype.itemsize > 1:
+        return x
+    most = torch.finfo(dtype).max
+    return x.clamp(-most, most).to(dtype)
 
 
 def paged_attention(
@@ -76,8 +84,8 @@ def paged_attention(
     queries = q[flat].transpose(1, 2)  # [B, Hq, max_query, D]
 
     table = block_table[:, :pages].to(torch.int64)
-    keys = k_cache[table].reshape(batch, span, kv_heads, head_size).transpose(1, 2)
-    values = v_cache[table].reshape(batch, span, kv_heads, head_size).transpose(1, 2)
+    keys = k_cache[table].to(q.dtype).reshape(batch, span, kv_heads, head_size).transpose(1, 2)
+    values = v_cache[table].to(q.dtype).reshape(batch, span, kv_heads, head_size).transpose(1, 2)
 
     context = (seq_lens.to(torch.int64) - query_lens).view(batch, 1, 1)
     position = torch.arange(span, device=device).view(1, 1, span)

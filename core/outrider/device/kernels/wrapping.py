@@ -10,13 +10,14 @@ from typing import Any
 from outrider.device.kernels.collective_kernels import CollectiveKernels
 from outrider.device.kernels.kernelset import KernelSet, kernel_names
 
-_FLAGS = ("name", "row_invariant", "plans_on_host", "tunes")
+_FLAGS = ("name", "row_invariant", "plans_on_host", "tunes", "cache_formats")
 
 
 class WrappedKernels(KernelSet):
     """Passes each call on to ``inner``. A subclass overrides what it does otherwise, and reaches ``inner`` by ``super()``.
 
-    ``name``, ``row_invariant`` and ``plans_on_host`` are those of ``inner`` unless the subclass declares its own.
+    ``name``, ``row_invariant``, ``plans_on_host``, ``tunes`` and ``cache_formats`` are those of ``inner`` unless the subclass
+    declares its own; one that overrides a kernel over caches declares their formats for itself.
 
     *Calls within* ``inner`` stay there: where its ``linear_add`` calls its ``linear``, an override of ``linear`` isn't asked.
     :meth:`batch_invariant` isn't passed on: the default wraps these kernels, with what the subclass does otherwise.

@@ -55,6 +55,7 @@ def join_engine(
         {
             "model": model.config,
             "dtype": model.dtype,
+            "KV cache": model.cache_dtype,
             "proposer": proposer.name,
             "drafts": (proposer.depth, proposer.nodes, proposer.relay),
             "kernels": model.kernels.name,

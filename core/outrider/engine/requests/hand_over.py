@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.device import Backend, ConfigError, Fence, Stream
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.model import Media, ModelConfig
+from outrider.model import LanguageModel, Media, ModelConfig
 from outrider.speculative.proposer import Proposer
 
 
@@ -44,6 +44,7 @@ class HandOver:
     relay: Mapping[str, Tensor] = field(repr=False)
     model: ModelConfig = field(repr=False)
     dtype: torch.dtype
+    cache_dtype: torch.dtype
     proposer: str
     backend: Backend = field(repr=False)
     stream: Stream = field(repr=False)
@@ -51,14 +52,20 @@ class HandOver:
     key: str | None = None
     group: int = 0
 
-    def check_fits(self, model: ModelConfig, dtype: torch.dtype, proposer: Proposer) -> None:
-        """Raise :class:`ConfigError` unless an engine of ``model``, ``dtype`` and ``proposer`` can go on with it."""
-        if model != self.model:
-            names = [each.name for each in fields(model)]
-            differing = [name for name in names if getattr(model, name) != getattr(self.model, name)]
+    def check_fits(self, model: LanguageModel, proposer: Proposer) -> None:
+        """Raise :class:`ConfigError` unless an engine of ``model`` and ``proposer`` can go on with it."""
+        config, dtype = model.config, model.dtype
+        if config != self.model:
+            names = [each.name for each in fields(config)]
+            differing = [name for name in names if getattr(config, name) != getattr(self.model, name)]
             raise ConfigError(f"the request comes from an engine of another model: {', '.join(differing)} differ")
         if dtype != self.dtype:
             raise ConfigError(f"the request comes from an engine of dtype {self.dtype}, this one has {dtype}")
+        if model.cache_dtype != self.cache_dtype:
+            raise ConfigError(
+                f"the request comes from an engine whose KV cache is in {self.cache_dtype}, this one's is in "
+                f"{model.cache_dtype}; build both with the same kv_dtype"
+            )
         if proposer.name != self.proposer:
             raise ConfigError(
                 f"the request comes from an engine whose proposer is {self.proposer!r}, this one's is {proposer.name!r}"

@@ -72,6 +72,7 @@ class Transfer:
             relay=relay,
             model=self._model.config,
             dtype=self._model.dtype,
+            cache_dtype=self._model.cache_dtype,
             proposer=self._proposer.name,
             backend=self._backend,
             stream=self._forward,
@@ -158,9 +159,9 @@ class Transfer:
                 slots = self._slots(request.row, handed.length + 1)
                 pages = [cache for pair in self._cache.layers for cache in pair]
                 for cache, values in zip(pages, handed.keys_values, strict=True):
-                    cache.flatten(0, 1).index_copy_(0, slots[: handed.length], values)
+                    _write_rows(cache, slots[: handed.length], values)
                 for cache, values in zip(self._proposer.caches, handed.draft_caches, strict=True):
-                    cache.flatten(0, 1).index_copy_(0, slots, values)
+                    _write_rows(cache, slots, values)
                 row = self._one(request.row)
                 self._future.publish(row, self._one(handed.length))
                 self._future.stash(row, self._one(handed.output[-1]), handed.relay)
@@ -207,3 +208,11 @@ class Transfer:
         self._fences.handed_over.signal(self._forward)
         self._fences.handed_over.wait_host()  # the pinned buffers go away
         return [value for value, _ in values]
+
+
+def _write_rows(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Write ``rows`` to slots of pages; as bytes where those hold eight-bit floats, of which torch copies no rows."""
+    pages = cache.flatten(0, 1)
+    if pages.dtype.itemsize == 1:
+        pages, rows = pages.view(torch.uint8), rows.view(torch.uint8)
+    pages.index_copy_(0, slots, rows)

@@ -16,6 +16,7 @@ import torch
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError, shown
 from outrider.model.config_fields import is_whole
+from outrider.model.quantization.cache import KEY
 from outrider.model.quantization.loading import Quantization, QuantizedMode
 from outrider.model.quantization.patterns import pattern
 from outrider.model.quantization.scheme import Activations, Scheme
@@ -48,12 +49,15 @@ def read_quantization(
             raise ConfigError(
                 f"quant_method is {shown(method)}, which isn't supported; supported are {', '.join(_METHODS)}; {_INSTEAD}"
             )
-        if given.get("kv_cache_scheme") is not None:
-            raise ConfigError(
-                f"kv_cache_scheme is {shown(given['kv_cache_scheme'])}: a quantised KV cache isn't supported; take the "
-                "checkpoint without one, or remove kv_cache_scheme from the config and the tensors k_scale and v_scale"
-            )
-        return Quantization(path=path, method=method, scheme=_METHODS[method](given), mode=mode)
+        cache = given.get(KEY)
+        return Quantization(
+            path=path,
+            method=method,
+            scheme=_METHODS[method]({**given, KEY: None}),
+            mode=mode,
+            cache=cache,
+            weights=method != "compressed-tensors" or bool(given.get("config_groups")),
+        )
 
 
 def _given(directory: Path, name: str) -> tuple[Path, Any]:

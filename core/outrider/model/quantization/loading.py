@@ -16,8 +16,10 @@ from outrider.errors import CheckpointError, shown
 from outrider.model.files import CheckpointFiles
 from outrider.model.mapping import Piece, Target
 from outrider.model.products import SplitWeight, Weight
+from outrider.model.quantization.cache import CacheScheme
 from outrider.model.quantization.layouts import ActOrderError, moved, narrowed, padded, stack, weight_of
 from outrider.model.quantization.scheme import FLOATS, Scheme
+from outrider.model.reading import reading
 
 _WEIGHT = ".weight"
 _EMBEDDING = "embed_tokens.weight"
@@ -48,13 +50,24 @@ class Quantization:
     """What a checkpoint's config says of quantised weights.
 
     ``path``: the file that says so. ``method``: its name for the way. ``scheme``: that of a module by its name, None where
-    the module is plain. ``mode``: how they're loaded.
+    the module is plain. ``mode``: how they're loaded. ``cache``: what it says of keys and values, as it stands there.
+    ``weights``: whether some are said to be quantised, and not the cache alone.
     """
 
     path: Path
     method: str
     scheme: Callable[[str], Scheme | None]
     mode: QuantizedMode
+    cache: object = None
+    weights: bool = True
+
+    @property
+    def cache_scheme(self) -> CacheScheme | None:
+        """``cache`` as a record; :class:`CheckpointError` that names the key where it isn't supported."""
+        if self.cache is None:
+            return None
+        with reading(self.path, "a config of a quantised KV cache"):
+            return CacheScheme.of(self.cache)
 
     def scheme_of(self, files: CheckpointFiles, piece: Piece) -> Scheme | None:
         """The scheme of a piece; None where it's plain, or stored plain whatever the config says.
@@ -118,7 +131,7 @@ class Quantization:
         """
         schemes = [self.scheme_of(files, piece) for target in targets for piece in target.pieces]
         formats = {scheme.format for scheme in schemes if scheme is not None}
-        if not formats:
+        if not formats and self.weights:
             raise CheckpointError(
                 f"{self.path}: says that weights are quantised ({self.method}), but no weight is stored quantised in "
                 f"{files.origin}; remove what it says, if they're meant to be plain"

@@ -1,0 +1,137 @@
+"""Caches of few bits: what a checkpoint's config says of one, and the scales of its keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.device import CACHE_FORMATS, Backend, CapabilityError, ConfigError, KernelSet
+from outrider.errors import CheckpointError, shown
+from outrider.model.config import ModelConfig
+from outrider.model.files import CheckpointFiles
+from outrider.model.layer import CacheFormat
+from outrider.model.quantization.scheme import FLOATS
+
+KEY = "kv_cache_scheme"
+_EXPECTED: Mapping[str, tuple[object, ...]] = {
+    "num_bits": (8,),
+    "type": ("float",),
+    "symmetric": (True,),
+    "dynamic": (False,),
+}
+STRATEGIES = ("tensor", "attn_head")
+"""Whose scale it is: all heads' of a layer, or a key head's."""
+_NAMES = (("k_scale", "v_scale"), ("k_proj.output_scale", "v_proj.output_scale"))
+"""Ends of the scales' names, of today's writers and of older ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheScheme:
+    """How a checkpoint wants its keys and values kept, in fp8. ``strategy``: one of :data:`STRATEGIES`."""
+
+    strategy: str
+
+    @classmethod
+    def of(cls, given: object) -> CacheScheme:
+        """What ``kv_cache_scheme`` says. Raises :class:`ConfigError` that names the key for what isn't supported."""
+        if not isinstance(given, dict):
+            raise ConfigError(
+                f"{KEY} is {shown(given)}, expected a JSON object; --kv-dtype plain keeps the cache in the model's dtype"
+            )
+        defaults = {"symmetric": True, "dynamic": False}
+        for name, allowed in _EXPECTED.items():
+            value = given.get(name, defaults.get(name))
+            if not any(type(value) is type(each) and value == each for each in allowed):
+                raise ConfigError(
+                    f"{KEY}.{name} is {shown(value)}, expected {' or '.join(map(repr, allowed))}: a KV cache is kept in fp8 "
+                    "with stored scales, or plainly (--kv-dtype plain)"
+                )
+        strategy = given.get("strategy") or "tensor"
+        if strategy not in STRATEGIES:
+            raise ConfigError(
+                f"{KEY}.strategy is {shown(strategy)}, expected {' or '.join(STRATEGIES)}; --kv-dtype plain keeps the "
+                "cache in the model's dtype"
+            )
+        return cls(strategy)
+
+
+def decide(asked: str, scheme: CacheScheme | None, kernels: KernelSet, backend: Backend, origin: str) -> str | None:
+    """The format of the cache, one of ``CACHE_FORMATS``; None: plain numbers.
+
+    Raises :class:`CapabilityError` where the kernels don't declare it.
+    """
+    format = ("fp8" if scheme is not None else None) if asked == "auto" else None if asked == "plain" else asked
+    if format is None or format in kernels.cache_formats:
+        return format
+    has = ", ".join(sorted(kernels.cache_formats)) or "none"
+    whose = f"{origin} says so ({KEY})" if asked == "auto" else "it was asked for"
+    raise CapabilityError(
+        f"the KV cache is to be kept in {format}, as {whose}, and the kernels {kernels.name!r} of {backend.label} have "
+        f"no cache in that format (they declare {has}); keep it in the model's dtype with --kv-dtype plain, or take other "
+        "kernels"
+    )
+
+
+def scale_keys(files: CheckpointFiles, prefixes: list[str]) -> set[str]:
+    """The tensors of the checkpoint that hold scales of a cache."""
+    ends = [each for pair in _NAMES for each in pair]
+    return {key for prefix in prefixes for end in ends if (key := f"{prefix}.self_attn.{end}") in files.tensors}
+
+
+def read_scales(files: CheckpointFiles, prefix: str, scheme: CacheScheme, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """The scales of keys and of values of the layer ``prefix`` for each key head, float64 [Hkv], on the host.
+
+    Raises :class:`CheckpointError` that names the tensor, where one is missing or has another shape, dtype or value than
+    ``scheme`` asks for.
+    """
+    keys = [tuple(f"{prefix}.self_attn.{end}" for end in pair) for pair in _NAMES]
+    pair = next((each for each in keys if any(key in files.tensors for key in each)), keys[0])
+    return _scale(files, pair[0], scheme, kv_heads), _scale(files, pair[1], scheme, kv_heads)
+
+
+def _scale(files: CheckpointFiles, key: str, scheme: CacheScheme, kv_heads: int) -> Tensor:
+    if scheme.strategy == "tensor":
+        shapes: tuple[tuple[int, ...], ...] = ((1,), ())
+    else:
+        shapes = ((kv_heads, 1, 1), (kv_heads,))
+    words = " or ".join(str(list(shape)) for shape in shapes)
+    if key not in files.tensors:
+        raise CheckpointError(
+            f"{files.origin}: tensor {key!r} {words} is missing: {KEY} says that the KV cache is quantised by stored scales; "
+            "--kv-dtype plain keeps it in the model's dtype"
+        )
+    where = f"{files.tensors[key].path}: tensor {key!r}"
+    if files.shape(key) not in shapes:
+        raise CheckpointError(
+            f"{where} has shape {list(files.shape(key))}, expected {words}, since {KEY}.strategy is {scheme.strategy}"
+        )
+    if files.dtype(key) not in FLOATS:
+        raise CheckpointError(f"{where} is {files.dtype_name(key)}, expected a float")
+    scale = files.read_stored(key).to(torch.float64).reshape(-1)
+    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        raise CheckpointError(f"{where} is {scale.tolist()[:4]}, expected finite scales above 0")
+    return scale.expand(kv_heads).contiguous()
+
+
+def cache_format(
+    format: str, scales: tuple[Tensor, Tensor] | None, config: ModelConfig, *, dtype: torch.dtype, device: torch.device
+) -> CacheFormat:
+    """The record of a layer with these scales [Hkv] of keys and of values, None: all are 1. ``config`` has the heads that are
+    here, as ``scales`` do.
+    """
+    kept = CACHE_FORMATS[format]
+    if scales is None or all(bool((each == 1).all()) for each in scales):
+        return CacheFormat(dtype=kept)
+    keys, values = scales
+    group = config.num_heads // config.num_kv_heads
+    before = torch.cat((keys.repeat_interleave(group), 1 / keys, 1 / values)).unsqueeze(1)
+    after = values.repeat_interleave(group).unsqueeze(1)
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def placed(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=wide, device=device).copy_(tensor.to(wide))
+
+    return CacheFormat(dtype=kept, before=placed(before), after=placed(after))
