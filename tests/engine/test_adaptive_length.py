@@ -58,8 +58,10 @@ class World:
         size = min(each for each in SIZES if each >= batch)
         while made < tokens:
             ids = [request[0] for request in live]
-            length = policy.choose_for(ids, 0)
-            thought = policy.takes_times and policy._thought == policy._iterations
+            length = policy.without_asking(batch)
+            thinks = length is None
+            if thinks:
+                length = policy.choose_for(ids, 0)
             accepted = []
             for request in live:
                 count = 0
@@ -70,7 +72,7 @@ class World:
             made += sum(accepted) + batch
             seconds = self.seconds[length, size]
             took += seconds  # but for thinking, whose share is what it is
-            seconds += self.thinking * thought
+            seconds += self.thinking * thinks
             if told and policy.takes_times:
                 policy.observe_time(length, batch, 0, seconds * noise.gauss(1, 0.02) * (5 if noise.random() < 0.02 else 1))
             policy.observe_each(length, ids, accepted)

@@ -136,7 +136,7 @@ class Engine(MovingRequests):
             # On the engine's device, which needn't be the thread's current one: leaving the scope loads what was compiled.
             with backend.on(parts.streams.forward), variants:
                 self.warm_up = warm_up(throwaway, backend, model, proposer, config, room=room)
-        parts.staging.clear(parts.streams.forward)  # of the warm-up's requests, which capturing would go on with
+            parts.staging.clear(parts.streams.forward)  # of the warm-up's requests, which capturing would go on with
         with backend.guard("capturing the engine's graphs"):
             runner = build_runner(parts, stages, iteration, capture_progress)
             prefill_graphs = build_prefill_graphs(parts, prefill)

@@ -20,6 +20,7 @@ _OWN_WEIGHT = 24.0  # trials that all requests' acceptance counts for in that of
 _OWN_TRIALS = 100.0  # trials after which what is known of one request is forgotten by two thirds
 _ALL_TRIALS = 600.0  # the same of all requests together
 _THINKS_EVERY = 8  # iterations, while the batch has the same size
+_TIMED = 4  # iterations, behind one in which it thinks
 _THINKS_EVERY_NEW = 4  # while too few with the length in use were observed
 _FORGOTTEN = 64  # requests beyond those of the batch that are remembered at most
 
@@ -101,8 +102,6 @@ class Adaptive(DraftLengthPolicy):
     reason a single iteration of another length isn't the one in which it thinks: that one takes longer, whatever its length.
     """
 
-    takes_times = True
-
     def __init__(self, costs: DraftCosts) -> None:
         super().__init__([length for length, _ in costs.base])
         self.costs = MeasuredCosts(costs)
@@ -111,22 +110,38 @@ class Adaptive(DraftLengthPolicy):
         self._pending: dict[int, _Pending] = {}
         self._length = self.lengths[-1]
         self._iterations = 0
-        self._thought = 0  # the iteration in which it last did
+        self._counted = False  # the iteration that is asked about
+        self._thought = 0  # the iteration in which it last thought
         self._size = 0  # of the batch then
         self._single: int | None = None  # the length of the next iteration alone
         self._allowance = _FIRST
         self._seen: dict[tuple[int, int], int] = {}
 
+    @property
+    def takes_times(self) -> bool:
+        """Of the first iterations behind one in which it thought, which is over by then."""
+        return 0 < self._iterations - self._thought <= _TIMED
+
+    def without_asking(self, requests: int) -> int | None:
+        """None where it's to think."""
+        self._iterations, self._counted = self._iterations + 1, True
+        size = self.costs.first.size(self._length, requests)
+        if not self._thought or size != self._size:
+            return None
+        new = self.costs.known(self._length, requests) < _ENOUGH
+        if self._iterations - self._thought >= (_THINKS_EVERY_NEW if new else _THINKS_EVERY):
+            return None
+        single, self._single = self._single, None
+        return self._length if single is None else single
+
     def choose(self, requests: int, cached: int) -> int:
         """As :meth:`choose_for`, of requests of which nothing is known."""
-        if not self._thinks(requests):
-            return self._between()
+        self._take_in()
         return self._choose([self.acceptance.expected(length) * requests for length in self.lengths], requests, cached)
 
     def choose_for(self, requests: Sequence[int], cached: int) -> int:
         """The fastest, or now and then one to find out about."""
-        if not self._thinks(len(requests)):
-            return self._between()
+        self._take_in()
         if len(self._own) > len(requests) + _FORGOTTEN:
             self._own = {request: self._own[request] for request in requests if request in self._own}
         return self._choose(self._expected(requests), len(requests), cached)
@@ -153,14 +168,8 @@ class Adaptive(DraftLengthPolicy):
         """Into the costs."""
         self.costs.observe(drafted, requests, cached, seconds)
 
-    def _thinks(self, requests: int) -> bool:
-        """Whether this iteration's length is thought about; if so, what was noted is taken in."""
-        self._iterations += 1
-        size = self.costs.first.size(self._length, requests)
-        if self._thought and size == self._size:
-            new = self.costs.known(self._length, requests) < _ENOUGH
-            if self._iterations - self._thought < (_THINKS_EVERY_NEW if new else _THINKS_EVERY):
-                return False
+    def _take_in(self) -> None:
+        """What was noted, into the acceptance of all and of each request."""
         for pending in self._pending.values():
             each = pending.counts
             self.acceptance.observe_counts([sum(counts) for counts in zip(*each.values(), strict=True)], pending.iterations)
@@ -171,13 +180,6 @@ class Adaptive(DraftLengthPolicy):
                     own = self._own[request] = Acceptance(most, [0.0] * most, 0.0, trials=_OWN_TRIALS)
                 own.observe_counts(counts, pending.iterations)
         self._pending.clear()
-        self._size = size
-        return True
-
-    def _between(self) -> int:
-        """The length of an iteration that isn't thought about."""
-        single, self._single = self._single, None
-        return self._length if single is None else single
 
     def _expected(self, requests: Sequence[int]) -> list[float]:
         """Tokens that an iteration of each length yields for these requests, each by its own trials beside those of all."""
@@ -194,6 +196,8 @@ class Adaptive(DraftLengthPolicy):
         return [expected[length] + new * self.acceptance.expected(length) for length in self.lengths]
 
     def _choose(self, expected: Sequence[float], requests: int, cached: int) -> int:
+        self._iterations += not self._counted
+        self._counted = False
         seconds = {length: self.costs.seconds(length, requests, cached) for length in self.lengths}
         rates = {length: tokens / seconds[length] for length, tokens in zip(self.lengths, expected, strict=True)}
         self._seen[self._length, self.costs.first.size(self._length, requests)] = self._iterations
@@ -206,7 +210,7 @@ class Adaptive(DraftLengthPolicy):
             if length != self._length
         }
         self._single = self._probe(lost, requests, self._iterations - self._thought)
-        self._thought = self._iterations
+        self._thought, self._size = self._iterations, self.costs.first.size(self._length, requests)
         if self._single is not None:
             self._seen[self._single, self.costs.first.size(self._single, requests)] = self._iterations
         return self._length

@@ -26,11 +26,20 @@ class DraftLengthPolicy(ABC):
     throughout are asked about; for the others it's the longest.
     """
 
-    takes_times = False
-    """Whether :meth:`observe_time` is of any use."""
+    @property
+    def takes_times(self) -> bool:
+        """Whether :meth:`observe_time` is of any use now."""
+        return False
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = tuple(sorted(set(lengths)))
+
+    def without_asking(self, requests: int) -> int | None:
+        """The next iteration's length, where it depends on no more than the number of requests; else None, and
+        :meth:`choose_for` is asked. So a host needn't gather in each iteration what is looked at in few.
+        """
+        del requests
+        return None
 
     @abstractmethod
     def choose(self, requests: int, cached: int) -> int:

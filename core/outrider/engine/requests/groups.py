@@ -13,7 +13,7 @@ from outrider.engine.requests.features import Features
 from outrider.engine.requests.pages import PagePool, PageWatcher
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.engine.requests.scheduler import Scheduler, tell_time
+from outrider.engine.requests.scheduler import Scheduler, length_for, tell_time
 
 PromptPasses = Callable[[int, int, int], tuple[int, ...]]
 """Tokens of each pass over prompts, from how many tokens and sequences there are, and the longest of these."""
@@ -168,9 +168,7 @@ class GroupScheduler:
         decoding = [request for request in self.running if not request.finished and not request.needs_prefill]
         if not decoding or Features.of(decoding) != Features():
             return self._draft_length.lengths[-1]
-        return self._draft_length.choose_for(
-            [request.id for request in decoding], sum(request.known_length for request in decoding)
-        )
+        return length_for(self._draft_length, decoding)
 
     def _together(self, batches: tuple[Batch, ...]) -> Together:
         own = batches[self._own]

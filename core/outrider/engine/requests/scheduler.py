@@ -101,9 +101,7 @@ class Scheduler:
             # A draw depends on what was drafted: requests that draw are drafted for in full, whatever else runs.
             drafted = self._draft_length.lengths[-1]
             if needed == Features():
-                drafted = self._draft_length.choose_for(
-                    [request.id for request in decode], sum(request.known_length for request in decode)
-                )
+                drafted = length_for(self._draft_length, decode)
         prefill = self._chunks(len(decode), self._limits.growth if drafted is None else drafted + 1)
         arrivals = tuple((r, r.arrival) for r in admitted if r.arrival is not None)
         if not decode and not prefill and not arrivals:
@@ -334,11 +332,20 @@ class Scheduler:
         return waits
 
 
+def length_for(policy: DraftLengthPolicy, decode: Sequence[Request]) -> int:
+    """What ``policy`` decides for requests that are greedy."""
+    length = policy.without_asking(len(decode))
+    if length is None:
+        length = policy.choose_for([request.id for request in decode], sum(request.known_length for request in decode))
+    return length
+
+
 def tell_time(policy: DraftLengthPolicy, batch: Batch, seconds: float) -> None:
     """Tell ``policy`` of an iteration that it was asked about and that did nothing but decode."""
+    if not policy.takes_times or batch.drafted is None or batch.features != Features():
+        return
     batches = batch.everyone
     decode = [request for each in batches for request in each.decode]
-    alone = not any(each.prefill or each.arrivals or each.guided for each in batches)
-    if policy.takes_times and batch.drafted is not None and alone and batch.features == Features():
+    if not any(each.prefill or each.arrivals or each.guided for each in batches):
         cached = sum(request.known_length for request in decode)
         policy.observe_time(batch.drafted, len(decode), cached, seconds)

@@ -93,9 +93,12 @@ class Staging:
         self._backend.copy_async(self._device[:count], pinned.tensor[:count], stream=stream)
 
     def clear(self, stream: Stream) -> None:
-        """No request: every row is 0. What graphs do when they're captured then concerns none; enqueued on ``stream``."""
+        """No request: every row is 0, so that what graphs do when they're captured concerns none. On ``stream``; waits for
+        it, since uploads come on others.
+        """
         with self._backend.on(stream):
             self._device.zero_()
+        stream.synchronize()
 
     def decode_rows(self, count: int) -> Tensor:
         """Rows of the first ``count`` decoding requests, int64 [count], at an address that never changes; behind the last
