@@ -7,7 +7,7 @@ import torch
 
 from outrider import Engine, EngineConfig
 from outrider.cli.differences import Closer
-from outrider.cli.models import bundled
+from outrider.cli.models import Speculation, bundled
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
 
@@ -104,3 +104,17 @@ def test_an_engine_takes_what_the_device_prefers():
     assert why["dtype"] == "the checkpoint's"
     again = Engine(engine.model, engine.backend, config=engine.config)
     assert again.config is engine.config
+
+
+@pytest.mark.parametrize(
+    ("kind", "head"), [(None, "eagle"), ("eagle", "eagle"), ("suffix+eagle", "eagle"), ("dflash", "dflash")]
+)
+def test_the_bundled_model_brings_its_head(kind, head):
+    """Of the kind that is asked for, and without asking the EAGLE head."""
+    chosen = Speculation.choose(kind, model=None, draft=None, draft_tokens=3)
+    assert (chosen.kind, chosen.draft) == (kind or "eagle", bundled(head))
+
+
+@pytest.mark.parametrize("kind", ["none", "ngram", "suffix", "mtp", "peagle"])
+def test_the_bundled_model_has_no_head_of_other_kinds(kind):
+    assert Speculation.choose(kind, model=None, draft=None, draft_tokens=3).draft is None
