@@ -20,6 +20,7 @@ _OVER_CACHES = frozenset(
         "rope_write_cache",
         "linear_rope_write_cache",
         "norm_linear_rope_write_cache",
+        "norm_linear_quantized_rope_write_cache",
         "paged_attention",
         "plan_attention",
         "move_cache",
