@@ -10,6 +10,7 @@ from hypothesis import given
 from drawing import some_and_many
 from outrider import Engine, SamplingParams
 from outrider.device import AttentionMetadata, Graph, KernelSet
+from outrider.engine.requests.draft_length import LengthSchedule
 from outrider.engine.state.plans import Plans
 from outrider.model import ForwardInput, KVCache
 from outrider.registry import get_backend
@@ -83,9 +84,17 @@ def test_a_uniform_pass_has_as_many_new_tokens_as_it_says(name, monkeypatch):
     assert all(found <= bound for found, bound in longest)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle-tree", "mtp", "peagle", "dflash", "draft-model", "draft-model-tree"])
-def test_lengths_that_are_declared_for_graphs_are_those_of_calls(name, monkeypatch):
-    """What a device takes as host integers: of each pass by its name, iteration after iteration."""
+CHAINS = ["eagle", "mtp", "peagle", "dflash", "draft-model", "suffix+eagle"]
+
+
+@pytest.mark.parametrize(
+    ("name", "drafted"),
+    [*((name, ()) for name in (*CHAINS, "eagle-tree", "draft-model-tree")), *((name, (1, 3, 0, 2)) for name in CHAINS)],
+)
+def test_lengths_that_are_declared_for_graphs_are_those_of_calls(name, drafted, monkeypatch):
+    """What a device takes as host integers: of each pass by its name, iteration after iteration, whatever they draft. A graph
+    has none of a pass that a shorter draft leaves out.
+    """
     backend = get_backend("sim:like=npu")
     loading = backend.create_stream("load")
     with backend.on(loading):
@@ -107,7 +116,8 @@ def test_lengths_that_are_declared_for_graphs_are_those_of_calls(name, monkeypat
 
     for graphs, proposer in zip((True, False), made, strict=True):
         config = plain_config(dtype="float64", max_context=32, max_requests=1, graphs=graphs, prefix_cache=False)
-        engine = Engine(target, backend, proposer=proposer, config=config)
+        lengths = LengthSchedule([min(length, proposer.nodes) for length in drafted]) if drafted else None
+        engine = Engine(target, backend, proposer=proposer, config=config, draft_length=lengths)
         engine.add_request([1, 2, 3, 4, 5], SamplingParams(max_tokens=12, ignore_eos=True))
         engine.step()  # the prompt is called in both
         monkeypatch.setattr(Graph, "update_params", rebind)

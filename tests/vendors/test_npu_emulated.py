@@ -24,7 +24,7 @@ SHORT = {
     "case_mrope": "graphs",
     "case_fences": "verify",
     "case_operators": "nothing",
-    "case_matrix": "(eagle-tree and graphs and outrider_npu-1) or fence or canns",
+    "case_matrix": "(eagle-tree and graphs and outrider_npu-1) or fence or canns or several_lengths",
 }
 MATRIX = HERE / "on_npu" / "case_matrix.py"
 

@@ -113,8 +113,8 @@ class DraftStage(Capturable[DraftStageInput, Draft]):
         self._ranks = ranks
 
     def host_params(self, drafted: int) -> Mapping[str, int]:
-        """Those of the draft's own passes; a shorter draft leaves the last ones unread."""
-        declared = self._proposer.host_lengths or {} if drafted else {}
+        """Those of the passes that a draft of this length makes; a device may refuse to rebind others."""
+        declared = self._proposer.host_lengths_of(drafted) or {} if drafted else {}
         return {name: ahead for name, ahead in declared.items() if not name.startswith("extend")}
 
     def run(self, given: DraftStageInput) -> Draft:

@@ -88,6 +88,10 @@ class CombinedProposer(Proposer):
         """The other's: the lookup has no attention."""
         return self._other.host_lengths
 
+    def host_lengths_of(self, count: int) -> Mapping[str, int] | None:
+        """The other's, which drafts as many."""
+        return self._other.host_lengths_of(count)
+
     @property
     def host_widths(self) -> Mapping[str, int]:
         """The other's."""

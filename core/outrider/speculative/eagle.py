@@ -109,6 +109,11 @@ class EagleProposer(HeadDrafts):
         """A token more with each pass."""
         return {"extend": 0, **{f"draft.{step}": step for step in range(1, self._draft_tokens)}}
 
+    def host_lengths_of(self, count: int) -> Mapping[str, int]:
+        """Draft-extend's, and those of a pass less than tokens."""
+        made = {"extend", *(f"draft.{step}" for step in range(1, count))}
+        return {name: ahead for name, ahead in self.host_lengths.items() if name in made}
+
     def draft(self, inputs: DraftInputs) -> Draft:
         """A pass less than tokens: the first token comes with the relay."""
         token, hidden = inputs.relay["token"], inputs.relay["hidden"]

@@ -237,6 +237,14 @@ class Proposer(ABC):
         """
         return None
 
+    def host_lengths_of(self, count: int) -> Mapping[str, int] | None:
+        """Those of ``host_lengths`` that it reads where ``DraftInputs.count`` is ``count``, at least 1: a shorter draft that
+        leaves passes out has a graph without them, in which nothing can be rebound. The default is all, right for a proposer
+        that makes the same passes whatever it's asked for.
+        """
+        del count
+        return self.host_lengths
+
     @property
     def host_widths(self) -> Mapping[str, int]:
         """Of ``host_lengths``, passes of ``extend`` whose length is at least the number of tokens that they take in: how many

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider_proof.checks import drop, prove
-from outrider_proof.setups import Setup, all_setups
+from outrider_proof.setups import Setup, all_setups, draw
 
 PLUGIN = os.environ["PROVED_PLUGIN"]
 EMULATIONS = Path(__file__).resolve().parents[1] / "emulated"
@@ -21,6 +21,14 @@ def test_a_program_of_every_setup(setup, number):
     record = prove(setup, number, 2)
     assert record["failures"] == []
     assert record["schedules"] == 2
+
+
+@pytest.mark.parametrize("proposer", ["eagle", "draft-model"])
+def test_graphs_of_several_lengths(proposer):
+    """Program 4 drafts fewer tokens than can be: a shorter draft's graph is rebound without the passes that it leaves out."""
+    setup, number = Setup(proposer, "graphs", PLUGIN, EMULATIONS), 4
+    assert draw(number).draft_lengths
+    assert prove(setup, number, 1)["failures"] == []
 
 
 @pytest.mark.skipif(PLUGIN != "outrider_npu", reason="about CANN's operator")
