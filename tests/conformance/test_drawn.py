@@ -14,7 +14,7 @@ from outrider_conformance.drawn.kernels import KERNELS, problem
 SMALL = {"tokens": 5, "inner": 40, "outer": 24, "hidden": 24, "gates": 20, "vocabulary": 37, "heads": 2, "size": 0, "page": 1}
 SMALL |= {"batch": 3, "new": 2, "context": 30, "ragged": 1, "tree": 0, "window": 0, "padding": 1, "moves": 9, "layout": 1}
 SMALL |= {"bias": 1, "levels": 0, "drafts": 2, "nodes": 4, "depth": 2, "sampling": 1, "draft": 0, "entries": 4, "width": 35}
-SMALL |= {"blocks": 1, "zeros": 1, "active": 0}
+SMALL |= {"blocks": 1, "zeros": 1, "active": 0, "nan": 0}
 SMALL |= {"deep": 0, "flag": 1, "count": 3, "experts": 4, "chosen": 2}
 
 
@@ -100,6 +100,71 @@ def test_wrong_experts_are_told(kernel, fault, flag):
     judge_with(KernelSet(), made)
     with pytest.raises(AssertionError):
         judge_with(Careless(fault), made)
+
+
+E4M3 = torch.float8_e4m3fn
+
+
+class Narrow(KernelSet):
+    """Kernels over a cache in e4m3 that are wrong in one way each."""
+
+    def __init__(self, fault):
+        self.fault = fault
+
+    def rope_write_cache(self, q, k, v, cos, sin, k_cache, v_cache, slots):
+        wide = [cache.to(k.dtype) for cache in (k_cache, v_cache)]
+        super().rope_write_cache(q, k, v, cos, sin, *wide, slots)
+        for cache, full in zip((k_cache, v_cache), wide, strict=True):
+            kept = full.nan_to_num(0.0) if self.fault == "zero for NaN" else full
+            if self.fault == "towards zero":
+                kept = (kept.view(torch.int32) & ~0xFFFFF).view(torch.float32)
+            if self.fault == "NaN beyond the range":
+                kept = kept.masked_fill(kept.abs() > 464, torch.nan)
+            kept = kept.clamp(-448 if self.fault != "half the range" else -240, 448)
+            at = slots // cache.shape[1], slots % cache.shape[1]
+            cache.view(torch.uint8)[at] = kept.to(E4M3).view(torch.uint8)[at]
+
+    def paged_attention(self, q, k_cache, v_cache, metadata, *, scale, window=0):
+        if self.fault == "queries in e4m3":
+            q = q.to(E4M3).to(q.dtype)
+        if self.fault == "values as keys":
+            v_cache = k_cache
+        return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+
+    def move_cache(self, k_cache, v_cache, sources, destinations):
+        if self.fault == "moved twice":
+            super().move_cache(k_cache, v_cache, sources, destinations)
+        super().move_cache(k_cache, v_cache, sources, destinations)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fault"),
+    [
+        ("rope_write_cache", "zero for NaN"),
+        ("rope_write_cache", "towards zero"),
+        ("rope_write_cache", "NaN beyond the range"),
+        ("rope_write_cache", "half the range"),
+        ("paged_attention", "queries in e4m3"),
+        ("paged_attention", "values as keys"),
+        ("move_cache", "moved twice"),
+    ],
+)
+def test_wrong_kernels_over_a_narrow_cache_are_told(kernel, fault):
+    drawn = KERNELS[f"{kernel}, cache fp8"]
+    made = problem(drawn, {dimension: {**SMALL, "nan": 1}[dimension] for dimension in drawn.dimensions}, torch.float32, 0)
+    judge_with(Narrow(None), made)
+    with pytest.raises(AssertionError):
+        judge_with(Narrow(fault), made)
+
+
+def test_what_a_cache_stores_is_bounded_by_what_is_stored():
+    value = torch.tensor([1.0, 1.0624, 1.0626, 447.0, 1e4, -465.0, 1e-4, 300.0], dtype=torch.float64)
+    made = bounds.stored(bounds.exact(value), E4M3)
+    assert made.value.tolist() == [1.0, 1.0, 1.125, 448.0, 448.0, -448.0, 0.0, 288.0]
+    assert not made.error.any()
+    near = bounds.stored(bounds.Number(value, torch.full_like(value, 0.001)), E4M3)
+    assert (near.value - near.error)[1] == 1.0
+    assert (near.value + near.error)[1] == 1.125
 
 
 def test_bounds_tell_a_dtype_from_the_next():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, KernelSet, Product, RotaryArgs
+from outrider.device import CACHE_FORMATS, AttentionMetadata, KernelSet, Product, RotaryArgs
 from outrider_conformance.drawn import bounds
 from outrider_conformance.drawn.dense import EPS, TOKENS, normed, taken
 from outrider_conformance.drawn.problem import Dice, Drawn, Operand, Problem, Shape
@@ -18,6 +19,8 @@ SIZES = (64, 96, 128, 256)
 _PAGES = (4, 16, 32, 128)
 Mapped = Mapping[str, Tensor]
 NOWHERE = float("inf")
+_SPREAD: Mapping[str | None, float] = {None: 1.0, "fp8": 300.0}
+"""Keys and values by a cache's format: some lie beyond its range."""
 
 
 def _lengths(shape: Shape, dice: Dice) -> tuple[list[int], list[int]]:
@@ -46,7 +49,7 @@ def _tree(counts: list[int], padding: int, width: int, dice: Dice) -> Tensor:
     return mask
 
 
-def _attention(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+def _attention(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None) -> Problem:
     heads, kv_heads = HEADS[shape["heads"]]
     size, page = SIZES[shape["size"]], _PAGES[shape["page"]]
     new, before = _lengths(shape, dice)
@@ -64,11 +67,12 @@ def _attention(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
         pair = (dice.normal(total, kv_heads, size, dtype=dtype), dice.normal(total, kv_heads, size, dtype=dtype))
         pair[0][total - 1] *= 2
         pair[1][0] += 3  # what a block left out would take along
-        for cache, part in zip(caches, pair, strict=True):
+        kept = [_kept(part, cache) for part in pair]
+        for pages_of, part in zip(caches, kept, strict=True):
             slot = torch.arange(total)
-            cache[torch.tensor(mine)[slot // page], slot % page] = part
-        keys.append(pair[0].double())
-        values.append(pair[1].double())
+            pages_of[torch.tensor(mine)[slot // page], slot % page] = part.to(dtype)
+        keys.append(kept[0].double())
+        values.append(kept[1].double())
     q = dice.normal(tokens + padding, heads, size, dtype=dtype)
     mask = _tree(new, padding, max(new) + shape["padding"], dice) if shape["tree"] else None
     window = 0 if mask is not None or not shape["window"] else 1 + shape["window"] * 7
@@ -76,8 +80,8 @@ def _attention(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     starts = torch.tensor([sum(new[:row]) for row in range(batch + 1)], dtype=torch.int32)
     operands = {
         "q": Operand(q, "wide"),  # a part of the heads of one product
-        "k_cache": Operand(caches[0]),
-        "v_cache": Operand(caches[1]),
+        "k_cache": Operand(_kept(caches[0], cache)),
+        "v_cache": Operand(_kept(caches[1], cache)),
         "query_start": Operand(starts),
         "seq_lens": Operand(torch.tensor([n + c for n, c in zip(new, before, strict=True)], dtype=torch.int32)),
         "block_table": Operand(table),
@@ -143,13 +147,18 @@ def attend(
     return bounds.rounded(bounds.Number(value.transpose(0, 1), error.transpose(0, 1)), dtype)
 
 
+def _kept(x: Tensor, cache: str | None) -> Tensor:
+    """``x``, within the range of the cache's format, in its dtype."""
+    return x if cache is None else x.to(CACHE_FORMATS[cache])
+
+
 # -- rotation and the cache ------------------------------------------------------------------------------------------
 
 
 def rotary_operands(
-    shape: Shape, dtype: torch.dtype, dice: Dice, tokens: int, kv_heads: int, size: int
+    shape: Shape, dtype: torch.dtype, dice: Dice, tokens: int, kv_heads: int, size: int, cache: str | None = None
 ) -> tuple[dict[str, Operand], Tensor]:
-    """cos, sin, caches and slots; which tokens are real. The others write to page 0."""
+    """cos, sin, caches in the format ``cache`` and slots; which tokens are real. The others write to page 0."""
     page = _PAGES[shape["page"]]
     pages = tokens // page + 3
     slots = dice.order((pages - 1) * page)[:tokens] + page
@@ -157,17 +166,20 @@ def rotary_operands(
     slots = torch.where(real, slots, torch.arange(tokens) % page)
     angle = dice.uniform(tokens, size // 2) * 6.28
     caches = [dice.normal(pages, page, kv_heads, size, dtype=dtype) for _ in range(2)]
-    for cache in caches:
-        cache[:, -1] = torch.nan  # an entry that nobody may touch keeps what it holds
+    for pages_of in caches:
+        pages_of[:, -1] = torch.nan  # an entry that nobody may touch keeps what it holds
     made = {"cos": angle.cos(), "sin": angle.sin()}
     operands = {name: Operand(value.repeat(1, 2).to(dtype), "wide") for name, value in made.items()}
-    operands |= {"k_cache": Operand(caches[0]), "v_cache": Operand(caches[1]), "slots": Operand(slots)}
+    keys, values = (_kept(each, cache) for each in caches)
+    operands |= {"k_cache": Operand(keys), "v_cache": Operand(values), "slots": Operand(slots)}
     return operands, real
 
 
 def _written(cache: Tensor, slots: Tensor, made: bounds.Number, real: Tensor) -> bounds.Number:
     """A cache after the write; page 0 belongs to padding."""
     page = cache.shape[1]
+    if cache.dtype in CACHE_FORMATS.values():
+        made = bounds.stored(made, cache.dtype)
     wanted = bounds.exact(cache)
     wanted.error[0] = NOWHERE
     wanted.value[0] = torch.nan
@@ -182,11 +194,13 @@ def _of_real(x: bounds.Number, real: Tensor) -> bounds.Number:
     return bounds.Number(x.value, torch.where(real.view(-1, *[1] * (x.value.dim() - 1)), x.error, NOWHERE))
 
 
-def _rope(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+def _rope(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None) -> Problem:
     heads, kv_heads = HEADS[shape["heads"]]
     tokens, size = shape["tokens"], SIZES[shape["size"]]
-    q, k, v = (dice.normal(tokens, n, size, dtype=dtype) for n in (heads, kv_heads, kv_heads))
-    operands, real = rotary_operands(shape, dtype, dice, tokens, kv_heads, size)
+    q, k, v = (dice.normal(tokens, n, size, dtype=dtype, scale=_SPREAD[cache]) for n in (heads, kv_heads, kv_heads))
+    operands, real = rotary_operands(shape, dtype, dice, tokens, kv_heads, size, cache)
+    if shape["nan"]:
+        k[0, 0, 0] = v[0, 0, 0] = torch.nan  # is told from a number beyond a format's range
     cos, sin, slots = (operands[name].tensor for name in ("cos", "sin", "slots"))
     turned = {name: bounds.rotate(bounds.exact(x), cos, sin, dtype) for name, x in (("q", q), ("k", k))}
     wanted = {name: _of_real(x, real) for name, x in turned.items()}
@@ -224,13 +238,13 @@ def rotary_of(o: Mapped) -> RotaryArgs:
     return RotaryArgs(o["cos"], o["sin"], o["k_cache"], o["v_cache"], o["slots"])
 
 
-def _linear_rope(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+def _linear_rope(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None) -> Problem:
     heads, kv_heads = HEADS[shape["heads"]]
     size, inner = SIZES[shape["size"]], shape["inner"]
-    operands, real = rotary_operands(shape, dtype, dice, shape["tokens"], kv_heads, size)
+    operands, real = rotary_operands(shape, dtype, dice, shape["tokens"], kv_heads, size, cache)
     x = dice.factors(shape["tokens"], inner, dtype=dtype)
     rows = (heads + 2 * kv_heads) * size
-    weight = dice.normal(rows, inner, dtype=dtype, scale=inner**-0.5)
+    weight = dice.normal(rows, inner, dtype=dtype, scale=_SPREAD[cache] * inner**-0.5)
     bias = dice.normal(rows, dtype=dtype) if shape["bias"] else None
     operands |= {"x": Operand(x), "weight": Operand(weight)} | ({} if bias is None else {"bias": Operand(bias)})
     made = bounds.product(bounds.exact(x), weight, bias, dtype)
@@ -241,13 +255,13 @@ def _linear_rope(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     return Problem(operands, call, turned_queries(made, operands, heads, kv_heads, real, dtype))
 
 
-def _norm_linear_rope(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+def _norm_linear_rope(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None) -> Problem:
     heads, kv_heads = HEADS[shape["heads"]]
     size = SIZES[shape["size"]]
     operands, grown, middle = normed({**shape, "layout": 0}, dtype, dice)
-    more, real = rotary_operands(shape, dtype, dice, shape["tokens"], kv_heads, size)
+    more, real = rotary_operands(shape, dtype, dice, shape["tokens"], kv_heads, size, cache)
     rows = (heads + 2 * kv_heads) * size
-    qkv = dice.normal(rows, shape["outer"], dtype=dtype, scale=shape["outer"] ** -0.5)
+    qkv = dice.normal(rows, shape["outer"], dtype=dtype, scale=_SPREAD[cache] * shape["outer"] ** -0.5)
     bias = dice.normal(rows, dtype=dtype) if shape["bias"] else None
     operands |= more | {"qkv": Operand(qkv)} | ({} if bias is None else {"qkv_bias": Operand(bias)})
     wanted = turned_queries(taken(middle, qkv, bias, dtype), operands, heads, kv_heads, real, dtype)
@@ -259,11 +273,11 @@ def _norm_linear_rope(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
     return Problem(operands, call, {**wanted, "residual": grown})
 
 
-def _move(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+def _move(shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None) -> Problem:
     """Moves that overlap, some onto themselves, some of padding within page 0."""
     page, size, moves = _PAGES[shape["page"]], SIZES[shape["size"]], shape["moves"]
     pages = moves // page + 3
-    caches = [dice.normal(pages, page, 2, size, dtype=dtype) for _ in range(2)]
+    caches = [_kept(dice.normal(pages, page, 2, size, dtype=dtype), cache) for _ in range(2)]
     sources = dice.whole(page, pages * page, moves)
     destinations = dice.order((pages - 1) * page)[:moves] + page
     half = moves // 2
@@ -275,10 +289,10 @@ def _move(shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
         alone = int(kept[page:].nonzero()[0]) + page
         sources[-1] = destinations[-1] = alone
     wanted = {}
-    for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
-        after = cache.view(-1, 2, size).clone()
+    for name, pages_of in zip(("k_cache", "v_cache"), caches, strict=True):
+        after = pages_of.to(torch.float64, copy=True).view(-1, 2, size)
         after[destinations] = after[sources].clone()
-        wanted[name] = bounds.exact(after.view(cache.shape))
+        wanted[name] = bounds.exact(after.view(pages_of.shape))
     operands = {"k_cache": Operand(caches[0]), "v_cache": Operand(caches[1])}
     operands |= {"sources": Operand(sources), "destinations": Operand(destinations)}
 
@@ -307,8 +321,8 @@ _PLAIN = {"ragged": 0, "tree": 0, "window": 0, "padding": 0, "heads": 2, "size":
 ROTARY = {"tokens": TOKENS, "heads": _HEAD, "size": _SIZE, "page": _PAGE, "padding": st.sampled_from((0, 3))}
 TURNED = {"tokens": 17, "heads": 2, "size": 0, "page": 1, "padding": 3}
 _INNER = st.sampled_from((40, 96, 264, 520))
-ATTENTION = (
-    Drawn(
+_CASES = (
+    (
         "paged_attention",
         _attention,
         _BATCHES,
@@ -320,23 +334,33 @@ ATTENTION = (
             {**_PLAIN, "batch": 260, "new": 1, "context": 30, "heads": 0, "page": 0},
         ),
     ),
-    Drawn("rope_write_cache", _rope, ROTARY, (TURNED, {**TURNED, "tokens": 257, "size": 2, "heads": 3, "page": 0})),
-    Drawn(
+    (
+        "rope_write_cache",
+        _rope,
+        {**ROTARY, "nan": _FLAG},
+        ({**TURNED, "nan": 1}, {**TURNED, "tokens": 257, "size": 2, "heads": 3, "page": 0, "nan": 0}),
+    ),
+    (
         "linear_rope_write_cache",
         _linear_rope,
         {**ROTARY, "inner": _INNER, "bias": _FLAG},
         ({**TURNED, "inner": 520, "bias": 1}, {**TURNED, "tokens": 130, "inner": 40, "bias": 0, "size": 1}),
     ),
-    Drawn(
+    (
         "norm_linear_rope_write_cache",
         _norm_linear_rope,
         {**ROTARY, "inner": _INNER, "outer": _INNER, "bias": _FLAG},
         ({**TURNED, "inner": 520, "outer": 96, "bias": 1}, {**TURNED, "tokens": 130, "inner": 40, "outer": 264, "bias": 0}),
     ),
-    Drawn(
+    (
         "move_cache",
         _move,
         {"moves": st.one_of(st.integers(1, 40), st.sampled_from((255, 257))), "size": _SIZE, "page": _PAGE},
         ({"moves": 33, "size": 0, "page": 1}, {"moves": 300, "size": 1, "page": 0}),
     ),
+)
+ATTENTION = tuple(
+    Drawn(name if cache is None else f"{name}, cache {cache}", partial(make, cache=cache), dimensions, corners, cache=cache)
+    for name, make, dimensions, corners in _CASES
+    for cache in (None, *CACHE_FORMATS)
 )

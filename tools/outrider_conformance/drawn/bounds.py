@@ -109,6 +109,15 @@ def rotate(x: Number, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Number:
     return Number(value, error + 3 * UNIT[dtype] * (magnitude + error) + 3 * _TINY[dtype])
 
 
+def stored(x: Number, dtype: torch.dtype) -> Number:
+    """``x`` as a cache of ``dtype`` keeps it: clamped and rounded to the nearest. Both are monotone, so what is stored lies
+    between what the ends of the bound give; NaN stays NaN.
+    """
+    most = torch.finfo(dtype).max
+    low, high = ((x.value + off).clamp(-most, most).to(dtype).double() for off in (-x.error, x.error))
+    return Number((low + high) / 2, (high - low) / 2)
+
+
 def _statistics(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 

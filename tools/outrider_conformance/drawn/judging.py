@@ -45,9 +45,14 @@ def _place(lab: Lab, stream: Stream, operands: Mapping[str, Operand]) -> dict[st
 def _disturbed(problem: Problem) -> dict[str, Operand]:
     """Other numbers of the same shapes; whole numbers stay, since they're indices."""
     return {
-        name: Operand(one.tensor.flip(0) * 0.5 if one.tensor.is_floating_point() else one.tensor, one.layout)
+        name: Operand(_halved(one.tensor) if one.tensor.is_floating_point() else one.tensor, one.layout)
         for name, one in problem.operands.items()
     }
+
+
+def _halved(x: Tensor) -> Tensor:
+    """Its rows in turned order, halved; dtypes of one byte do no arithmetic."""
+    return (x.double().flip(0) * 0.5).to(x.dtype)
 
 
 def _judge(problem: Problem, placed: Mapping[str, Placed], made: dict[str, Tensor]) -> None:

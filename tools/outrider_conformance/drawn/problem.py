@@ -56,7 +56,7 @@ class Drawn:
     """A kernel, the dimensions that are drawn for it, those that every run includes, and how a problem is made of them.
 
     ``choices``: it works on whole numbers or float32 alone, so one dtype is enough. ``format``: it's for backends that
-    declare this format of quantised weights.
+    declare this format of quantised weights. ``cache``: for kernels that declare this format of a KV cache.
     """
 
     kernel: str
@@ -65,6 +65,7 @@ class Drawn:
     corners: Sequence[Shape] = ()
     choices: bool = False
     format: str | None = None
+    cache: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.device import QUANTIZED_FORMATS, KernelSet, QuantizedProduct, QuantizedWeight
+from outrider.device import CACHE_FORMATS, QUANTIZED_FORMATS, KernelSet, QuantizedProduct, QuantizedWeight
 from outrider_conformance.drawn import bounds
 from outrider_conformance.drawn.attention import HEADS, ROTARY, SIZES, TURNED, rotary_of, rotary_operands, turned_queries
 from outrider_conformance.drawn.dense import EPS
@@ -169,12 +169,14 @@ def _between(
     return added, o["residual"], o["norm"], EPS, second, o.get("second bias")
 
 
-def _norm_linear_quantized_rope(format: str, shape: Shape, dtype: torch.dtype, dice: Dice) -> Problem:
+def _norm_linear_quantized_rope(
+    format: str, shape: Shape, dtype: torch.dtype, dice: Dice, cache: str | None = None
+) -> Problem:
     heads, kv_heads = HEADS[shape["heads"]]
     size = SIZES[shape["size"]]
     shape = {**shape, "outer": (heads + 2 * kv_heads) * size}
     made = _norm_linear_quantized(format, shape, dtype, dice)
-    more, real = rotary_operands(shape, dtype, dice, shape["tokens"], kv_heads, size)
+    more, real = rotary_operands(shape, dtype, dice, shape["tokens"], kv_heads, size, cache)
     operands = {**made.operands, **more}
     product = made.wanted["out"]
     assert isinstance(product, bounds.Number)
@@ -247,13 +249,28 @@ def _once_more(number: bounds.Number, dtype: torch.dtype) -> bounds.Number:
 
 _TURNS = {name: each for name, each in _DIMENSIONS.items() if name != "outer"} | ROTARY
 _TURNED = tuple({**corner, **TURNED, "tokens": corner["tokens"]} for corner in _CORNERS)
-QUANTIZED = tuple(
-    Drawn(f"{name}, {format}", partial(make, format), dimensions, corners, format=format)
-    for name, make, dimensions, corners in (
-        ("linear_quantized", _linear_quantized, _DIMENSIONS, _CORNERS),
-        ("norm_linear_quantized", _norm_linear_quantized, _DIMENSIONS, _CORNERS),
-        ("norm_linear_quantized_rope_write_cache", _norm_linear_quantized_rope, _TURNS, _TURNED),
-        ("experts_quantized", _experts_quantized, _DIMENSIONS, _CORNERS),
+_ROPE = "norm_linear_quantized_rope_write_cache"
+_TURNING = (
+    Drawn(
+        ", ".join((_ROPE, format, *(() if cache is None else (f"cache {cache}",)))),
+        partial(_norm_linear_quantized_rope, format, cache=cache),
+        _TURNS,
+        _TURNED,
+        format=format,
+        cache=cache,
     )
     for format in QUANTIZED_FORMATS
+    for cache in (None, *CACHE_FORMATS)
+)
+QUANTIZED = (
+    *(
+        Drawn(f"{name}, {format}", partial(make, format), _DIMENSIONS, _CORNERS, format=format)
+        for name, make in (
+            ("linear_quantized", _linear_quantized),
+            ("norm_linear_quantized", _norm_linear_quantized),
+            ("experts_quantized", _experts_quantized),
+        )
+        for format in QUANTIZED_FORMATS
+    ),
+    *_TURNING,
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from outrider.device import (
+    CACHE_FORMATS,
     QUANTIZED_FORMATS,
     Backend,
     Capabilities,
@@ -64,6 +65,14 @@ def test_formats_that_are_declared_exist(backend: Backend) -> None:
     formats = backend.capabilities.quantized_formats
     assert isinstance(formats, frozenset), f"quantized_formats is a {type(formats).__name__}"
     assert formats <= set(QUANTIZED_FORMATS), f"no formats of the seam: {formats - set(QUANTIZED_FORMATS)}"
+
+
+@promise("KernelSet.cache_formats", "Formats of :data:`~outrider.device.CACHE_FORMATS` that the kernels take a cache in")
+def test_formats_of_a_cache_exist(backend: Backend) -> None:
+    """A set of the seam's own names."""
+    formats = backend.kernels_in_use.cache_formats
+    assert isinstance(formats, frozenset), f"cache_formats is a {type(formats).__name__}"
+    assert formats <= set(CACHE_FORMATS), f"no formats of the seam: {formats - set(CACHE_FORMATS)}"
 
 
 @promise("Capabilities", "Declaring an ability that doesn't work, and working without declaring it, are both failures")

@@ -23,6 +23,8 @@ def _applies(lab: Lab, drawn: Drawn, dtype: torch.dtype) -> None:
         not_applicable("it works on whole numbers, or on float32 whatever the model's dtype is")
     if drawn.format is not None and drawn.format not in lab.backend.capabilities.quantized_formats:
         not_applicable(f"quantised weights of the format {drawn.format} aren't declared")
+    if drawn.cache is not None and drawn.cache not in lab.backend.kernels_in_use.cache_formats:
+        not_applicable(f"a KV cache of the format {drawn.cache} isn't declared")
     if not drawn.choices and dtype not in lab.backend.capabilities.dtypes:
         not_applicable(f"{dtype} isn't declared")
 
