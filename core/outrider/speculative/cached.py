@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,11 @@ class Places:
             uniform=True,
             seq_lens_host=inputs.seq_lens_host.param(host_name, behind) if inputs.seq_lens_host is not None else None,
         )
+
+
+def chain_lengths(tokens: int, ahead: int) -> Mapping[str, int]:
+    """``Proposer.host_lengths`` of a chain whose first token is relayed: draft-extend has ``ahead``, each pass one more."""
+    return {"extend": ahead, **{f"draft.{step}": step + ahead for step in range(1, tokens)}}
 
 
 class CachedProposer(Proposer):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, ConfigError
 from outrider.model import ForwardInput, KVCache, LanguageModel
-from outrider.speculative.cached import CachedProposer, TreeProposer
+from outrider.speculative.cached import CachedProposer, TreeProposer, chain_lengths
 from outrider.speculative.places import given_places, text_places
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw
 from outrider.speculative.slots import slots_of
@@ -126,12 +126,11 @@ class DraftModelProposer(_ModelDrafts):
     @property
     def host_lengths(self) -> Mapping[str, int]:
         """A token more with each pass, and the last one's own in draft-extend."""
-        return {"extend": 1, **{f"draft.{step}": step + 1 for step in range(1, self._draft_tokens)}}
+        return chain_lengths(self._draft_tokens, 1)
 
     def host_lengths_of(self, count: int) -> Mapping[str, int]:
         """Draft-extend's, and those of a pass less than tokens."""
-        made = {"extend", *(f"draft.{step}" for step in range(1, count))}
-        return {name: ahead for name, ahead in self.host_lengths.items() if name in made}
+        return chain_lengths(min(count, self._draft_tokens), 1)
 
     def draft(self, inputs: DraftInputs) -> Draft:
         """A pass less than tokens: the first token comes with the relay."""

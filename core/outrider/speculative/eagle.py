@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, AttentionShape, ConfigError
 from outrider.model import Eagle3Head, EagleHead, ForwardInput, attention_shapes
-from outrider.speculative.cached import CachedProposer, TreeProposer
+from outrider.speculative.cached import CachedProposer, TreeProposer, chain_lengths
 from outrider.speculative.places import given_places, text_places
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, draw
 from outrider.speculative.slots import slots_of
@@ -107,12 +107,11 @@ class EagleProposer(HeadDrafts):
     @property
     def host_lengths(self) -> Mapping[str, int]:
         """A token more with each pass."""
-        return {"extend": 0, **{f"draft.{step}": step for step in range(1, self._draft_tokens)}}
+        return chain_lengths(self._draft_tokens, 0)
 
     def host_lengths_of(self, count: int) -> Mapping[str, int]:
         """Draft-extend's, and those of a pass less than tokens."""
-        made = {"extend", *(f"draft.{step}" for step in range(1, count))}
-        return {name: ahead for name, ahead in self.host_lengths.items() if name in made}
+        return chain_lengths(min(count, self._draft_tokens), 0)
 
     def draft(self, inputs: DraftInputs) -> Draft:
         """A pass less than tokens: the first token comes with the relay."""
