@@ -1,12 +1,23 @@
 """``outrider bench kernels``, ``bench seam`` and random weights: what they say, and what they refuse."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 
+from outrider import Engine
 from outrider.device import DecoderShape, KernelSet
 from outrider.device.kernels import kernel_names
+from outrider.model.shapes import SHAPES
 from outrider.registry import get_backend
+from outrider.speculative.block import BlockProposer
+from outrider_bench.limits import iteration_bytes
+from outrider_bench.peers.work import checkpoint_config
+from outrider_bench.random_weights import layers_read, random_decoder, random_dflash
 from outrider_bench.synthetic import with_synthetic_acceptance
+from outrider_proof import tiny
+from outrider_proof.tiny import plain_config
 from outrider_tune.measure import kernel_cases, product_cases
 from outrider_tune.quantized import RANDOM_FORMATS, quantized_cases
 
@@ -102,6 +113,41 @@ def test_random_weights(outrider):
     assert result["results"][0]["acceptance_length"] == pytest.approx(3.0)
 
 
+def test_random_block_drafter(outrider, tmp_path):
+    config = replace(SHAPES["tiny"], num_layers=6, windows=(0,) * 6)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(checkpoint_config(config, dtype="float32")))
+    result = outrider(
+        *("bench", "decode", "--backend", "sim", "--shape", str(file), "--dtype", "float32", "--mode", "fused", "--overlap"),
+        *("--speculate", "dflash", "--draft-tokens", "7", "--accept-length", "4.5", "--new-tokens", "40", "--json"),
+    ).json
+    assert (result["draft"], result["draft_tokens"]) == ("random weights, 5 layers", 7)
+    assert (result["mode"], result["overlap"]) == ("fused", True)
+    assert result["results"][0]["acceptance_length"] == pytest.approx(4.5, abs=0.3)
+
+
+def test_bytes_of_a_block_drafter_counted_by_hand():
+    target = random_decoder(SHAPES["tiny"], backend=tiny.BACKEND, dtype=torch.float64)
+    head = random_dflash(target, layers=1, block_size=4, backend=tiny.BACKEND)
+    config = plain_config(max_context=32, dtype="float64")
+    drafting = Engine(target, tiny.BACKEND, proposer=BlockProposer(head), config=config)
+    plain = Engine(target, tiny.BACKEND, config=config)
+    hidden, inner, keys, queries = 64, 128, 32, 64
+    layer = (queries + 2 * keys) * hidden + queries * hidden + 3 * inner * hidden + 2 * hidden + 2 * 16
+    numbers = hidden * hidden + 2 * hidden + layer + 2 * keys * hidden + 512 * hidden
+    for context in (0, 3):
+        more = iteration_bytes(drafting, batch=1, context=context) - iteration_bytes(plain, batch=1, context=context)
+        assert more == 8 * (numbers + context * 2 * keys)
+
+
+@pytest.mark.parametrize(
+    ("depth", "count", "layers"),
+    [(36, 5, (2, 10, 18, 26, 34)), (32, 5, (2, 9, 16, 23, 30)), (6, 5, (1, 2, 3, 4, 5)), (2, 1, (1,)), (6, 1, (3,))],
+)
+def test_layers_that_a_block_drafter_reads(depth, count, layers):
+    assert layers_read(depth, count) == layers
+
+
 def test_synthetic_acceptance_says_so_to_people(outrider):
     result = outrider(
         *("bench", "decode", "--backend", "cpu", "--shape", "tiny", "--dtype", "float32"),
@@ -118,6 +164,8 @@ def test_synthetic_acceptance_says_so_to_people(outrider):
         (["--shape", "tiny", "--accept-length", "9"], "--accept-length is 9"),
         (["--shape", "tiny", "--accept-length", "2", "--speculate", "none"], "needs drafts to accept"),
         (["--shape", "tiny", "--speculate", "ngram"], "--speculate ngram has no random weights"),
+        (["--shape", "tiny", "--speculate", "dflash"], "--draft-layers is 5; each layer of a block drafter reads one of"),
+        (["--shape", "tiny", "--draft-layers", "1"], "it goes with --shape and --speculate dflash"),
         (["--shape", "tiny", "--model", "x"], "--model doesn't go with --shape"),
         (["--shape", "tiny", "--draft-topk", "2"], "drafts chains alone"),
     ],

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from outrider.device import Backend, Stream
     from outrider.engine.engine import Engine
-    from outrider.model import Decoder, ModelConfig
+    from outrider.model import Decoder, DFlashHead, ModelConfig
 
 _HOST_BYTES = 256 << 20
 _DEVICE_BYTES = 2 << 30
@@ -66,11 +66,13 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float:
     Of a mixture those experts count that its tokens go to, if each expert is as likely as the next.
 
     The embedding table counts only where the output head is the same tensor: otherwise a few rows of it are read. A
-    chain of K drafted tokens costs K passes of the head, each with the target's output head. Activations don't count.
+    chain of K drafted tokens costs K passes of the head, each with the target's output head; a block costs one, and one
+    of the weights of keys and values, for the text. Activations don't count.
 
     Raises :class:`ConfigError` for a model or a proposer whose bytes aren't counted here.
     """
     from outrider.model import Decoder, EagleHead
+    from outrider.speculative.block import BlockProposer
     from outrider.speculative.eagle import EagleProposer
     from outrider.speculative.proposer import PlainProposer
 
@@ -87,8 +89,12 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float:
         passes = proposer.depth
         weights += passes * (_bytes(head.weights) - head.weights.embedding.nbytes + output)
         cached += passes * _cached_bytes(head.config, target.dtype.itemsize)
+    elif isinstance(proposer, BlockProposer):
+        drafter = proposer.head
+        weights += _bytes(drafter.weights) + _text_bytes(drafter) + output
+        cached += _cached_bytes(drafter.config, target.dtype.itemsize)
     elif not isinstance(proposer, PlainProposer):
-        raise ConfigError(f"the byte limit isn't known for the proposer {proposer.name!r}; use eagle or none")
+        raise ConfigError(f"the byte limit isn't known for the proposer {proposer.name!r}; use eagle, dflash or none")
     return float(weights + batch * context * cached)
 
 
@@ -100,6 +106,13 @@ def _idle_bytes(target: Decoder, tokens: int) -> float:
     idle: float = (1 - experts.per_token / experts.count) ** tokens
     stacks = [layer for layer in target.weights.layers if layer.router is not None]
     return idle * sum(layer.gate_up.nbytes + layer.down.nbytes for layer in stacks)
+
+
+def _text_bytes(drafter: DFlashHead) -> float:
+    """Bytes of the weights that make keys and values of the text."""
+    config = drafter.config
+    share = 2 * config.num_kv_heads / (config.num_heads + 2 * config.num_kv_heads)
+    return share * sum(layer.qkv.nbytes for layer in drafter.weights.layers)
 
 
 def _cached_bytes(config: ModelConfig, itemsize: int) -> int:

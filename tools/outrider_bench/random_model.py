@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from outrider.speculative.proposer import Proposer
 
 
+RANDOM_PROPOSERS = ("eagle", "dflash", "none")
+DRAFT_LAYERS = 5
+"""Of a block drafter: as many as the published ones have."""
+
+
 def check_acceptance(accept_length: float | None, shape: str | None) -> None:
     """Raise :class:`ConfigError` where synthetic acceptance is asked of a real model."""
     if accept_length is not None and shape is None:
@@ -32,7 +37,8 @@ def check_acceptance(accept_length: float | None, shape: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomModel:
-    """A shape, its proposer (eagle or none), and the synthetic acceptance, if any: a mean length, or each place's chance.
+    """A shape, its proposer (of :data:`RANDOM_PROPOSERS`), and the synthetic acceptance, if any: a mean length, or each
+    place's chance. ``draft_layers``: of a block drafter.
 
     ``quantize``: the format of the layers' weights, also the draft's; ``quantize_head``: of the output head too.
     """
@@ -44,10 +50,13 @@ class RandomModel:
     accept_rates: tuple[float, ...] | None = None
     quantize: str | None = None
     quantize_head: bool = False
+    draft_layers: int = DRAFT_LAYERS
 
     def __post_init__(self) -> None:
-        if self.speculate not in ("eagle", "none"):
-            raise ConfigError(f"--speculate {self.speculate} has no random weights; with --shape use eagle or none")
+        if self.speculate not in RANDOM_PROPOSERS:
+            raise ConfigError(
+                f"--speculate {self.speculate} has no random weights; with --shape use {', '.join(RANDOM_PROPOSERS)}"
+            )
         if self.accept_length is not None and self.speculate == "none":
             raise ConfigError("--accept-length needs drafts to accept; leave it out, or use --speculate eagle")
         if self.accept_length is not None and not 1 <= self.accept_length <= self.draft_tokens + 1:
@@ -63,10 +72,16 @@ class RandomModel:
         return {
             "model": f"random weights of {self.shape}",
             "quantized": self.quantize and f"{self.quantize}, output head {'too' if self.quantize_head else 'plain'}",
-            "draft": None if self.speculate == "none" else "random weights",
+            "draft": self._draft,
             "speculate": self.speculate,
             "acceptance": "real" if length is None else f"synthetic, mean {length:g}",
         }
+
+    @property
+    def _draft(self) -> str | None:
+        if self.speculate == "none":
+            return None
+        return f"random weights, {self.draft_layers} layers" if self.speculate == "dflash" else "random weights"
 
     def config(
         self, *, running: Running, max_requests: int, dtype: str | None, max_context: int, sizes: Sizes | None = None
@@ -81,7 +96,7 @@ class RandomModel:
             prefix_cache=False,
             penalties=False,
             max_logprobs=0,
-            **asdict(running if self.speculate == "eagle" else replace(running, draft_length=None)),
+            **asdict(replace(running, draft_length=None) if self.speculate == "none" else running),
             **least | (sizes or Sizes()).given,
         )
 
@@ -90,8 +105,15 @@ class RandomModel:
     ) -> tuple[LanguageModel, Proposer | None]:
         """The weights on a device, or this rank's part of them."""
         from outrider.model import Decoder
+        from outrider.speculative.block import BlockProposer
         from outrider.speculative.eagle import EagleProposer
-        from outrider_bench.random_weights import RandomQuantization, random_decoder, random_eagle, shape_config
+        from outrider_bench.random_weights import (
+            RandomQuantization,
+            random_decoder,
+            random_dflash,
+            random_eagle,
+            shape_config,
+        )
         from outrider_bench.synthetic import with_acceptance_rates, with_synthetic_acceptance
 
         whole = shape_config(self.shape)
@@ -99,13 +121,18 @@ class RandomModel:
         model = random_decoder(whole, backend=device, dtype=dtype, ranks=ranks, quantization=way, kv_dtype=kv_dtype)
         if self.accept_length is not None:
             model = Decoder(model.config, model.weights, with_synthetic_acceptance(model.kernels, self.accept_length), ranks)
-        elif self.accept_rates is not None and self.speculate == "eagle":
+        elif self.accept_rates is not None and self.speculate != "none":
             model = Decoder(model.config, model.weights, with_acceptance_rates(model.kernels, self.accept_rates), ranks)
-        if self.speculate != "eagle":
+        if self.speculate == "none":
             return model, None
-        return model, EagleProposer(
-            random_eagle(model, whole, backend=device, quantization=way), draft_tokens=self.draft_tokens
-        )
+        if self.speculate == "dflash":
+            block = self.draft_tokens + 1
+            drafter = random_dflash(
+                model, whole, layers=self.draft_layers, block_size=block, backend=device, quantization=way
+            )
+            return model, BlockProposer(drafter)
+        head = random_eagle(model, whole, backend=device, quantization=way)
+        return model, EagleProposer(head, draft_tokens=self.draft_tokens)
 
     def load(
         self,

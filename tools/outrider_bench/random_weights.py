@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.device import Backend, CapabilityError
+from outrider.device import Backend, CapabilityError, ConfigError
 from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder
+from outrider.model.dflash import DFlashHead
+from outrider.model.dflash_loading import dflash_targets, dflash_weights
 from outrider.model.eagle import EagleHead
 from outrider.model.head_mapping import eagle_targets, eagle_weights
 from outrider.model.mapping import Target, decoder_targets, decoder_weights
@@ -27,7 +29,7 @@ from outrider_tune.quantized import random_format, random_quantized
 _APART = 1000
 """Between the seeds of two ranks."""
 
-__all__ = ["random_decoder", "random_eagle", "shape_config"]
+__all__ = ["random_decoder", "random_dflash", "random_eagle", "shape_config"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,16 +94,66 @@ def random_eagle(
     backend: Backend,
     quantization: RandomQuantization | None = None,
 ) -> EagleHead:
-    """An EAGLE head of one layer for ``target``, in the published form: no norm before its attention, no embedding.
+    """An EAGLE head of one layer for ``target``, in the published form: a Llama layer whatever the target is, without a norm
+    before its attention, and no embedding.
 
     ``whole``: the config of a target that several ranks share.
     """
-    whole, shards = replace(whole or target.config, num_layers=1, windows=(0,), experts=None), target.shards
+    whole, shards = whole or target.config, target.shards
+    whole = replace(whole, num_layers=1, windows=(0,), experts=None, qk_norm=False, attention_bias=False)
     config = shards.local(whole, whole.family)
     with placed(backend, target.dtype):
         targets = eagle_targets(whole, (), shards)
         weights = _draw(targets, target.dtype, backend.device, seed=1, shards=shards, quantization=quantization)
         return EagleHead(config, eagle_weights(config, weights, embedding=target.embedding), target)
+
+
+def random_dflash(
+    target: Decoder,
+    whole: ModelConfig | None = None,
+    *,
+    layers: int,
+    block_size: int,
+    backend: Backend,
+    quantization: RandomQuantization | None = None,
+) -> DFlashHead:
+    """A DFlash head of so many ``layers`` for ``target``, in the published form: Qwen3 layers of the target's sizes. It
+    reads as many of the target's layers.
+
+    ``whole``: see :func:`random_eagle`. Raises :class:`ConfigError` for a target with too few layers to read.
+    """
+    whole, shards = whole or target.config, target.shards
+    read = layers_read(whole.num_layers, layers)
+    whole = replace(
+        whole, family="qwen3", num_layers=layers, windows=(0,) * layers, experts=None, qk_norm=True, attention_bias=False
+    )
+    config = shards.local(whole, whole.family)
+    with placed(backend, target.dtype):
+        targets = dflash_targets(whole, len(read), shards)
+        weights = _draw(targets, target.dtype, backend.device, seed=2, shards=shards, quantization=quantization)
+        return DFlashHead(
+            config,
+            dflash_weights(config, weights),
+            target,
+            block_size=block_size,
+            mask_token=whole.vocab_size - 1,
+            aux_hidden_state_layers=read,
+        )
+
+
+def layers_read(depth: int, count: int) -> tuple[int, ...]:
+    """The layers whose input a DFlash head of ``count`` layers reads, of a target with ``depth``: spread as published heads
+    have them, from the output of the second to that of the third last. Raises :class:`ConfigError`.
+    """
+    if not 1 <= count <= depth - 1:
+        raise ConfigError(
+            f"--draft-layers is {count}; each layer of a block drafter reads one of the target's {depth}, the last aside: "
+            f"expected 1 to {depth - 1}"
+        )
+    first, last = (1, depth - 3) if depth - 3 >= count else (0, depth - 2)
+    if count == 1:
+        return (first + (last - first) // 2 + 1,)
+    return tuple(first + round(each * (last - first) / (count - 1)) + 1 for each in range(count))
 
 
 def _draw(

@@ -78,9 +78,9 @@ def load_dflash(
         )
     layers = _layers(file, own.get("target_layer_ids"), target.config.num_layers)
     quantization = read_quantization(directory, mode=quantized)
-    whole = _targets(config, len(layers))
+    whole = dflash_targets(config, len(layers))
     check_tensors(files, whole, optional=set(), quantization=quantization, backend=backend)
-    targets = _targets(config, len(layers), target.shards)
+    targets = dflash_targets(config, len(layers), target.shards)
     config = target.shards.local(config, str(directory))
     with placed(backend, dtype) as stream:
         weights = load_tensors(
@@ -88,7 +88,7 @@ def load_dflash(
         )
         return DFlashHead(
             config,
-            _weights(config, weights),
+            dflash_weights(config, weights),
             target,
             block_size=block_size,
             mask_token=mask,
@@ -107,7 +107,8 @@ def _layers(file: Path, found: object, depth: int) -> tuple[int, ...]:
     return tuple(each + 1 for each in found)
 
 
-def _targets(config: ModelConfig, read: int, shards: Shards = WHOLE) -> list[Target]:
+def dflash_targets(config: ModelConfig, read: int, shards: Shards = WHOLE) -> list[Target]:
+    """Weights of a head that reads so many layers of its target."""
     hidden = config.hidden_size
     targets = [
         Target("fusion", (Piece("fc.weight", (hidden, read * hidden)),)),
@@ -119,7 +120,8 @@ def _targets(config: ModelConfig, read: int, shards: Shards = WHOLE) -> list[Tar
     return targets
 
 
-def _weights(config: ModelConfig, weights: Mapping[str, Any]) -> DFlashWeights:
+def dflash_weights(config: ModelConfig, weights: Mapping[str, Any]) -> DFlashWeights:
+    """The head's record from the loaded targets."""
     return DFlashWeights(
         fusion=weights["fusion"],
         hidden_norm=weights["hidden_norm"],

@@ -30,7 +30,7 @@ from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParall
 from outrider.cli.report import BackendOption, JsonOption, Report
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider_bench.decoding import profile_batch, run_batch, too_few
-from outrider_bench.random_model import RandomModel, check_acceptance
+from outrider_bench.random_model import DRAFT_LAYERS, RandomModel, check_acceptance
 from outrider_sanitizer.files import write_whole
 
 if TYPE_CHECKING:
@@ -96,6 +96,15 @@ def decode(
     lm_head: Annotated[bool, typer.Option("--lm-head", help="With --quantize, the output head too.")] = False,
     options: LaunchOptions,
     draft_length: DraftLengthOption = None,
+    draft_layers: Annotated[
+        int | None,
+        typer.Option(
+            "--draft-layers",
+            min=1,
+            metavar="N",
+            help="With --shape and --speculate dflash: the drafter's layers. Default: 5.",
+        ),
+    ] = None,
     tensor_parallel: TensorParallelOption = 1,
     data_parallel: DataParallelOption = 1,
     plot: Annotated[
@@ -127,6 +136,8 @@ def decode(
         )
     if lm_head and quantize is None:
         raise ConfigError("--lm-head says what --quantize takes too; leave it out, or name a format with --quantize")
+    if draft_layers is not None and (shape is None or speculate != "dflash"):
+        raise ConfigError("--draft-layers is the size of a random block drafter: it goes with --shape and --speculate dflash")
     if new_tokens < 1:
         raise ConfigError(f"--new-tokens is {new_tokens}; expected at least 1")
     if plot is not None and plot.suffix != ".svg":
@@ -156,6 +167,7 @@ def decode(
             accept_length=accept_length,
             quantize=quantize,
             quantize_head=lm_head,
+            draft_layers=draft_layers or DRAFT_LAYERS,
         )
         room = max(lengths) + new_tokens + 2 * (draft_tokens + 1)
         if max_context is None:
