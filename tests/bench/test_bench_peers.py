@@ -50,11 +50,12 @@ class LLM:
         config = json.loads((pathlib.Path(model) / "config.json").read_text())
         assert config["num_hidden_layers"] == 2 and config["vocab_size"] == 512
         assert given["load_format"] == "dummy" and not given["enable_prefix_caching"]
+        quantized = config.get("quantization_config")
         self.speculative = given.get("speculative_config")
         self.drafts = self.passed = 0
         if self.speculative:
             draft = json.loads((pathlib.Path(self.speculative["model"]) / "config.json").read_text())
-            assert draft["num_hidden_layers"] == 1
+            assert draft["num_hidden_layers"] == 1 and draft.get("quantization_config") == quantized
             assert self.speculative["rejection_sample_method"] == "synthetic"
             rates = self.speculative["synthetic_acceptance_rates"]
             assert abs(1 + sum(rates) - 2.5) < 1e-6 and abs(rates[1] - rates[0] ** 2) < 1e-6

@@ -84,6 +84,16 @@ def peers(
         ),
     ] = 2.98,
     dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE")] = "bfloat16",
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            "--quantize",
+            metavar="FORMAT",
+            help="How layers are quantised, also the draft's, for outrider and vllm: fp8, fp8-tensor, fp8-block, int8, int4, "
+            "int4-zeros, int4-32.",
+        ),
+    ] = None,
+    lm_head: Annotated[bool, typer.Option("--lm-head", help="With --quantize, the output head too.")] = False,
     engines: Annotated[str, typer.Option(metavar="outrider,vllm", help="Which engines.")] = ",".join(_ORDER),
     speculate: Annotated[str, typer.Option("--speculate", metavar="eagle,none", help="With drafts, without, or both.")] = (
         "eagle,none"
@@ -128,6 +138,10 @@ def peers(
         raise ConfigError(f"--plot is {str(plot)!r}; expected a file that ends in .svg")
     if plot is not None and not set(_ACROSS) & set(_some("--phases", phases, PHASES)):
         raise ConfigError(f"--plot has nothing to draw of --phases {phases!r}; add {', '.join(_ACROSS)}, or leave it out")
+    if quantize is not None:
+        _check_quantized(quantize, lm_head, shape, chosen)
+    elif lm_head:
+        raise ConfigError("--lm-head says what --quantize takes too; leave it out, or name a format with --quantize")
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
     from outrider_bench.synthetic import rates_of_length
@@ -159,6 +173,8 @@ def peers(
         max_context=max_context,
         memory=memory or (0.85 if sharing == 1 else round(0.9 / sharing, 3)),
         keep=None if keep is None else str(keep.absolute()),
+        quantize=quantize,
+        quantize_head=lm_head,
     )
     jobs = [(name, kind) for kind in kinds for name in _ORDER if name in chosen and (name == OURS or kind in PEERS[name])]
     groups = [[job] for job in jobs] if repeat == 1 else [[job for job in jobs if job[1] == kind] for kind in kinds]
@@ -166,6 +182,7 @@ def peers(
     data: dict[str, object] = {
         **asdict(work),
         "backend": str(spec),
+        "quantized": work.quantized,
         "acceptance": f"synthetic, mean {accept_length:g}",
         "repeat": repeat,
         "mixed": work.load.described() if "mixed" in measured else None,
@@ -198,6 +215,19 @@ def peers(
         if drawn is not None:
             write_whole(plot, drawn)
     return Report(data=result, render=_renderer(result))
+
+
+def _check_quantized(quantize: str, head: bool, shape: str, engines: Sequence[str]) -> None:
+    """Raise :class:`ConfigError` for an unknown format, and for what can't be made of it on both sides."""
+    from outrider.model.shapes import shape_config
+    from outrider_tune.quantized import random_format
+
+    random_format(quantize)
+    others = sorted(set(engines) - {OURS, "vllm"})
+    if others:
+        raise ConfigError(f"--quantize is for outrider and vllm, not for {', '.join(others)}; say --engines outrider,vllm")
+    if head and shape_config(shape).tie_embeddings:
+        raise ConfigError(f"the output head of {shape} is its embedding, which stays plain; leave out --lm-head")
 
 
 def _drawn(found: Sequence[Found], phases: Sequence[str], title: str) -> str | None:

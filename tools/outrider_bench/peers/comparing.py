@@ -144,6 +144,8 @@ def render(console: Console, data: Mapping[str, Any]) -> None:
         f"{data['prompt_tokens']} prompt and {data['new_tokens']} new tokens, {data['draft_tokens']} draft tokens, "
         f"median of {data['repeat']}"
     )
+    if data["quantized"] is not None:
+        console.print(f"quantised: {data['quantized']}")
     console.print(f"ACCEPTANCE IS {str(data['acceptance']).upper()}: tokens/s is what it would be, the text is nonsense\n")
     engines: list[dict[str, Any]] = data["engines"]
     if "decode" in data["phases"]:

@@ -79,6 +79,8 @@ def opened(work: Work, speculate: str, backend: str, options: Mapping[str, Any])
         draft_tokens=work.draft_tokens,
         accept_length=None,
         accept_rates=work.rates if drafts else None,
+        quantize=work.quantize,
+        quantize_head=work.quantize_head,
     )
     found: list[Prepared] = []
     engine = model.load(

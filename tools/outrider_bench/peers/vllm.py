@@ -20,10 +20,11 @@ _COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_token
 class VLLM(Peer):
     """See :class:`~outrider_bench.peers.measuring.Peer`."""
 
-    def __init__(self, vllm: Any, engine: Any, *, drafts: bool) -> None:
+    def __init__(self, vllm: Any, engine: Any, *, drafts: bool, quantized: str | None = None) -> None:
         how = "synthetic rejection sampling by place" if drafts else "no speculation"
         self.version = version("vllm")
-        self.settings = f"LLM.generate, defaults, {how}"
+        weights = "" if quantized is None else f", compressed-tensors {quantized}"
+        self.settings = f"LLM.generate, defaults, {how}{weights}"
         self._vllm, self._engine, self._drafts = vllm, engine, drafts
         self._number = 0
 
@@ -87,7 +88,7 @@ def opened(work: Work, speculate: str) -> Generator[VLLM]:
                 "rejection_sample_method": "synthetic",
                 **_acceptance(work),
             }
-        yield VLLM(vllm, vllm.LLM(**options), drafts=drafts)
+        yield VLLM(vllm, vllm.LLM(**options), drafts=drafts, quantized=work.quantized)
 
 
 def _acceptance(work: Work) -> dict[str, object]:

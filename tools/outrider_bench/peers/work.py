@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from outrider_bench.mixed_load import MixedLoad, token_ids
+from outrider_bench.peers.quantized import compressed_tensors
 
 if TYPE_CHECKING:
     from outrider.model import ModelConfig
@@ -31,7 +32,8 @@ class Work:
     drafted place that it and all before it pass, by which every engine accepts. ``max_requests``: requests that run at the
     same time at most; ``max_context``: tokens that one may have, None for what it needs. ``memory``: share of the device's
     memory, for an engine that takes a share. ``device``: as torch names it. ``keep``: a directory for what engines compile;
-    None: nothing is kept.
+    None: nothing is kept. ``quantize``: the format of the layers' weights, also the draft's; ``quantize_head``: of the output
+    head too.
     """
 
     shape: str
@@ -54,11 +56,18 @@ class Work:
     max_context: int | None
     memory: float
     keep: str | None = None
+    quantize: str | None = None
+    quantize_head: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Work:
         """From a child's argument."""
         return cls(**{name: _tuples(given[name]) for name in cls.__slots__})
+
+    @property
+    def quantized(self) -> str | None:
+        """What is quantised, for people."""
+        return self.quantize and f"{self.quantize}, output head {'too' if self.quantize_head else 'plain'}"
 
     @property
     def load(self) -> MixedLoad:
@@ -175,14 +184,16 @@ def checkpoints(work: Work) -> Iterator[tuple[Path, Path]]:
     shape = shape_config(work.shape)
     # The draft is a Llama layer, whatever the target is: that is what published EAGLE heads are.
     draft_shape = replace(shape, family="llama", qk_norm=False, attention_bias=False, tie_embeddings=False, experts=None)
-    kept = (
-        None if work.keep is None else Path(work.keep, "-".join([*Path(work.shape).parts[-2:], work.dtype]).replace("/", ""))
-    )
+    quantized = [] if work.quantize is None else [work.quantize, *(["head"] if work.quantize_head else [])]
+    name = "-".join([*Path(work.shape).parts[-2:], work.dtype, *quantized]).replace("/", "")
+    kept = None if work.keep is None else Path(work.keep, name)
     with TemporaryDirectory(prefix="outrider-peers-") if kept is None else nullcontext(str(kept)) as root:
         target, draft = Path(root, "target"), Path(root, "draft")
         for directory, config, layers in ((target, shape, None), (draft, draft_shape, 1)):
             directory.mkdir(parents=True, exist_ok=True)
             content = checkpoint_config(config, dtype=work.dtype, layers=layers)
+            if work.quantize is not None:
+                content["quantization_config"] = compressed_tensors(work.quantize, head=work.quantize_head)
             (directory / "config.json").write_text(json.dumps(content), encoding="utf-8")
         yield target, draft
 

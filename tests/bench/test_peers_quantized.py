@@ -1,0 +1,108 @@
+"""Quantised weights beside another engine: what it is told of them, and what is refused."""
+
+import json
+from contextlib import closing
+
+import pytest
+from compressed_tensors.quantization import QuantizationConfig
+
+from outrider.device import QuantizedWeight
+from outrider.model.quantization import read_quantization
+from outrider_bench.peers.outrider import opened
+from outrider_bench.peers.quantized import compressed_tensors
+from outrider_bench.peers.work import Work, checkpoints
+from outrider_bench.synthetic import rates_of_length
+from outrider_tune.quantized import RANDOM_FORMATS, random_format
+
+
+@pytest.mark.parametrize("name", RANDOM_FORMATS)
+def test_configs_are_valid_and_say_the_format(name, tmp_path):
+    given, way = compressed_tensors(name, head=True), random_format(name)
+    (group,) = QuantizationConfig.model_validate(given).config_groups.values()
+    weights, inputs = group.weights, group.input_activations
+    assert (weights.num_bits, weights.symmetric) == (4 if way.format == "int4" else 8, not way.zeros)
+    assert (weights.block_structure or [0, 0])[0] == (way.rows if way.rows > 1 else 0)
+    assert (weights.group_size or 0) == (0 if way.rows > 1 else way.columns)
+    assert (inputs is None) == (way.activations is None)
+    assert inputs is None or (inputs.dynamic and (inputs.group_size or 0) == way.activation_group)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": given}))
+    assert read_quantization(tmp_path) is not None
+
+
+def test_an_output_head_is_named_where_it_is_quantised_and_left_out_otherwise():
+    for head in (True, False):
+        given = compressed_tensors("fp8", head=head)
+        (group,) = given["config_groups"].values()
+        assert (("lm_head" in group["targets"]), ("lm_head" in given["ignore"])) == (head, not head)
+
+
+def test_target_and_draft_have_the_same_config_and_a_directory_of_their_own(tmp_path):
+    names = set()
+    for quantize, head in ((None, False), ("fp8", False), ("fp8", True)):
+        with checkpoints(work(str(tmp_path), quantize, head)) as directories:
+            found = [json.loads((each / "config.json").read_text()).get("quantization_config") for each in directories]
+        assert found == [quantize and compressed_tensors(quantize, head=head)] * 2
+        names.add(directories[0].parent.name)
+    assert names == {"tiny-float32", "tiny-float32-fp8", "tiny-float32-fp8-head"}
+
+
+def work(keep, quantize, head):
+    return Work(
+        shape="tiny",
+        dtype="float32",
+        batches=(1,),
+        prompt_tokens=8,
+        new_tokens=16,
+        draft_tokens=3,
+        accept_length=2.5,
+        rates=rates_of_length(2.5, 3),
+        device="cpu",
+        phases=("decode",),
+        lengths=(8,),
+        contexts=(8,),
+        requests=1,
+        seed=7,
+        prompts=(4, 8),
+        outputs=(2, 4),
+        max_requests=1,
+        max_context=None,
+        memory=0.5,
+        keep=keep,
+        quantize=quantize,
+        quantize_head=head,
+    )
+
+
+QUANTIZED = ("--engines", "outrider", "--quantize", "fp8", "--lm-head", "--speculate", "eagle", "--repeat", "1")
+SHORT = ("--batch", "1", "--prompt-tokens", "8", "--new-tokens", "8")
+
+
+def test_the_record_says_what_is_quantised(outrider):
+    result = outrider("bench", "peers", "--backend", "cpu", "--shape", "tiny", *QUANTIZED, *SHORT, "--json").json
+    assert (result["quantize"], result["quantize_head"], result["quantized"]) == ("fp8", True, "fp8, output head too")
+    assert [each["status"] for each in result["engines"]] == ["measured"]
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_this_engine_quantises_target_draft_and_head(head):
+    options = {"mode": None, "prefill_chunk": None, "tune_seconds": 0.0}
+    with opened(work(None, "fp8", head), "eagle", "cpu", options) as peer, closing(peer._engine) as engine:
+        target, draft = engine.model.weights, engine.proposer.head.weights
+        products = (target.layers[1].qkv, target.layers[1].down, draft.fusion, draft.layers[0].gate_up)
+        assert all(isinstance(each, QuantizedWeight) for each in products)
+        assert isinstance(target.head, QuantizedWeight) == head
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--quantize", "fp8"), "--quantize is for outrider and vllm, not for sglang, transformers"),
+        (("--quantize", "fp3", "--engines", "outrider"), "no random weights in the format 'fp3'"),
+        (("--lm-head",), "--lm-head says what --quantize takes too"),
+        (("--shape", "llama-3.2-1b", "--quantize", "fp8", "--lm-head", "--engines", "vllm"), "is its embedding"),
+    ],
+)
+def test_bad_input(outrider, arguments, message):
+    result = outrider("bench", "peers", "--backend", "cpu", *arguments)
+    assert (result.code, result.out) == (1, "")
+    assert message in result.err
