@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from outrider_tune.quantized import random_format
-
 _BITS = {"fp8": 8, "int8": 8, "int4": 4}
 _STORED = {"fp8": "float-quantized", "int8": "int-quantized", "int4": "pack-quantized"}
 
@@ -14,6 +12,8 @@ def compressed_tensors(name: str, *, head: bool) -> dict[str, object]:
 
     vLLM takes an output head for quantised only where a target names it; its class isn't among those of linear layers.
     """
+    from outrider_tune.quantized import random_format
+
     way = random_format(name)
     number = {"num_bits": _BITS[way.format], "type": "float" if way.format == "fp8" else "int"}
     weights: dict[str, object] = {**number, "symmetric": not way.zeros, "dynamic": False}
