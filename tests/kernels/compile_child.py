@@ -24,6 +24,7 @@ from outrider_triton.jit import (
     matmul,
     peers,
     planes,
+    planes_ring,
     prompt_attention,
     quantized,
     rows,
@@ -264,10 +265,16 @@ STREAMED = [
     (streamed.streamed_rope_write_cache, {"k": "i32", **NARROW}, {**PLAIN, "HALF": 64}),
 ]
 """For devices with a copy engine alone."""
+FOUR_BITS = {"bias": None, "HAS_BIAS": False, "STEPS": 8, "BLOCK_M": 8, "STAGES": 4}
+IN_PLANES = [
+    (planes_ring.streamed_planes, {"out": WIDE}, {**FOUR_BITS, "GROUPS": 1, "TILES": 3}),
+    (planes_ring.streamed_planes, {}, {**FOUR_BITS, "GROUPS": 2, "TILES": 2}),
+]
 LATE = {"linear_silu_mul", "scaled_silu_mul", "streamed_silu_mul", "linear_planes", "linear_quantized"}
+LATE |= {"streamed_planes"}
 """One of them is in each layer: what starts behind it may read what was written before it (docs/kernels.md)."""
 READS_WEIGHTS = {"all_reduce_rms_norm", "rms_norm", "add_rms_norm", "linear_add", "streamed_linear_add"}
-READS_WEIGHTS |= {"add_rms_norm_quantize", "linear_quantized", "linear_planes"}
+READS_WEIGHTS |= {"add_rms_norm_quantize", "linear_quantized", "linear_planes", "streamed_planes"}
 """Before the wait: weights, which no kernel writes."""
 
 
