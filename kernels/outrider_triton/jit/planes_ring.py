@@ -84,15 +84,22 @@ def _bring(x, w, ring, each, steps, PDL: gl.constexpr):
 
 
 @gluon.jit
+def _beside(left, right):
+    """[rows, 2 columns]: the columns of ``right`` behind those of ``left``."""
+    return gl.join(left, right).permute((0, 2, 1)).reshape((left.shape[0], 2 * left.shape[1]))
+
+
+@gluon.jit
 def _part(packed, tokens, GROUP: gl.constexpr, layout: gl.constexpr):
     """The product of 128 columns, under way: four in a row. ``packed`` int16 [64, 32]; ``tokens`` [tokens, 256]."""
     BLOCK_M: gl.constexpr = tokens.shape[0]
+    held: gl.constexpr = packed.type.layout
+    first = _beside(numbers_of_plane(packed, 0, tokens.dtype, True), numbers_of_plane(packed, 1, tokens.dtype, True))
+    second = _beside(numbers_of_plane(packed, 2, tokens.dtype, True), numbers_of_plane(packed, 3, tokens.dtype, True))
+    numbers = gl.convert_layout(_beside(first, second), held, assert_trivial=True)
+    own = tokens.slice(GROUP * _GROUP, _GROUP, 1).permute((1, 0))
     part = gl.zeros([ROWS, BLOCK_M], gl.float32, layout)
-    for plane in gl.static_range(4):
-        numbers = numbers_of_plane(packed, plane, tokens.dtype, True)
-        beside = tokens.slice(GROUP * _GROUP + plane * 32, 32, 1).permute((1, 0))
-        part = warpgroup_mma(numbers, beside, part, use_acc=plane > 0, is_async=True)
-    return part
+    return warpgroup_mma(numbers, own, part, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -127,7 +134,7 @@ def _product(
         mbarrier.arrive(empty.index(place), count=1, pred=unit + STAGES < TILES * STEPS)
         part_0 = _part(packed_0, tokens.index(step), 0, layout)
         part_1 = _part(packed_1, tokens.index(step), 1, layout)
-        part_0 = warpgroup_mma_wait(4, deps=[part_0])
+        part_0 = warpgroup_mma_wait(1, deps=[part_0])
         total += part_0 * factor_0.to(gl.float32)[:, None]
         part_1 = warpgroup_mma_wait(0, deps=[part_1])
         total += part_1 * factor_1.to(gl.float32)[:, None]
