@@ -126,7 +126,7 @@ def cases(facts):
     for n, k in SHAPES:
         for m in (8, 13):
             for split, warps, box, waves, biased in ((1, 4, 16, 1, True), (1, 8, 8, 2, False), (2, 8, 16, 1, False),
-                                                     (4, 4, 8, 2, False)):  # fmt: skip
+                                                     (4, 4, 8, 2, False), (4, 8, 16, 1, False)):  # fmt: skip
                 config = cut(facts, n, k, m=m, split=split, warps=warps, box=box, waves=waves)
                 if config is not None:
                     yield n, k, m, config, biased
