@@ -89,10 +89,11 @@ def multiply_planes(
 ) -> None:
     """``out [m, n]``, or its parts ``[split, m, n]``, of ``x [m, k]`` in planes and four bits ``[n, k / 2]``."""
     (m, k), n, box, tall = x.shape, data.shape[0], config.block_n, planes_ring.ROWS.value
-    columns, groups = planes_ring.COLUMNS.value, config.warps // 4
-    steps = config.block_k // columns
+    columns, groups = config.ahead, config.warps // 4
+    steps = config.block_k // max(columns, 1)
     torch._check(
         k == config.split * config.block_k
+        and columns in (256, 512)
         and (config.block_k % columns, config.warps % 4, tall % box, config.each % box) == (0, 0, 0, 0)
         and m <= config.block_m
         and 0 < groups <= min(steps, 2)
@@ -102,6 +103,7 @@ def multiply_planes(
             f"in multiples of {columns}, boxes of rows that divide {tall} and {config.each}, and no more tokens"
         ),
     )
+    many = groups > 1 and columns > 256
     launch(
         planes_ring.streamed_planes,
         (-(-n // config.each), config.split),
@@ -113,7 +115,8 @@ def multiply_planes(
         TILES=-(-config.each // tall),
         BLOCK_M=config.block_m,
         STAGES=config.stages,
-        maxnreg=80,  # so few that programs of the next kernel fit in beside; those that multiply have more of them
+        MOST=128 if many else 112,
+        maxnreg=96 if many else 80,  # so few that others fit in beside; warps that multiply have more of them
         pdl=pdl,
         warps=4,
     )

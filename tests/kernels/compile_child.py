@@ -265,7 +265,7 @@ STREAMED = [
     (streamed.streamed_rope_write_cache, {"k": "i32", **NARROW}, {**PLAIN, "HALF": 64}),
 ]
 """For devices with a copy engine alone."""
-FOUR_BITS = {"bias": None, "HAS_BIAS": False, "STEPS": 8, "BLOCK_M": 8, "STAGES": 4}
+FOUR_BITS = {"bias": None, "HAS_BIAS": False, "STEPS": 8, "BLOCK_M": 8, "STAGES": 4, "MOST": 112}
 IN_PLANES = [
     (planes_ring.streamed_planes, {"out": WIDE}, {**FOUR_BITS, "GROUPS": 1, "TILES": 3}),
     (planes_ring.streamed_planes, {}, {**FOUR_BITS, "GROUPS": 2, "TILES": 2}),

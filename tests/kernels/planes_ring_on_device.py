@@ -108,7 +108,7 @@ def waited(futures, end):
 
 
 def cut(facts, n, k, *, m, split, warps, box, waves):
-    """One that fits, or None."""
+    """Those that fit, in units of 512 columns and of 256."""
     found = [
         config
         for config in _plane_rings(facts, "linear_parts", 16 if m > 8 else 8, n, k, STORED)
@@ -116,7 +116,7 @@ def cut(facts, n, k, *, m, split, warps, box, waves):
         and config.each == -(-n * split // (facts.processors * waves * box)) * box
         and shared_bytes(facts, "linear_parts", config, STORED) <= facts.shared_bytes
     ]
-    return found[0] if found else None
+    return list({config.ahead: config for config in found}.values())
 
 
 def cases(facts):
@@ -127,11 +127,10 @@ def cases(facts):
         for m in (8, 13):
             for split, warps, box, waves, biased in ((1, 4, 16, 1, True), (1, 8, 8, 2, False), (2, 8, 16, 1, False),
                                                      (4, 4, 8, 2, False), (4, 8, 16, 1, False)):  # fmt: skip
-                config = cut(facts, n, k, m=m, split=split, warps=warps, box=box, waves=waves)
-                if config is not None:
+                for config in cut(facts, n, k, m=m, split=split, warps=warps, box=box, waves=waves):
                     yield n, k, m, config, biased
                     if split == 1 and warps == 8 and config.stages > 3:  # goes round many times
-                        yield n, k, m, replace(config, stages=3), True
+                        yield n, k, m, replace(config, stages=3), biased
 
 
 def wrong(made, right):
@@ -198,10 +197,15 @@ def timed(facts, name):
     found = [config for config in found if config.block_n == 16 or config is found[0]]
     kinds = {}
     for config in found:  # the best of each kind first
-        kinds.setdefault((config.split, config.warps), []).append(config)
-    order = [config for each in zip(*(row + [None] * 3 for row in kinds.values()), strict=False) for config in each if config]
-    order = list(dict.fromkeys(found[:1] + order))[:13]
-    order += [replace(order[0], stages=stages) for stages in (4, 8, 12) if stages < order[0].stages]
+        kinds.setdefault((config.split, config.warps, config.ahead), []).append(config)
+    order = [
+        config
+        for each in zip(*(row[:2] + [None] * (2 - len(row)) for row in kinds.values()), strict=False)
+        for config in each
+        if config
+    ]
+    order = list(dict.fromkeys(found[:1] + order))[:16]
+    order += [replace(order[0], stages=stages) for stages in (4, 8) if stages < order[0].stages]
     return order + [MatmulConfig(*each) for each in KNOWN[name][1]]
 
 

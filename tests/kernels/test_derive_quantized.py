@@ -72,7 +72,7 @@ def test_a_ring_is_cut_so_that_a_launch_takes_it(n, k):
         found = candidates(H200, "linear_parts", m=tokens, n=n, k=k, stored=RING)
         for config in (config for config in found if config.descriptor == STREAMED):
             assert k == config.split * config.block_k
-            assert config.block_k % 256 == config.each % config.block_n == 64 % config.block_n == 0
-            assert 1 <= config.warps // 4 <= config.block_k // 256
+            assert config.block_k % config.ahead == config.each % config.block_n == 64 % config.block_n == 0
+            assert 1 <= config.warps // 4 <= config.block_k // config.ahead
             assert (config.block_m, config.stages > 1) == (tokens, True)
             assert shared_bytes(H200, "linear_parts", config, RING) <= H200.shared_bytes

@@ -1,7 +1,7 @@
 """Products with weights of four bits, in planes as :mod:`outrider_triton.jit.planes`, whose weight comes through a ring.
 
 One warp has the copy engine fill a ring of tiles of the weight before the wait for the kernel ahead, and bring the tokens
-behind it, which stay. One or two groups of four warps take units by turns: a unit is 64 rows and 256 columns, two groups of
+behind it, which stay. One or two groups of four warps take units by turns: a unit is 64 rows and some groups of 128
 columns with a scale each. Bytes go from the tile to registers, become numbers there, and the matrix unit takes them from
 there, with the tokens from shared memory. So a place in the ring is free again as soon as its bytes are in registers. While
 one group of columns is multiplied, the next one's numbers are made.
@@ -26,22 +26,20 @@ from outrider_triton.jit.planes import numbers_of_plane
 
 ROWS = gl.constexpr(64)
 """Of a tile: as tall as the matrix unit takes it."""
-COLUMNS = gl.constexpr(256)
-"""Of a unit."""
 _GROUP = gl.constexpr(128)
 """Columns that may have a scale of their own: those that are laid out in planes together."""
-_HELD = gl.constexpr(64)
-"""Numbers of 16 bits in a row of a tile."""
+_HELD = gl.constexpr(32)
+"""Numbers of 16 bits that they are in a row of a tile."""
 
 
 # -- what comes ----------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _expect_weights(come, left, BOX: gl.constexpr):
+def _expect_weights(come, left, BOX: gl.constexpr, WIDE: gl.constexpr):
     for boxes in gl.static_range(1, ROWS // BOX):
-        mbarrier.expect(come, boxes * BOX * _HELD * 2, pred=(left > (boxes - 1) * BOX) & (left <= boxes * BOX))
-    mbarrier.expect(come, ROWS * _HELD * 2, pred=left > ROWS - BOX)
+        mbarrier.expect(come, boxes * BOX * WIDE * 2, pred=(left > (boxes - 1) * BOX) & (left <= boxes * BOX))
+    mbarrier.expect(come, ROWS * WIDE * 2, pred=left > ROWS - BOX)
 
 
 @gluon.jit
@@ -49,12 +47,13 @@ def _bring_weights(w, wide, full, unit, each, steps):
     """Unit u is columns u % steps of tile u // steps."""
     STAGES: gl.constexpr = wide.shape[0]
     BOX: gl.constexpr = w.block_type.shape[0]
+    WIDE: gl.constexpr = w.block_type.shape[1]
     come = full.index(unit % STAGES)
     tile = wide.index(unit % STAGES)
     before = unit // steps * ROWS
     left = each - before
-    column = (gl.program_id(1) * steps + unit % steps) * _HELD
-    _expect_weights(come, left, BOX)
+    column = (gl.program_id(1) * steps + unit % steps) * WIDE
+    _expect_weights(come, left, BOX, WIDE)
     for box in gl.static_range(ROWS // BOX):
         row = gl.program_id(0) * each + before + box * BOX
         tma.async_copy_global_to_shared(w, [row, column], come, tile.slice(box * BOX, BOX, 0), pred=left > box * BOX)
@@ -72,8 +71,8 @@ def _bring(x, w, ring, each, steps, PDL: gl.constexpr):
     wait_for_last(PDL)
     let_next_start(PDL)
     for step in range(steps):
-        mbarrier.expect(have.index(step), x.block_type.shape[0] * COLUMNS * 2)
-        column = (gl.program_id(1) * steps + step) * COLUMNS
+        mbarrier.expect(have.index(step), x.block_type.shape[0] * x.block_type.shape[1] * 2)
+        column = (gl.program_id(1) * steps + step) * x.block_type.shape[1]
         tma.async_copy_global_to_shared(x, [0, column], have.index(step), tokens.index(step))
     for unit in range(STAGES, units):
         mbarrier.wait(empty.index(unit % STAGES), (unit // STAGES - 1) & 1)
@@ -91,7 +90,7 @@ def _beside(left, right):
 
 @gluon.jit
 def _part(packed, tokens, GROUP: gl.constexpr, layout: gl.constexpr):
-    """The product of 128 columns, under way: four in a row. ``packed`` int16 [64, 32]; ``tokens`` [tokens, 256]."""
+    """The product of 128 columns, under way. ``packed`` int16 [64, 32]; ``tokens`` [tokens, columns of a unit]."""
     BLOCK_M: gl.constexpr = tokens.shape[0]
     held: gl.constexpr = packed.type.layout
     first = _beside(numbers_of_plane(packed, 0, tokens.dtype, True), numbers_of_plane(packed, 1, tokens.dtype, True))
@@ -117,6 +116,7 @@ def _product(
     wide, tokens, full, empty, have = ring
     STAGES: gl.constexpr = wide.shape[0]
     BLOCK_M: gl.constexpr = tokens.shape[1]
+    COUNT: gl.constexpr = tokens.shape[2] // _GROUP
     held: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     row: gl.constexpr = gl.SliceLayout(1, layout)
     scales = scales._reinterpret(scales.dtype, scales.shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))  # a column at a time
@@ -127,24 +127,30 @@ def _product(
         place = unit % STAGES
         mbarrier.wait(have.index(step), 0)
         mbarrier.wait(full.index(place), unit // STAGES & 1)
-        packed_0 = wide.index(place).slice(0, 32, 1).load(held)
-        packed_1 = wide.index(place).slice(32, 32, 1).load(held)
-        factor_0 = scales.index(first + 2 * step).load(row)
-        factor_1 = scales.index(first + 2 * step + 1).load(row)
-        mbarrier.arrive(empty.index(place), count=1, pred=unit + STAGES < TILES * STEPS)
-        part_0 = _part(packed_0, tokens.index(step), 0, layout)
-        part_1 = _part(packed_1, tokens.index(step), 1, layout)
-        part_0 = warpgroup_mma_wait(1, deps=[part_0])
-        total += part_0 * factor_0.to(gl.float32)[:, None]
-        part_1 = warpgroup_mma_wait(0, deps=[part_1])
-        total += part_1 * factor_1.to(gl.float32)[:, None]
+        packed = wide.index(place).slice(0, _HELD, 1).load(held)
+        following = wide.index(place).slice(_HELD, _HELD, 1).load(held)
+        before = scales.index(first + COUNT * step).load(row)
+        last = _part(packed, tokens.index(step), 0, layout)
+        for group in gl.static_range(1, COUNT):
+            packed = following
+            factor = scales.index(first + COUNT * step + group).load(row)
+            if group + 1 < COUNT:
+                following = wide.index(place).slice((group + 1) * _HELD, _HELD, 1).load(held)
+            else:  # all that the tile holds is in registers
+                mbarrier.arrive(empty.index(place), count=1, pred=unit + STAGES < TILES * STEPS)
+            part = _part(packed, tokens.index(step), group, layout)
+            done = warpgroup_mma_wait(1, deps=[last])
+            total += done * before.to(gl.float32)[:, None]
+            last = part
+            before = factor
+        done = warpgroup_mma_wait(0, deps=[last])
+        total += done * before.to(gl.float32)[:, None]
     return total
 
 
 @gluon.jit
-def _read_scales(scales, to, n, groups, each, STEPS: gl.constexpr, TILES: gl.constexpr):
+def _read_scales(scales, to, n, groups, each, OWN: gl.constexpr, TILES: gl.constexpr):
     """Scales of all the program's tiles, turned, to shared memory."""
-    OWN: gl.constexpr = STEPS * COLUMNS // _GROUP
     COUNT: gl.constexpr = to.shape[0] // next_power_of_2(TILES)
     BESIDE: gl.constexpr = 8 if COUNT > 8 else COUNT
     ACROSS: gl.constexpr = 8 if COUNT // BESIDE > 8 else COUNT // BESIDE
@@ -179,7 +185,7 @@ def _store(
     """The first group of warps: it adds the second one's sums to its own, and stores them."""
     BLOCK_M: gl.constexpr = ring[1].shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    _read_scales(scales, factors, n, groups, each, STEPS, TILES)
+    _read_scales(scales, factors, n, groups, each, STEPS * ring[1].shape[2] // _GROUP, TILES)
     if GROUPS > 1:
         mbarrier.arrive(known, count=1)
         other, come, taken = sums
@@ -233,16 +239,17 @@ def streamed_planes(
     TILES: gl.constexpr,
     BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr,
+    MOST: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """:func:`outrider_triton.jit.planes.linear_planes` for scales of 128 columns without zero points, and BLOCK_M tokens at
     most; program (share of rows, part of the columns).
 
     A program has ``each`` rows, TILES tiles of them, and STEPS units of columns. ``w``: int16 [n, k / 4], in boxes of rows;
-    ``x``: [m, k], in planes. GROUPS: groups of four warps that multiply.
+    ``x``: [m, k], in planes. GROUPS: groups of four warps that multiply, the second with MOST registers.
     """
-    wide = gl.allocate_shared_memory(w.dtype, [STAGES, ROWS, _HELD], w.layout)
-    tokens = gl.allocate_shared_memory(x.dtype, [STEPS, BLOCK_M, COLUMNS], x.layout)
+    wide = gl.allocate_shared_memory(w.dtype, [STAGES, ROWS, w.block_type.shape[1]], w.layout)
+    tokens = gl.allocate_shared_memory(x.dtype, [STEPS, BLOCK_M, x.block_type.shape[1]], x.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     have = gl.allocate_shared_memory(gl.int64, [STEPS, 1], mbarrier.MBarrierLayout())
@@ -252,7 +259,7 @@ def streamed_planes(
     for step in gl.static_range(STEPS):
         mbarrier.init(have.index(step), count=1)
     ring = wide, tokens, full, empty, have
-    COUNT: gl.constexpr = next_power_of_2(STEPS * COLUMNS // _GROUP)
+    COUNT: gl.constexpr = next_power_of_2(STEPS * x.block_type.shape[1] // _GROUP)
     TALL: gl.constexpr = next_power_of_2(TILES)
     factors = gl.allocate_shared_memory(
         scales.dtype.element_ty, [TALL * COUNT, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -293,7 +300,7 @@ def streamed_planes(
                 (_bring, (x, w, ring, each, steps, PDL)),
             ],
             [4, 1],
-            [112, 24],
+            [MOST, 24],
         )
     else:
         sums = known
