@@ -282,8 +282,8 @@ def main() -> int:
                     how = "ring" if config.descriptor == STREAMED else "    "
                     print(f"  {m} tokens {us:7.2f} us {size / us / 1e3:6.0f} GB/s {how} {config.as_list()}", flush=True)
             result[name] = {m: [(us, config.as_list()) for us, config in found] for m, found in rows.items()}
+        print(json.dumps(result), flush=True)
         pool.shutdown(wait=False, cancel_futures=True)
-    print(json.dumps(result))
     return 0 if right and not bad else 1
 
 
