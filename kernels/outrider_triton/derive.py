@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider_triton.facts import DeviceFacts
+from outrider_triton.launch import power_of_two
 from outrider_triton.table import BUCKETS, STREAMED, MatmulConfig, bucket
 
 MOST = 128
@@ -22,6 +23,9 @@ OPERATORS = ("linear", "linear_parts", "linear_silu_mul", "linear_add", "linear_
 _GATED = ("linear_silu_mul", "scaled_silu_mul")
 _ADDED = ("linear_add", "linear_add_scaled")
 _PAIRS = 32  # of a tile of a ring; outrider_triton.jit.ring says the same
+_TALL = 64  # rows of a tile of four bits; outrider_triton.jit.planes_ring says the same
+_FEW = 16
+"""To so many tokens four bits come through a ring."""
 _OURS = 64
 """To so many tokens our products win wherever they were measured; to twice as many here and there, by a twentieth."""
 _LATENCY = 1.0e-6  # seconds until a byte comes while memory is busy
@@ -41,6 +45,9 @@ _MEET = 0.13e-6  # for each warp: all of a program wait for each other between t
 _FLIGHT = 4.5e-6  # from asking for a tile to its being there, while all ask
 _MADE = 1.6e-10  # of one warp: for each instruction that each number takes
 _ISSUE = 7e-12  # of a multiprocessor: for each number, whoever multiplies it
+_ISSUE_COLUMN = 0.6e-9  # of a multiprocessor, for 64 rows of a ring: about an instruction of each of four warps, counted
+_ALONE_COLUMN = 0.8e-9  # of a group of four warps for them, and until it begins with a unit: reasoned, nothing was measured
+_UNIT_BEGIN = 0.1e-6
 _PARTS = 1.0e-6  # until parts are added up
 _TILES = {16: 1.03, 32: 1.015, 64: 1.0, 128: 1.01}
 _BOXES = {8: 1.015, 16: 1.005, 32: 1.0}  # small ones are more requests of the copy engine
@@ -61,6 +68,7 @@ class Stored:
     made: float = 0.0
     again: bool = False
     least: int = 16
+    ring: bool = False
 
     def at_once(self, columns: int) -> int:
         """Of a tile of so many columns, those that are multiplied at a time."""
@@ -110,6 +118,8 @@ def candidates(
     made = list(_plain(facts, operator, m, n, stored))
     if facts.rings and m <= _OURS and stored == PLAIN:
         made += _rings(facts, operator, m, n, k, half)
+    if facts.rings and m <= _FEW and stored.ring:
+        made += _plane_rings(facts, operator, m, n, k, stored)
     return [config for config in dict.fromkeys(made) if shared_bytes(facts, operator, config, stored) <= facts.shared_bytes]
 
 
@@ -172,9 +182,40 @@ def _rings(facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int)
                 yield MatmulConfig(max(8, m), box, block_k, split, 4, stages, 0, STREAMED, each)
 
 
+def _plane_rings(facts: DeviceFacts, operator: str, m: int, n: int, k: int, stored: Stored) -> Iterator[MatmulConfig]:
+    """Those of :mod:`outrider_triton.jit.planes_ring`: so many programs a multiprocessor, one or two groups of warps each."""
+    cuts = itertools.product((1, 2, 3), _splits(operator, stored), (16, 8), (4, 8), (512, 256))
+    for waves, split, box, warps, wide in cuts:
+        each, (steps, odd) = -(-n * split // (facts.processors * waves * box)) * box, divmod(k, split * wide)
+        if odd or steps < warps // 4:
+            continue
+        units = -(-each // _TALL) * steps
+        bare = MatmulConfig(max(8, m), box, steps * wide, split, warps, 0, wide, STREAMED, each)
+        room = min(facts.shared_bytes, facts.processor_shared // waves - 1024) - shared_bytes(facts, operator, bare, stored)
+        stages = min(max(units, 2), room // (_TALL * wide // 2 + 32))
+        if stages >= min(4, units):
+            yield replace(bare, stages=stages)
+
+
+def _plane_ring_bytes(config: MatmulConfig) -> int:
+    """Tiles, tokens, scales in float32, sums of the second group of warps, barriers."""
+    wide, tiles = config.ahead, -(-config.each // _TALL)
+    scales = power_of_two(tiles) * power_of_two(config.block_k // 128) * _TALL * 4
+    sums = _TALL * config.block_m * 4 if config.warps > 4 else 0
+    return (
+        config.stages * (_TALL * wide // 2 + 32)
+        + config.block_k // wide * (config.block_m * wide * 2 + 16)
+        + scales
+        + sums
+        + 512
+    )
+
+
 def shared_bytes(facts: DeviceFacts, operator: str, config: MatmulConfig, stored: Stored = PLAIN) -> int:
     """Bytes of shared memory of a program, a few too many rather than too few."""
     tokens, columns = config.block_m, config.block_k
+    if config.descriptor == STREAMED and stored != PLAIN:
+        return _plane_ring_bytes(config)
     if config.descriptor == STREAMED:
         folded = operator in ("linear", *_ADDED) or (operator == "linear_parts" and config.split == 1)
         width = tokens * (2 if folded else 1)
@@ -253,6 +294,8 @@ def _by_steps(facts: DeviceFacts, operator: str, config: MatmulConfig, *, m: int
     resident = _resident(facts, operator, config, stored)
     if not resident:
         return float("inf")
+    if config.descriptor == STREAMED:
+        return _by_units(facts, config, resident, m=m, n=n, k=k)
     rows, width = min(config.each or config.block_n, n), stored.weight_bits / 8
     programs = -(-n // rows) * config.split * -(-m // config.block_m)
     steps = -(-k // (config.split * config.block_k))
@@ -275,11 +318,33 @@ def _by_steps(facts: DeviceFacts, operator: str, config: MatmulConfig, *, m: int
     return passed + behind + _LAUNCH
 
 
+def _by_units(facts: DeviceFacts, config: MatmulConfig, resident: int, *, m: int, n: int, k: int) -> float:
+    """Seconds of a product whose four bits come through a ring: the busiest multiprocessor's bytes, or its instructions, or
+    what a group of four warps takes for one unit after the other.
+    """
+    programs = -(-n // config.each) * config.split
+    rounds = -(-programs // facts.processors)
+    units = -(-config.each // _TALL) * (config.block_k // config.ahead)
+    own = rounds * config.each * config.block_k / 2
+    memory = max(n * k / 2 / facts.bytes_per_second, own * facts.processors / (_ALONE * facts.bytes_per_second))
+    groups = config.warps // 4
+    issue = rounds * units * config.ahead * _ISSUE_COLUMN
+    alone = -(-rounds // resident) * -(-units // groups) * (_UNIT_BEGIN + config.ahead * _ALONE_COLUMN)
+    behind = 0.0
+    if config.split > 1:  # parts are written, and read by the norm
+        behind = _PARTS * (config.split - 1) / 4 + 8.0 * config.split * m * n / (_CACHED * facts.bytes_per_second)
+    begins = _BEGIN * -(-rounds // resident)
+    return max(memory, issue, alone) + begins + behind + _LAUNCH
+
+
 def _resident(facts: DeviceFacts, operator: str, config: MatmulConfig, stored: Stored = PLAIN) -> int:
     """Programs that a multiprocessor has room for."""
     sums = config.block_n * config.block_m * (2 if operator in _GATED else 1)
     threads = config.warps * facts.warp + (facts.warp if config.descriptor == STREAMED else 0)
     registers = max(64 * threads, sums + 48 * threads)
+    if config.descriptor == STREAMED and stored != PLAIN:  # the warp that brings has room for four
+        threads = (config.warps + 4) * facts.warp
+        registers = (96 if config.warps > 4 and config.ahead > 256 else 80) * threads
     return min(
         facts.processor_shared // (shared_bytes(facts, operator, config, stored) + 1024),
         _THREADS // threads,

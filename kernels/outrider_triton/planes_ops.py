@@ -9,9 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
+from outrider_triton import streamed
 from outrider_triton.define import define
 from outrider_triton.jit import planes
 from outrider_triton.launch import launch
+from outrider_triton.table import STREAMED, MatmulConfig
 
 
 def in_planes(x: Tensor, pdl: bool) -> Tensor:
@@ -46,7 +48,7 @@ def _linear_planes(
 ) -> Tensor:
     """``laid``: the rows of ``x`` are in planes. What a split leaves, float32 [split, T, N] without the bias, is left so."""
     block_m, block_n, block_k, split, warps, stages, ahead, descriptor, each = config
-    torch._check(not descriptor, lambda: f"a product with a quantised weight can't be cut up as {config}")
+    torch._check(descriptor in (0, STREAMED), lambda: f"a product with a quantised weight can't be cut up as {config}")
     flat, n = x.reshape(-1, x.shape[-1]), data.shape[0]
     (m, k), each = flat.shape, each or block_n
     torch._check(
@@ -57,6 +59,15 @@ def _linear_planes(
     if not laid:
         flat = in_planes(flat, pdl)
     made = torch.empty((split, m, n), dtype=torch.float32 if split > 1 else x.dtype, device=x.device)
+    if descriptor == STREAMED:
+        torch._check(
+            zero_points is None and (mode, columns, block[0]) == ("block", planes.UNIT.value, 1) and asm,
+            lambda: (
+                f"a product through a ring with scales of {tuple(block)}: expected rows of groups of 128, without zero points"
+            ),
+        )
+        streamed.multiply_planes(flat, data, scales, bias if split == 1 else None, made, MatmulConfig(*config), pdl)
+        return made if split > 1 else made.view(*x.shape[:-1], n)
     launch(
         planes.linear_planes,
         (triton.cdiv(n, each), triton.cdiv(m, block_m), split),

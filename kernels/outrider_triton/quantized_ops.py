@@ -33,7 +33,7 @@ class Plan:
 
     ``native``: the matrix unit takes both operands as they are stored. ``columns``: those of a scale, a power of two.
     ``at_once``: so many columns are multiplied at a time at most; 0: those of a tile. ``planes``: by
-    :func:`outrider_triton.jit.planes.linear_planes`.
+    :func:`outrider_triton.jit.planes.linear_planes`; ``ring``: or by :func:`outrider_triton.jit.planes_ring.streamed_planes`.
     """
 
     mode: str
@@ -41,6 +41,7 @@ class Plan:
     columns: int
     at_once: int
     planes: bool = False
+    ring: bool = False
 
     def stored(self, format: str) -> Stored:
         """What the derivation asks."""
@@ -48,7 +49,7 @@ class Plan:
         made = 1.4 if self.planes else made
         bits = 4 if format == "int4" else 8
         least = 8 if self.planes or self.native else 16
-        return Stored(bits, 1 if self.native else 2, self.at_once, made, not self.planes, least)
+        return Stored(bits, 1 if self.native else 2, self.at_once, made, not self.planes, least, self.ring)
 
 
 def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) -> Plan | None:
@@ -77,7 +78,10 @@ def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) ->
     takes = {"fp8": facts.fp8, "int8": facts.capability >= 80}.get(weight.format, False)
     native = takes and weight.activations == weight.format and not zeros and mode != "fine"
     units = planes and weight.format == "int4" and mode != "fine" and k % UNIT.value == 0 and weight.data.data_ptr() % 4 == 0
-    return Plan(mode, native, columns, at_once, units and weight.activations is None)
+    units = units and weight.activations is None
+    ring = facts.rings and units and not zeros and mode == "block" and weight.block == (1, UNIT.value)
+    ring = ring and weight.data.data_ptr() % 16 == 0 and weight.scales.is_contiguous()
+    return Plan(mode, native, columns, at_once, units, ring)
 
 
 def _power(value: int) -> int:

@@ -9,13 +9,13 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from outrider_triton.jit import streamed
+from outrider_triton.jit import planes_ring, streamed
 from outrider_triton.jit.ring import PAIRS
 from outrider_triton.launch import launch, power_of_two
 from outrider_triton.table import MatmulConfig
 
 _PAIRS: int = PAIRS.value
-_LAYOUTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_LAYOUTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int16: gl.int16}
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: MatmulConfig, pdl: bool) -> None:
@@ -82,6 +82,44 @@ def rope_write_cache(
     pairs, half = weight.shape[0] // 2, size // 2
     flags["HALF"] = half
     _launch(streamed.streamed_rope_write_cache, x, weight, config, own + strides, pairs=pairs, half=half, pdl=pdl, **flags)
+
+
+def multiply_planes(
+    x: Tensor, data: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor, config: MatmulConfig, pdl: bool
+) -> None:
+    """``out [m, n]``, or its parts ``[split, m, n]``, of ``x [m, k]`` in planes and four bits ``[n, k / 2]``."""
+    (m, k), n, box, tall = x.shape, data.shape[0], config.block_n, planes_ring.ROWS.value
+    columns, groups = config.ahead, config.warps // 4
+    steps = config.block_k // max(columns, 1)
+    torch._check(
+        k == config.split * config.block_k
+        and columns in (256, 512)
+        and (config.block_k % columns, config.warps % 4, tall % box, config.each % box) == (0, 0, 0, 0)
+        and m <= config.block_m
+        and 0 < groups <= min(steps, 2)
+        and config.stages > 1,
+        lambda: (
+            f"a product of {m} tokens and a weight of {n} x {k} in planes can't be cut up as {config}: expected all columns, "
+            f"in multiples of {columns}, boxes of rows that divide {tall} and {config.each}, and no more tokens"
+        ),
+    )
+    many = groups > 1 and columns > 256
+    launch(
+        planes_ring.streamed_planes,
+        (-(-n // config.each), config.split),
+        *(_descriptor(x, config.block_m, columns), _descriptor(data.view(torch.int16), box, columns // 4), scales, bias, out),
+        *(m, n, scales.shape[1], config.each, steps),
+        HAS_BIAS=bias is not None,
+        GROUPS=groups,
+        STEPS=steps,
+        TILES=-(-config.each // tall),
+        BLOCK_M=config.block_m,
+        STAGES=config.stages,
+        MOST=128 if many else 112,
+        maxnreg=96 if many else 80,  # so few that others fit in beside; warps that multiply have more of them
+        pdl=pdl,
+        warps=4,
+    )
 
 
 def _scaled(squares: Tensor | None, bias: Tensor | None) -> tuple[int, dict[str, Any]]:

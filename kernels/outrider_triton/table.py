@@ -40,7 +40,9 @@ class MatmulConfig:
 
     ``descriptor`` STREAMED: a kernel of :mod:`outrider_triton.jit.streamed`. Then ``block_n`` is the rows of a box, ``each``
     the *pairs* of rows a program has (in a product that isn't split, those that are one row, folded), and ``ahead`` 0: what
-    is asked for ahead is as much as the stages hold.
+    is asked for ahead is as much as the stages hold. With weights of four bits it is :mod:`outrider_triton.jit.planes_ring`:
+    ``block_n`` is the rows of a box, ``block_k`` all columns of a program and ``ahead`` those of a tile, ``each`` its rows,
+    and four ``warps`` a group.
     """
 
     block_m: int

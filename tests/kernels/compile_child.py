@@ -24,6 +24,7 @@ from outrider_triton.jit import (
     matmul,
     peers,
     planes,
+    planes_ring,
     prompt_attention,
     quantized,
     rows,
@@ -264,15 +265,22 @@ STREAMED = [
     (streamed.streamed_rope_write_cache, {"k": "i32", **NARROW}, {**PLAIN, "HALF": 64}),
 ]
 """For devices with a copy engine alone."""
+FOUR_BITS = {"bias": None, "HAS_BIAS": False, "STEPS": 8, "BLOCK_M": 8, "STAGES": 4, "MOST": 112}
+IN_PLANES = [
+    (planes_ring.streamed_planes, {"out": WIDE}, {**FOUR_BITS, "GROUPS": 1, "TILES": 3}),
+    (planes_ring.streamed_planes, {}, {**FOUR_BITS, "GROUPS": 2, "TILES": 2}),
+]
 LATE = {"linear_silu_mul", "scaled_silu_mul", "streamed_silu_mul", "linear_planes", "linear_quantized"}
+LATE |= {"streamed_planes"}
 """One of them is in each layer: what starts behind it may read what was written before it (docs/kernels.md)."""
 READS_WEIGHTS = {"all_reduce_rms_norm", "rms_norm", "add_rms_norm", "linear_add", "streamed_linear_add"}
-READS_WEIGHTS |= {"add_rms_norm_quantize", "linear_quantized", "linear_planes"}
+READS_WEIGHTS |= {"add_rms_norm_quantize", "linear_quantized", "linear_planes", "streamed_planes"}
 """Before the wait: weights, which no kernel writes."""
 
 
 SOME = {"rms_norm", "linear_silu_mul", "scaled_silu_mul", "paged_attention", "copy_context", "accept_greedy"}
 SOME |= {
+    "streamed_planes",
     "gather_requests",
     "exchange",
     "streamed_linear_add",
@@ -315,6 +323,15 @@ def main() -> None:
             check_order_of_both(kernel.__name__, made.asm["ptx"])
             check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
             print(kernel.__name__, flush=True)
+        for kernel, types, constants in IN_PLANES:
+            if some and constants["GROUPS"] == 1:
+                print(f"({kernel.__name__})")
+                continue
+            ends = {"x": descriptor(8, 256), "w": descriptor(16, 64, "i16"), "scales": WIDE}
+            made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
+            check_order_of_both(kernel.__name__, made.asm["ptx"])
+            check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
+            print(kernel.__name__, flush=True)
 
 
 def compiled(source, kernel, types, given, target, *, warps=4, stages=3, aligned=()):
@@ -341,9 +358,9 @@ def check_sizes_of_one(source, kernel, types, given, target):
     made.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
 
 
-def descriptor(rows, columns):
+def descriptor(rows, columns, dtype="bf16"):
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
-    return f"tensordesc<bf16[{rows},{columns}],{getattr(layout, 'value', layout)!r}>"
+    return f"tensordesc<{dtype}[{rows},{columns}],{getattr(layout, 'value', layout)!r}>"
 
 
 def check_order(name: str, ptx: str, *, settled: bool) -> None:
@@ -358,6 +375,9 @@ def check_order(name: str, ptx: str, *, settled: bool) -> None:
     assert read or not settled, f"{name}: reads nothing before the wait, though it could"
 
 
+USES_SHARED = ("wgmma.wait_group", "ldmatrix", "stmatrix", "ld.shared", "st.shared")
+
+
 def check_order_of_both(name: str, ptx: str) -> None:
     """The same of a kernel one warp of which brings what the others, whose code comes first, multiply."""
     others, brings = ptx[: ptx.index("cp.async.bulk.tensor")], ptx[ptx.index("cp.async.bulk.tensor") :]
@@ -370,8 +390,10 @@ def check_order_of_both(name: str, ptx: str) -> None:
     arrivals = list(re.finditer(r"mbarrier\.arrive\.shared", others))
     assert arrivals, f"{name}: nobody says that a tile is used up"
     for arrival in arrivals:
-        since = others[others.rindex("wgmma.wait_group", 0, arrival.start()) : arrival.start()]
-        assert "bar.sync" in since, f"{name}: one warp says that a tile is used up while others may still multiply it"
+        used = max(others.rfind(access, 0, arrival.start()) for access in USES_SHARED)
+        assert "bar.sync" in others[used : arrival.start()], (
+            f"{name}: one warp says that all are done with what others still use"
+        )
     order = re.findall("griddepcontrol.(wait|launch_dependents)", brings)
     expected = ["wait", "launch_dependents"] if name in LATE else ["launch_dependents", "wait"]
     assert order, f"{name}: the warp that brings doesn't wait"

@@ -25,7 +25,7 @@ from kernels.test_derive import products, shards
 from outrider.model.shapes import SHAPES
 from outrider_triton.derive import choose, shared_bytes
 from outrider_triton.derive_attention import Heads, attention_bytes, cut
-from outrider_triton.jit import attention, fused, matmul, planes, quantized, streamed
+from outrider_triton.jit import attention, fused, matmul, planes, planes_ring, quantized, streamed
 from outrider_triton.launch import power_of_two
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import BUCKETS, STREAMED
@@ -149,9 +149,21 @@ def quantized_product(facts, config, even, name, way, target):
     types = {"k": "i32", "x": held if way.native else "*fp16" if active else HALF, "weight": held, "scales": WIDE}
     types |= {"x_scales": WIDE, "out": WIDE if config.split > 1 else HALF}
     aligned = ("x", "weight", "scales", "out", "n", "k", "x_stride", "scale_columns")
+    if config.descriptor == STREAMED:
+        return in_a_ring(facts, config, target)
     kernel = planes.linear_planes if way.planes else quantized.linear_quantized
     given = {name: value for name, value in given.items() if name in kernel.arg_names}
     return compiled(ASTSource, kernel, types, given, target, warps=config.warps, stages=config.stages, aligned=aligned)
+
+
+def in_a_ring(facts, config, target):
+    """A product of four bits that come through a ring."""
+    wide = config.ahead
+    ends = {"x": descriptor(config.block_m, wide), "w": descriptor(config.block_n, wide // 4, "i16"), "scales": WIDE}
+    given = {"GROUPS": config.warps // 4, "STEPS": config.block_k // wide, "TILES": -(-config.each // 64), "PDL": facts.pdl}
+    given |= {"BLOCK_M": config.block_m, "STAGES": config.stages, "HAS_BIAS": False, "bias": None, "MOST": 112}
+    types = {**ends, "out": WIDE if config.split > 1 else HALF}
+    return compiled(GluonASTSource, planes_ring.streamed_planes, types, given, target)
 
 
 def few(facts, found):
@@ -159,7 +171,8 @@ def few(facts, found):
     kinds = {}
     for key, beside in found.items():
         if key[0] == "quantized":
-            kind, size = f"quantized {QUANTIZED_AS[key[3]][0]}", shared_bytes(facts, "linear_parts", key[1], beside[1])
+            kind = f"quantized {QUANTIZED_AS[key[3]][0]}" + (" ring" if key[1].descriptor == STREAMED else "")
+            size = shared_bytes(facts, "linear_parts", key[1], beside[1])
         elif key[0] == "attention":
             kind, size = f"attention {key[2]}", attention_bytes(facts, beside, *key[1][:2])
         else:

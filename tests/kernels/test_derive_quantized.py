@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from kernels.devices import DEVICES
-from outrider_triton.derive import candidates, estimate, rank
+from outrider_triton.derive import candidates, choose, estimate, rank, shared_bytes
 from outrider_triton.quantized_ops import Plan
-from outrider_triton.table import MatmulConfig
+from outrider_triton.table import STREAMED, MatmulConfig
 
 H200 = DEVICES["H200"]
 STORED = {
@@ -50,3 +50,29 @@ def test_every_device_has_a_choice_that_keeps_its_processors_busy(device, form, 
         first = rank(facts, "linear_parts", m=tokens, n=n, k=k, stored=STORED[form])[0]
         programs = -(-n // (first.each or first.block_n)) * first.split * -(-tokens // first.block_m)
         assert programs >= 0.4 * facts.processors, first
+
+
+RING = Plan("block", False, 128, 128, planes=True, ring=True).stored("int4")
+
+
+@pytest.mark.parametrize("product", WEIGHTS)
+@pytest.mark.parametrize("tokens", [1, 8, 16, 32])
+def test_four_bits_come_through_a_ring_where_tokens_are_few(tokens, product):
+    n, k = WEIGHTS[product]
+    first = choose(H200, "linear_parts", m=tokens, n=n, k=k, stored=RING)
+    assert (first.descriptor == STREAMED) is (tokens <= 16)
+    for device in ("A100", "B200", "MI300X"):
+        found = candidates(DEVICES[device], "linear_parts", m=tokens, n=n, k=k, stored=RING)
+        assert not any(config.descriptor for config in found), device
+
+
+@pytest.mark.parametrize(("n", "k"), [*WEIGHTS.values(), (1000, 1024), (4096, 896), (512, 28672)])
+def test_a_ring_is_cut_so_that_a_launch_takes_it(n, k):
+    for tokens in (8, 16):
+        found = candidates(H200, "linear_parts", m=tokens, n=n, k=k, stored=RING)
+        for config in (config for config in found if config.descriptor == STREAMED):
+            assert k == config.split * config.block_k
+            assert config.block_k % config.ahead == config.each % config.block_n == 64 % config.block_n == 0
+            assert 1 <= config.warps // 4 <= config.block_k // config.ahead
+            assert (config.block_m, config.stages > 1) == (tokens, True)
+            assert shared_bytes(H200, "linear_parts", config, RING) <= H200.shared_bytes

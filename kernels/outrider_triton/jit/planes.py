@@ -51,7 +51,7 @@ _FP16_2, _FP16_3 = _halves(8, "0x64006400", _LESS_1032), _halves(12, "0x64006400
 
 
 @triton.jit
-def _plane(packed, PLANE: tl.constexpr, TYPE: tl.constexpr, ASM: tl.constexpr):
+def numbers_of_plane(packed, PLANE: tl.constexpr, TYPE: tl.constexpr, ASM: tl.constexpr):
     """The numbers of one plane, less 8, from two bytes each. ASM: two at a time, by writing their bits behind those of 128 or
     1024. Each with one operand and one result: the compiler takes the bytes in the layout of the product then.
     """
@@ -149,7 +149,7 @@ def linear_planes(
             part = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if MODE == "block" else total
             for plane in tl.static_range(4):
                 t = tl.load(column + place + plane * (unit // 4), mask=real, other=0.0)
-                part = tl.dot(_plane(w, plane, TYPE, ASM), t, part)
+                part = tl.dot(numbers_of_plane(w, plane, TYPE, ASM), t, part)
                 if ZEROS:
                     whole += tl.sum(t.to(tl.float32), axis=0)
             if MODE == "block":

@@ -1,0 +1,291 @@
+"""Products with weights of four bits through a ring on a real device: ``python
+tests/kernels/planes_ring_on_device.py [SECONDS]``.
+
+First each case against the reference in float64, in a graph: a line for each that is WRONG, and a count. Then times of
+single products whose weights are in no cache, in several cuts, beside the fastest known cut without a ring: a table for each
+product, fastest first, and a JSON line. Cuts are compiled beforehand in processes of their own; one that can't be, or that
+fails, is a line. Nothing new for 25 seconds: a line says where, and the exit code is 3. It is 1 where a case is wrong or
+nothing ran.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from outrider.device import KernelSet
+from outrider_triton import planes_ops  # noqa: F401  (registers the operator)
+from outrider_triton.derive import _plane_rings, rank, shared_bytes
+from outrider_triton.facts import facts_of
+from outrider_triton.launch import ahead
+from outrider_triton.planes_ops import in_planes
+from outrider_triton.quantized_ops import Plan
+from outrider_triton.table import STREAMED, MatmulConfig
+from outrider_tune.quantized import random_format, random_quantized
+
+SHAPES = ((4096, 4096), (1000, 1024), (6144, 4096), (4096, 14336), (28672, 4096))
+TOKENS = (1, 4, 8, 13)
+ERROR = 6e-3
+"""Relative to the largest number of the row: a rounding of bfloat16 is 4e-3, and the reference rounds nothing."""
+PRODUCTS = {"qkv": (6144, 4096), "output": (4096, 4096), "gate and up": (28672, 4096), "down": (4096, 14336)}
+CALLS = 12
+ROTATE = 200 << 20
+STORED = Plan("block", False, 128, 128, planes=True, ring=True).stored("int4")
+KNOWN = {  # of tests/data/quantized_products_h200.json, at one token
+    "qkv": (10.5, [(8, 32, 256, 4, 2, 5, 1792, 0, 0), (8, 64, 1024, 4, 4, 2, 1792, 0, 48)]),
+    "output": (8.1, [(8, 32, 512, 4, 2, 4, 2560, 0, 0), (8, 64, 1024, 4, 4, 2, 2560, 0, 0)]),
+    "gate and up": (30.7, [(8, 64, 1024, 1, 4, 2, 512, 0, 56), (8, 64, 1024, 1, 4, 2, 512, 0, 0)]),
+    "down": (18.8, [(8, 32, 512, 4, 2, 4, 2560, 0, 0), (8, 16, 512, 4, 1, 4, 2560, 0, 0)]),
+}
+beat = [time.monotonic(), "the start"]
+
+
+def watch() -> None:
+    """Ends the process where nothing has gone on for long: a kernel that hangs would keep it for ever."""
+    while True:
+        time.sleep(1)
+        if time.monotonic() - beat[0] > 25:
+            print(f"HANGS in {beat[1]}", flush=True)
+            os._exit(3)
+
+
+def going(on: str) -> None:
+    beat[:] = [time.monotonic(), on]
+
+
+def product(x, weight, bias, config, pdl=True, laid=True):
+    own = laid, "block", 128, 128, True, config.as_list(), pdl
+    return torch.ops.outrider.linear_quantized.triton_planes(
+        x, weight.data, weight.scales, None, bias, list(weight.block), *own
+    )
+
+
+# -- compiling -----------------------------------------------------------------------------------------------------
+
+
+def compile_one(config, n, k, biased):
+    """In a process of its own: None, or why it can't be."""
+    try:
+        device = torch.device("cuda")
+        data = torch.empty(n, k // 2, dtype=torch.uint8, device=device)
+        scales = torch.empty(n, k // 128, dtype=torch.float32, device=device)
+        x = torch.empty(min(config.block_m, 8), k, dtype=torch.bfloat16, device=device)
+        bias = torch.empty(n, dtype=torch.bfloat16, device=device) if biased else None
+        own = True, "block", 128, 128, True, config.as_list(), True
+        with ahead():
+            torch.ops.outrider.linear_quantized.triton_planes(x, data, scales, None, bias, [1, 128], *own)
+    except Exception as error:  # whatever a compiler raises
+        return f"{type(error).__name__}: {str(error)[:300]}"
+    return None
+
+
+def waited(futures, end):
+    """Those of the jobs that are compiled; the others say why."""
+    done = set()
+    for job, future in futures.items():
+        going(f"compiling {job}")
+        try:
+            why = future.result(timeout=max(0.1, min(end - time.monotonic(), 20)))
+        except Exception as error:
+            why = f"{type(error).__name__} {error}"
+        if why is None:
+            done.add(job)
+        else:
+            print(f"NOT COMPILED {job}: {why}", flush=True)
+    return done
+
+
+# -- correctness ---------------------------------------------------------------------------------------------------
+
+
+def cut(facts, n, k, *, m, split, warps, box, waves):
+    """Those that fit, in units of 512 columns and of 256."""
+    found = [
+        config
+        for config in _plane_rings(facts, "linear_parts", 16 if m > 8 else 8, n, k, STORED)
+        if (config.split, config.warps, config.block_n) == (split, warps, box)
+        and config.each == -(-n * split // (facts.processors * waves * box)) * box
+        and shared_bytes(facts, "linear_parts", config, STORED) <= facts.shared_bytes
+    ]
+    return list({config.ahead: config for config in found}.values())
+
+
+def cases(facts):
+    """Shape, tokens, cut, whether with a bias: few rows and many, one group and two, a ring that goes round and one that
+    doesn't.
+    """
+    for n, k in SHAPES:
+        for m in (8, 13):
+            for split, warps, box, waves, biased in ((1, 4, 16, 1, True), (1, 8, 8, 2, False), (2, 8, 16, 1, False),
+                                                     (4, 4, 8, 2, False), (4, 8, 16, 1, False)):  # fmt: skip
+                for config in cut(facts, n, k, m=m, split=split, warps=warps, box=box, waves=waves):
+                    yield n, k, m, config, biased
+                    if split == 1 and warps == 8 and config.stages > 3:  # goes round many times
+                        yield n, k, m, replace(config, stages=3), biased
+
+
+def wrong(made, right):
+    off = (made.double() - right).abs().amax(-1) / right.abs().amax(-1).clamp(min=1e-30)
+    return float(off.nan_to_num(float("inf")).max())
+
+
+def in_a_graph(call):
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = call()
+        made = call()
+    made.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    return made
+
+
+def check(facts, compiled, device, end):
+    """How many were right and wrong."""
+    generator = torch.Generator(device).manual_seed(0)
+    reference, counts, weights = KernelSet(), [0, 0], {}
+    for n, k, block, config, biased in cases(facts):
+        if (config, n, k, biased) not in compiled:
+            continue
+        if time.monotonic() > end:
+            print("LATE: not all cases ran", flush=True)
+            break
+        if (n, k) not in weights:
+            weights.clear()
+            weight = random_quantized(random_format("int4"), n, k, device=device, generator=generator)
+            bias = torch.randn(n, device=device, generator=generator).to(torch.bfloat16)
+            x = torch.randn(16, k, device=device, generator=generator).to(torch.bfloat16)
+            right = reference.linear_quantized(x.double(), weight, bias.double())
+            weights[n, k] = weight, bias, x, right
+        weight, bias, x, right = weights[n, k]
+        for m in (each for each in TOKENS if (each > 8) == (block > 8)):
+            name = f"{n} x {k}, {m} tokens, bias {biased}, {config.as_list()}"
+            going(name)
+            try:
+                rows = in_planes(x[:m], False)
+                made = in_a_graph(partial(product, rows, weight, bias if biased else None, config))
+                made = made.sum(0) if config.split > 1 else made
+                off = wrong(made, right[:m] if biased else right[:m] - bias.double())
+            except Exception as error:  # the next case may say more
+                print(f"WRONG {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                off = float("inf")
+            bad = off > ERROR
+            counts[bad] += 1
+            if bad:
+                print(f"WRONG {name}: {off:.2e}", flush=True)
+    return counts
+
+
+# -- times ---------------------------------------------------------------------------------------------------------
+
+
+def timed(facts, name):
+    """Cuts of a product, the derived one first; those without a ring last."""
+    n, k = PRODUCTS[name]
+    found = [config for config in rank(facts, "linear_parts", m=1, n=n, k=k, stored=STORED) if config.descriptor == STREAMED]
+    found = [config for config in found if config.block_n == 16 or config is found[0]]
+    kinds = {}
+    for config in found:  # the best of each kind first
+        kinds.setdefault((config.split, config.warps, config.ahead), []).append(config)
+    order = [
+        config
+        for each in zip(*(row[:2] + [None] * (2 - len(row)) for row in kinds.values()), strict=False)
+        for config in each
+        if config
+    ]
+    order = list(dict.fromkeys(found[:1] + order))[:16]
+    order += [replace(order[0], stages=stages) for stages in (4, 8) if stages < order[0].stages]
+    return order + [MatmulConfig(*each) for each in KNOWN[name][1]]
+
+
+def microseconds(call):
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(CALLS):
+            call(number)
+    times = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / CALLS)
+    return min(times[1:])
+
+
+def times(facts, name, compiled, device, end):
+    """Rows of microseconds and cut, fastest first."""
+    n, k = PRODUCTS[name]
+    first = random_quantized(random_format("int4"), n, k, device=device)
+    weights = [first, *(random_quantized(random_format("int4"), n, k, device=device) for _ in range(ROTATE // first.nbytes))]
+    rows = {}
+    for m in (1, 8):
+        x = in_planes(torch.randn(m, k, device=device).to(torch.bfloat16), False)
+        for config in timed(facts, name) if m == 1 else [row[1] for row in sorted(rows[1], key=lambda row: row[0])[:4]]:
+            if time.monotonic() > end or (config, n, k, False) not in compiled:
+                continue
+            going(f"{name}, {config.as_list()}")
+            try:
+                us = microseconds(lambda number, x=x, config=config: product(x, weights[number % len(weights)], None, config))
+                rows.setdefault(m, []).append((round(us, 2), config))
+            except Exception as error:  # the next one may run
+                print(f"FAILED {name}, {config.as_list()}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+        rows.setdefault(m, []).sort(key=lambda row: row[0])
+    return rows, first.nbytes
+
+
+def main() -> int:
+    begun = time.monotonic()
+    end = begun + float(sys.argv[1] if len(sys.argv) > 1 else 150)
+    device = torch.device("cuda")
+    facts = facts_of(torch.cuda.get_device_properties(device))
+    checks = [(config, n, k, biased) for n, k, _, config, biased in cases(facts)]
+    measured = [(config, *PRODUCTS[name], False) for name in PRODUCTS for config in timed(facts, name)]
+    context = multiprocessing.get_context("spawn")
+    workers = max(1, min((os.cpu_count() or 2) - 1, 15))
+    result = {"device": torch.cuda.get_device_name(device)}
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        jobs = {job: pool.submit(compile_one, *job) for job in dict.fromkeys(checks + measured)}
+        threading.Thread(target=watch, daemon=True).start()
+        compiled = waited({job: jobs[job] for job in dict.fromkeys(checks)}, end)
+        print(f"{len(compiled)} cuts to check compiled after {time.monotonic() - begun:.0f} s", flush=True)
+        right, bad = check(facts, compiled, device, end)
+        result |= {"right": right, "wrong": bad}
+        print(f"CHECKED {right + bad} cases: {bad} WRONG, after {time.monotonic() - begun:.0f} s", flush=True)
+        compiled |= waited({job: jobs[job] for job in dict.fromkeys(measured)}, end)
+        print(f"all compiled after {time.monotonic() - begun:.0f} s", flush=True)
+        for name in PRODUCTS:
+            try:
+                rows, size = times(facts, name, compiled, device, end)
+            except Exception as error:
+                print(f"FAILED {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                continue
+            print(f"-- {name}: {PRODUCTS[name]}, {size / 1e6:.1f} MB; without a ring {KNOWN[name][0]} us")
+            for m, found in rows.items():
+                for us, config in found:
+                    how = "ring" if config.descriptor == STREAMED else "    "
+                    print(f"  {m} tokens {us:7.2f} us {size / us / 1e3:6.0f} GB/s {how} {config.as_list()}", flush=True)
+            result[name] = {m: [(us, config.as_list()) for us, config in found] for m, found in rows.items()}
+        print(json.dumps(result), flush=True)
+        pool.shutdown(wait=False, cancel_futures=True)
+    return 0 if right and not bad else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
