@@ -187,12 +187,13 @@ def _plane_rings(facts: DeviceFacts, operator: str, m: int, n: int, k: int, stor
     cuts = itertools.product((1, 2, 3), _splits(operator, stored), (16, 8), (4, 8), (512, 256))
     for waves, split, box, warps, wide in cuts:
         each, (steps, odd) = -(-n * split // (facts.processors * waves * box)) * box, divmod(k, split * wide)
-        if odd or steps < warps // 4:
+        groups = warps // 4
+        if odd or steps < groups or (steps % groups and each > _TALL):
             continue
         units = -(-each // _TALL) * steps
         bare = MatmulConfig(max(8, m), box, steps * wide, split, warps, 0, wide, STREAMED, each)
         room = min(facts.shared_bytes, facts.processor_shared // waves - 1024) - shared_bytes(facts, operator, bare, stored)
-        stages = min(max(units, 2), room // (_TALL * wide // 2 + 32))
+        stages = min(max(units, 2), room // (_TALL * wide // 2 + 32)) // groups * groups  # a place belongs to one group
         if stages >= min(4, units):
             yield replace(bare, stages=stages)
 

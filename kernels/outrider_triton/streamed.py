@@ -97,10 +97,14 @@ def multiply_planes(
         and (config.block_k % columns, config.warps % 4, tall % box, config.each % box) == (0, 0, 0, 0)
         and m <= config.block_m
         and 0 < groups <= min(steps, 2)
+        # Else a place would change hands between groups, and one of them would take its last filling for the next.
+        and config.stages % groups == 0
+        and (steps % groups == 0 or config.each <= tall)
         and config.stages > 1,
         lambda: (
             f"a product of {m} tokens and a weight of {n} x {k} in planes can't be cut up as {config}: expected all columns, "
-            f"in multiples of {columns}, boxes of rows that divide {tall} and {config.each}, and no more tokens"
+            f"in multiples of {columns}, boxes of rows that divide {tall} and {config.each}, no more tokens, and stages (and units "
+            f"of several tiles) in multiples of {groups}"
         ),
     )
     many = groups > 1 and columns > 256

@@ -118,12 +118,15 @@ class Table:
         return near.config if within else None
 
     def entry(self, operator: str, dtype: str, *, n: int, k: int, m: int) -> Entry | None:
-        """The entry for the least measured number of tokens not below ``m``, in the same bucket; None where there is none.
+        """The entry for the least measured number of tokens not below ``m``, in the same bucket; else that for the most
+        tokens below ``m`` whose tile has room for as many, since it does the same work; None where there is none.
 
         What was measured for more tokens says little about fewer: there, a configuration is derived.
         """
         measured = self.entries.get((operator, dtype, n, k), ())
-        return next((entry for entry in measured if entry.m >= m and bucket(entry.m) == bucket(m)), None)
+        alike = (entry for entry in measured if entry.m >= m and bucket(entry.m) == bucket(m))
+        roomy = (e for e in reversed(measured) if e.m < m and e.config is not None and e.config.block_m >= m)
+        return next(alike, None) or next(roomy, None)
 
 
 def slug(device: str) -> str:
